@@ -148,7 +148,7 @@ class LeastSeconds(LeastTokens):
         # What is charged allows for hits that do not come true; what is told is what comes of those that are expected.
         cached = sent.cached
         expected = self._prefillers.cost.seconds(asked.tokens - cached, cached) * prefiller.slowness
-        sent.prediction = Prediction(sent.wait + expected, int(cached))
+        sent.prediction = Prediction(sent.wait + expected, round(cached))
         return sent
 
     def reason(self, noted: _Noted, backend: Backend) -> str:

@@ -24,8 +24,9 @@ class Kind(IntEnum):
     """A prompt with these keys goes there. Numbers: when, the predicted seconds, and the tokens that are not expected
     to be cached. The pieces that the keys name have these ends."""
     ENDED = 1
-    """One has ended, and nothing has come of these keys. Numbers: when, how far the odometer has to be moved, the trust
-    and the capacity by now, and a sample, if it teaches one."""
+    """A prompt has ended, and these keys are not cached. Numbers: the time, how far the odometer has to be moved, the
+    trust by now, the greatest age of a prefix that was found, the least age of one that was evicted (NO_AGE: none), and
+    a sample, if it teaches one."""
     COUNTED = 2
     """The engine has told of its cache. Numbers: those of a CacheCount. Not for other gateways, which ask it, too."""
 
@@ -46,10 +47,12 @@ class Record(NamedTuple):
     numbers: Sequence[float]
 
 
+NO_AGE: Final = -1.0
+
 # Its kind, the prefiller's slot, and how many keys, ends and other numbers follow.
 _HEAD: Final = Struct("<IIIII")
 _KIND_AND_SLOT: Final = Struct("<II")
-_NUMBERS: Final = {Kind.SENT: (3,), Kind.ENDED: (4, 11), Kind.COUNTED: (4,)}
+_NUMBERS: Final = {Kind.SENT: (3,), Kind.ENDED: (5, 12), Kind.COUNTED: (4,)}
 _KEY_BYTES: Final = 8
 _END_BYTES: Final = 4
 

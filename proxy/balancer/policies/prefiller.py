@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from proxy.balancer.policies.cache_count import CacheCount
 from proxy.balancer.policies.concurrency import Concurrency, soonest_free
 from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD
-from proxy.balancer.policies.prefill_records import Kind, Record, kind_and_slot, packed, unpacked
+from proxy.balancer.policies.prefill_records import NO_AGE, Kind, Record, kind_and_slot, packed, unpacked
 from proxy.balancer.policies.prefill_samples import Sample, Sent, Step
 from proxy.balancer.policies.prefixes import CachedPrefixes
 
@@ -150,6 +150,8 @@ class Prefiller:
         prefixes = self.cached
         dropped: Sequence[int] = ()
         further, sample = 0.0, None
+        found_age: float | None = None
+        missed_age: float | None = None
         if served:
             tokens = float(asked.tokens)
             if sent.answer is not None:
@@ -159,7 +161,7 @@ class Prefiller:
                     there = tokens * told_cached / max(1, told_tokens)
                     further = cached - there
                     prefixes.odometer += further
-                    prefixes.learn(sent.known, sent.odometer, asked.ends, cached, there)
+                    found_age, missed_age = prefixes.learn(sent.known, sent.odometer, asked.ends, cached, there)
                 tokens, cached = float(told_tokens), float(told_cached)
             # Prompts that were sent one behind the other were computed one after the other.
             was_behind = sent.at < self._answered_before and sent.seconds > _LEAST_SECONDS
@@ -177,7 +179,8 @@ class Prefiller:
             dropped = [key for key, reading in zip(asked.keys, sent.known, strict=True) if reading is None]
             prefixes.drop(dropped)
         if self.journal is not None:
-            self._write(Kind.ENDED, dropped, (), now, further, prefixes.trust, prefixes.capacity, *(sample or ()))
+            ages = _written_age(found_age), _written_age(missed_age)
+            self._write(Kind.ENDED, dropped, (), now, further, prefixes.trust, *ages, *(sample or ()))
         return sample
 
     def emptied(self) -> None:
@@ -249,14 +252,13 @@ class Prefiller:
             self._others.append((at, seconds, computed))
             self.cached.use(record.keys, record.ends, computed)
             return None
-        at, further, trust, capacity, *sample = record.numbers
+        at, further, trust, found_age, missed_age, *sample = record.numbers
         if self._others:
             self._others.popleft()
         prefixes = self.cached
         prefixes.odometer += further
         prefixes.trust = trust
-        if not prefixes.knows_capacity:
-            prefixes.capacity = capacity
+        prefixes.note(_read_age(found_age), _read_age(missed_age))
         prefixes.drop(record.keys)
         if not sample:
             return None
@@ -279,6 +281,15 @@ class Prefiller:
 def write_count(journal: Seat, slot: int, count: CacheCount) -> None:
     """Let all workers hear what the engine in this slot tells of its cache."""
     journal.write(packed(Record(Kind.COUNTED, slot, (), (), count)))
+
+
+def _written_age(age: float | None) -> float:
+    """Return the age of a prefix as a number of a record."""
+    return NO_AGE if age is None else age
+
+
+def _read_age(number: float) -> float | None:
+    return None if number < 0 else number
 
 
 def _left(seconds: float, spent: float) -> float:

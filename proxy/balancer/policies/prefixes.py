@@ -1,9 +1,9 @@
-"""Which prefixes of prompts a prefiller probably has in its cache: what was sent there, and what came after it.
+"""Which prefixes of prompts an engine probably has in its cache: those that were sent there and not evicted since.
 
-Engines evict the least recently used blocks, of one prompt the tail before the head. So each backend has an odometer,
-the tokens that it has had to compute, and each prefix the reading at which it was last used: it is gone when the
-odometer has gone on by the capacity of the cache. The capacity is learned: what an answer says was cached, or was not,
-tells how far back the cache goes. Only keys are kept, and a bounded number of them.
+Engines evict the least recently used blocks, and of one prompt the tail before the head. So each backend has an
+odometer, which counts the tokens that it has computed, and each prefix has the reading of the odometer at its last use.
+The difference is the prefix's age. It is evicted when its age exceeds the capacity of the cache, which answers teach:
+see cache_reach. Only keys are kept, and a bounded number of them.
 """
 
 from __future__ import annotations
@@ -12,31 +12,43 @@ from bisect import bisect_left, bisect_right
 from math import gcd
 from typing import TYPE_CHECKING, Final
 
+from proxy.balancer.policies.cache_reach import CacheReach
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from proxy.balancer.policies.cache_count import CacheCount
 
-# Until it is learned. Too much costs less than too little: what is wrongly expected is corrected by the next answer.
+# Until a capacity is learned. Too much costs less than too little: a wrong expectation is corrected by the next answer.
 _FIRST_CAPACITY: Final = 1_000_000
-_LEAST_CAPACITY, _MOST_CAPACITY = 32_768, 64_000_000
-_CAPACITY_STEP: Final = 0.1
-# Of one backend: twice as many, at some 110 bytes each.
+# A cache whose limit was not seen is taken to be larger than the greatest age at which it found a prefix.
+_BEYOND_FOUND: Final = 2.0
+# Each of a backend's two generations has at most this number of keys, at some 110 bytes each.
 MAX_KEYS: Final = 16_384
 
-# A backend that does not say what was cached: its cache is believed in, but not as if it did.
+# The trust in a backend that does not report cached tokens.
 _UNTOLD_TRUST: Final = 0.7
 _TRUST_STEP: Final = 0.2
-# Engines cache whole blocks, of so many tokens at most: of the last piece a part is always missing.
-_BLOCK_TOKENS: Final = 256
-# No engine's blocks are larger: what told numbers have in common beyond that they have by chance.
-_MOST_BLOCK_TOKENS: Final = 512
+# A common divisor of the reported tokens up to this one is an engine's block size.
+_USUAL_BLOCK_TOKENS: Final = 512
+# Up to this one it is, if this number of different reports have it: fewer have a large divisor in common by chance.
+_MAX_BLOCK_TOKENS: Final = 16_384
+_REPORTS: Final = 4
+# Prompts are cut into pieces at other places than the engine's blocks, and tokens are estimated from bytes.
+_TOLERATED_TOKENS: Final = 256
+_MISSING_STEP: Final = 0.05
+# Two pieces were last used by the same prompt if their ages differ by their distance in it, to this share and tokens.
+_SAME_USE_SHARE: Final = 0.1
+_SAME_USE_TOKENS: Final = 2.0
 
 
 class CachedPrefixes:
-    """Those of one backend. Positions are of pieces of a prompt, in order; `ends` are tokens up to their ends."""
+    """The prefixes of one backend. A position is the index of a piece of a prompt; `ends` are tokens up to its end."""
 
-    __slots__ = ("capacity", "odometer", "trust", "_block", "_count", "_uncounted", "_young", "_old", "_turned")
+    __slots__ = (
+        *("capacity", "odometer", "trust"),
+        *("_block", "_count", "_missing", "_old", "_reach", "_reports", "_turned", "_uncounted", "_young"),
+    )
 
     def __init__(self) -> None:
         self.capacity = float(_FIRST_CAPACITY)
@@ -44,22 +56,25 @@ class CachedPrefixes:
         self.odometer = 0.0
         """Tokens that it has computed."""
         self.trust = _UNTOLD_TRUST
-        """How much of what was expected to be cached really was, lately."""
-        self._count: CacheCount | None = None  # the last one, of an engine that tells
-        self._uncounted = 0.0  # what was on the odometer before
-        self._block = 0  # the greatest common divisor of the cached tokens that were told
-        # The readings of keys in two generations. What was used since the odometer stood at `_turned` is young. What
-        # is old is remembered for one more generation, or it could not be learned that the cache is larger.
+        """The share of the expected tokens that was found lately."""
+        self._reach = CacheReach()
+        self._count: CacheCount | None = None  # the last one, of an engine with KV events
+        self._uncounted = 0.0  # the odometer's reading when the engine's counting began
+        self._block = 0  # the greatest common divisor of the cached tokens that were reported
+        self._reports: set[int] = set()  # the first different ones
+        self._missing = 0.0  # tokens that are missing at the ends of expected prefixes, beyond what blocks explain
+        # The readings of keys in two generations. A key that was used since the odometer stood at `_turned` is young.
+        # The old generation is kept as long again, or it could not be learned that the cache is larger.
         self._young: dict[int, float] = {}
         self._old: dict[int, float] = {}
         self._turned = 0.0
 
     def __len__(self) -> int:
-        """Keys that are remembered, of which some may count twice."""
+        """Return the number of keys that are remembered; a key in both generations counts twice."""
         return len(self._young) + len(self._old)
 
     def hit(self, keys: Sequence[int]) -> int:
-        """How many leading pieces of a prompt are probably cached. `keys`: of its pieces, in order."""
+        """Return the number of leading pieces of a prompt that are probably cached."""
         if not keys or self._is_gone(keys[0]):
             return 0
         if not self._is_gone(keys[-1]):
@@ -75,22 +90,37 @@ class CachedPrefixes:
         return reading < self.odometer - self.capacity
 
     def found(self, ends: Sequence[float], hit: int, tokens: int) -> float:
-        """Tokens that it finds of a prompt of so many, of which so many pieces are cached: whole blocks, and never all,
-        as the last token has to be computed for the first one of the answer.
+        """Return the tokens that the engine finds of a prompt of `tokens`, of which `hit` pieces are cached.
+
+        Engines find whole blocks, and never a whole prompt: the last token is computed for the first one of the answer.
         """
         if not hit:
             return 0.0
         cached = min(ends[hit - 1], tokens - 1.0)
-        return cached - cached % self._block if 0 < self._block <= _MOST_BLOCK_TOKENS else cached
+        block = self._block_tokens
+        if block:
+            cached -= cached % block
+        return max(0.0, cached - self._missing)
+
+    @property
+    def _block_tokens(self) -> int:
+        """The engine's block size as its reports show it; 0: not known."""
+        most = _MAX_BLOCK_TOKENS if len(self._reports) >= _REPORTS else _USUAL_BLOCK_TOKENS
+        return self._block if self._block <= most else 0
 
     def tell(self, cached_tokens: int) -> None:
-        """An answer says how many tokens were cached."""
+        """Take in the number of cached tokens that an answer reports."""
         if self._block != 1 and cached_tokens:
-            self._block = gcd(self._block, cached_tokens)
+            block = gcd(self._block, cached_tokens)
+            if block != self._block:
+                self._block, self._missing = block, 0.0
+            if len(self._reports) < _REPORTS:
+                self._reports.add(cached_tokens)
 
     def use(self, keys: Sequence[int], ends: Sequence[float], computed: float) -> list[float | None]:
-        """A prompt goes there, of which so many tokens will have to be computed. The readings of its pieces until now;
-        None: they are new.
+        """Note that a prompt goes there, of which `computed` tokens are not cached.
+
+        Returns the readings of its pieces before; None for new pieces.
         """
         known: list[float | None] = list(map(self._young.get, keys))
         if None in known and self._old:
@@ -109,38 +139,79 @@ class CachedPrefixes:
             self._old.pop(key, None)
 
     def clear(self) -> None:
-        """Its cache is empty."""
+        """Forget all prefixes: the cache is empty."""
         self._young, self._old = {}, {}
 
     def learn(
         self, known: Sequence[float | None], odometer: float, ends: Sequence[float], expected: float, told: float
-    ) -> None:
-        """What an answer says was cached, `told` tokens where so many had been `expected`. `known`: the readings of the
-        prompt's pieces, which end at the tokens of `ends`, when it was sent, and then the odometer's.
+    ) -> tuple[float | None, float | None]:
+        """Learn from an answer that reports `told` cached tokens where `expected` had been predicted.
+
+        `known` are the readings of the prompt's pieces when it was sent, and `odometer` is the odometer's reading then.
+        Returns the observation for `note`, so that other workers can take it in, too.
         """
         if expected:
             self.trust += _TRUST_STEP * (min(1.0, told / expected) - self.trust)
-        pieces = bisect_right(ends, told + _BLOCK_TOKENS) if told else 0
-        kept = odometer - min((reading for reading in known[:pieces] if reading is not None), default=odometer)
-        if self.knows_capacity:
+        pieces = bisect_right(ends, told + 1.0) if told else 0
+        oldest = min((reading for reading in known[:pieces] if reading is not None), default=None)
+        found_age = None if oldest is None else odometer - oldest
+        missed_age = self._missed_age(known, odometer, ends, pieces, told)
+        if missed_age is None:
+            error = expected - told if pieces < len(known) and known[pieces] is not None else min(0.0, expected - told)
+            self._missing = min(max(self._missing + _MISSING_STEP * error, 0.0), float(_MAX_BLOCK_TOKENS))
+        self.note(found_age, missed_age)
+        return found_age, missed_age
+
+    def _missed_age(
+        self, known: Sequence[float | None], odometer: float, ends: Sequence[float], pieces: int, told: float
+    ) -> float | None:
+        """Return the age of the first piece that was evicted; None: none was, by what the answer reports.
+
+        `pieces` were found. A piece whose neighbour in front was found, and used last by the same prompt, was not
+        evicted before it: what is missing there is due to the engine's blocks, to its chat template, or to the
+        estimate of tokens from bytes.
+        """
+        at, count = pieces, len(known)
+        if at:
+            before = known[at - 1]
+            while at < count:
+                reading = known[at]
+                if reading is None:
+                    return None
+                if before is not None:
+                    distance = ends[at] - ends[at - 1]
+                    if abs(before - reading - distance) > _SAME_USE_SHARE * distance + _SAME_USE_TOKENS:
+                        break
+                before, at = reading, at + 1
+        if at >= count:
+            return None
+        reading = known[at]
+        if reading is None:
+            return None
+        last = next((place for place in range(count - 1, at, -1) if known[place] is not None), at)
+        tolerated = max(_TOLERATED_TOKENS, self._block_tokens) + 2 * self._missing
+        return odometer - reading if ends[last] - told > tolerated else None
+
+    def note(self, found_age: float | None, missed_age: float | None) -> None:
+        """Take in an observation of this worker or of another one, as CacheReach does."""
+        if self.knows_capacity or (found_age is None and missed_age is None):
             return
-        if kept > self.capacity:
-            self.capacity += _CAPACITY_STEP * (kept - self.capacity)
-        if told:
-            gone = next((odometer - reading for reading in known[pieces:] if reading is not None), None)
-            if gone is not None and gone < self.capacity:
-                self.capacity -= _CAPACITY_STEP * (self.capacity - gone)
-        self.capacity = min(max(self.capacity, _LEAST_CAPACITY), _MOST_CAPACITY)
+        reach = self._reach
+        reach.note(found_age, missed_age)
+        self.capacity = (
+            max(_FIRST_CAPACITY, _BEYOND_FOUND * reach.longest_found) if reach.tokens is None else reach.tokens
+        )
 
     @property
     def knows_capacity(self) -> bool:
-        """The engine's own evictions tell it."""
+        """Whether the engine's KV events report evictions, which tell the capacity."""
         return self._count is not None and self._count.evicts > 0
 
     def follow(self, count: CacheCount, computing: float) -> bool:
-        """What the engine's KV events tell: how far its cache reaches back, and what it has computed, for whomever.
-        `computing`: tokens on the odometer that are not there yet. Returns whether the cache was emptied since the last
-        time.
+        """Take in the engine's KV events: how far its cache reaches back, and the tokens computed for all clients.
+
+        `computing` are the tokens on the odometer that are not computed yet. Returns whether the cache was emptied
+        since the last time.
         """
         before, self._count = self._count, count
         if before is None or count.stored < before.stored:

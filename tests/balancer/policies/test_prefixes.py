@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -172,3 +173,63 @@ def test_counting_may_begin_again_and_a_cache_is_emptied_once() -> None:
     odometer = cached.odometer
     assert not cached.follow(CacheCount(stored=10, reach=0, evicts=False, cleared=0), computing=0)
     assert cached.odometer == odometer
+
+
+@dataclass
+class Conversations:
+    """They take turns at a cache of blocks of this size, which evicts as engines do."""
+
+    block_tokens: int
+    capacity: int
+    exact: bool = True
+    """The gateway knows where cached tokens end in the prompt; otherwise it is off by up to a tenth."""
+    cached: CachedPrefixes = field(default_factory=CachedPrefixes)
+
+    def hold(self, conversations: int, *, turns: int = 800) -> float:
+        """Return the share of the prompts' tokens that the gateway expects to be cached, of those that were."""
+        blocks, rng = KvBlocks(self.capacity // self.block_tokens), random.Random(1)
+        lengths = [0] * conversations
+        expected_tokens = cached_tokens = 0.0
+        for _ in range(turns):
+            who = rng.randrange(conversations)
+            before = lengths[who] or 5000
+            length = lengths[who] = before + rng.randrange(300, 3000) if before < 40_000 else 5000
+            names = [
+                10**6 * (who + 1) * (end > 4000) + end
+                for end in range(self.block_tokens, length + 1, self.block_tokens)
+            ]
+            found = blocks.take(names, -(-length // self.block_tokens))
+            assert found is not None
+            held, hits = found
+            blocks.name(held, names)
+            blocks.give_back(held)
+            told = min(self.block_tokens * hits, length - 1)
+            pieces = [600 * (place + 1) for place in range(length // 600)]
+            keys = [10**6 * (who + 1) * (end > 4000) + end for end in pieces]
+            ends = [float(end) for end in pieces]
+            cached, odometer = self.cached, self.cached.odometer
+            expected = cached.found(ends, cached.hit(keys), length)
+            known = cached.use(keys, ends, length - told)
+            cached.tell(told)
+            estimate = told if self.exact else min(length - 1.0, told * rng.uniform(0.9, 1.1))
+            cached.learn(known, odometer, ends, expected, estimate)
+            expected_tokens += expected
+            cached_tokens += told
+        return expected_tokens / cached_tokens
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("block_tokens", [16, 256, 544, 1024, 2048])
+def test_a_cache_of_coarse_blocks_is_not_taken_for_a_small_one(block_tokens: int, exact: bool) -> None:
+    conversations = Conversations(block_tokens, capacity=10_000_000, exact=exact)
+    assert conversations.hold(32) == pytest.approx(1.0, abs=0.1)
+    assert conversations.cached.capacity >= 1_000_000
+    assert conversations.cached.trust > 0.8
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("block_tokens", [16, 544, 2048])
+def test_a_small_cache_of_coarse_blocks_is_known(block_tokens: int, exact: bool) -> None:
+    conversations = Conversations(block_tokens, capacity=300_000, exact=exact)
+    conversations.hold(60)
+    assert conversations.cached.capacity == pytest.approx(300_000, rel=0.5)
