@@ -88,7 +88,7 @@ class State:
             self.waiting_rooms -= 1
             self.changed()
 
-    async def wait_until(self, condition: Condition, timeout_seconds: float) -> None:
+    async def wait_until(self, condition: Condition, timeout_seconds: float = 60.0) -> None:
         if condition(self):
             return
         waiter = (condition, asyncio.get_running_loop().create_future())

@@ -47,7 +47,7 @@ async def instances(gateway: Deployment) -> dict[str, dict[str, Any]]:
 
 async def has_left(gateway: Deployment, engine: SimulatedEngine) -> None:
     """Wait until it is an instance no more. The prober's round, which drops it, comes once in these deployments."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while name_of(engine) in await instances(gateway):
             gateway.worker.prober.drop_drained()
 

@@ -81,7 +81,7 @@ async def test_clients_notice_nothing_of_instances_that_come_and_go(
         async def serves(*chosen: SimulatedEngine) -> None:
             """These do, and nobody else, and somebody has been served meanwhile."""
             served = len(answers)
-            await until(lambda: serving(gateway) == ports(chosen) and len(answers) > served, "the change", 10.0)
+            await until(lambda: serving(gateway) == ports(chosen) and len(answers) > served, "the change")
 
         clients = [asyncio.create_task(client()) for _ in range(CLIENTS)]
         chosen = [*prefillers, *decoders]

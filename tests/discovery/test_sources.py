@@ -44,7 +44,7 @@ async def test_instances_of_a_source_serve_drain_and_leave(deploy: Deploy, monke
         pool = gateway.worker.pools.decode
         listed.say(*map(backend, found))
         await until(lambda: len(pool.eligible()) == 3, "both to be there")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             for engine in found:
                 while await shown(gateway, engine) != [["listed:test"], "enabled", "up"]:
                     pass

@@ -62,7 +62,7 @@ async def heard(gateway: Deployment, condition: Callable[[CachedPrefixes], bool]
 async def publish_until(gateway: Deployment, condition: Callable[[], object]) -> None:
     """Subscribers may come late: what matters is what is published then."""
     (engine,) = gateway.prefillers
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             assert engine.kv_events is not None
             engine.kv_events.removed("what nobody knows")
@@ -179,7 +179,7 @@ async def test_one_whose_events_cannot_be_read_is_not_called_silent(
     gateway = await deploy([publishing(block_size=1024, prefill_ms_per_1k_tokens=1000.0)], kv_events=AUTO)
     publisher = gateway.prefillers[0].kv_events
     assert publisher is not None
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while "cannot be read" not in caplog.text:
             publisher.say(b"\xc1")
             await asyncio.sleep(0.005)

@@ -31,7 +31,7 @@ def probes(
 
 
 def ask(address: tuple[str, int], path: str, method: str = "GET") -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection(*address, timeout=10.0)
+    connection = http.client.HTTPConnection(*address, timeout=60.0)
     connection.request(method, path)
     answer = connection.getresponse()
     body = answer.read()
@@ -43,7 +43,7 @@ def ask(address: tuple[str, int], path: str, method: str = "GET") -> tuple[int, 
 
 def send(address: tuple[str, int], request: bytes) -> bytes:
     """All that comes back until the connection is closed."""
-    with socket.create_connection(address, timeout=10.0) as client:
+    with socket.create_connection(address, timeout=60.0) as client:
         client.sendall(request)
         received = b""
         while piece := client.recv(65536):
@@ -107,7 +107,7 @@ def test_a_request_is_read_to_a_limit(end: bytes, status: int) -> None:
 
 
 def test_a_client_that_says_nothing_is_left_after_a_second() -> None:
-    with probes() as address, socket.create_connection(address, timeout=10.0) as silent:
+    with probes() as address, socket.create_connection(address, timeout=60.0) as silent:
         silent.sendall(b"GET /livez HTTP/1.1\r\n")
         assert ask(address, "/livez")[0] == 200  # though it came later
         assert silent.recv(1) == b""

@@ -125,7 +125,7 @@ async def test_it_is_stopped_while_an_instance_drains_and_is_taken_up_again(depl
     roll = Roll(gateway, tmp_path / "state", evacuate_after_seconds=None)
     async with load(gateway, 2):
         going = asyncio.create_task(roll.goes((second,)))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while await memberships(gateway) != ["enabled", "disabled"]:
                 pass
         roll.walk.stop()

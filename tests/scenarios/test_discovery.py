@@ -33,7 +33,7 @@ async def told(program: Program) -> dict[str, Any]:
 async def everybody_has(program: Program, *engines: SimulatedEngine) -> None:
     """Wait until these are the enabled instances for whoever is asked, and are up."""
     expected = {f"127.0.0.1:{engine.port}" for engine in engines}
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60):
         while True:
             answers = await asyncio.gather(*(told(program) for _ in range(8)))
             found = [

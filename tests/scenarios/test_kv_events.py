@@ -57,19 +57,19 @@ async def test_one_process_hears_for_all_workers_and_ends_with_the_one_that_has_
             *("--prefill", prefiller.url, "--decode", decoder.url, "--workers", "2", "--kv-events", "auto")
         ) as program,
     ):
-        await until(lambda: len(listeners(program)) == 1, "the process that subscribes", 10.0)
+        await until(lambda: len(listeners(program)) == 1, "the process that subscribes")
         (first,) = listeners(program)
         publishing = asyncio.create_task(publish(prefiller))
         try:
             await program.says("its KV events are heard")
             os.kill(parent(first), signal.SIGKILL)
-            await until(lambda: not is_alive(first), "its end", 10.0)
-            await until(lambda: len(listeners(program)) == 1, "another one", 10.0)
+            await until(lambda: not is_alive(first), "its end")
+            await until(lambda: len(listeners(program)) == 1, "another one")
             (second,) = listeners(program)
         finally:
             publishing.cancel()
             await asyncio.gather(publishing, return_exceptions=True)
         program.signal(signal.SIGTERM)
         assert await program.ended() == 0
-        await until(lambda: not is_alive(second), "its end", 10.0)
+        await until(lambda: not is_alive(second), "its end")
         assert "Traceback" not in program.output

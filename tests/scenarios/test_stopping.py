@@ -28,7 +28,7 @@ DRAINING = r'"message":"draining","left":1'
 
 async def is_ready(session: aiohttp.ClientSession, url: str) -> None:
     """Wait until the gateway has found its engines well."""
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60):
         while True:
             async with session.get(url + "/readyz") as response:
                 if response.status == 200:

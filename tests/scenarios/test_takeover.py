@@ -77,7 +77,7 @@ async def replace(program: Program) -> int:
     """Have the newest process start one, and wait until that has taken over; the old one."""
     old, count = newest(program), program.output.count("has taken over")
     os.kill(old, signal.SIGUSR2)
-    await until(lambda: program.output.count("has taken over") > count, "a successor", 15.0)
+    await until(lambda: program.output.count("has taken over") > count, "a successor")
     return old
 
 
@@ -150,7 +150,7 @@ async def test_a_connection_is_good_for_one_more_request_than_it_was_told(
         async with session.post(program.url + Api.CHAT.path, json=BODY) as response:
             assert response.headers["Connection"] == "close"
             assert b"[DONE]" in await response.read()
-        await until(lambda: not is_there(old), "the end of the old process", 10.0)
+        await until(lambda: not is_there(old), "the end of the old process")
 
 
 async def test_what_was_changed_at_run_time_stays(
@@ -179,7 +179,7 @@ async def test_what_was_changed_at_run_time_stays(
         before = await instances()
         assert before == [(address(prefiller), "enabled", 70), (address(decoder), "enabled", 100)]
         old = await replace(program)
-        await until(lambda: not is_there(old), "the end of the old process", 10.0)
+        await until(lambda: not is_there(old), "the end of the old process")
         assert await instances() == before
         assert (await ask(session, program.url, BODY)).is_done
 
@@ -198,7 +198,7 @@ async def test_one_that_does_not_come_up_changes_nothing(
         assert (await ask(session, program.url, BODY)).is_done
         path.write_text(f"prefill: ['{prefiller.url}']\ndecode: ['{decoder.url}']\n")
         old = await replace(program)
-        await until(lambda: not is_there(old), "the end of the old process", 10.0)
+        await until(lambda: not is_there(old), "the end of the old process")
         assert (await ask(session, program.url, BODY)).is_done
 
 
@@ -215,7 +215,7 @@ async def test_who_is_told_to_stop_does_not_leave_one_that_comes_up(
         new = int((await program.says(STARTED))[1])
         program.signal(signal.SIGTERM)
         assert await program.ended() == 0
-        await until(lambda: not is_there(new), "the end of the new one", 10.0)
+        await until(lambda: not is_there(new), "the end of the new one")
         assert f"process {new}, which was to take over, is told to stop, too" in program.output
 
 

@@ -160,7 +160,7 @@ async def test_prefills_are_computed_one_after_the_other(client: Client) -> None
 async def test_a_slow_reader_gets_merged_deltas(client: Client, engine: SimulatedEngine) -> None:
     body = {"prompt": "x", "max_tokens": 60_000, "stream": True}
     async with client.session.post(engine.url + "/v1/completions", json=body) as response:
-        await engine.wait_until(lambda state: state.tokens_generated == 60_000, timeout_seconds=15)
+        await engine.wait_until(lambda state: state.tokens_generated == 60_000)
         text = await response.text()
     events = [orjson.loads(event[6:]) for event in text.split("\n\n")[:-2]]
     assert sum(len(event["choices"][0]["text"].encode()) for event in events) in range(59_997, 60_001)
@@ -191,7 +191,7 @@ def test_the_program_serves_until_told_to_stop() -> None:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("simulated prefill engine (v0.30) on http://127.0.0.1:")
         process.terminate()
-        assert process.wait(timeout=10) == 0
+        assert process.wait(timeout=60) == 0
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ async def running(name: str, gateway_port: int, folder: Path) -> AsyncIterator[H
             stderr=asyncio.subprocess.DEVNULL,
         )
         try:
-            await until(lambda: process.returncode is not None or _listens(front.port), f"{name} to listen", 10.0)
+            await until(lambda: process.returncode is not None or _listens(front.port), f"{name} to listen")
             assert process.returncode is None, f"{name} ended with exit code {process.returncode}"
             yield front
         finally:

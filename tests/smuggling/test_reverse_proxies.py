@@ -104,7 +104,7 @@ async def proxy(name: str, text: str, target: Program) -> AsyncIterator[str]:
         )
         with process:
             try:
-                await until(lambda: process.poll() is not None or _listens(port), f"{name} to listen", 20.0)
+                await until(lambda: process.poll() is not None or _listens(port), f"{name} to listen")
                 assert process.returncode is None, f"{name} ended with exit code {process.returncode}"
                 yield f"http://127.0.0.1:{port}"
             finally:

@@ -98,7 +98,7 @@ class Collector:
 
     async def has(self, requests: int) -> None:
         """Wait for the spans of so many requests."""
-        await until(lambda: len(self.requests) >= requests, f"the spans of {requests} requests", 10.0)
+        await until(lambda: len(self.requests) >= requests, f"the spans of {requests} requests")
 
     def below(self, parent: Received) -> list[Received]:
         """Its children, in the order of their beginnings."""

@@ -240,7 +240,7 @@ async def test_leaving_does_not_wait_for_a_name_server(clock: Clock) -> None:
         waiting = asyncio.create_task(names.find("stuck"))
         names.known("another")
         for _ in range(2):
-            await asyncio.to_thread(server.is_asked.acquire, timeout=10)
+            await asyncio.to_thread(server.is_asked.acquire, timeout=60)
         names.known("queued")
         threads = names._threads
     assert all(thread.daemon for thread in threads)

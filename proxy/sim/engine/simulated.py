@@ -111,7 +111,7 @@ class SimulatedEngine:
     def is_running(self) -> bool:
         return self._core is not None
 
-    async def wait_until(self, condition: Condition, timeout_seconds: float = 5.0) -> None:
+    async def wait_until(self, condition: Condition, timeout_seconds: float = 60.0) -> None:
         """Wait for a condition on `state`, which is looked at whenever anything changes."""
         await self.state.wait_until(condition, timeout_seconds)
 
