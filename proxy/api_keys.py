@@ -161,6 +161,8 @@ class ApiKey:
     slot: int | None = None
     max_concurrent: int | None = None
     requests_per_minute: int | None = None
+    priority: int = 0
+    """Requests can go after it, and not before."""
 
 
 ANONYMOUS: Final = ApiKey("-")
@@ -189,7 +191,7 @@ class ApiKeys:
         Requests that run go on, whatever becomes of their key; it is looked at when the next one comes.
         """
         self._by_digest = {
-            key.key_sha256: ApiKey(key.name, slots[key.name], key.max_concurrent, key.requests_per_minute)
+            key.key_sha256: ApiKey(key.name, slots[key.name], key.max_concurrent, key.requests_per_minute, key.priority)
             for key in keys
         }
         self._known.clear()

@@ -1,11 +1,13 @@
-"""POST /v1/messages/count_tokens: how many tokens a prompt has, of whom the engines' tokenizer is asked.
+"""How many tokens a prompt has, as the engines' tokenizer counts them.
 
-Engines count the tokens of a chat at `/tokenize`, which is asked for the chat that the message would become. SGLang
-before 0.5.12 has this very route instead.
+POST /v1/messages/count_tokens and /v1/responses/input_tokens. Engines count the tokens of a chat at `/tokenize`, which
+is asked for the chat that the request would become. SGLang before 0.5.12 has the first of these routes instead.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
@@ -15,8 +17,9 @@ from proxy.api.questions import counted
 from proxy.dialects.messages import Messages
 from proxy.dialects.model_names import ModelNames
 from proxy.dialects.requests import read
+from proxy.dialects.responses import Responses
 from proxy.dialects.system_first import SystemFirst
-from proxy.errors import Failure, UpstreamError
+from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.listener.body import read_json
 
 if TYPE_CHECKING:
@@ -24,15 +27,34 @@ if TYPE_CHECKING:
 
     from proxy.api.key_auth import KeyAuth
     from proxy.backend import Backend
+    from proxy.dialects.translated import Translated
     from proxy.errors import GatewayError
-    from proxy.flow.lanes import Lanes
+    from proxy.flow.lanes import Lane, Lanes
     from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
     from proxy.upstream import Upstream
 
-PATH: Final = Messages.path + "/count_tokens"
 _TOKENIZE: Final = "/tokenize"
 _ENGINES_ASKED: Final = 2
+_NO_SUCH_ROUTE: Final = (404, 405, 501)
+
+
+@dataclass(frozen=True, slots=True)
+class _Counter:
+    """A route that counts the tokens of requests in the words of one dialect."""
+
+    path: str
+    dialect: Translated
+    answer: Mapping[str, Any]
+    """Members of the answer besides the count."""
+    is_in_old_sglang: bool = False
+    """SGLang before 0.5.12 serves it."""
+
+
+_COUNTERS: Final = (
+    _Counter(f"{Messages.path}/count_tokens", Messages(), {}, is_in_old_sglang=True),
+    _Counter(f"{Responses.path}/input_tokens", Responses(), {"object": "response.input_tokens"}),
+)
 
 
 class CountTokensApi:
@@ -60,13 +82,22 @@ class CountTokensApi:
 
     def routes(self) -> Sequence[web.RouteDef]:
         """For the application."""
-        return [web.post(PATH, counted("tokenizer", self._count, self._client_keys, self._metrics))]
+        return [
+            web.post(
+                counter.path, counted("tokenizer", partial(self._count, counter), self._client_keys, self._metrics)
+            )
+            for counter in _COUNTERS
+        ]
 
     def error_bodies(self) -> Mapping[str, Callable[[GatewayError], bytes | None]]:
         """See replies.ERROR_BODIES."""
-        return {PATH: Messages().error_body}
+        return {counter.path: counter.dialect.error_body for counter in _COUNTERS}
 
-    async def _count(self, request: web.Request) -> web.Response:
+    def request_id_headers(self) -> Mapping[str, str]:
+        """See replies.REQUEST_ID_HEADERS."""
+        return {counter.path: counter.dialect.request_id_header for counter in _COUNTERS}
+
+    async def _count(self, counter: _Counter, request: web.Request) -> web.Response:
         with self._lanes.whole.gateway.admission.hold(0) as held:
             document = read(await read_json(request, self._settings.listen, held.resize))
         values = dict(document.values)
@@ -74,47 +105,73 @@ class CountTokensApi:
             values["model"] = self._names.served(said)
         credential = self._client_keys.credential(request)
         headers = {} if credential is None else {"authorization": credential}
-        tokens = await self._ask(values, headers)
-        return web.Response(body=orjson.dumps({"input_tokens": tokens}), content_type="application/json")
+        tokens = await self._ask(counter, values, headers)
+        return web.Response(
+            body=orjson.dumps({**counter.answer, "input_tokens": tokens}), content_type="application/json"
+        )
 
-    async def _ask(self, values: Mapping[str, Any], headers: Mapping[str, str]) -> int:
-        """Raises NoBackendAvailable, UpstreamError."""
-        chat = Messages().prompt(values)
+    async def _ask(self, counter: _Counter, values: Mapping[str, Any], headers: Mapping[str, str]) -> int:
+        """Ask one engine, and another one if it fails. Raises NoBackendAvailable, UpstreamError."""
+        chat = counter.dialect.prompt(values)
         body = orjson.dumps(chat | self._system_first.changes(chat))
         failed: list[Backend] = []
-        lane = self._lanes.of(values.get("model"))
+        lane = await self._lanes.find(values.get("model"))
+        backend = _pick(lane, failed)
         while True:
-            with lane.explaining():
-                backend = lane.first.pick(failed)
             try:
-                return await self._ask_one(backend, values, body, headers)
+                return await self._ask_one(counter, backend, values, body, headers)
             except UpstreamError as error:
                 failed.append(backend)
                 if error.is_clients_fault or len(failed) == _ENGINES_ASKED:
                     raise
+                try:
+                    backend = _pick(lane, failed)
+                except NoBackendAvailable:
+                    # The instance is there, and what it answered is the reason.
+                    raise error from None
 
     async def _ask_one(
-        self, backend: Backend, values: Mapping[str, Any], body: bytes, headers: Mapping[str, str]
+        self,
+        counter: _Counter,
+        backend: Backend,
+        values: Mapping[str, Any],
+        body: bytes,
+        headers: Mapping[str, str],
     ) -> int:
-        """One engine, in the one way or the other."""
+        """Ask one engine, in the one way or the other."""
         try:
             return await self._counted(backend, _TOKENIZE, body, headers, "count")
         except UpstreamError as error:
-            if not error.is_clients_fault or self._settings.connector_traits.engine == "vLLM":
+            is_sglang = self._settings.connector_traits.engine != "vLLM"
+            if not (is_sglang and counter.is_in_old_sglang) or error.engine_status not in range(400, 500):
                 raise
-        return await self._counted(backend, PATH, orjson.dumps(values), headers, "input_tokens")
+        return await self._counted(backend, counter.path, orjson.dumps(values), headers, "input_tokens")
 
     async def _counted(self, backend: Backend, path: str, body: bytes, headers: Mapping[str, str], member: str) -> int:
         seconds = self._settings.timeouts.prefill_seconds
         response, answer = await self._upstream.fetch(
             backend, path, body, headers, answer_seconds=seconds, resend_if_stale=True
         )
+        try:
+            told = orjson.loads(answer)
+        except orjson.JSONDecodeError:
+            told = None
+        if response.status in _NO_SUCH_ROUTE and not (isinstance(told, dict) and "error" in told):
+            raise response.fail(
+                Failure.BAD_ANSWER, f"does not count tokens ({path} answered with status {response.status})"
+            )
         if response.status != 200:
             raise response.refuse(f"answered with status {response.status}", response.status, answer, response.headers)
-        try:
-            count = orjson.loads(answer)[member]
-        except (orjson.JSONDecodeError, LookupError, TypeError):
-            count = None
+        count = told.get(member) if isinstance(told, dict) else None
         if not isinstance(count, int):
-            raise response.fail(Failure.BAD_ANSWER, "did not count the tokens")
+            raise response.fail(Failure.BAD_ANSWER, f"did not count the tokens ({path} answered without `{member}`)")
         return count
+
+
+def _pick(lane: Lane, avoid: Sequence[Backend]) -> Backend:
+    """An instance, of the role that sees prompts first if there is one. Raises NoBackendAvailable."""
+    for pool in lane.all_pools:
+        if not set(pool.eligible()) <= set(avoid):
+            return pool.pick(avoid)
+    with lane.explaining():
+        return lane.first.pick(avoid)

@@ -12,6 +12,7 @@ from aiohttp import web
 from proxy.api.debug_headers import RECORD
 from proxy.call import CONTEXT_HEADERS, FIRST_TOKEN_HEADER, PRIORITY_HEADER, SESSION_HEADER
 from proxy.dialects.model_names import ModelNames
+from proxy.dialects.priorities import bounded
 from proxy.dialects.requests import read
 from proxy.dialects.system_first import SystemFirst
 from proxy.dialects.translated import Translated
@@ -85,6 +86,10 @@ class GenerationApi:
         """What each route says in place of OpenAI's error bodies; see replies.ERROR_BODIES."""
         return {dialect.path: dialect.error_body for dialect in self._dialects}
 
+    def request_id_headers(self) -> Mapping[str, str]:
+        """See replies.REQUEST_ID_HEADERS."""
+        return {dialect.path: dialect.request_id_header for dialect in self._dialects}
+
     async def _serve(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         """One access line and one set of observations per request, however it ends."""
         record = request[RECORD] = self._observers.begin(dialect.label, request[REQUEST_ID], request.headers)
@@ -114,6 +119,8 @@ class GenerationApi:
             del raw, document  # the call has what it needs of them, which may be another document
             if record.context is not None:
                 call = call.in_context(record.context)
+            if key.slot is not None:
+                call = bounded(call, key.priority, lower_first=self._settings.connector_traits.lower_priority_first)
             call = self._names.translated(call)
             if isinstance(dialect, Translated):
                 call = self._system_first.arranged(call)
@@ -122,7 +129,7 @@ class GenerationApi:
             if is_long:
                 await asyncio.sleep(0)  # the legs' bodies cost time, too
             record.stream, record.model = call.stream, call.model
-            lane = self._lanes.of(call.served_model)
+            lane = await self._lanes.find(call.served_model)
             record.served_model = self._lanes.known(call.served_model)
             with lane.explaining():
                 if call.stream:

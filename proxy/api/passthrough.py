@@ -160,7 +160,8 @@ class PassthroughApi:
         record.key = key.name
         with self._client_keys.enter(key), self._bodies.hold(0) as held:
             body = await read_body(request, self._settings.listen, held.resize)
-            queue = self._queues.of(request, body)
+            body, model = self._queues.for_engines(request, body, key)
+            queue = await self._queues.of(model)
             with queue.lane.explaining():
                 return await self._try_admitted(queue, path, request, body, record)
 

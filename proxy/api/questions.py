@@ -28,13 +28,13 @@ def counted(
     client_keys: KeyAuth,
     metrics: Metrics,
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """A route that asks for clients with a key, if they need one, and counts how that ends under the label `api`."""
+    """A route that asks for clients, within the limits of their key, and counts how that ends under the label `api`."""
 
     async def route(request: web.Request) -> web.Response:
         status = 499
         try:
-            client_keys.identify(request)
-            response = await answer(request)
+            with client_keys.enter(client_keys.identify(request)):
+                response = await answer(request)
             status = 200
         except GatewayError as error:
             status = error.status

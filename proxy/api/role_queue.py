@@ -6,13 +6,19 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from proxy.dialects import priorities
+from proxy.dialects.model_names import ModelNames
+from proxy.dialects.requests import read
+from proxy.errors import BadRequest
 from proxy.flow.admission import Admission
+from proxy.wire.document import joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aiohttp import web
 
+    from proxy.api_keys import ApiKey
     from proxy.backend import Role
     from proxy.balancer.pick import PickRequest
     from proxy.flow.lanes import Lane, Lanes
@@ -49,18 +55,16 @@ class RoleQueues:
     def configure(self, settings: Settings) -> None:
         """Take changed settings for requests that come from now on."""
         self._settings = settings
+        self._names = ModelNames(settings.models.aliases)
         for queue in (self._whole, *self._of.values()):
             queue.admission.configure(settings.admission)
 
-    def of(self, request: web.Request, body: bytes) -> RoleQueue:
-        """Where a request goes: by the model which its body names, or its query if it has no body. Raises GatewayError,
-        see Lanes.of.
-        """
+    async def of(self, model: object) -> RoleQueue:
+        """Where a request for a model goes, as engines call it. Raises GatewayError, see Lanes.of."""
         lanes = self._lanes
         if not lanes.models.is_mixed:
             return self._whole
-        name = _model(body) if body else request.query.get("model")
-        lane = lanes.asked(name)
+        lane = await lanes.find(model)
         if lane is lanes.whole:
             return self._whole
         queue = self._of.get(lane)
@@ -70,17 +74,45 @@ class RoleQueues:
             queue = self._of[lane] = RoleQueue(lane, self._settings, self._metrics)
         return queue
 
+    def for_engines(self, request: web.Request, body: bytes, key: ApiKey) -> tuple[bytes, object]:
+        """The body as engines are asked, and the name of its model; None: it names none, or is not read.
+
+        The model has the name that engines serve, and the priority is one that the client key allows. Without a body
+        the query may name the model. Raises BadRequest for a body that must be changed and cannot be read.
+        """
+        is_bounded = key.slot is not None
+        if not body:
+            said = request.query.get("model")
+            return body, None if said is None else self._names.served(said)
+        if not (is_bounded or self._names.has_aliases or self._lanes.models.is_mixed):
+            return body, None
+        told = _told(body)
+        changes: dict[str, object] = {}
+        name = told.model
+        if isinstance(name, str) and (served := self._names.served(name)) != name:
+            changes["model"] = name = served
+        if is_bounded and told.priority is not None:
+            lower_first = self._settings.connector_traits.lower_priority_first
+            changes.update(priorities.change(told.priority, key.priority, lower_first=lower_first))
+        return joined(read(body).with_changes(changes)) if changes else body, name
+
 
 class _Body(msgspec.Struct):
     model: object = None
+    priority: object = None
 
 
 _read = msgspec.json.Decoder(_Body).decode
 
 
-def _model(body: bytes) -> object:
-    """What a body calls the model; None: it is not read, or names none."""
+def _told(body: bytes) -> _Body:
+    """What a body says of its model and priority; nothing, if it is none that engines take."""
     try:
-        return _read(body).model
+        return _read(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
+        pass  # which reads less than engines do
+    try:
+        values = read(body).values
+    except BadRequest:
+        return _Body()
+    return _Body(values.get("model"), values.get("priority"))

@@ -98,6 +98,8 @@ class Dialect(ABC):
     """The engines' API that serves it."""
     methods: ClassVar[Sequence[str]] = ("POST",)
     """Of HTTP, by which it is asked."""
+    request_id_header: ClassVar[str] = "X-Request-Id"
+    """The header in which its clients look for the id of their request."""
     done_event: ClassVar[bytes] = DONE_EVENT
     """The last bytes of a complete stream."""
 

@@ -54,6 +54,10 @@ logger = logging.getLogger(__name__)
 # Somebody's answer waits for it.
 _GONE_TIMEOUT_SECONDS: Final = 0.5
 
+# A request that names an unknown model waits for the answers.
+_MODELS_PAUSE_SECONDS: Final = 1.0
+_MODELS_TIMEOUT_SECONDS: Final = 3.0
+
 
 def log_transition(transition: Transition, *, is_news: bool = True) -> None:
     """One line for a backend that changed its state. `is_news` False: another worker has already written it."""
@@ -101,6 +105,9 @@ class Prober(BackgroundOwner):
         self._unheard: set[Backend] = set()  # those that did not answer when they were asked what they are
         self._told_at: dict[Backend, float] = {}  # when it was asked last what models it serves
         self._last_looks: dict[Backend, asyncio.Task[bool]] = {}
+        self._models_round: asyncio.Task[None] | None = None
+        """Asks all instances for their models; the last one, if none is under way."""
+        self._models_asked_at = -math.inf
 
     def _begin(self) -> None:
         self._background.keep(self._keep_probing, "health_checks", self._restarts)
@@ -147,6 +154,30 @@ class Prober(BackgroundOwner):
             return await engine_json.get_status(self._session, backend.url, path, _GONE_TIMEOUT_SECONDS, headers) != 200
         except engine_json.NoAnswer as error:
             return error.failure is not Failure.TIMEOUT
+
+    async def refresh_models(self, *, is_patient: bool) -> None:
+        """Ask all instances that are up for the models that they serve, at most once a second.
+
+        Callers that come meanwhile wait for the same answers. `is_patient`: wait until a second has passed since they
+        were asked last; otherwise return at once then.
+        """
+        if self._models_round is None or self._models_round.done():
+            if not is_patient and asyncio.get_running_loop().time() < self._models_asked_at + _MODELS_PAUSE_SECONDS:
+                return
+            self._models_round = self._background.start(self._ask_all_models())
+        await asyncio.wait((self._models_round,), timeout=_MODELS_TIMEOUT_SECONDS)
+
+    async def _ask_all_models(self) -> None:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(self._models_asked_at + _MODELS_PAUSE_SECONDS - loop.time())
+        self._models_asked_at = loop.time()
+        known = [
+            (backend, facts)
+            for pool in self._pools.values()
+            for backend in pool.eligible()
+            if (facts := self._health.of(backend).facts) is not None
+        ]
+        await asyncio.gather(*(self._ask_models(backend, facts) for backend, facts in known))
 
     def doubt(self, backend: Backend) -> None:
         """Another gateway has found a backend of no use: it is held out, and asked at once."""

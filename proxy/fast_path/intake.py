@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from proxy.api_keys import ANONYMOUS
 from proxy.dialects.model_names import ModelNames
 from proxy.dialects.openai import OpenAi
+from proxy.dialects.priorities import bounded
 from proxy.dialects.shapes import Shapes
 from proxy.errors import GatewayError
 from proxy.fast_path.request import FastRequest
@@ -59,6 +60,7 @@ class Intake:
         """Of the requests that may be plain."""
         self._most_bytes = min(LONG_BYTES, settings.listen.max_body_bytes)
         self._most_elements, self._cost = settings.listen.max_body_elements, settings.cost
+        self._lower_priority_first = settings.connector_traits.lower_priority_first
         self._names = ModelNames(settings.models.aliases)
         self._shapes = {
             path: Shapes(dialect, settings.cost) for path, dialect in self._dialects.items() if dialect.api is Api.CHAT
@@ -91,7 +93,11 @@ class Intake:
             call = None if shapes is None else shapes.call(raw, headers)
             if call is None:
                 call = dialect.parse(Document(raw), self._cost, headers)
+            if key.slot is not None:
+                call = bounded(call, key.priority, lower_first=self._lower_priority_first)
             if self._models.is_mixed:
+                if not parts.lanes.knows(call.served_model):
+                    return None  # instances are asked for their models first
                 parts = self._in_lane(call)
             if (
                 (self._names.has_aliases and self._names.translated(call) is not call)

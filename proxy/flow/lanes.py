@@ -8,7 +8,7 @@ model wait for no other, and whatever is repeated or resumed stays among the ins
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from proxy.balancer.models import named
 from proxy.dialects.model_names import ModelNames
@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 
     Serving = Callable[[Collection[Backend]], tuple[Backend, ...]]
     """Those of some backends that serve certain models, in their order."""
+
+    class Refresh(Protocol):
+        """Asks instances again for their models, at most once a second; see Prober.refresh_models."""
+
+        async def __call__(self, *, is_patient: bool) -> None: ...
+
 
 _MOST_KNOWN: Final = 10
 
@@ -57,6 +63,11 @@ class Lane:
         """The pool of the role that sees a prompt first: its instances also answer what one engine answers alone."""
         return self.pools.of(self.connector.roles[0])
 
+    @property
+    def all_pools(self) -> Sequence[Pool]:
+        """The pools of all roles, in the order in which a prompt goes through them."""
+        return [self.pools.of(role) for role in self.connector.roles]
+
     def absent(self) -> Role | None:
         """A role of which no instance could serve a request that came now; None: there is none."""
         return next((role for role in self.connector.roles if not self.pools.of(role).is_ready()), None)
@@ -79,8 +90,24 @@ class Lane:
 class Lanes:
     """One worker's. `whole` is the lane of all instances."""
 
-    def __init__(self, models: Models, whole: Lane, make: Callable[[Serving], Lane], settings: Settings) -> None:
-        """`make`: a lane whose pools have only such backends."""
+    def __init__(
+        self,
+        models: Models,
+        whole: Lane,
+        make: Callable[[Serving], Lane],
+        settings: Settings,
+        refresh_models: Refresh,
+    ) -> None:
+        """Make the lanes of the models that are known.
+
+        Args:
+            models: The models that instances serve.
+            whole: The lane of all instances.
+            make: Makes a lane whose pools have only such backends.
+            settings: Those in force.
+            refresh_models: Asks instances again for the models that they serve, see Prober.
+        """
+        self._refresh_models = refresh_models
         self.models = models
         self.whole = whole
         self._make = make
@@ -123,6 +150,23 @@ class Lanes:
     def asked(self, said: object) -> Lane:
         """The lane of requests for a model, as clients call it. Raises as `of` does."""
         return self.of(self._names.served(said) if isinstance(said, str) else None)
+
+    async def find(self, name: object) -> Lane:
+        """The lane as `of` finds it. A name that is not known may be that of an adapter that was loaded just now: then
+        instances are asked for their models first. Raises as `of` does.
+        """
+        if not self.knows(name):
+            # One that will be refused otherwise can wait.
+            await self._refresh_models(is_patient=self.models.is_closed)
+            self.models.look()
+        return self.of(name)
+
+    def knows(self, name: object) -> bool:
+        """Whether it is known where requests for a model go: instances serve the same, or some is known to serve it."""
+        if not self.models.is_mixed:
+            return True
+        wanted = self._wanted(name)
+        return not wanted or wanted in self.models.names or wanted.partition(":")[0] in self._by_name
 
     def known(self, name: object) -> str | None:
         """A model's name, if instances serve different models and some serves this one. `name`: see `of`."""

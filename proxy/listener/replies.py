@@ -39,6 +39,10 @@ method that the route does not take. None: nothing else.
 """
 ERROR_BODIES: Final[web.AppKey[Mapping[str, Callable[[GatewayError], bytes | None]]]] = web.AppKey("error_bodies")
 """Where an application keeps, by path, how errors are told where clients do not expect OpenAI's; None: as elsewhere."""
+REQUEST_ID_HEADERS: Final[web.AppKey[Mapping[str, str]]] = web.AppKey("request_id_headers")
+"""Where an application keeps, by path, the header in which clients look for the id of their request. X-Request-Id is
+always there, too.
+"""
 _COMMITTED: Final = web.RequestKey("is_committed", bool)
 
 # Anything else could break a log line or a header further on.
@@ -251,3 +255,6 @@ async def _on_prepare(request: web.Request, response: web.StreamResponse) -> Non
     request[_COMMITTED] = True
     response.headers["Server"] = SERVER
     response.headers["X-Request-Id"] = request[REQUEST_ID]
+    name = request.app.get(REQUEST_ID_HEADERS, {}).get(request.path)
+    if name is not None:
+        response.headers[name] = request[REQUEST_ID]

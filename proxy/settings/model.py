@@ -116,7 +116,8 @@ class Models(Section):
     aliases: ModelAliases = ()
     """Names that clients may use for models that engines call otherwise, as name=served name; the first that fits
     counts. In a name * and ? stand for anything, so claude-*=kimi sends all of Claude Code's models to kimi, and *=kimi
-    every name that is not the served name of an alias. Answers have the name that was asked for."""
+    every name that is not the served name of an alias. Aliases hold on every route. Answers that generate have the name
+    that was asked for; those that are passed through, such as embeddings, have the served one."""
     system_first: Names = ()
     """Served names, with * and ?, of models whose chat template takes a message of the system at the beginning only:
     what messages and responses have of them later is joined to the first, at the cost of the prefix cache."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from proxy.sim.hardware.cost import Cost
@@ -59,6 +59,8 @@ class Options:
     """Without it a request whose id is live already is refused, and remote request ids carry no suffix."""
     kv_host: str | None = None
     """The address prefillers announce for pulling; the listening address unless given."""
+    adapters: list[str] = field(default_factory=list, compare=False)
+    """Names of the adapters (LoRA) that are loaded; `POST /v1/load_lora_adapter` adds one."""
     unreachable_ports: frozenset[int] = frozenset()
     """Of prefillers to which this decoder has no route, for pulling."""
     bootstrap_port: int = 0

@@ -106,6 +106,7 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
     app.add_routes([*routes, *signposts.routes()])
     app[replies.LOST] = lost
     app[replies.ERROR_BODIES] = {**generation.error_bodies(), **counting.error_bodies()}
+    app[replies.REQUEST_ID_HEADERS] = {**generation.request_id_headers(), **counting.request_id_headers()}
     app.on_response_prepare.append(cors.on_prepare)
     app.on_response_prepare.append(_debug_headers(basis).on_prepare)
     front = http_listener(basis, app)
@@ -141,7 +142,7 @@ def _lanes(basis: Basis, balancing: Balancing, engines: Engines, whole: Lane) ->
 
         return Lane(pools, made, connector, suspects, configure)
 
-    lanes = Lanes(balancing.models, whole, make, basis.settings)
+    lanes = Lanes(balancing.models, whole, make, basis.settings, engines.prober.refresh_models)
     basis.live.add(lanes.configure)
     balancing.pool_of.find = lambda backend: lanes.of_backend(backend).pools.of(backend.role)
     keys = basis.metrics.prefix_index_keys

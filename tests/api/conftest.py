@@ -178,7 +178,7 @@ class Gateway:
         connector, detokenizer = NoConnector(roles), Detokenizer(pools, Upstream(settings.timeouts, self.keys()))
         flow = FlowGateway(connector, pools, detokenizer, suspects, settings, self.metrics)
         models = Models(self.roster, self.health, tuple(roles))
-        return Lanes(models, Lane(pools, flow, connector, suspects), make, settings)
+        return Lanes(models, Lane(pools, flow, connector, suspects), make, settings, self.prober.refresh_models)
 
     def keys(self, key: str | None = None, trusted: Sequence[tuple[str, int]] = ()) -> EngineKeys:
         """Keys for these backends, which from now on stand in the roster as trusted."""

@@ -10,7 +10,12 @@ import pytest
 
 from proxy.settings.client_keys import ClientKey
 from proxy.sim.engine import SimulatedEngine
+from tests.canned import CannedEngine, http, json_answer
+from tests.dialects.messages import PATH as MESSAGES
 from tests.dialects.messages import TOOLS, ask, message, question, story
+from tests.dialects.responses import PATH as RESPONSES
+from tests.dialects.responses import TOOLS as RESPONSE_TOOLS
+from tests.dialects.responses import response
 
 if TYPE_CHECKING:
     from tests.conftest import Deploy
@@ -33,6 +38,60 @@ async def test_it_is_what_the_message_is_charged(deploy: Deploy, body: dict[str,
     charged = usage["input_tokens"] + usage["cache_read_input_tokens"]
     assert (answer.status, answer.json) == (200, {"input_tokens": charged})
     assert gateway.metrics("pdproxy_requests_total")[("tokenizer", "200")] == 1
+
+
+@pytest.mark.parametrize("tools", [[], [*RESPONSE_TOOLS, {"type": "web_search"}]])
+async def test_a_response_is_counted_as_it_is_charged(deploy: Deploy, tools: list[Any]) -> None:
+    gateway = await deploy()
+    body = {"model": "sim", "input": "What is it?", "instructions": "Be brief.", "tools": tools}
+    usage = response(await ask(gateway, {**body, "max_output_tokens": 1}, path=RESPONSES))["usage"]
+    answer = await ask(gateway, body, path=f"{RESPONSES}/input_tokens")
+    assert (answer.status, answer.json) == (
+        200,
+        {"object": "response.input_tokens", "input_tokens": usage["input_tokens"]},
+    )
+    refused = await ask(gateway, {**body, "previous_response_id": "resp_1"}, path=f"{RESPONSES}/input_tokens")
+    assert (refused.status, refused.json["error"]["param"]) == (400, "previous_response_id")
+
+
+async def test_a_document_is_counted_as_the_note_that_it_becomes(deploy: Deploy) -> None:
+    gateway = await deploy()
+    pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0xLjQK"}}
+    body = question([{"type": "text", "text": "See:"}, pdf])
+    usage = message(await ask(gateway, {**body, "max_tokens": 1}))["usage"]
+    answer = await ask(gateway, of(body), path=PATH)
+    assert answer.json == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+
+
+@pytest.mark.parametrize(
+    ("answered", "status", "words"),
+    [
+        (http(b'{"error":{"message":"no tokenizer"}}', "500 Error"), 500, "no tokenizer"),
+        (
+            http(b'{"detail":"Not Found"}', "404 Not Found"),
+            502,
+            "does not count tokens (/tokenize answered with status",
+        ),
+        (http(b"<html>", "501 Not Implemented"), 502, "does not count tokens (/tokenize answered with status 501)"),
+        (json_answer({"tokens": [1, 2]}), 502, "did not count the tokens (/tokenize answered without `count`)"),
+        (json_answer([1]), 502, "did not count the tokens"),
+    ],
+)
+async def test_an_engine_that_cannot_count_is_the_reason(
+    deploy: Deploy, answered: bytes, status: int, words: str
+) -> None:
+    """Its instance is healthy, so it would be wrong to say that there is none."""
+    gateway = await deploy([CannedEngine("prefill", [answered])], [CannedEngine("decode", [answered])])
+    answer = await ask(gateway, of(question()), path=PATH)
+    assert answer.status == status
+    assert words in answer.json["error"]["message"]
+
+
+async def test_an_engine_of_the_other_role_is_asked_too(deploy: Deploy) -> None:
+    broken = http(b"{}", "500 Error")
+    gateway = await deploy([CannedEngine("prefill", [broken])], [CannedEngine("decode", [json_answer({"count": 42})])])
+    answer = await ask(gateway, of(question()), path=PATH)
+    assert (answer.status, answer.json) == (200, {"input_tokens": 42})
 
 
 async def test_sglang_counts_by_itself(deploy: Deploy) -> None:
@@ -82,3 +141,29 @@ async def test_aliases_hold_for_it(deploy: Deploy) -> None:
     assert (await ask(gateway, of(question(model="claude-opus-5")), path=PATH)).status == 200
     [seen] = [seen for seen in gateway.prefillers[0].requests if seen.path == "/tokenize"]
     assert seen.body["model"] == "sim"
+
+
+@pytest.mark.parametrize("path", [PATH, f"{RESPONSES}/input_tokens", "/v1/models", "/tokenize", "/v1/embeddings"])
+async def test_the_limits_of_a_key_hold_for_every_question_to_engines(deploy: Deploy, path: str) -> None:
+    gateway = await deploy(1, 1)
+    key = ClientKey(name="me", key_sha256=hashlib.sha256(b"mine").hexdigest(), requests_per_minute=2)
+    gateway.worker.apply(replace(gateway.worker.current, client_keys=(key,), slots={"me": 0}))
+    body: Any = {PATH: of(question()), "/tokenize": {"prompt": "Hi"}, "/v1/models": b""}.get(path, {"input": "Hi"})
+    method = "GET" if path == "/v1/models" else "POST"
+    codes = [(await ask(gateway, body, method, path, X_Api_Key="mine")).status for _ in range(4)]
+    assert codes == [200, 200, 429, 429]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_anthropics_clients_find_the_id_of_a_request(deploy: Deploy, stream: bool) -> None:
+    gateway = await deploy(1, 1)
+    good, bad = question(stream=stream), {"messages": 7}
+    for path, body, status in (
+        (MESSAGES, good, 200),
+        (MESSAGES, bad, 400),
+        (PATH, of(question()), 200),
+        (PATH, bad, 400),
+    ):
+        answer = await ask(gateway, body, path=path, X_Request_Id="r-1")
+        assert (answer.status, answer.headers["request-id"], answer.headers["x-request-id"]) == (status, "r-1", "r-1")
+    assert "request-id" not in (await gateway.ask({"model": "sim", "prompt": "Hi", "max_tokens": 1})).headers

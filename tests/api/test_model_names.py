@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pydantic import ValidationError
 
+from proxy.api.passthrough import ROUTES
 from proxy.dialects.model_names import ModelNames
 from proxy.settings import Settings
+from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import Answer, read, request
 from tests.deployment import generations
@@ -103,3 +105,27 @@ async def test_names_that_can_be_listed_are(deploy: Deploy) -> None:
 async def _get(gateway: Deployment, path: str) -> Answer:
     async with gateway.session.get(gateway.url + path) as response:
         return await read(response)
+
+
+@pytest.mark.parametrize(
+    "path", [path for group in ("tokenizer", "pooling") for method, path in ROUTES[group] if method == "POST"]
+)
+async def test_what_is_passed_through_has_the_name_that_engines_serve(deploy: Deploy, path: str) -> None:
+    prefillers = [SimulatedEngine(role="prefill", model=name) for name in ("sim", "small")]
+    decoders = [SimulatedEngine(role="decode", model=name) for name in ("sim", "small")]
+    gateway = await deploy(prefillers, decoders, models={"aliases": ["text-*=small"]})
+    body = b'{ "prompt" : "Hi",  "model": "text-1", "input": ["a", 1.50] }'
+    async with gateway.session.post(gateway.url + path, data=body) as answer:
+        await answer.read()
+    [seen] = [each for engine in prefillers for each in engine.requests if each.path == path]
+    assert seen.body == {"prompt": "Hi", "model": "small", "input": ["a", 1.5]}
+    assert seen in prefillers[1].requests
+
+
+async def test_a_body_that_is_no_json_passes_as_it_is(deploy: Deploy) -> None:
+    gateway = await deploy(1, 1, models=ALIASES)
+    async with gateway.session.post(gateway.url + "/tokenize", data=b'{"model": "gpt-5", "prompt": ') as answer:
+        assert answer.status in (400, 422)
+    async with gateway.session.post(gateway.url + "/tokenize", data=b'{"model": "gpt-5", "model": "gpt-5"}') as answer:
+        assert answer.status == 400
+        assert "twice" in (await answer.json())["error"]["message"]

@@ -13,6 +13,7 @@ import pytest
 
 from proxy.balancer.engines.engine_facts import EngineFacts, Identity
 from proxy.balancer.health.backend_health import HealthState
+from proxy.errors import UnknownModel
 from proxy.sim.engine import SimulatedEngine
 from tests.asking import until
 from tests.deployment import Deployment, generations, releases
@@ -202,6 +203,62 @@ async def test_an_engine_that_comes_back_with_another_model_serves_that(deploy: 
         assert generations(new)
         assert {seen.body["model"] for seen in generations(new)} == {"a"}
         assert len(generations(gateway.decoders[3])) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", chat("x")),
+        ("/v1/completions", {"model": "x", "prompt": "Hi", "max_tokens": 4, "stream": True}),
+        ("/v1/messages", chat("x")),
+        ("/v1/messages/count_tokens", {"model": "x", "messages": MESSAGES}),
+        ("/tokenize", {"model": "x", "prompt": "Hi"}),
+    ],
+)
+async def test_an_adapter_that_was_just_loaded_is_served(deploy: Deploy, path: str, body: dict[str, Any]) -> None:
+    """A name that is not known is a reason to ask the engines for their models."""
+    gateway = await two_models(deploy)
+    async with gateway.session.post(gateway.url + path, json=body) as answer:
+        assert answer.status == 404
+    for engine in (gateway.prefillers[0], gateway.decoders[0]):
+        async with gateway.session.post(f"{engine.url}/v1/load_lora_adapter", json={"lora_name": "x"}) as loaded:
+            assert loaded.status == 200
+    async with gateway.session.post(gateway.url + path, json=body) as answer:
+        assert answer.status == 200
+    assert {engine.options.model for engine in gateway.engines if seen_model(engine, "x")} == {"a"}
+
+
+def seen_model(engine: SimulatedEngine, name: str) -> bool:
+    return any(isinstance(seen.body, dict) and seen.body.get("model") == name for seen in engine.requests)
+
+
+async def test_requests_for_unknown_models_ask_engines_together(deploy: Deploy) -> None:
+    gateway = await two_models(deploy)
+    before = [models_asked(engine) for engine in gateway.engines]
+    found = await asyncio.gather(*(gateway.worker.lanes.find(f"x{at}") for at in range(20)), return_exceptions=True)
+    assert {type(error) for error in found} == {UnknownModel}
+    assert [models_asked(engine) for engine in gateway.engines] == [count + 1 for count in before]
+
+
+def models_asked(engine: SimulatedEngine) -> int:
+    return sum(seen.path == "/v1/models" for seen in engine.requests)
+
+
+async def test_an_adapter_of_some_engines_is_found_where_others_differ_in_adapters(deploy: Deploy) -> None:
+    """Names that engines do not list go to any engine there, and are no reason to wait."""
+    prefillers, decoders = engines("prefill", "a", "a"), engines("decode", "a", "a")
+    gateway = await deploy(prefillers, decoders)
+    for engine in (prefillers[0], decoders[0]):
+        engine.options.adapters.append("y")
+    await gateway.worker.prober.refresh_models(is_patient=True)
+    assert is_mixed(gateway)
+    assert (await gateway.ask(chat("anything"))).error["type"] == "NotFoundError", "an engine says so"
+    for engine in (prefillers[1], decoders[1]):
+        engine.options.adapters.append("x")
+    await gateway.worker.prober.refresh_models(is_patient=True)
+    for _ in range(4):
+        assert (await gateway.ask(chat("x"))).status == 200
+    assert not seen_model(prefillers[0], "x")
 
 
 async def test_what_is_said_of_instances_holds_before_and_whatever_they_tell(deploy: Deploy) -> None:

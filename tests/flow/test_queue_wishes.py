@@ -155,3 +155,63 @@ async def test_those_who_wait_are_bounded_in_number_and_in_bytes(deploy: Deploy)
         assert (answer.status, answer.error["code"]) == (503, "queue_full")
         assert waiting - tasks <= 2 * 3  # a client's, its connection's and the handler's for each: looking costs none
         assert len(await queue.served()) == 3
+
+
+BODIES = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4},
+    "/v1/completions": {"prompt": "Hi", "max_tokens": 4},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4},
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 4},
+}
+
+
+@pytest.mark.parametrize("fast_path", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("connector", "best", "allowed", "later"),
+    [("vllm_pull", -1000, 5, 7), ("plain", -1000, 5, 7), ("sglang_bootstrap", 1000, -5, -7)],
+)
+async def test_engines_get_no_priority_that_goes_before_that_of_the_key(
+    deploy: Deploy, connector: str, best: int, allowed: int, later: int, stream: bool, fast_path: bool
+) -> None:
+    """However the number is spelled, in the body as in the header, and in the bodies of both legs."""
+    gateway = await deploy(1, 1, connector=connector, listen={"fast_path": fast_path})
+    key = ClientKey(name="low", key_sha256=hashlib.sha256(b"sk-low").hexdigest(), priority=5)
+    gateway.worker.apply(replace(gateway.worker.current, client_keys=(key,), slots={"low": 0}))
+    asks: list[tuple[dict[str, Any], dict[str, str], Any, str | None]] = [
+        ({}, {}, None, None),
+        ({"priority": best}, {}, allowed, None),
+        ({"priority": float(best)}, {}, allowed, None),
+        ({"priority": str(best)}, {}, allowed, None),
+        ({"priority": float(best) * 1e30}, {}, allowed, None),
+        ({"priority": later}, {"x-request-priority": "7"}, later, "7"),
+        ({"priority": best}, {"x-request-priority": "-1000"}, allowed, "5"),
+        ({}, {"x-request-priority": "-1_0.0"}, None, None),
+    ]
+    for path, body in BODIES.items():
+        for more, headers, told, told_in_header in asks:
+            before = [len(generations(engine)) for engine in gateway.engines]
+            asked = {"model": "sim", **body, **more, "stream": stream}
+            shown = {"Authorization": "Bearer sk-low", **headers}
+            async with gateway.session.post(gateway.url + path, json=asked, headers=shown) as answer:
+                assert answer.status == 200, await answer.text()
+                await answer.read()
+            seen = [
+                each for engine, old in zip(gateway.engines, before, strict=True) for each in generations(engine)[old:]
+            ]
+            assert len(seen) == (1 if connector == "plain" else 2)
+            assert {each.body.get("priority") for each in seen} == {told}, (path, more)
+            assert {each.headers.get("x-request-priority") for each in seen} == {told_in_header}, (path, headers)
+
+
+async def test_what_is_passed_through_has_no_priority_before_that_of_the_key(deploy: Deploy) -> None:
+    gateway = await deploy(1, 1)
+    key = ClientKey(name="low", key_sha256=hashlib.sha256(b"sk-low").hexdigest(), priority=5)
+    gateway.worker.apply(replace(gateway.worker.current, client_keys=(key,), slots={"low": 0}))
+    for priority, told in ((-1000, 5), ("-1000", 5), (7, 7), (None, None)):
+        body = {"model": "sim", "input": "Hi", "priority": priority}
+        shown = {"Authorization": "Bearer sk-low", "x-request-priority": "-1000"}
+        async with gateway.session.post(f"{gateway.url}/v1/embeddings", json=body, headers=shown) as answer:
+            assert answer.status == 200
+        seen = [each for each in gateway.prefillers[0].requests if each.path == "/v1/embeddings"][-1]
+        assert (seen.body["priority"], seen.headers.get("x-request-priority")) == (told, None)

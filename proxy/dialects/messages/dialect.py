@@ -23,6 +23,7 @@ class Messages(Translated):
 
     path = "/v1/messages"
     label = "messages"
+    request_id_header = "request-id"
 
     def chat(self, values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
         """See Translated."""

@@ -120,7 +120,7 @@ def _check_schema(body: Any, is_chat: bool) -> None:
 
 def _check_model(body: dict[str, Any], options: Options) -> None:
     model = body.get("model")
-    if model and model != options.model:
+    if model and model != options.model and model not in options.adapters:
         message = f"The model `{model}` does not exist. Valid aliases: {options.model}."
         raise EngineError(404, message, "NotFoundError", "model", late=True)
 

@@ -59,6 +59,14 @@ def build_parser() -> argparse.ArgumentParser:
     add("--role", choices=get_args(SimRole), default=default.role, help="what it is used as (default: %(default)s)")
     add("--model", default=default.model, help="served model name (default: %(default)s)")
     add(
+        "--adapter",
+        dest="adapters",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="an adapter (LoRA) that is loaded; repeatable",
+    )
+    add(
         "--profile",
         dest="profile_name",
         choices=sorted(ALL_PROFILES),

@@ -40,7 +40,7 @@ _PULLING: Final = {
 
 
 class ControlRoutes:
-    """Reads the engine's state; the only things it changes are fault rules and the prefix cache."""
+    """Reads the engine's state; it changes nothing but fault rules, the prefix cache and adapters."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -53,6 +53,7 @@ class ControlRoutes:
             web.get("/ping", self._health),
             web.post("/ping", self._health),
             web.get("/v1/models", self._models),
+            web.post("/v1/load_lora_adapter", self._load_adapter),
             web.post("/tokenize", self._tokenize),
             web.post("/detokenize", self._detokenize),
             web.post("/_mock/faults", self._add_faults),
@@ -168,7 +169,16 @@ class ControlRoutes:
             "max_model_len": options.max_model_len,
             "permission": [],
         }
-        return json_response({"object": "list", "data": [card]})
+        adapters = [{**card, "id": name, "parent": options.model} for name in options.adapters]
+        return json_response({"object": "list", "data": [card, *adapters]})
+
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        """As vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1: the adapter is listed at once."""
+        body, _ = await read_json(request)
+        if not isinstance(body, dict) or not isinstance(body.get("lora_name"), str):
+            return refusal(EngineError(400, "1 validation error:\n  Field required", "Bad Request", "body.lora_name"))
+        self._core.options.adapters.append(body["lora_name"])
+        return web.Response(text=f"Success: LoRA adapter '{body['lora_name']}' added successfully.")
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body, _ = await read_json(request)
