@@ -161,16 +161,16 @@ class GenerationApi:
     ) -> web.StreamResponse:
         client = ClientStream(request, {"X-Request-Id": record.request_id}, self._settings.listen.write_timeout_seconds)
         try:
-            with self._drain:
-                try:
+            try:
+                with self._drain:
                     await gateway.stream(dialect, call, client, record)
-                except GatewayError as error:
-                    if not client.has_output:
-                        raise
-                    # What decoders wrote counts as sent, so it is, even if the answer broke off in the same moment.
-                    await client.attend()
-                    record.error = error
-                    client.break_off(error)
+            except GatewayError as error:
+                if not client.has_output:
+                    raise
+                # What decoders wrote counts as sent, so it is, even if the answer broke off in the same moment.
+                await client.attend()
+                record.error = error
+                client.break_off(error)
         except ClientStalled as stalled:
             record.error = stalled
         finally:
