@@ -21,6 +21,7 @@ from proxy.dialects.responses import Responses
 from proxy.dialects.system_first import SystemFirst
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.listener.body import read_json
+from proxy.wire.python_json import dumps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -113,7 +114,7 @@ class CountTokensApi:
     async def _ask(self, counter: _Counter, values: Mapping[str, Any], headers: Mapping[str, str]) -> int:
         """Ask one engine, and another one if it fails. Raises NoBackendAvailable, UpstreamError."""
         chat = counter.dialect.prompt(values)
-        body = orjson.dumps(chat | self._system_first.changes(chat))
+        body = dumps(chat | self._system_first.changes(chat))
         failed: list[Backend] = []
         lane = await self._lanes.find(values.get("model"))
         backend = _pick(lane, failed)
@@ -145,7 +146,7 @@ class CountTokensApi:
             is_sglang = self._settings.connector_traits.engine != "vLLM"
             if not (is_sglang and counter.is_in_old_sglang) or error.engine_status not in range(400, 500):
                 raise
-        return await self._counted(backend, counter.path, orjson.dumps(values), headers, "input_tokens")
+        return await self._counted(backend, counter.path, dumps(values), headers, "input_tokens")
 
     async def _counted(self, backend: Backend, path: str, body: bytes, headers: Mapping[str, str], member: str) -> int:
         seconds = self._settings.timeouts.prefill_seconds

@@ -16,6 +16,7 @@ from proxy.wire.document import InvalidDocument
 from proxy.wire.finish import is_given_up
 from proxy.wire.ids import new_id
 from proxy.wire.openai import OPENAI_APIS
+from proxy.wire.python_json import dumps, loads, read_again
 from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ class Prefilled(msgspec.Struct):
         a second prefill of this prompt would keep none either.
         """
         try:
-            choices = orjson.loads(bytes(self.written_choices))
+            choices = loads(bytes(self.written_choices))
         except orjson.JSONDecodeError:
             return False
         first = choices[0] if isinstance(choices, list) and choices else None
@@ -209,7 +210,7 @@ def parse_prefilled(response: EngineResponse, body: bytes) -> Prefilled:
             body.decode()  # what is not read is not looked at by the parser either
         answer = _prefilled_in(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise _no_object(response) from None
+        answer = _read_again(response, body)
     told = answer.error
     if told or answer.object == "error":
         code = told.get("code") if isinstance(told, dict) else answer.code
@@ -222,9 +223,22 @@ def parse_prefilled(response: EngineResponse, body: bytes) -> Prefilled:
 
 
 def _is_given_up(body: bytes) -> bool:
-    choices = orjson.loads(body).get("choices")
+    choices = loads(body).get("choices")
     choices = choices if isinstance(choices, list) else ()
     return any(is_given_up(choice.get("finish_reason")) for choice in choices if isinstance(choice, dict))
+
+
+def _read_again(response: EngineResponse, body: bytes) -> Prefilled:
+    """Read an answer that msgspec refuses: its token may be half of a surrogate pair. Raises UpstreamError."""
+    try:
+        values = read_again(body)
+    except ValueError:
+        raise _no_object(response) from None
+    if not isinstance(values, dict):
+        raise _no_object(response)
+    told = {name: values.get(name) for name in ("usage", "kv_transfer_params", "choices")}
+    usage, params, choices = (msgspec.Raw(dumps(value)) for value in told.values())
+    return Prefilled(usage, params, choices, values.get("error"), values.get("object"), values.get("code"))
 
 
 def parse_answer(kind: Callable[[bytes], Parsed], response: EngineResponse, body: bytes) -> Parsed:

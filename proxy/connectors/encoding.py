@@ -12,13 +12,12 @@ import asyncio
 from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
-import orjson
-
 from proxy.backend import Load
 from proxy.balancer.pick import PickRequest
 from proxy.connectors.base import Connector, new_attempt_id, prefill_seconds, refusal
 from proxy.errors import NoBackendAvailable
 from proxy.wire.openai import Api
+from proxy.wire.python_json import dumps
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Mapping, Sequence
@@ -151,7 +150,7 @@ class Encoding(Connector):
             response, answer = await self._upstream.fetch(
                 lease.backend,
                 Api.CHAT.path,
-                orjson.dumps(body),
+                dumps(body),
                 {**call.headers, "x-request-id": request_id},
                 answer_seconds=prefill_seconds(self._context.settings.timeouts, call),
                 resend_if_stale=True,

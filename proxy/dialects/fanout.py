@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-import orjson
-
 from proxy.call import text_tokens
 from proxy.dialects.base import Unit
 from proxy.errors import BadRequest
 from proxy.wire import openai
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import Api, data_event
+from proxy.wire.python_json import dumps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,7 +89,7 @@ def merge_answers(units: Sequence[Unit], answers: Sequence[dict[str, Any]], alia
     ]
     usage = merge_usage(units, [answer.get("usage") for answer in answers])
     named = {} if alias is None else {"model": alias}
-    return orjson.dumps({**answers[0], **named, "choices": choices, "usage": usage})
+    return dumps({**answers[0], **named, "choices": choices, "usage": usage})
 
 
 def merge_usage(units: Sequence[Unit], usages: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:

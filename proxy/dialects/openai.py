@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-import orjson
-
 from proxy.call import Call, measured_prompt, output_limit
 from proxy.dialects import fanout
 from proxy.dialects.base import Dialect
@@ -15,6 +13,7 @@ from proxy.wire import openai
 from proxy.wire.document import REMOVED
 from proxy.wire.finish import is_given_up
 from proxy.wire.openai import ORDINARY_FIELDS, RESERVED_FIELDS, Api, with_prompt_details
+from proxy.wire.python_json import dumps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -137,7 +136,7 @@ class OpenAi(Dialect):
         if len(units) > 1:
             return fanout.merge_answers(units, [answer.values() for answer in answers], call.alias)
         (answer,) = answers
-        return answer.body() if call.alias is None else orjson.dumps({**answer.values(), "model": call.alias})
+        return answer.body() if call.alias is None else dumps({**answer.values(), "model": call.alias})
 
     def rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
         """A single stream passes as it is, unless the client calls the model otherwise."""

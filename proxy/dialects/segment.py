@@ -14,6 +14,7 @@ import orjson
 
 from proxy.wire.finish import is_given_up
 from proxy.wire.openai import DONE
+from proxy.wire.python_json import loads
 from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Meaning(Enum):
     ERROR = auto()  # the engine's error event
     RECOMPUTED = auto()  # the decoder gives up and asks for a new prefill; not a finish, whatever finish_reason says
     ABORTED = auto()  # the decoder stopped working on the answer, because it is being stopped itself, or paused
-    MALFORMED = auto()  # data that is not JSON, or choices that are none
+    MALFORMED = auto()  # data that cannot be read: it may hold a part of the answer
 
 
 class Segment:
@@ -79,6 +80,8 @@ class Segment:
         if data == DONE:
             self.done = True
             return Meaning.DONE
+        if not data or data.isspace():  # some proxies keep a stream alive like this
+            return Meaning.OTHER
         if self.prompt_ids is None and (begin := data.find(PROMPT_IDS)) >= 0:
             # As long as the prompt, and needed only if the decoder is lost: cut out unparsed. The bytes cannot occur
             # inside a JSON string, where the quotes would be escaped.
@@ -90,11 +93,11 @@ class Segment:
         if len(data) > LONG_BYTES and is_heavier(data, MAX_ANSWER_ELEMENTS):
             return Meaning.MALFORMED
         try:
-            self.payload = payload = orjson.loads(data)
+            self.payload = payload = loads(data)
         except orjson.JSONDecodeError:
             return Meaning.MALFORMED
         if not isinstance(payload, dict):
-            return Meaning.OTHER
+            return Meaning.MALFORMED if payload else Meaning.OTHER
         usage = payload.get("usage")
         has_usage = isinstance(usage, dict) and bool(usage)
         if has_usage:

@@ -10,6 +10,7 @@ from proxy.dialects.segment import Meaning, Segment
 from proxy.wire import sglang
 from proxy.wire.finish import is_given_up
 from proxy.wire.openai import DONE
+from proxy.wire.python_json import loads
 from proxy.wire.sglang_errors import error_of
 from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier
 
@@ -34,18 +35,21 @@ class Events(Segment):
         if event.data == DONE:
             self.done = True
             return Meaning.DONE
+        if not event.data or event.data.isspace():
+            return Meaning.OTHER
         if len(event.data) > LONG_BYTES and is_heavier(event.data, MAX_ANSWER_ELEMENTS):
             return Meaning.MALFORMED
         try:
-            self.payload = payload = orjson.loads(event.data)
+            self.payload = payload = loads(event.data)
         except orjson.JSONDecodeError:
             return Meaning.MALFORMED
         if told := error_of(payload):
-            self.payload = orjson.loads(told.body)
+            self.payload = loads(told.body)
             return Meaning.ERROR
         usage = sglang.usage_of(payload)
         if usage is None:
-            return Meaning.OTHER
+            is_answer = not isinstance(payload, dict) or "text" in payload or "output_ids" in payload
+            return Meaning.MALFORMED if payload and is_answer else Meaning.OTHER
         self.usage = usage
         if (finish := finish_of(payload)) is not None:
             if is_given_up(finish):

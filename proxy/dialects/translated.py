@@ -13,6 +13,7 @@ from proxy.dialects.left_out import LeftOut
 from proxy.dialects.openai import ChatCompletions
 from proxy.errors import BadRequest, UpstreamError
 from proxy.wire.document import Document
+from proxy.wire.python_json import dumps, loads, utf8_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,7 +43,7 @@ class Translated(ChatCompletions):
         chat = self.chat(document.values, left_out)
         asked = self.asked(document.values)
         try:
-            raw = orjson.dumps(chat)
+            raw = dumps(chat)
         except orjson.JSONEncodeError:
             raise BadRequest("the body is nested too deeply", code="invalid_json") from None
         call = super().parse(Document(raw), cost, headers)
@@ -69,7 +70,7 @@ class Translated(ChatCompletions):
     def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[Whole]) -> bytes:
         """See Dialect."""
         (answer,) = answers
-        return orjson.dumps(self.answer(call, answer.values()))
+        return dumps(self.answer(call, answer.values()))
 
     @abstractmethod
     def answer(self, call: Call, completion: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +101,7 @@ class Part:
     @property
     def text(self) -> str:
         """`written` as text."""
-        return self.written.decode()
+        return utf8_text(self.written)
 
 
 class Parts(ABC):
@@ -243,7 +244,7 @@ def matched_stop(choice: Mapping[str, Any]) -> object:
 
 def event(name: str, data: Mapping[str, Any]) -> bytes:
     """A named event."""
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), orjson.dumps(data))
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), dumps(data))
 
 
 def words(error: GatewayError) -> str:
@@ -252,7 +253,7 @@ def words(error: GatewayError) -> str:
     if told is None:
         return error.message
     try:
-        said = orjson.loads(told)
+        said = loads(told)
     except orjson.JSONDecodeError:
         return told[:_MAX_WORDS].decode("utf-8", "replace") or error.message
     said = said.get("error", said) if isinstance(said, dict) else said

@@ -6,8 +6,6 @@ from abc import ABC, abstractmethod
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from proxy.connectors.base import parse_answer
 from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery
@@ -18,6 +16,7 @@ from proxy.resume.engine import Watch
 from proxy.resume.vllm import VLLM
 from proxy.wire.document import REMOVED, Document, joined
 from proxy.wire.openai import Api
+from proxy.wire.python_json import dumps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -174,7 +173,7 @@ class AssembledBody(_Relayed):
 
     def body(self) -> bytes:
         """See Whole."""
-        return orjson.dumps(self.values())
+        return dumps(self.values())
 
     def values(self) -> dict[str, Any]:
         """See Whole."""

@@ -108,6 +108,11 @@ class Delivery:
         return None if self.segment is None else self.segment.usage
 
     @property
+    def passes_bytes(self) -> bool:
+        """Whether the client gets the engine's own bytes, also of an event that cannot be read."""
+        return self._seam is None and self.writer.keeps_bytes
+
+    @property
     def goes_on(self) -> bool:
         """The next stream is to continue an answer, not to begin one."""
         return self._seam is not None
@@ -276,7 +281,7 @@ class Delivery:
         segment = self.segment
         if self._seam is None and segment is not None and segment.usage and len(segment.finish_reasons) == 1:
             return with_prompt_details(segment.usage, details)
-        if (usage := self.transcript.counted_usage()) is None:
+        if self.has_lost_track or (usage := self.transcript.counted_usage()) is None:
             return None
         self._count_reasoning(usage)
         return with_prompt_details(usage, details)

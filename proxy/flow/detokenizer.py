@@ -13,6 +13,7 @@ import orjson
 
 from proxy.errors import NoBackendAvailable, UpstreamError
 from proxy.wire.document import REMOVED
+from proxy.wire.python_json import dumps, loads
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence, Set
@@ -53,7 +54,7 @@ class Detokenizer:
     async def tokens(self, model: str | None, text: str, headers: Mapping[str, str]) -> list[int] | None:
         """The token ids that engines make of a prompt. None when no engine tells; raises nothing."""
         asked: dict[str, Any] = {} if model is None else {"model": model}
-        body = orjson.dumps({**asked, "prompt": text})
+        body = dumps({**asked, "prompt": text})
         tokens = await self._ask_some(_TOKENIZE_PATH, body, headers, ("tokens",))
         return tokens if isinstance(tokens, list) and all(type(token) is int for token in tokens) else None
 
@@ -92,7 +93,7 @@ class Detokenizer:
                 response, answer = await self._upstream.fetch(
                     backend, path, body, headers, answer_seconds=self._timeout_seconds, resend_if_stale=True
                 )
-            told = orjson.loads(answer) if response.status == 200 else None
+            told = loads(answer) if response.status == 200 else None
         except (UpstreamError, TimeoutError, ValueError):  # ValueError: no JSON, or a name that can be no host's
             return {}
         return told if isinstance(told, dict) else {}

@@ -66,7 +66,7 @@ class Relay(Bypass):
         self._clock = clock
         self._splitter = EventSplitter()
         self.malformed_events = 0
-        """Events that are not what any engine sends. They are passed on: the client may know better."""
+        """Events that cannot be read. They are passed on where the client gets the engine's own bytes."""
         self._opened = False
         self._is_over = False
         """The answer has ended, by `[DONE]` or otherwise: what follows is not of it."""
@@ -249,7 +249,13 @@ class Relay(Bypass):
             aborted = attempt.response.fail(Failure.ABORTED, "stopped working on the answer")
             self._end(None if delivery.is_stopped else aborted)
         else:
-            self.malformed_events += meaning is Meaning.MALFORMED
+            if meaning is Meaning.MALFORMED:
+                self.malformed_events += 1
+                delivery.lose_track()
+                if not delivery.passes_bytes:
+                    # It may hold a part of the answer, which the client would miss without a word.
+                    self._end(attempt.response.fail(Failure.BAD_ANSWER, "an event of the stream cannot be read"))
+                    return
             part = delivery.other(event)
         if part:
             output.append(part)

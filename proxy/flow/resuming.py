@@ -103,7 +103,7 @@ class Resuming:
             if not delivery.goes_on:
                 delivery.begin_anew()
             return Resumption(self.action or Action.RESTART, call)
-        if delivery.is_finished:
+        if delivery.is_finished and not delivery.has_lost_track:
             return Resumption(Action.FINISH, None)
         if delivery.has_lost_track or not delivery.is_observed:
             delivery.begin_anew()

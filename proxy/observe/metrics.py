@@ -473,7 +473,7 @@ class Metrics:
             "dns_errors_total", "Failed look-ups of instances' names; the last known addresses stay in use.", **new
         )
         self.sse_bad_events_total = Counter(
-            "sse_bad_events_total", "Events of engines' streams that are no JSON objects; they are passed on.", **new
+            "sse_bad_events_total", "Events of engines' streams that cannot be read.", **new
         )
         self.log_lines_dropped_total = Counter(
             "log_lines_dropped_total", "Log lines dropped because the log was not read in time.", **new

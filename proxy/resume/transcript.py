@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.dialects.grammars import UNRECOGNISED, grammar_of
+from proxy.wire.python_json import utf8, utf8_text
 
 if TYPE_CHECKING:
     from proxy.dialects.grammars.base import Grammar
@@ -26,7 +27,7 @@ class ToolCall:
     @property
     def arguments(self) -> str:
         """JSON, as far as it goes."""
-        return self.written.decode()
+        return utf8_text(self.written)
 
 
 class Transcript:
@@ -92,13 +93,13 @@ class Transcript:
     @property
     def reasoning(self) -> str:
         self.settle()
-        return self._reasoning.decode()
+        return utf8_text(self._reasoning)
 
     @property
     def content(self) -> str:
         """The content of a chat, or the text of a completion."""
         self.settle()
-        return self._content.decode()
+        return utf8_text(self._content)
 
     @property
     def prompt_tokens(self) -> int | None:
@@ -135,7 +136,7 @@ class Transcript:
             text = choice.get("text")
             if not text:
                 return False
-            self._content += text.encode()
+            self._content += utf8(text)
         elif not self._take_delta(delta, before):
             return False
         self._chunk_start = before
@@ -158,7 +159,7 @@ class Transcript:
             return
         is_reasoning = self._is_reasoning
         written = self._reasoning if is_reasoning else self._content
-        written += "".join(texts).encode()
+        written += utf8("".join(texts))
         has_several = len(texts) > 1
         texts.clear()
         noted = self._noted_ids
@@ -207,14 +208,14 @@ class Transcript:
             if not self.has_text:
                 self.began_in_reasoning = True
                 self.reasoning_field = "reasoning" if "reasoning" in delta else "reasoning_content"
-            self._reasoning += reasoning.encode()
+            self._reasoning += utf8(reasoning)
             self._reasoned = self._reasoning_ids
             self._reasoning_ids = self._marker_behind(before, len(self._ids))
             shows = True
         if content := delta.get("content"):
             if self._reasoning and not self._content:
                 self._end_reasoning(before)
-            self._content += content.encode()
+            self._content += utf8(content)
             shows = True
         for part in delta.get("tool_calls") or ():
             if self._reasoning and not self._content and not self.tools:
@@ -243,4 +244,4 @@ class Transcript:
         call = self.tools[index]
         call.id = part.get("id") or call.id
         call.name = function.get("name") or call.name
-        call.written += (function.get("arguments") or "").encode()
+        call.written += utf8(function.get("arguments") or "")

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from proxy.wire.elision import text_bytes
-from proxy.wire.members import Members, NotAnObject, TooManyMembers, spans_of
+from proxy.wire.members import Members, NotAnObject, TooManyMembers, as_python_reads, spans_of
+from proxy.wire.python_json import dumps
 from proxy.wire.token_ids import are_token_ids, count_token_ids
 from proxy.wire.weight import load
 
@@ -75,7 +76,17 @@ class Document:
         except TooManyMembers as error:
             raise InvalidDocument(str(error)) from None
         except (NotAnObject, orjson.JSONDecodeError):
+            self._read_again(raw)
+
+    def _read_again(self, raw: bytes | bytearray) -> None:
+        """Read bytes that orjson refuses as engines do. Raises InvalidDocument."""
+        try:
+            self.values, self._spans = as_python_reads(raw)
+        except TooManyMembers as error:
+            raise InvalidDocument(str(error)) from None
+        except NotAnObject:
             raise _refusal(raw) from None
+        self._raw = raw
 
     @property
     def read_values(self) -> list[Any]:
@@ -118,7 +129,7 @@ class Document:
     def view(self, name: str) -> memoryview:
         """The bytes of a member's value; of a long object they are its own. Raises KeyError."""
         if self._spans is None:
-            return memoryview(orjson.dumps(self.values[name]))
+            return memoryview(dumps(self.values[name]))
         _, start, end = self._spans[name]
         return memoryview(self._raw)[start:end]
 
@@ -137,7 +148,7 @@ class Document:
     def with_changes(self, changes: Mapping[str, object]) -> Body:
         """The object with members replaced, added at the end, or left out (REMOVED).
 
-        A new value is anything orjson serialises; `orjson.Fragment` puts bytes in verbatim. What is between members
+        A new value is anything that `dumps` writes; `orjson.Fragment` puts bytes in verbatim. What is between members
         that stay beside each other stays, too.
         """
         if self._spans is None:
@@ -145,7 +156,7 @@ class Document:
             for name, value in changes.items():
                 if value is REMOVED:
                     del members[name]
-            return orjson.dumps(members)
+            return dumps(members)
         source = memoryview(self._raw)
         pieces: list[bytes | memoryview] = [b"{"]
         start, end = -1, 0  # of the members in a row that stay as they are; before 0: there are none
@@ -157,7 +168,7 @@ class Document:
                 continue
             new = changes[name]
             if new is not REMOVED:
-                pieces += (source[key if start < 0 else start : value], orjson.dumps(new), b",")
+                pieces += (source[key if start < 0 else start : value], dumps(new), b",")
             elif start >= 0:
                 pieces += (source[start:end], b",")
             start = -1
@@ -165,7 +176,7 @@ class Document:
             pieces += (source[start:end], b",")
         added = {name: new for name, new in changes.items() if new is not REMOVED and name not in self._spans}
         if added:
-            pieces.append(memoryview(orjson.dumps(added))[1:])
+            pieces.append(memoryview(dumps(added))[1:])
         elif len(pieces) > 1:
             pieces[-1] = b"}"
         else:

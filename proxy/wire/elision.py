@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from proxy.wire.python_json import utf8
 from proxy.wire.weight import LONG_BYTES, is_within_string, load
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def excerpt(raw: bytes | bytearray, start: int, end: int) -> tuple[Any, Callable
 
 def text_bytes(text: str) -> int:
     """How many bytes a string has in UTF-8."""
-    return len(text) if text.isascii() else len(text.encode())
+    return len(text) if text.isascii() else len(utf8(text))
 
 
 def _marked_text_bytes(text: str) -> int:

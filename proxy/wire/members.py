@@ -16,6 +16,7 @@ import msgspec
 import orjson
 
 from proxy.wire.elision import excerpt, text_bytes
+from proxy.wire.python_json import check_depth, read_again
 from proxy.wire.weight import load, without_escapes
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ _MAX_MEMBERS: Final = 10_000
 _STEP_BYTES: Final = 256 * 1024
 
 _members_of = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+_blanks: Final = re.compile(r"[ \t\r\n]*").match
+_value_at: Final = json.JSONDecoder().raw_decode
 
 
 class NotAnObject(Exception):
@@ -102,7 +106,7 @@ class Members(Mapping[str, Any]):
         try:
             value = load(raw)
         except orjson.JSONDecodeError:  # JSON that orjson does not read: a number beyond all numbers
-            value = json.loads(bytes(raw))
+            value = read_again(bytes(raw))
         self._values[name] = value
         return value
 
@@ -145,6 +149,77 @@ def spans_of(raw: bytes | bytearray) -> Spans:
         raise NotAnObject from None
 
 
+def as_python_reads(raw: bytes | bytearray) -> tuple[dict[str, Any], Spans]:
+    """Return the values of a JSON object that orjson refuses, and where its members are.
+
+    Half of a surrogate pair may be in it, for example. Engines read requests with Python's parser, which takes it.
+    Raises NotAnObject, TooManyMembers.
+    """
+    try:
+        text = raw.decode()
+        values, spans = _members_in(text)
+        check_depth(values)
+    except (ValueError, IndexError, RecursionError):
+        raise NotAnObject from None
+    return values, spans if len(text) == len(raw) else _in_bytes(spans, text)
+
+
+def _members_in(text: str) -> tuple[dict[str, Any], Spans]:
+    """As `as_python_reads`, with places in the text. Raises ValueError, IndexError or RecursionError for no object."""
+    values: dict[str, Any] = {}
+    spans: dict[str, tuple[int, int, int]] = {}
+    at = _expect("{", text, 0)
+    closes = text[at] == "}"
+    while not closes:
+        key = at
+        name, end = _value_at(text, key)
+        if not isinstance(name, str):
+            raise ValueError("a name is no string")
+        if name in values:
+            raise _named_twice()
+        start = _expect(":", text, end)
+        values[name], end = _value_at(text, start)
+        spans[name] = key, start, end
+        if len(spans) > _MAX_MEMBERS:
+            raise _too_many()
+        at = _skip(text, end)
+        closes = text[at] == "}"
+        if not closes:
+            at = _expect(",", text, at)
+    if _skip(text, at + 1) != len(text):
+        raise ValueError("there is more behind the object")
+    return values, spans
+
+
+def _expect(sign: str, text: str, at: int) -> int:
+    """Return the place of what follows a sign that must stand here. Raises ValueError."""
+    at = _skip(text, at)
+    if text[at] != sign:
+        raise ValueError("another sign is expected here")
+    return _skip(text, at + 1)
+
+
+def _skip(text: str, at: int) -> int:
+    """Return the place of the next sign that is no blank."""
+    found = _blanks(text, at)
+    return at if found is None else found.end()
+
+
+def _in_bytes(spans: Spans, text: str) -> Spans:
+    """Return places in a text as places in its UTF-8."""
+    found: dict[str, tuple[int, int, int]] = {}
+    at = size = 0
+    for name, places in spans.items():
+        sizes: list[int] = []
+        for place in places:
+            size += len(text[at:place].encode())
+            at = place
+            sizes.append(size)
+        key, start, end = sizes
+        found[name] = key, start, end
+    return found
+
+
 def _check_utf8(raw: bytes | bytearray) -> None:
     """Raise UnicodeDecodeError: what is not read is not looked at by the parser either."""
     if raw.isascii():
@@ -166,7 +241,7 @@ def _spans(raw: bytes | bytearray, members: Mapping[str, msgspec.Raw]) -> Spans:
     the other only if no name stands twice: each value must stand where its key ends, and then the object must end.
     """
     if len(members) > _MAX_MEMBERS:
-        raise TooManyMembers(f"the body has more than {_MAX_MEMBERS} members")
+        raise _too_many()
     spans: dict[str, tuple[int, int, int]] = {}
     end = 0
     to_value, stands_at = _TO_VALUE.match, raw.startswith
@@ -196,6 +271,10 @@ def _end(pattern: re.Pattern[bytes], raw: bytes | bytearray, position: int) -> i
     found = pattern.match(raw, position)
     assert found is not None
     return found.end()
+
+
+def _too_many() -> TooManyMembers:
+    return TooManyMembers(f"the body has more than {_MAX_MEMBERS} members")
 
 
 def _named_twice() -> TooManyMembers:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from proxy.errors import BadRequest, UpstreamError
+from proxy.wire.python_json import dumps, loads
 
 if TYPE_CHECKING:
     from proxy.errors import GatewayError
@@ -77,7 +78,7 @@ def error_type(status: int) -> str:
 def error_body(error: GatewayError) -> bytes:
     """The JSON body for one of our own errors."""
     param = error.param if isinstance(error, BadRequest) else None
-    return orjson.dumps(
+    return dumps(
         {"error": {"message": error.message, "type": error_type(error.status), "param": param, "code": error.code}}
     )
 
@@ -96,7 +97,7 @@ def error_event(error: GatewayError) -> bytes:
 
 def _is_one_line_error(body: bytes) -> bool:
     try:
-        told = orjson.loads(body)
+        told = loads(body)
     except orjson.JSONDecodeError:
         return False
     return isinstance(told, dict) and bool(told.get("error")) and b"\n" not in body and b"\r" not in body
@@ -104,7 +105,7 @@ def _is_one_line_error(body: bytes) -> bool:
 
 def data_event(payload: object) -> bytes:
     """An event that carries a JSON payload."""
-    return b"data: " + orjson.dumps(payload) + b"\n\n"
+    return b"data: " + dumps(payload) + b"\n\n"
 
 
 def prompt_details(usage: Any) -> dict[str, Any] | None:

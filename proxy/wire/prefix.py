@@ -17,10 +17,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 import msgspec
-import orjson
 from xxhash import xxh3_64_intdigest as hashed
 
 from proxy.wire.document import REMOVED
+from proxy.wire.python_json import dumps
 from proxy.wire.token_ids import are_token_ids
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class Prompt:
         if not texts:
             return NO_KEYS
         values = self._document.values
-        key = hashed(orjson.dumps([values.get(name) for name in _SALT]))
+        key = hashed(dumps([values.get(name) for name in _SALT]))
         keys: list[int] = []
         sizes: list[int] = []
         before = 0
@@ -157,7 +157,7 @@ class Prompt:
         """A member's value as JSON; None: there is none, or it is null."""
         if name in self._changes:
             value = self._changes[name]
-            return None if value is REMOVED or value is None else memoryview(orjson.dumps(value))
+            return None if value is REMOVED or value is None else memoryview(dumps(value))
         if name not in self._document.values:
             return None
         written = self._document.view(name)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import orjson
 
+from proxy.wire.python_json import dumps, loads
 from proxy.wire.sse import EventSplitter
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def error_of(payload: Any) -> EngineError | None:
         return None
     told = payload.get("error")
     if told:
-        return EngineError(_status(told.get("code") if isinstance(told, dict) else None), orjson.dumps(payload))
+        return EngineError(_status(told.get("code") if isinstance(told, dict) else None), dumps(payload))
     meta = payload.get("meta_info")
     reason = meta.get("finish_reason") if isinstance(meta, dict) else None
     if isinstance(reason, dict) and _is_abort(reason) and reason.get("status_code") is not None:
@@ -62,7 +63,7 @@ def payloads_of(answer: bytes) -> Iterator[Any]:
     """The JSON of a whole answer, or of the events of a stream; what is neither is left out."""
     for data in [event.data for event in EventSplitter().feed(answer)] if answer.startswith(b"data:") else [answer]:
         try:
-            yield orjson.loads(data or b"null")
+            yield loads(data or b"null")
         except orjson.JSONDecodeError:
             continue
 
@@ -84,7 +85,7 @@ def _aborted(reason: dict[str, Any]) -> EngineError:
     status = _status(reason.get("status_code"))
     message = reason.get("message") or "the request was aborted"
     told = {"object": "error", "message": message, "type": reason.get("err_type") or "abort", "param": None}
-    return EngineError(status, orjson.dumps({"error": {**told, "code": status}}))
+    return EngineError(status, dumps({"error": {**told, "code": status}}))
 
 
 def _status(code: Any) -> int:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-import orjson
-
 from proxy.wire.document import REMOVED, Document, InvalidDocument, joined
 from proxy.wire.members import spans_of
+from proxy.wire.python_json import dumps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -118,7 +117,7 @@ class ShapedDocument(Document):
         for name, value in second.items():
             if value is REMOVED or name in first or name in self.values:
                 return super().with_both(first, second)
-        return self._with_more(first, orjson.dumps(second)[1:])
+        return self._with_more(first, dumps(second)[1:])
 
     def with_written(self, changes: Mapping[str, object], name: str, value: bytes) -> Body:
         """See Document."""

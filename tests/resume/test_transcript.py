@@ -225,7 +225,7 @@ def test_a_usage_that_is_none_is_nothing_we_know(usage: Any) -> None:
     assert segment.usage is None
 
 
-@pytest.mark.parametrize("data", [None, b"{}", b'{"object": "ping"}', b'{"choices": null}', b"[]", b"7", b'"hello"'])
+@pytest.mark.parametrize("data", [None, b"", b" ", b"{}", b'{"object": "ping"}', b'{"choices": null}', b"[]", b"null"])
 def test_comments_and_unknown_objects_pass(data: bytes | None) -> None:
     segment, meanings = read(data)
     assert meanings == [Meaning.OTHER]
@@ -233,7 +233,18 @@ def test_comments_and_unknown_objects_pass(data: bytes | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"{", b"done", b'{"choices": [NaN]}', b'{"choices": 7}', b'{"choices": "x"}', b'{"choices": [null]}']
+    "data",
+    [
+        *(b"{", b"done", b'{"choices": [NaN]}', b'{"choices": 7}', b'{"choices": "x"}', b'{"choices": [null]}'),
+        *(
+            b"7",
+            b'"hello"',
+            b"[1]",
+            b'{"choices": [{"text": "\xff"}]}',
+            b"[" * 100_000,
+            b'{"a": %b}' % (b"[" * 2000 + b"]" * 2000),
+        ),
+    ],
 )
 def test_what_cannot_be_read_is_malformed(data: bytes) -> None:
     assert read(data)[1] == [Meaning.MALFORMED]

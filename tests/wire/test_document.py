@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
@@ -195,17 +196,18 @@ def test_a_name_may_stand_twice_further_down() -> None:
         b'{"prompt": my-secret-prompt}',
         b'{"prompt": "my-secret-prompt\n"}',
         b'{"prompt": "my-secret-prompt\\x"}',
-        b'{"temperature": NaN, "prompt": "my-secret-prompt"}',
-        b'{"temperature": -Infinity, "prompt": "my-secret-prompt"}',
-        b'{"temperature": 1e400, "prompt": "my-secret-prompt"}',
-        b'{"logit_bias": {"7": -1e400}, "prompt": "my-secret-prompt"}',
+        b'{"temperature": nan, "prompt": "my-secret-prompt"}',
+        b'{"temperature": +Infinity, "prompt": "my-secret-prompt"}',
+        b'{"temperature": NaN, "prompt": "my-secret-prompt", "temperature": 1}',
+        b'{"temperature": NaN, "prompt": "my-secret-prompt",}',
+        b'{"temperature": NaN, "prompt": "my-secret-prompt"',
+        b'{"temperature": NaN, "prompt": "my-secret-prompt"} {}',
+        b'{"temperature": NaN, 7: "my-secret-prompt"}',
+        b'{"temperature": NaN "prompt": "my-secret-prompt"}',
         b'{"messages": [{"content": [1, 01]}], "prompt": "my-secret-prompt"}',
-        b'{"messages": [{"content": ["my-secret-prompt \\ud800"]}]}',
-        b'{"messages": [{"content": ["my-secret-prompt \\udc00\\ud800"]}], "x": 1}',
+        b'{"messages": [{"content": ["my-secret-prompt \\ud800"]}], "x": %b}' % (b"[" * 1500 + b"]" * 1500),
         b'{"messages": [{"content": ["my-secret-prompt \xff"]}]}',
         b'{"n": 01, "prompt": "my-secret-prompt"}',
-        b'{"prompt": "my-secret-prompt \\ud800"}',
-        b'{"prompt": "my-secret-prompt \\udc00\\ud800"}',
         b'{"prompt": "my-secret-prompt \xed\xa0\x80"}',
         b'{"prompt": "my-secret-prompt \xff"}',
         b'\xef\xbb\xbf{"prompt": "my-secret-prompt"}',
@@ -441,16 +443,16 @@ def test_how_an_object_is_spelled_makes_no_difference(values: dict[str, Any], ch
     data=st.data(),
 )
 def test_what_another_parser_refuses_is_refused(text: bytes, space: int, data: st.DataObject) -> None:
-    """Of spoilt texts, but for names that stand twice and numbers beyond all numbers. A long one is read otherwise."""
+    """By Python's parser, but for names that stand twice. Numbers of more than 64 bits are fractions to others."""
     at = data.draw(st.integers(0, len(text)))
     raw = text[:at] + data.draw(st.sampled_from(SPOILS)) + text[at + data.draw(st.integers(0, 3)) :] + b" " * space
+    assume(not re.search(rb"[0-9]{19}", raw))
     try:
-        values = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        assume("infinity" not in str(error))
+        values = json.loads(raw.decode())
+    except (ValueError, RecursionError):
         values = None
     if isinstance(values, dict) and len(json.loads(raw, object_pairs_hook=list)) == len(values):
-        assert dict(Document(raw).values) == values
+        assert repr(dict(Document(raw).values)) == repr(values)
         return
     with pytest.raises(InvalidDocument):
         Document(raw)

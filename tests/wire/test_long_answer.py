@@ -16,8 +16,8 @@ USAGE = b'{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":8}}'
 @pytest.mark.parametrize(
     "answer",
     [
-        *(b"", b"null", b"[]", b'{"a":1', b'{"a":1}]', b'{"a":"\xff"}', b'{"usage":1e999}', b'{"a":' + b"[" * 100_000),
-        *(b'{"kv_transfer_params":{"a":tru}}', b'{"a":"\\ud800"}'),
+        *(b"", b"null", b"[]", b'{"a":1', b'{"a":1}]', b'{"a":"\xff"}', b'{"usage":1e999', b'{"a":' + b"[" * 100_000),
+        *(b'{"kv_transfer_params":{"a":tru}}', b'{"a":"\\ud800}'),
     ],
 )
 def test_what_is_no_json_object_is_no_answer(answer: bytes) -> None:

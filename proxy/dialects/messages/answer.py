@@ -12,6 +12,7 @@ from proxy.errors import UnknownFinish
 from proxy.wire.finish import is_whole
 from proxy.wire.ids import new_id
 from proxy.wire.openai import prompt_details
+from proxy.wire.python_json import loads, utf8
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -88,7 +89,7 @@ class MessageEvents(Parts):
             case Kind.TEXT:
                 return _delta(part, {"type": "text_delta", "text": text})
             case Kind.CALL:
-                part.written += text.encode()
+                part.written += utf8(text)
                 return _delta(part, {"type": "input_json_delta", "partial_json": text})
 
     def closed(self, part: Part) -> bytes:
@@ -124,7 +125,7 @@ def _head(call: Call, completion: Mapping[str, Any]) -> dict[str, Any]:
 def _tool_use(name: str, function: str, arguments: str | None) -> dict[str, Any]:
     """Nothing but an object may stand there: arguments that the limit of tokens cut off are left out."""
     try:
-        read = orjson.loads(arguments or "{}")
+        read = loads(utf8(arguments or "{}"))
     except orjson.JSONDecodeError:
         read = None
     use = {"type": "tool_use", "id": name, "name": function, "input": read}

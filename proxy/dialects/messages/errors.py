@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-import orjson
-
 from proxy.dialects.translated import words
+from proxy.wire.python_json import dumps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,4 +32,4 @@ def error(failed: GatewayError) -> dict[str, Any]:
 
 def error_body(failed: GatewayError) -> bytes:
     """Its bytes."""
-    return orjson.dumps(error(failed))
+    return dumps(error(failed))

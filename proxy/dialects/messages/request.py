@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-import orjson
-
 from proxy.dialects.left_out import joined
 from proxy.dialects.messages.content import parts_of
 from proxy.dialects.messages.tools import changes_tools, tools_of
 from proxy.dialects.requests import at_least_one, object_in, objects
 from proxy.errors import BadRequest
+from proxy.wire.python_json import dumps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -178,7 +177,7 @@ def _assistant(blocks: Sequence[dict[str, Any]], left_out: LeftOut) -> dict[str,
 
 
 def _call(block: dict[str, Any]) -> dict[str, Any]:
-    arguments = orjson.dumps(block.get("input") or {}).decode()
+    arguments = dumps(block.get("input") or {}).decode()
     function = {"name": str(block.get("name") or ""), "arguments": arguments}
     return {"id": str(block.get("id") or ""), "type": "function", "function": function}
 

@@ -10,6 +10,7 @@ from proxy.dialects.translated import Kind, Part, Parts, event, words
 from proxy.wire.finish import is_whole
 from proxy.wire.ids import new_id
 from proxy.wire.openai import prompt_details
+from proxy.wire.python_json import utf8
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,10 +34,10 @@ def response(call: Call, asked: Asked, completion: dict[str, Any]) -> dict[str, 
         (Kind.TEXT, told.get("content")),
     ):
         if text:
-            parts.append(Part(len(parts), kind, written=bytearray(text.encode())))
+            parts.append(Part(len(parts), kind, written=bytearray(utf8(text))))
     for at, each in enumerate(told.get("tool_calls") or ()):
         function = each["function"]
-        written = bytearray((function.get("arguments") or "{}").encode())
+        written = bytearray(utf8(function.get("arguments") or "{}"))
         parts.append(Part(len(parts), Kind.CALL, at, each["id"], function["name"], written))
     items = _Items(asked)
     is_cut = _why_incomplete(choice["finish_reason"]) is not None
@@ -80,7 +81,7 @@ class ResponseEvents(Parts):
 
     def said(self, part: Part, text: str) -> bytes:
         """A delta. The input of a custom tool is JSON until it is complete, so it comes in one piece."""
-        part.written += text.encode()
+        part.written += utf8(text)
         match part.kind:
             case Kind.REASONING:
                 return self._about("response.reasoning_text.delta", part, content_index=0, delta=text)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from proxy.dialects.left_out import base64_bytes, described, kind_name, lines, media_name, note, readable
 from proxy.dialects.responses.tools import as_arguments, function_name, tools_of
 from proxy.errors import BadRequest
+from proxy.wire.python_json import utf8, utf8_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence, Set
@@ -247,12 +248,12 @@ def _thoughts(item: Mapping[str, Any]) -> str:
 
 def sealed(thoughts: str) -> str:
     """Reasoning that its client is to give back, and not to read. It is no secret: the answer tells it, too."""
-    return _SEAL + b64encode(thoughts.encode()).decode()
+    return _SEAL + b64encode(utf8(thoughts)).decode()
 
 
 def _unsealed(content: str) -> str:
     """Empty for somebody else's."""
     try:
-        return b64decode(content.removeprefix(_SEAL), validate=True).decode() if content.startswith(_SEAL) else ""
+        return utf8_text(b64decode(content.removeprefix(_SEAL), validate=True)) if content.startswith(_SEAL) else ""
     except (NoBase64, UnicodeDecodeError):
         return ""

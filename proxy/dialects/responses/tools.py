@@ -10,6 +10,7 @@ import orjson
 
 from proxy.dialects.requests import objects
 from proxy.errors import BadRequest
+from proxy.wire.python_json import dumps, loads, utf8
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -111,13 +112,13 @@ def _with_grammar(tool: Mapping[str, Any]) -> str:
 
 def as_arguments(text: object) -> str:
     """The text of a custom tool's call as a function's arguments."""
-    return orjson.dumps({_INPUT: text or ""}).decode()
+    return dumps({_INPUT: text or ""}).decode()
 
 
 def as_text(arguments: str) -> str:
     """And back; arguments that are something else, or are cut off, as they stand."""
     try:
-        read = orjson.loads(arguments)
+        read = loads(utf8(arguments))
     except orjson.JSONDecodeError:
         return arguments
     text = read.get(_INPUT) if isinstance(read, dict) else None
@@ -127,6 +128,6 @@ def as_text(arguments: str) -> str:
 def as_object(arguments: str) -> object:
     """The arguments of a search as the client reads them; text that is no JSON as it stands."""
     try:
-        return orjson.loads(arguments or "{}")
+        return loads(utf8(arguments or "{}"))
     except orjson.JSONDecodeError:
         return arguments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -26,4 +27,7 @@ async def read_json(request: web.Request) -> tuple[Any, int]:
     try:
         return orjson.loads(raw), len(raw)
     except orjson.JSONDecodeError:
-        return None, len(raw)
+        try:
+            return json.loads(raw), len(raw)  # as engines read all requests
+        except (ValueError, RecursionError):
+            return None, len(raw)

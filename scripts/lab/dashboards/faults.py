@@ -126,8 +126,8 @@ _CAUSES: Final = Row(
         ),
         Panel(
             title="Odd engines",
-            description="Failed look-ups of instances' names, and events of engines' streams that are no JSON "
-            "objects, per second (pdproxy_dns_errors_total, pdproxy_sse_bad_events_total).",
+            description="Failed look-ups of instances' names, and events of engines' streams that cannot be "
+            "read, per second (pdproxy_dns_errors_total, pdproxy_sse_bad_events_total).",
             unit="ops",
             width=6,
             queries=[

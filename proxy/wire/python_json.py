@@ -1,0 +1,120 @@
+"""JSON as Python's own parser reads and writes it, for texts that orjson refuses.
+
+Engines are written in Python, whose parser takes more than the grammar allows: half of a surrogate pair (an emoji that
+was cut in two), `NaN` and `Infinity`, and whole numbers of more than 64 bits. orjson is asked first, because it takes
+nearly every text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, Final
+
+import orjson
+
+_MAX_INT_DIGITS: Final = 4300
+"""Python refuses to read a longer whole number, as that takes quadratic time."""
+_MAX_DEPTH: Final = 1000
+"""About as deeply as orjson nests arrays and objects. Python's limit depends on its version."""
+
+
+def _whole_number(digits: str) -> float:
+    """Return a fraction for a number that is too long, as orjson does for all of more than 64 bits."""
+    return int(digits) if len(digits) < _MAX_INT_DIGITS else float(digits)
+
+
+_read_strictly: Final = json.JSONDecoder().decode
+_read: Final = json.JSONDecoder(strict=False).decode
+_read_long_numbers: Final = json.JSONDecoder(strict=False, parse_int=_whole_number).decode
+
+
+def loads(raw: bytes) -> Any:
+    """Read the JSON text of an engine, control characters in its strings included.
+
+    Raises orjson.JSONDecodeError for a text that is no JSON for Python either.
+    """
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        try:
+            return read_again(raw)
+        except ValueError:
+            raise error from None
+
+
+def read_again(raw: bytes) -> Any:
+    """Read a text that orjson has refused. Raises ValueError."""
+    text = raw.decode("utf-8", "surrogatepass")
+    try:
+        try:
+            value = _read(text)
+        except json.JSONDecodeError:
+            raise
+        except ValueError:  # a whole number is too long
+            value = _read_long_numbers(text)
+    except RecursionError:
+        raise ValueError("the text is nested too deeply") from None
+    check_depth(value)
+    return value
+
+
+def check_depth(value: Any) -> None:
+    """Raise ValueError for a value that is nested too deeply to be written again."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        containers = [item for item in level if isinstance(item, dict | list)]
+        if not containers:
+            return
+        level = [child for item in containers for child in (item.values() if isinstance(item, dict) else item)]
+    raise ValueError("the text is nested too deeply")
+
+
+def dumps(value: Any) -> bytes:
+    """Write JSON that every parser of JSON reads: half of a surrogate pair is written as an escape.
+
+    Raises orjson.JSONEncodeError for a value that cannot be written, or is nested too deeply.
+    """
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError as error:
+        return _written(value, error)
+
+
+def _written(value: Any, error: Exception) -> bytes:
+    try:
+        try:
+            text = _write(value)
+        except ValueError:
+            text = _write(_without_infinity(value))
+    except (RecursionError, TypeError, ValueError):
+        raise error from None
+    # A surrogate can stand in strings only, where its escape in JSON is that of Python.
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _plain(value: Any) -> Any:
+    """Return the value of a Fragment, or of another object that only orjson can write."""
+    return read_again(orjson.dumps(value))
+
+
+_write: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain).encode
+
+
+def _without_infinity(value: Any) -> Any:
+    """Return the value with null in place of `NaN` and `Infinity`, as orjson writes them."""
+    if isinstance(value, dict):
+        return {name: _without_infinity(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_without_infinity(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def utf8(text: str) -> bytes:
+    """Encode a text that may have half of a surrogate pair in it; `utf8_text` reads it."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def utf8_text(written: bytes | bytearray) -> str:
+    """Return the text that `utf8` has encoded."""
+    return written.decode("utf-8", "surrogatepass")

@@ -1,0 +1,237 @@
+"""Events that orjson refuses: read as Python reads them, or the answer is not called complete, nor resumed as exact."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+
+from proxy.wire.openai import DONE_EVENT as DONE
+from tests.asking import read
+from tests.canned import CannedEngine, Received, event_stream, json_answer
+from tests.dialects import messages, responses
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tests.asking import Answer
+    from tests.conftest import Deploy
+    from tests.deployment import Deployment
+
+CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", messages.PATH, responses.PATH
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "sim", "messages": [{"role": "user", "content": "x"}], "max_tokens": 200},
+    COMPLETIONS: {"model": "sim", "prompt": "x", "max_tokens": 200},
+    MESSAGES: messages.question(max_tokens=200),
+    RESPONSES: responses.question(max_output_tokens=200),
+}
+HALVES = (b"not \\ud83d", b"\\ude00 to", b"\\udc00")
+"""Two events that make an emoji, and one with half of a pair that has no other half."""
+SAID = "Do not \U0001f600 to\udc00 end."
+EVENT = b'data: {"id":"x","object":"o","created":1,"model":"sim","choices":[{"index":0,%b,"finish_reason":%b%b}]}\n\n'
+USAGE = b'data: {"id":"x","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":5,"total_tokens":8}}\n\n'
+UNREADABLE = {
+    "cut off": b'data: {"id":"x","choices":[{"index":0,"text":" not",\n\n',
+    "not UTF-8": b'data: {"id":"x","choices":[{"index":0,"text":" not \xff"}]}\n\n',
+    "words": b"data: not\n\n",
+    "a list": b'data: [{"text": " not"}]\n\n',
+    "no choices": b'data: {"id":"x","choices":{"text":" not"}}\n\n',
+    "nested": b'data: {"id":"x","choices":[{"index":0,"text":" not","x":%b}]}\n\n' % (b"[" * 5000 + b"]" * 5000),
+}
+
+
+def event(path: str, text: bytes, ids: str = "", finish: bytes = b"null") -> bytes:
+    """An event of a chat, or of a completion, with text that stands in JSON like this."""
+    told = b'"text":"%b"' % text if path == COMPLETIONS else b'"delta":{"content":"%b"}' % text
+    return EVENT % (told, finish, f',"token_ids":{ids}'.encode() if ids else b"")
+
+
+def stream(path: str, *middle: bytes) -> list[bytes]:
+    """An answer with these events in its middle."""
+    last = [event(path, b" end.", "[9]"), event(path, b"", "[]", b'"stop"'), USAGE, DONE]
+    return [event(path, b"Do ", "[7]").replace(b'"index"', b'"prompt_token_ids":[1,2,3],"index"'), *middle, *last]
+
+
+def engine_path(path: str) -> str:
+    """What the decoder is asked for a request of this route."""
+    return path if path == COMPLETIONS else CHAT
+
+
+async def ask(gateway: Deployment, path: str, body: dict[str, Any]) -> Answer:
+    async with gateway.session.post(gateway.url + path, data=orjson.dumps(body)) as response:
+        return await read(response)
+
+
+def text_of(answer: Answer) -> str:
+    """The text of any dialect, streamed or not. The body must be JSON in UTF-8."""
+    assert (answer.status, answer.is_whole) == (200, True), answer.body
+    lines = answer.body.decode().split("\n") if answer.is_stream else [f"data: {answer.body.decode()}"]
+    payloads = [json.loads(line[6:]) for line in lines if line.startswith("data: ") and line != "data: [DONE]"]
+    text = "".join(piece for payload in payloads for piece in pieces(payload))
+    return joined(text)
+
+
+def joined(text: str) -> str:
+    """Join halves of surrogate pairs, as a client does whose language has them."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+
+
+def pieces(payload: dict[str, Any]) -> Iterable[str]:
+    """What one event, or a whole answer, adds to the text."""
+    for choice in payload.get("choices", ()):
+        yield choice.get("text") or (choice.get("delta") or choice.get("message") or {}).get("content") or ""
+    if payload.get("type") == "content_block_delta":
+        yield payload["delta"].get("text", "")
+    if payload.get("type") == "response.output_text.delta":
+        yield payload["delta"]
+    for item in payload.get("output", [payload]):
+        for part in item.get("content", ()):
+            yield part["text"]
+
+
+def is_complete(answer: Answer) -> bool:
+    """Whether a client takes it for a whole answer."""
+    if not answer.is_stream:
+        return answer.status == 200
+    return answer.is_whole and any(mark in answer.body for mark in (b"[DONE]", b"message_stop", b"response.completed"))
+
+
+@pytest.mark.fault(120)
+@pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "whole"])
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("connector", ["plain", "vllm_pull"])
+async def test_half_a_surrogate_pair_is_a_part_of_the_answer(
+    deploy: Deploy, path: str, is_streamed: bool, connector: str
+) -> None:
+    asked = engine_path(path)
+    middle = [event(asked, text, f"[{token}]") for token, text in enumerate(HALVES, 100)]
+    decoder = CannedEngine("both" if connector == "plain" else "decode", event_stream(stream(asked, *middle)))
+    gateway = await deploy([prefiller(asked)], [decoder], connector=connector)
+    answer = await ask(gateway, path, {**BODIES[path], "stream": is_streamed})
+    assert text_of(answer) == SAID
+    assert is_complete(answer)
+    assert not gateway.metrics("pdproxy_sse_bad_events_total")
+
+
+@pytest.mark.fault(120)
+@pytest.mark.parametrize("path", [path for path in BODIES if path != COMPLETIONS])
+@pytest.mark.parametrize("mode", ["exact", "off"])
+async def test_a_body_of_the_engine_with_half_a_pair_arrives(deploy: Deploy, path: str, mode: str) -> None:
+    """Also an answer of a few tokens, which is asked for whole."""
+    body = {**BODIES[path], **({"max_tokens": 4} if path != RESPONSES else {"max_output_tokens": 4})}
+    whole = b'{"id":"x","choices":[{"index":0,"message":{"role":"assistant","content":"%b"},"finish_reason":"stop"}]}'
+    said = whole % b"".join((b"Do ", *HALVES, b" end."))
+    engine = CannedEngine("both", [json_answer(orjson.Fragment(said))])
+    gateway = await deploy(decoders=[engine], connector="plain", resume={"mode": mode})
+    assert text_of(await ask(gateway, path, body)) == SAID
+
+
+@pytest.mark.fault(120)
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "whole"])
+async def test_a_resumed_prompt_has_the_tokens_of_half_characters(deploy: Deploy, path: str, is_streamed: bool) -> None:
+    """Text of a chat that does not agree with its tokens ends in an error, and never in another answer."""
+    asked, prompts = engine_path(path), list[Any]()
+    ids = [*range(100, 170), 7]
+
+    def answer(received: Received) -> list[bytes]:
+        prompt = orjson.loads(received.body).get("prompt")
+        if received.path.endswith("tokenize"):
+            return [json_answer({})]
+        if not isinstance(prompt, list):
+            middle = [event(asked, HALVES[token % 3], f"[{token}]") for token in ids]
+            return [*event_stream(stream(asked, *middle)[: 1 + len(ids)], is_whole=False), b"not a chunk"]
+        prompts.append(prompt)
+        told = event(COMPLETIONS, b" end.", "[9]").replace(b'"index"', b'"prompt_token_ids":%b,"index"')
+        rest = [told % orjson.dumps(prompt), event(COMPLETIONS, b"", "[]", b'"stop"'), USAGE, DONE]
+        return event_stream(rest)
+
+    engines = [CannedEngine("both", answer), CannedEngine("both", answer)]
+    gateway = await deploy(decoders=engines, connector="plain", resume={"chats": "completions"})
+    given = await ask(gateway, path, {**BODIES[path], "stream": is_streamed})
+    assert prompts == [[1, 2, 3, 7, *ids]] * len(prompts)
+    assert is_complete(given) == bool(prompts)
+    if path == COMPLETIONS:
+        text = b"".join(HALVES[token % 3] for token in ids).decode("unicode-escape")
+        assert text_of(given) == joined(f"Do {text} end.")
+
+
+@pytest.mark.fault(121)
+@pytest.mark.parametrize("odd", UNREADABLE.values(), ids=UNREADABLE)
+@pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "whole"])
+@pytest.mark.parametrize("path", BODIES)
+async def test_an_answer_that_cannot_be_read_is_not_complete(
+    deploy: Deploy, path: str, odd: bytes, is_streamed: bool
+) -> None:
+    """Except where the client gets the engine's own bytes, and can judge."""
+    asked = engine_path(path)
+    written = stream(asked, odd, event(asked, b"no", "[8]"))
+    gateway = await deploy(decoders=[CannedEngine("both", event_stream(written))], connector="plain")
+    answer = await ask(gateway, path, {**BODIES[path], "stream": is_streamed})
+    if is_streamed and path == asked:
+        assert odd in answer.body
+        assert answer.is_done
+    else:
+        assert not is_complete(answer)
+        assert answer.is_stream or answer.status >= 500
+    assert gateway.metrics("pdproxy_sse_bad_events_total")[()] >= 1
+
+
+@pytest.mark.fault(121)
+@pytest.mark.parametrize("odd", UNREADABLE.values(), ids=UNREADABLE)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_a_stream_with_an_unread_event_is_not_resumed(deploy: Deploy, path: str, odd: bytes) -> None:
+    pieces = [*event_stream(stream(path, odd, event(path, b"no", "[8]"))[:3], is_whole=False), b"not a chunk"]
+    engines = [CannedEngine("both", pieces), CannedEngine("both", pieces)]
+    gateway = await deploy(decoders=engines, connector="plain")
+    answer = await ask(gateway, path, {**BODIES[path], "stream": True})
+    assert odd in answer.body
+    assert not is_complete(answer)
+    assert sum(len(engine.received) for engine in engines) == 1
+    assert gateway.metrics("pdproxy_resumes_total") == {}
+
+
+@pytest.mark.fault(121)
+@pytest.mark.parametrize("odd", UNREADABLE.values(), ids=UNREADABLE)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_an_unread_event_behind_a_seam_ends_in_an_error(deploy: Deploy, path: str, odd: bytes) -> None:
+    """Its token ids belong to another prompt, and its id to another answer."""
+
+    def answer(received: Received) -> list[bytes]:
+        prompt = orjson.loads(received.body).get("prompt")
+        if not isinstance(prompt, list):
+            return [*event_stream(stream(path)[:1], is_whole=False), b"not a chunk"]
+        told = event(COMPLETIONS, b" more", "[8]").replace(b'"index"', b'"prompt_token_ids":%b,"index"')
+        return event_stream([told % orjson.dumps(prompt), odd, *stream(COMPLETIONS)[1:]])
+
+    gateway = await deploy(
+        decoders=[CannedEngine("both", answer), CannedEngine("both", answer)],
+        connector="plain",
+        resume={"chats": "completions"},
+    )
+    given = await ask(gateway, path, {**BODIES[path], "stream": True})
+    assert odd not in given.body
+    assert not is_complete(given)
+    assert given.error["code"] == "decode_bad_answer"
+
+
+@pytest.mark.fault(121)
+@pytest.mark.parametrize("data", [b"data:\n\n", b"data: \n\n", b"data: null\n\n"])
+@pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "whole"])
+async def test_an_event_without_anything_in_it_is_no_part_of_the_answer(
+    deploy: Deploy, data: bytes, is_streamed: bool
+) -> None:
+    written = stream(CHAT, data)
+    gateway = await deploy(decoders=[CannedEngine("both", event_stream(written))], connector="plain")
+    answer = await ask(gateway, CHAT, {**BODIES[CHAT], "stream": is_streamed})
+    assert is_complete(answer)
+
+
+def prefiller(path: str) -> CannedEngine:
+    """One that hands over; its only token is half of a surrogate pair, too."""
+    params = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [1]}
+    text = b'"text":"\\ud83d"' if path == COMPLETIONS else b'"message":{"role":"assistant","content":"\\ud83d"}'
+    choice = orjson.Fragment(b'{"index":0,%b,"finish_reason":"length"}' % text)
+    return CannedEngine("prefill", [json_answer({"choices": [choice], "kv_transfer_params": params})])
