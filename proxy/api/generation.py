@@ -19,7 +19,7 @@ from proxy.dialects.translated import Translated
 from proxy.errors import ClientStalled, GatewayError
 from proxy.flow.client import ClientStream
 from proxy.listener.body import memory_bytes, read_json
-from proxy.listener.replies import REQUEST_ID
+from proxy.listener.replies import REQUEST_ID, count_rejection
 from proxy.wire.weight import LONG_BYTES
 
 if TYPE_CHECKING:
@@ -159,7 +159,10 @@ class GenerationApi:
     async def _stream(
         self, dialect: Dialect, call: Call, request: web.Request, record: RequestRecord, gateway: Gateway
     ) -> web.StreamResponse:
-        client = ClientStream(request, {"X-Request-Id": record.request_id}, self._settings.listen.write_timeout_seconds)
+        settings, headers = self._settings, {"X-Request-Id": record.request_id}
+        client = ClientStream(
+            request, headers, settings.listen.write_timeout_seconds, settings.stream, dialect.keep_alive
+        )
         try:
             try:
                 with self._drain:
@@ -170,9 +173,12 @@ class GenerationApi:
                 # What decoders wrote counts as sent, so it is, even if the answer broke off in the same moment.
                 await client.attend()
                 record.error = error
+                if not client.has_answer:
+                    count_rejection(gateway.metrics, error)
                 client.break_off(error)
         except ClientStalled as stalled:
             record.error = stalled
         finally:
+            client.close()
             record.committed = client.is_committed
         return client.response

@@ -102,6 +102,8 @@ class Dialect(ABC):
     """The header in which its clients look for the id of their request."""
     done_event: ClassVar[bytes] = DONE_EVENT
     """The last bytes of a complete stream."""
+    keep_alive: ClassVar[bytes] = b": keep-alive\n\n"
+    """What a stream has that is silent; see KeepAlive."""
 
     @property
     def path(self) -> str:

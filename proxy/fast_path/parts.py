@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from proxy.listener.http_listener import HttpListener
     from proxy.observe.metrics import Metrics
     from proxy.observe.observers import Observers
-    from proxy.settings import Settings
+    from proxy.settings import Settings, Streaming
     from proxy.upstream import Upstream
 
 # Around the id of the request; the moment's date is put in once a second.
@@ -68,6 +68,8 @@ class FastParts:
     """This and the two below are of the settings, which take longer to read."""
     first_token_seconds: float = field(default=0.0, init=False)
     idle_seconds: float = field(default=0.0, init=False)
+    keep_alive: Streaming | None = field(default=None, init=False)
+    """How silent streams are kept alive; None: they are not."""
 
     def __post_init__(self) -> None:
         self.configure(self.settings)
@@ -78,6 +80,7 @@ class FastParts:
         self.write_timeout_seconds = settings.listen.write_timeout_seconds
         self.first_token_seconds = settings.timeouts.first_token_seconds
         self.idle_seconds = settings.timeouts.idle_seconds
+        self.keep_alive = settings.stream if settings.stream.keeps_alive else None
 
     def of(self, lane: Lane) -> FastParts:
         """The same in another lane."""
@@ -102,12 +105,16 @@ class FastParts:
 
     def error_answer(self, dialect: OpenAi, error: GatewayError, request_id: str, client: Client) -> bytes:
         """The whole answer in place of one that failed, which is counted as refused if it was."""
-        if isinstance(error, NoBackendAvailable):
-            self.lane.explain(error)
-        replies.count_rejection(self.metrics, error)
+        self.refused(error)
         response = replies.error_response(error, dialect.error_body(error))
         closes = bool(self.listener.is_closing and _closing(client))
         return replies.written(response, request_id, closes=closes)
+
+    def refused(self, error: GatewayError) -> None:
+        """Count a request that was refused before it had an answer. If no instance was there, the error says why."""
+        if isinstance(error, NoBackendAvailable):
+            self.lane.explain(error)
+        replies.count_rejection(self.metrics, error)
 
     def unexpected(self, dialect: OpenAi, error: BaseException) -> GatewayError:
         """Log what nobody expected; the error for the client."""

@@ -95,6 +95,8 @@ class FastRequest(FastAttempt):
         parts.gateway.budget.enter()
         self._stream = FastStream(self._client, parts.stream_head, request_id, parts.write_timeout_seconds)
         if call.stream:
+            if parts.keep_alive is not None:
+                self._stream.keep_alive_by(parts.keep_alive, dialect.keep_alive)
             watching = self._watching = parts.gateway.watching(dialect, call)
             call = watching.observed(call)
         if self._in_task:
@@ -327,6 +329,8 @@ class FastRequest(FastAttempt):
         """The client gets an error in place of an answer, or in the middle of one."""
         self._record.error = cause or error
         if self._stream.is_committed:
+            if not self._stream.has_answer:
+                self._parts.refused(error)
             self._stream.break_off(error_event(error))
         else:
             client, request_id = self._client, self._record.request_id
@@ -338,6 +342,7 @@ class FastRequest(FastAttempt):
         self.is_over = True
         parts, record = self._parts, self._record
         record.committed = self._stream.is_committed
+        self._stream.close()
         parts.observers.end(record)
         self._uncount()
         parts.gateway.admission.buffers.give_back(self._held_bytes)

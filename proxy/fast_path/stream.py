@@ -6,9 +6,13 @@ import asyncio
 from typing import TYPE_CHECKING, Protocol
 
 from proxy.errors import ClientStalled
+from proxy.flow.keep_alive import KeepAlive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from proxy.settings import Streaming
+    from proxy.upstream.fast_forward import Output
 
 
 class Client(Protocol):
@@ -33,12 +37,17 @@ class Client(Protocol):
 class FastStream:
     """One streamed answer on one connection: its headers go out with its first bytes, and chunks behind them."""
 
-    __slots__ = ("_connection", "_head", "_passed_over", "_request_id", "_write_timeout_seconds", "is_committed")
+    __slots__ = (
+        *("_connection", "_head", "_keep_alive", "_keep_alive_bytes", "_passed_over", "_request_id"),
+        *("_write_timeout_seconds", "is_committed"),
+    )
 
     def __init__(
         self, connection: Client, head: Callable[[str, Client], bytes], request_id: str, write_timeout_seconds: float
     ) -> None:
         """`head`: makes status line and headers, with the blank line, of the answer to a request on a connection."""
+        self._keep_alive: KeepAlive | None = None
+        self._keep_alive_bytes = b""
         self.is_committed = False
         """The status and headers have gone out, so that an error can only be told inside the stream."""
         self._connection = connection
@@ -48,14 +57,16 @@ class FastStream:
         self._write_timeout_seconds = write_timeout_seconds
 
     @property
-    def has_output(self) -> bool:
-        """Whether anything of the answer was written."""
-        return self.is_committed
+    def has_answer(self) -> bool:
+        """Return whether some of the answer was written."""
+        return self.is_committed if self._keep_alive is None else self._keep_alive.has_answer
 
     @property
-    def line(self) -> asyncio.Transport | None:
+    def line(self) -> Output | None:
         """Where chunks can be written as they are; None as long as there is something to write before."""
-        return self._connection.transport if self.is_committed else None
+        if not self.is_committed:
+            return None
+        return self._connection.transport if self._keep_alive is None else self._keep_alive
 
     @property
     def protocol(self) -> Client:
@@ -74,6 +85,8 @@ class FastStream:
             data = data[passed_over:]
         if not data:  # as a chunk it would be the end mark of the body (RFC 9112 7.1)
             return False
+        if self._keep_alive is not None:
+            self._keep_alive.answered()
         connection = self._connection
         transport = connection.transport
         if transport.is_closing():
@@ -84,6 +97,32 @@ class FastStream:
             self.is_committed = True
             transport.write(b"%b%x\r\n%b\r\n" % (self._head(self._request_id, connection), len(data), data))
         return connection.is_paused
+
+    def keep_alive_by(self, times: Streaming, data: bytes) -> None:
+        """Send these bytes when the stream is silent, from now on until `close`; see KeepAlive."""
+        self._keep_alive_bytes = data
+        self._keep_alive = kept = KeepAlive(times, self)
+        kept.transport = self._connection.transport
+
+    def close(self) -> None:
+        """Send nothing more by itself."""
+        if self._keep_alive is not None:
+            self._keep_alive.stop()
+
+    # KeptStream
+
+    def is_begun(self) -> bool:
+        """See KeptStream."""
+        return self.is_committed
+
+    def keep_alive(self) -> None:
+        """See KeptStream. Nothing is sent to a client that does not read."""
+        connection, data = self._connection, self._keep_alive_bytes
+        if connection.is_paused or connection.transport.is_closing():
+            return
+        head = b"" if self.is_committed else self._head(self._request_id, connection)
+        self.is_committed = True
+        connection.transport.write(b"%b%x\r\n%b\r\n" % (head, len(data), data))
 
     async def attend(self) -> None:
         """Wait until the client has read enough. Raises ClientStalled."""

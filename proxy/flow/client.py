@@ -9,17 +9,20 @@ costs a wait.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from aiohttp import HttpVersion11, web
 
 from proxy.errors import ClientStalled
+from proxy.flow.keep_alive import KeepAlive
 from proxy.wire import openai
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
     from proxy.errors import GatewayError
+    from proxy.settings import Streaming
     from proxy.upstream.fast_forward import Output
 
 _HEADERS: Final = {
@@ -68,7 +71,15 @@ class _Answer(web.StreamResponse):
 class ClientStream:
     """One streamed answer to one client; shared by the units of a request that was split."""
 
-    def __init__(self, request: web.Request, headers: Mapping[str, str], write_timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        request: web.Request,
+        headers: Mapping[str, str],
+        write_timeout_seconds: float,
+        times: Streaming,
+        keep_alive: bytes,
+    ) -> None:
+        """`keep_alive`: what is sent when the stream is silent; see KeepAlive."""
         self.error_event: Callable[[GatewayError], bytes] = openai.error_event
         """What tells the client in the middle of its stream that it is not complete."""
         self.response = _Answer(headers={**_HEADERS, **headers})
@@ -78,6 +89,21 @@ class ClientStream:
         self._unsent: list[bytes] = []
         self._transport: asyncio.Transport | None = None
         self._chunked = request.version >= HttpVersion11
+        self._is_committing = False
+        self._keep_alive_bytes = keep_alive
+        self._keep_alive = KeepAlive(times, self) if times.keeps_alive else None
+        self._beginning: asyncio.Task[None] | None = None
+        """Commits the headers of a stream that has no part of the answer yet."""
+
+    @property
+    def has_output(self) -> bool:
+        """Return whether anything was written, be it still held here."""
+        return self._transport is not None or bool(self._unsent)
+
+    @property
+    def has_answer(self) -> bool:
+        """Return whether some of the answer was written, be it still held here."""
+        return self.has_output if self._keep_alive is None else self._keep_alive.has_answer
 
     @property
     def is_committed(self) -> bool:
@@ -85,24 +111,23 @@ class ClientStream:
         return self._transport is not None
 
     @property
-    def line(self) -> asyncio.Transport | None:
+    def line(self) -> Output | None:
         """See ClientWriter."""
-        return self._transport if self._chunked else None
+        if not self._chunked or self._transport is None:
+            return None
+        return self._transport if self._keep_alive is None else self._keep_alive
 
     @property
     def protocol(self) -> Pausable:
         """See ClientWriter."""
         return cast("Pausable", self._protocol)  # our listener's
 
-    @property
-    def has_output(self) -> bool:
-        """Was anything of the answer written, be it still held here?"""
-        return self._transport is not None or bool(self._unsent)
-
     def write(self, data: bytes) -> bool:
         """Send bytes of the answer. True when `attend` must be awaited before more is read for this client."""
         if not data:  # as a chunk it would be the end mark of the body (RFC 9112 7.1)
             return False
+        if self._keep_alive is not None:
+            self._keep_alive.answered()
         transport = self._transport
         if transport is None:
             self._unsent.append(data)
@@ -114,6 +139,7 @@ class ClientStream:
 
     async def attend(self) -> None:
         """Commit the headers if that is due, and wait until the client has read enough. Raises ClientStalled."""
+        await self.settled()
         if self._transport is None and self._unsent:
             await self._commit()
         if self._protocol.writing_paused:
@@ -123,12 +149,48 @@ class ClientStream:
 
     async def finish(self, last: bytes) -> None:
         """Send the last bytes and the end mark: the client can tell that it is complete. Raises ClientStalled."""
+        await self.settled()
         if self._transport is None:
+            self._is_committing = True
             await self.response.prepare(self._request)
             self._transport = self._request.transport
         last = b"".join((*self._unsent, last))
         self._unsent.clear()
         await self._in_time(self.response.write_eof(last), len(last))
+
+    async def settled(self) -> None:
+        """Wait until headers are committed, if they are about to be without any of the answer."""
+        if self._beginning is not None:
+            await self._beginning
+            self._beginning = None
+
+    def close(self) -> None:
+        """Send nothing more by itself."""
+        if self._keep_alive is not None:
+            self._keep_alive.stop()
+        if self._beginning is not None:
+            self._beginning.cancel()
+
+    # KeptStream
+
+    def is_begun(self) -> bool:
+        """See KeptStream."""
+        return self._transport is not None
+
+    def keep_alive(self) -> None:
+        """See KeptStream. Nothing is sent to a client that does not read."""
+        transport = self._transport
+        if transport is None:
+            if not self._is_committing and not self._unsent:
+                self._unsent.append(self._keep_alive_bytes)
+                self._beginning = asyncio.create_task(self._begin())
+        elif not transport.is_closing() and not self._protocol.writing_paused:
+            data = self._keep_alive_bytes
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+
+    async def _begin(self) -> None:
+        with suppress(ClientStalled, ConnectionError):  # the client is gone, and the answer's task is told
+            await self._commit()
 
     def break_off(self, error: GatewayError) -> None:
         """End a committed stream with an event that tells why it is not complete, and close the connection.
@@ -155,9 +217,12 @@ class ClientStream:
             raise ClientStalled from None
 
     async def _commit(self) -> None:
+        self._is_committing = True
         await self.response.prepare(self._request)
         while self._unsent:
             unsent = b"".join(self._unsent)
             self._unsent.clear()
             await self._in_time(self.response.write(unsent), len(unsent))
         self._transport = self._request.transport
+        if self._keep_alive is not None:
+            self._keep_alive.transport = self._transport

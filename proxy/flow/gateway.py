@@ -57,6 +57,7 @@ class Gateway:
         front: WorkerFront | None = None,
     ) -> None:
         """`front`: see Admission."""
+        self.metrics = metrics
         self.budget = RetryBudget(settings.retry.budget_share, settings.retry.budget_least)
         self.admission = Admission(
             settings.admission,

@@ -89,7 +89,7 @@ EJECTIONS: Final[tuple[str, ...]] = get_args(Cause)
 BROKEN_STREAMS: Final = (
     *(("engine", reason) for reason in ("broken", "timeout", "bad_answer", "recomputed")),
     *(("client", reason) for reason in ("left", "write_timeout")),
-    ("gateway", "draining"),
+    *(("gateway", reason) for reason in ("draining", "refused")),
 )
 TERMS: Final = (
     *("--", "CR", "PR", "CQ", "PQ"),

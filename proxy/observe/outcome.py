@@ -5,7 +5,7 @@ from __future__ import annotations
 from asyncio import CancelledError
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from proxy.errors import ClientStalled, Failure, ShuttingDown, UpstreamError
+from proxy.errors import ClientStalled, Failure, GatewayError, ShuttingDown, UpstreamError
 
 if TYPE_CHECKING:
     from proxy.observe.record import RequestRecord
@@ -47,7 +47,7 @@ def _term_and_status(record: RequestRecord, error: BaseException) -> tuple[str, 
         who = "s" if error.failure is Failure.TIMEOUT else "S"
         return who + stage, 200 if record.committed else error.status
     # GatewayError and aiohttp's HTTPException have one; what else ends a request is a mistake of ours.
-    return "P" + stage, getattr(error, "status", 500)
+    return "P" + stage, 200 if record.committed else getattr(error, "status", 500)
 
 
 def _broken(error: BaseException) -> tuple[str, str]:
@@ -57,4 +57,6 @@ def _broken(error: BaseException) -> tuple[str, str]:
         return "client", "write_timeout"
     if isinstance(error, ShuttingDown):
         return "gateway", "draining"
+    if isinstance(error, GatewayError):
+        return "gateway", "refused"
     return "client", "left"

@@ -35,6 +35,7 @@ from proxy.settings.model import (
     Log,
     Retry,
     Settings,
+    Streaming,
     Timeouts,
     Tracing,
 )
@@ -71,6 +72,7 @@ __all__ = [
     "Retry",
     "Settings",
     "SettingsError",
+    "Streaming",
     "Timeouts",
     "Tracing",
     "canonical_host",

@@ -238,6 +238,25 @@ class Timeouts(Section):
     """Deadline between two parts of a decoder's streamed answer."""
 
 
+class Streaming(Section):
+    """Streamed answers that are silent for a while. Proxies in front of the gateway cut connections without bytes,
+    often after 50 to 60 seconds.
+    """
+
+    keep_alive_after_seconds: Seconds | None = None
+    """Silence before the first byte of a streamed answer, after which the status 200 is sent with a comment, or with a
+    ping event in messages; null: never. A request that fails after that gets an error event and no error status. Some
+    load generators take the comment for the first token."""
+    keep_alive_seconds: Seconds | None = None
+    """Silence in a streamed answer whose status was sent, after which a comment or ping is sent, each time; null:
+    never."""
+
+    @property
+    def keeps_alive(self) -> bool:
+        """Return whether anything is sent to silent streams."""
+        return self.keep_alive_after_seconds is not None or self.keep_alive_seconds is not None
+
+
 class Kv(Section):
     """The hand-over of the KV cache from prefiller to decoder."""
 
@@ -495,6 +514,7 @@ class Settings(Section):
     cost: Cost = Cost()
     retry: Retry = Retry()
     timeouts: Timeouts = Timeouts()
+    stream: Streaming = Streaming()
     kv: Kv = Kv()
     sglang: Sglang = Sglang()
     layerwise: Layerwise = Layerwise()

@@ -12,6 +12,7 @@ from aiohttp.test_utils import TestServer
 from yarl import URL
 
 from proxy.flow.client import ClientStream
+from proxy.settings import Streaming
 from proxy.wire.openai import Api
 from tests.asking import request
 from tests.deployment import generations
@@ -70,7 +71,7 @@ async def test_nothing_is_written_for_nothing() -> None:
     """An empty chunk would be the end of the body."""
 
     async def stream(asked: web.Request) -> web.StreamResponse:
-        client = ClientStream(asked, {}, 60.0)
+        client = ClientStream(asked, {}, 60.0, Streaming(), b"")
         for data in (b"", b"a", b"", b"b", b""):
             client.write(data)
             await client.attend()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from proxy.dialects.messages import errors
 from proxy.dialects.messages.answer import MessageEvents, message
 from proxy.dialects.messages.request import chat_of
-from proxy.dialects.translated import Translated
+from proxy.dialects.translated import Translated, event
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,6 +24,7 @@ class Messages(Translated):
     path = "/v1/messages"
     label = "messages"
     request_id_header = "request-id"
+    keep_alive = event("ping", {"type": "ping"})
 
     def chat(self, values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
         """See Translated."""
