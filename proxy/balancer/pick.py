@@ -6,6 +6,7 @@ backends to the role's policy as Candidates, and the policy names one of them.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from abc import ABC, abstractmethod
@@ -164,6 +165,10 @@ def _unknown(backend: Backend) -> EngineFacts | None:
     return None
 
 
+def _never_late(began: float, ended: float) -> float | None:
+    return 0.0
+
+
 @dataclass(slots=True, eq=False)
 class PolicyContext:
     """What a policy may use. Each worker has its own, and so has each role."""
@@ -181,6 +186,8 @@ class PolicyContext:
     """Where a policy tells those of the other workers what they should know; None: there are no others."""
     elsewhere: Callable[[Backend], int] | None = None
     """Requests that a backend works on for other workers; None: there are none."""
+    lag_within: Callable[[float, float], float | None] = _never_late
+    """The most seconds by which the event loop was late between two times of the clock; None: not known yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -289,6 +296,17 @@ class Policy(ABC):
         A policy that overrides this holds the queue: only then the next four are asked.
         """
         return any(candidate.has_room for candidate in candidates)
+
+    def would_take(self, candidates: Sequence[Candidate]) -> bool:
+        """Return whether an engine would take a request now: some candidate is below its limit, learned ones aside."""
+        return any(candidate.has_room for candidate in candidates)
+
+    def hold_seconds(self, request: PickRequest | None) -> float:
+        """Return how long at most a request should wait because of a limit that was learned; infinite: no such bound.
+
+        `request`: None if it is not known.
+        """
+        return math.inf
 
     def lets_go(self, candidates: Sequence[Candidate], request: Callable[[], PickRequest]) -> bool:
         """Whether a request that nobody is in front of goes now: there is room, and nothing better to wait for."""

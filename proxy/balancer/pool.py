@@ -239,6 +239,22 @@ class Pool:
             return False
         return bool(members.awaiting_trial) or self._chooser.has_room(request)
 
+    def would_take(self) -> bool:
+        """Return whether an engine would take a request now, limits that were learned aside. Not while all restart."""
+        members = self._members
+        members.refresh()
+        if members.gone_at is not None and self.is_restarting():
+            return False
+        candidates = self._chooser.candidates
+        return not candidates or self.policy.would_take(candidates)
+
+    def hold_seconds(self, request: PickRequest | None) -> float:
+        """Return how long at most a request should wait because of a limit that was learned; infinite: no such bound.
+
+        `request`: None if it is not known.
+        """
+        return self.policy.hold_seconds(request)
+
     def work_seconds(self, request: PickRequest) -> float:
         """What a request takes where it takes least, by the policy; 0: it does not know."""
         self._members.refresh()

@@ -1,149 +1,311 @@
-"""How fast decoders write answers, by how many they write at a time: learned from those that have ended.
+"""The pace of decoders, by the number of answers that they write at a time. It is learned from answers that ended.
 
-An answer tells its tokens, and its decoder's history in how many streams at a time it was written: seconds in each
-bucket of streams. What one stream gets in each bucket begins on the straight line that the others tell of a step's
-seconds, and is corrected by the relative error of every answer that was written there: along what it spent where, and
-the less the more it is spread (half of the way to Kaczmarz's projection, which would believe each answer wholly). How
-slow each backend is beside the others is learned by itself.
+An answer shows its tokens and the seconds that its decoder spent in each bucket of numbers of answers meanwhile.
+`RateFilter` estimates from these the tokens per second of one answer in each bucket. How slow each backend is beside
+the others is learned apart.
 
-Up to the knee a decoder makes more tokens a second the more streams it has, beyond it fewer; what is beyond it never
-ends, because what is slower stays longer. Only what was seen is believed, and only where a decline is more than answers
-differ among each other: what always gets faster has no knee.
+Some decoders write fewer tokens per second in all when they write more answers at a time than at their saturation
+point. Because slower answers stay longer, such a decoder does not recover. A saturation point is a learned
+restriction, so it must prove itself twice. First the decline must be significant under the filter's own covariance,
+and answers written beyond the point must show it without any estimate. Later, answers written at the point must show a
+higher throughput than those beyond it: otherwise the point is dropped, and none is believed for an hour.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import deque
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+from proxy.balancer.policies.rate_filter import RateFilter
 
-_EVERY: Final = 16  # up to here each number of streams has a bucket of its own, and then an eighth more
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
+    _Spent = Sequence[tuple[int, float]]
+
+_EVERY: Final = 16  # up to here each number of answers has a bucket of its own, and then an eighth more
 _BUCKETS: Final = 40
 SIZES: Final = tuple(range(_EVERY + 1)) + tuple(
     accumulate(range(_BUCKETS), lambda size, _: size + size // 8, initial=_EVERY + 2)
 )
-"""The most streams of each bucket; the last one has all that are more."""
+"""The most answers at a time of each bucket; the last bucket has all greater numbers, too."""
+PLACES: Final = tuple(min(bisect_left(SIZES, answers), len(SIZES) - 1) for answers in range(SIZES[-1] + 1))
+"""The bucket of each number of answers; greater numbers than there are places belong to the last bucket."""
+_CENTERS: Final = (0.5, *(0.5 * (SIZES[place - 1] + 1 + SIZES[place]) for place in range(1, len(SIZES))))
 
-# What took less tells more of this process and its reads, which bring several tokens at once, than of a decoder.
+# Shorter answers show more of this process and its reads, which bring several tokens at once, than of a decoder.
 _LEAST_SECONDS: Final = 0.1
-_STEP: Final = 0.15
 _SLOWNESS_STEP: Final = 0.03
 _MOST_SLOWNESS: Final = math.log(4)
-# A sample this far off is held to be as far off as this: its client may have read slowly.
-_MOST_ERROR: Final = math.log(2.5)
-# So many answers' worth of a bucket are enough to believe what it says.
-_ENOUGH: Final = 4.0
-# What a bucket says is of no more answers than these: it forgets.
-_MOST_SEEN: Final = 2 / _STEP - 1
-# What answers are off what was expected of them, squared: it is thought to be this before any were, counts as so many
-# then, and is learned as fast in the end.
-_FIRST_NOISE: Final = 0.2**2
-_FIRST_ANSWERS: Final = 8
-_NOISE_STEP: Final = 0.02
-# A step of one stream takes so many times what each one more adds, as long as nothing is known: of the machines that
-# were measured it is 10 and 13.
-_FIRST_STEPS: Final = 10.0
-# Throughput beyond the knee is less than this part of what it was at it, in logarithms ...
-_LEAST_DECLINE: Final = -math.log(0.85)
-# ... and by so many times as much as the means of two buckets may differ without a decline.
-_SURE: Final = 2.5
-# What was seen beyond the knee is tried again after so long, by one decoder.
-TRUSTED_SECONDS: Final = 600.0
-# With fewer streams than this there is nothing to find out.
-_LEAST_SCOUTED: Final = 4
-# What a stream costs beyond a step of its own is no less than this part of the step, whatever the fit says: with 0 one
-# decoder would get all that is sent in a moment.
-_LEAST_SLOPE: Final = 0.01
 # Differences in speed up to here are noise.
 _EQUAL_SPEED: Final = math.log(1.05)
+# An answer that is further off what was expected counts as if it were off by this factor: its client may read slowly.
+_MOST_RATIO: Final = 2.5
+# The same for an answer in buckets with less than this number of answers' worth of time: the estimate may be wrong.
+_ENOUGH: Final = 4.0
+_MOST_RATIO_UNKNOWN: Final = 10.0
+# Variance of the ratio of an answer's tokens to those expected. One part is the answer's own, such as the drafts that
+# were accepted. The other is common to the answers that a decoder writes at a time, so they count as one for it.
+_OWN_VARIANCE: Final = 0.1**2
+_COMMON_VARIANCE: Final = 0.04**2
+_NOISE_STEP: Final = 0.02
+# Standard deviation of the difference of two buckets that no number of answers removes: prompts differ, and so on.
+_FLOOR: Final = 0.05
+# Answers' worth of time in a bucket from which on it counts as known.
+_KNOWN: Final = 2.0
+_STILL_KNOWN: Final = 0.2
+# Before this number of answers it is not known how much answers differ among each other.
+_LEAST_SAMPLES: Final = 50
+# Throughput beyond a saturation point is less than this part of the throughput at it, in logarithms.
+_LEAST_DECLINE: Final = -math.log(0.85)
+# The decline must exceed that by this number of standard deviations to be believed, ...
+_SURE: Final = 2.0
+# ... and by this number to be still believed. Few answers are written beyond a saturation point that is kept to.
+_STILL_SURE: Final = 0.5
+# Answers of this age count e times less than new ones.
+_MEMORY_SECONDS: Final = 1800.0
 
+TRUSTED_SECONDS: Final = 600.0
+"""After this time without answers beyond the saturation point one decoder gets more than that, to find out."""
+DOUBT_SECONDS: Final = 3600.0
+"""No saturation point is believed for this time after one was dropped because it did not prove itself."""
+# With fewer answers than this there is nothing to find out.
+_LEAST_SCOUTED: Final = 4
+# An answer beside others costs at least this part of a step, whatever the line says: otherwise one decoder would get
+# all requests of a moment.
+_LEAST_SLOPE: Final = 0.01
+# A step takes this number of times what an answer adds, as long as nothing is known: of measured machines 10 and 13.
+_FIRST_STEPS: Final = 10.0
 
-PLACES: Final = tuple(min(bisect_left(SIZES, streams), len(SIZES) - 1) for streams in range(SIZES[-1] + 1))
-"""Of the bucket for so many streams; more than there are places for are in the last one."""
+# The last answers, as evidence that needs no estimate.
+_WITNESSES: Final = 512
+# From this number of answers on each side such evidence counts. No more than the last ones are looked at.
+_ENOUGH_WITNESSES: Final = 4
+_MOST_WITNESSES: Final = 32
+# An answer is evidence for one side of a limit if it spent this part of its time there.
+_MOSTLY: Final = 0.7
+# It is evidence for the limit itself if its decoder wrote at least this part of that number of answers.
+_NEAR: Final = 0.6
 
 
 class DecodePace:
-    """Of one role, as one worker knows it."""
+    """The pace of one role's decoders, as one worker knows it."""
 
     def __init__(self) -> None:
-        self.rates = [0.0] * len(SIZES)
-        """Tokens a second of one stream, by bucket; 0: not known."""
         self.most = math.inf
-        """Streams that a decoder had better have at most: those at its knee; infinite: none was seen."""
-        self.scout = math.inf
-        """The same for one of them, which is to find out what is not known: more than the others where the knee was
-        seen long ago, fewer where nobody has had so few."""
+        """The answers at a time that a decoder should have at most: its saturation point. Infinite: none is known."""
+        self.scout_most = math.inf
+        """The same for the one decoder that finds out whether the saturation point still holds."""
+        self.scout_prefers = math.inf
+        """The answers at a time that one decoder should rather have, because no decoder has had this few lately. Never
+        a reason for a request to wait. Infinite: there is nothing to find out."""
+        self.most_seen = math.inf
+        """The most answers at a time of which enough was seen."""
+        self.gain_seconds = 0.0
+        """What each token takes longer beyond the saturation point than at it; 0.0 where none is known."""
         self.step, self.slope = _FIRST_STEPS, 1.0
-        """Seconds a token takes, without other streams and more for each of them, so far as they stand in a straight
-        line below the knee. Only their ratio counts as long as nothing is known."""
+        """Seconds that a token takes: without other answers, and more for each answer. A straight line below the
+        saturation point. Only the ratio counts as long as nothing is known."""
         self.token_seconds = 0.0
-        """What a token takes of a decoder that makes as many as it can; 0: not known."""
+        """Seconds per token of a decoder at its highest throughput; 0.0: not known."""
         self.samples = 0
-        self._seen = [0.0] * len(SIZES)  # answers' worth of each bucket
+        self._filter = RateFilter([max(0.5, each) for each in _CENTERS])
+        self._seen = [0.0] * len(SIZES)  # answers' worth of time in each bucket
+        self._solved = [0.0] * len(SIZES)  # the same that are in the rates
         self._seen_at = [-math.inf] * len(SIZES)
-        self._noise, self._noted = _FIRST_NOISE, _FIRST_ANSWERS
+        self._noise = 1.0  # variance of the answers as a multiple of what was assumed
+        self._noted = 4  # answers that it is the mean of, with those that were assumed
         self._slowness: dict[Hashable, float] = {}  # logarithms
+        self._witnesses: deque[tuple[_Spent, float, float, float]] = deque(maxlen=_WITNESSES)
+        """Buckets and seconds, all seconds, the decoder's tokens per second, and the time of the end."""
+        self._since = math.inf  # when the saturation point was first believed
+        self._kept = 0  # its highest bucket since then
+        self._beyond_made = 0.0  # tokens per second beyond it, without any estimate
+        self._doubted_until = -math.inf
+        self._forgot_at = -math.inf
+        self._unsolved = 0  # answers that are not in the rates yet
+
+    @property
+    def rates(self) -> Sequence[float]:
+        """Tokens per second of one answer, by bucket; 0.0: nothing is known of any."""
+        return self._filter.rates
+
+    @property
+    def is_doubted(self) -> bool:
+        """Whether a saturation point was dropped that did not prove itself, and none is believed for a while."""
+        return self._doubted_until > -math.inf
 
     def slowness(self, backend: Hashable) -> float:
-        """How many times as long it takes as the others; 1.0: as they do, or not known."""
+        """Return how many times as long a backend takes as the others; 1.0 if that is not known."""
         slowness = self._slowness.get(backend, 0.0)
         return 1.0 if abs(slowness) < _EQUAL_SPEED else math.exp(slowness)
 
-    def learn(self, backend: Hashable, spent: Sequence[tuple[int, float]], tokens: int, now: float) -> None:
-        """An answer of so many tokens has spent so many seconds in each of these buckets. Of one that was written in
-        less than a tenth of a second nothing is learned.
+    def lost_seconds(self, answers: int) -> float:
+        """Return what a decoder's answers lose together per token when one is added to this number of them."""
+        rates = self.rates
+        last = len(PLACES) - 1
+        before, after = rates[PLACES[min(answers, last)]], rates[PLACES[min(answers + 1, last)]]
+        return max(1 / after, (answers + 1) / after - answers / before) if after else float(answers)
+
+    def forget(self, backend: Hashable) -> None:
+        """Forget a backend that has left."""
+        self._slowness.pop(backend, None)
+
+    def learn(self, backend: Hashable, spent: _Spent, tokens: int, now: float) -> None:
+        """Learn from an answer.
+
+        Args:
+            backend: The decoder that wrote it.
+            spent: Bucket and seconds, in the order of the buckets, for each bucket in which the decoder was meanwhile.
+            tokens: Tokens that were written in this time. An answer of less than a tenth of a second teaches nothing.
+            now: When it ended.
         """
         seconds = sum(each for _, each in spent)
         if tokens < 1 or seconds < _LEAST_SECONDS:
             return
-        rates, slowness = self.rates, self._slowness.get(backend, 0.0)
-        for place, _ in spent:
-            if not rates[place]:
-                rates[place] = self._likely(place) or tokens / seconds
-        expected = sum(rates[place] * each for place, each in spent)
-        error = math.log(tokens / expected) + slowness
-        if self.samples >= _ENOUGH:
-            error = max(-_MOST_ERROR, min(_MOST_ERROR, error))
-        self.samples += 1
-        shares = [(place, rates[place] * each / expected) for place, each in spent]
-        length = math.sqrt(sum(share * share for _, share in shares))
-        for place, share in shares:
-            rates[place] *= math.exp(max(_STEP, 1 / (1 + self._seen[place])) * error * share / length)
-            self._seen[place] += share
-            if share > 0.05:
+        if not self.samples:
+            self._filter.begin(tokens / seconds)
+        slowness = self._slowness.get(backend, 0.0)
+        expected = self._filter.expected(spent)
+        ratio = tokens * math.exp(slowness) / expected
+        is_known = all(self._solved[place] >= _ENOUGH for place, each in spent if each > 0.1 * seconds)
+        most = _MOST_RATIO if is_known else _MOST_RATIO_UNKNOWN
+        ratio = max(1 / most, min(most, ratio))
+        answers = sum(_CENTERS[place] * each for place, each in spent) / seconds
+        variance = _OWN_VARIANCE + _COMMON_VARIANCE * answers
+        self._filter.add(spent, expected, ratio, 1 / variance)
+        self._witnesses.append((spent, seconds, answers * ratio * expected / seconds, now))
+        for place, each in spent:
+            self._seen[place] += each / seconds
+            if each > 0.05 * seconds:
                 self._seen_at[place] = now
-        if all(self._seen[place] >= _ENOUGH for place, share in shares if share > 0.1):
+        if is_known:
+            error = math.log(ratio)
             self._noted += 1
-            self._noise += max(_NOISE_STEP, 1 / self._noted) * (error * error - self._noise)
+            self._noise += max(_NOISE_STEP, 1 / self._noted) * (error * error / _OWN_VARIANCE - self._noise)
             slower = slowness - _SLOWNESS_STEP * error
             self._slowness[backend] = max(-_MOST_SLOWNESS, min(_MOST_SLOWNESS, slower))
+        self.samples += 1
+        self._unsolved += 1
+        if self._unsolved >= max(_ENOUGH, self.samples / 2):
+            self._solve(now)  # what is expected of the next answers is wrong otherwise
 
     def look(self, now: float) -> None:
-        """Take what was learned by now for the knee and for what streams cost."""
-        known = [place for place in range(1, len(SIZES)) if self._seen[place] >= _ENOUGH / 2]
-        self.most = self.scout = math.inf
-        made = {place: SIZES[place] * self.rates[place] for place in known}
+        """Take what was learned by now into the saturation point and the line. To be called about once a second."""
+        if self._unsolved:
+            self._solve(now)
+        rates = self.rates
+        least = _KNOWN if self.most == math.inf else _STILL_KNOWN
+        known = [place for place in range(1, len(SIZES)) if self._seen[place] >= least]
+        made = [center * rate for center, rate in zip(_CENTERS, rates, strict=True)]
         best = max(known, key=made.__getitem__, default=0)
         self.token_seconds = 1 / made[best] if known else 0.0
-        beyond = [place for place in known if place > best and self._declines(best, place)]
-        if beyond:
-            good = max(place for place in known if place < beyond[0])
-            self.most = self.scout = float(SIZES[(good + beyond[0]) // 2])
-            if now - max(self._seen_at[place] for place in beyond) > TRUSTED_SECONDS:
-                self.scout = float(SIZES[beyond[0]])
-            known = [place for place in known if place < beyond[0]]
-        if known:
-            self.scout = min(self.scout, self._fewer(known, now))
+        self._limit(known, made, best, now)
+        if self.most < math.inf:
+            known = [place for place in known if SIZES[place] <= self.most]
+        self.most_seen = float(SIZES[known[-1]]) if known else math.inf
+        self.scout_prefers = self._fewer(known, now) if known else math.inf
         if len(known) > 1:
             self._fit(known)
 
+    def _solve(self, now: float) -> None:
+        """Forget a little, level out what all backends have in common, and solve."""
+        if self._forgot_at > -math.inf:
+            kept = math.exp(-max(0.0, now - self._forgot_at) / _MEMORY_SECONDS)
+            self._filter.forget(kept)
+            self._seen = [kept * each for each in self._seen]
+        self._forgot_at = now
+        self._unsolved = 0
+        self._solved = self._seen.copy()
+        if self._slowness:
+            common = sum(self._slowness.values()) / len(self._slowness)
+            self._slowness = {backend: each - common for backend, each in self._slowness.items()}
+            self._filter.scale(math.exp(-common))
+        self._filter.solve()
+
+    # The saturation point
+
+    def _limit(self, known: Sequence[int], made: Sequence[float], best: int, now: float) -> None:
+        """Believe a saturation point, keep it, or drop it."""
+        was = self.most
+        surely = [place for place in known if place > best and self._declines(made, best, place)]
+        self.most = self.scout_most = math.inf
+        self.gain_seconds = 0.0
+        if now < self._doubted_until:
+            return
+        self._doubted_until = -math.inf
+        if not surely:
+            self._since = math.inf
+            return
+        first = next(place for place in range(best + 1, surely[0] + 1) if made[place] < 0.85 * made[best])
+        good = first - 1
+        if was == math.inf:
+            if self.samples < _LEAST_SAMPLES:
+                return
+            at, beyond = self._made(lambda place: place <= good, now), self._made(lambda place: place > good, now)
+            if not 0.0 < beyond < at:
+                return
+            self._since, self._beyond_made, self._kept = now, beyond, good
+        elif not self._proves_itself(good, now):
+            self._doubted_until = now + DOUBT_SECONDS
+            self._since = math.inf
+            return
+        self.most = self.scout_most = float(SIZES[good])
+        rates = self.rates
+        self.gain_seconds = max(0.0, 1 / rates[first] - 1 / rates[good])
+        if now - max(self._seen_at[first:]) > TRUSTED_SECONDS:
+            self.scout_most = float(SIZES[first])
+
+    def _declines(self, made: Sequence[float], best: int, place: int) -> bool:
+        """Return whether surely fewer tokens per second are written in a bucket than in the best one."""
+        decline = math.log(made[best] / made[place]) - _LEAST_DECLINE
+        if decline <= 0.0:
+            return False
+        variance = max(1.0, self._noise) * self._filter.variance(best, place) + _FLOOR * _FLOOR
+        return decline > (_SURE if self.most == math.inf else _STILL_SURE) * math.sqrt(variance)
+
+    def _proves_itself(self, good: int, now: float) -> bool:
+        """Return whether throughput at the saturation point is higher than it was beyond it, as far as answers show.
+
+        The point is the highest since it was believed: it must not escape by moving down.
+        """
+        kept = self._kept = max(self._kept, good)
+        beyond = self._made(lambda place: place > kept, now)
+        if beyond:
+            self._beyond_made = beyond
+        at = self._made(lambda place: place <= kept, now, since=self._since, least=_NEAR * SIZES[good])
+        return not at or at > self._beyond_made
+
+    def _made(
+        self, is_there: Callable[[int], bool], now: float, *, since: float = -math.inf, least: float = 0.0
+    ) -> float:
+        """Return the mean tokens per second of a decoder in some buckets, without any estimate; 0.0 if not known.
+
+        Args:
+            is_there: Whether a bucket is one of these.
+            now: The time. Answers that ended long before do not count.
+            since: Only answers count that began after this time.
+            least: Only answers count whose decoders wrote this number at a time, on the average.
+        """
+        found: list[float] = []
+        for spent, seconds, made, ended in reversed(self._witnesses):
+            if ended < now - TRUSTED_SECONDS or ended < since or len(found) == _MOST_WITNESSES:
+                break
+            if ended - seconds < since:
+                continue
+            there = sum(each for place, each in spent if is_there(place))
+            if there >= _MOSTLY * seconds and sum(_CENTERS[place] * each for place, each in spent) >= least * seconds:
+                found.append(made)
+        return sum(found) / len(found) if len(found) >= _ENOUGH_WITNESSES else 0.0
+
+    # What is tried, and the line
+
     def _fewer(self, known: Sequence[int], now: float) -> float:
-        """How few streams one decoder should have because none has had so few lately; infinite: some have."""
-        most = SIZES[max(known)]
+        """Return how few answers one decoder should have because none has had this few lately; infinite: some have."""
+        most = SIZES[known[-1]]
         least, enough = most / 2, most * 0.8
         if most < _LEAST_SCOUTED or any(
             least <= SIZES[place] <= enough and now - self._seen_at[place] < TRUSTED_SECONDS for place in known
@@ -151,34 +313,16 @@ class DecodePace:
             return math.inf
         return int(0.7 * most)
 
-    def forget(self, backend: Hashable) -> None:
-        """It has left."""
-        self._slowness.pop(backend, None)
-
-    def _likely(self, place: int) -> float:
-        """What the known bucket closest to this one lets expect of it; 0.0: nothing is known of any."""
-        known = [other for other, rate in enumerate(self.rates) if rate]
-        if not known:
-            return 0.0
-        near = min(known, key=lambda other: abs(other - place))
-        return self.rates[near] * (self.step + self.slope * SIZES[near]) / (self.step + self.slope * SIZES[place])
-
-    def _declines(self, best: int, place: int) -> bool:
-        """Whether surely far fewer tokens a second are made in a bucket than in the best one."""
-        answers = sum(1 / min(_MOST_SEEN, self._seen[each]) for each in (best, place))
-        decline = math.log(SIZES[best] * self.rates[best] / (SIZES[place] * self.rates[place]))
-        return decline > _LEAST_DECLINE + _SURE * math.sqrt(self._noise * answers)
-
     def _fit(self, known: Sequence[int]) -> None:
-        """The straight line, by least squares in which each bucket counts as often as it was seen, up to a bound."""
+        """Fit the straight line by least squares. Each bucket counts as often as it was seen, up to a bound."""
         weights = [min(self._seen[place], 50.0) for place in known]
         total = sum(weights)
-        streams = [SIZES[place] for place in known]
+        answers = [_CENTERS[place] for place in known]
         seconds = [1 / self.rates[place] for place in known]
-        mean_streams = sum(map(float.__mul__, weights, map(float, streams))) / total
+        mean_answers = sum(map(float.__mul__, weights, answers)) / total
         mean_seconds = sum(map(float.__mul__, weights, seconds)) / total
-        both = zip(weights, streams, seconds, strict=True)
-        slope = sum(weight * (at - mean_streams) * (each - mean_seconds) for weight, at, each in both)
-        spread = sum(weight * (at - mean_streams) ** 2 for weight, at in zip(weights, streams, strict=True))
+        both = zip(weights, answers, seconds, strict=True)
+        slope = sum(weight * (at - mean_answers) * (each - mean_seconds) for weight, at, each in both)
+        spread = sum(weight * (at - mean_answers) ** 2 for weight, at in zip(weights, answers, strict=True))
         slope = max(slope / spread, _LEAST_SLOPE * mean_seconds)
-        self.step, self.slope = max(mean_seconds - slope * mean_streams, slope), slope
+        self.step, self.slope = max(mean_seconds - slope * mean_answers, slope), slope

@@ -1,11 +1,14 @@
-"""Least load in seconds, for decoders: an answer goes where it and those that are being written there lose least time.
+"""Least load in seconds, for decoders: an answer goes where it and the answers that are written there lose least time.
 
-How long a token takes with so many streams is learned from answers (decode_pace). A decoder gets no more streams than
-it had when it made most tokens a second: requests wait in the gateway's queue instead.
+The time of a token beside other answers is learned from answers that ended (decode_pace). A decoder should get no more
+answers than it has at its saturation point, so requests wait in the gateway's queue instead. This restriction is
+learned and fails open: see DecodePace, and `would_take` and `hold_seconds` below.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Final
@@ -25,52 +28,76 @@ if TYPE_CHECKING:
     from proxy.balancer.choice import Columns
     from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
 
-    _Written = tuple[str, Sequence[float], Sequence[float], int, float]
-    """Of an answer: its decoder's name, what that had `spent` as it began and as it ended, its tokens, its end."""
     _Noted = tuple[Sequence[int], Sequence[float], bool]
-    """Of candidates: the answers that they write; what a token more of each takes; and whether several were equal."""
+    """Of the candidates: their numbers of answers, what one token more of each takes, and whether several are equal."""
 
-# What was learned is taken for choosing now and then, and nobody asks for it before. Of so many answers something is
-# learned at once, as that of many takes the processor a fraction of what that of one does among all else.
+logger = logging.getLogger(__name__)
+
+# What was learned is used for choosing once in this time, and nothing asks for it earlier. This number of answers is
+# learned at once, which costs a fraction of learning each when it ends, among everything else.
 _LOOK_SECONDS: Final = 1.0
-_MOST_WRITTEN: Final = 64
-# The KV that a stream holds counts as this part of a stream, where it holds as much as the others do: among equals
-# those that hold less are chosen.
+_MOST_ENDED: Final = 64
+# More answers that wait to be learned are forgotten, the oldest first.
+_MOST_UNLEARNED: Final = 1024
+# An answer teaches nothing if the event loop was late by more than this part of its time, or by this many seconds.
+_MOST_LAG_SHARE: Final = 0.02
+_MOST_LAG_SECONDS: Final = 0.5
+# The KV of an answer counts as this part of an answer, if it is as large as the others': of equal decoders those that
+# hold less are chosen.
 _KV_SHARE: Final = 0.1
-# What can be told apart no longer.
+# Scores that differ by less than this share are equal.
 _TIE: Final = 1e-3
 _BELOW: Final = 1 - _TIE
 _AS_GOOD: Final = 1 + _TIE
-# Only where all have what they should have at most.
+# The score of a decoder that has as many answers as it should is at least this, so it is chosen only if all have.
+# A decoder without KV memory comes last.
 _FULL_SCORE: Final = 1e6
-# An answer shorter than this tells little of how fast the next will be.
+# An answer shorter than this shows little of how fast the next will be.
 _LEAST_TOKENS: Final = 8
-# Answers' lengths are told apart by their limits, in powers of two.
-_LENGTHS: Final = 20  # what is learned is of no more than so many
+# The mean lengths of answers are learned by their limits, in powers of two: over about the last _LENGTHS, and used from
+# _ENOUGH_LENGTHS on.
+_LENGTHS: Final = 20
 _ENOUGH_LENGTHS: Final = 8
 _HELD_STEP: Final = 0.05
-# Of a decoder's KV memory what its answers will have in their ends, which do not come all at once, those whose prompts
-# are still computed included: until they come others have ended.
+# The part of a decoder's KV memory that answers may have at their ends, with those whose prompts are still computed.
+# They do not end at the same time, so more than the memory fits.
 _FULL: Final = 1.2
+# A request waits for at most this number of times the seconds that it is predicted to gain by waiting.
+_HOLD_GAINS: Final = 2.0
 _ANY: Final = float("inf")
 
 
 @dataclass(slots=True, eq=False)
 class _Decoder:
-    """What one does."""
+    """What one decoder did, as far as this worker knows."""
 
     at: float
-    """Until when `spent` is told."""
+    """The time up to which `spent` is counted."""
     spent: list[float] = field(default_factory=list)
-    """Seconds in each bucket of streams, up to the last one in which there are any."""
+    """Seconds in each bucket of numbers of answers, up to the last bucket with any."""
     writing: int = 0
-    """Answers, of this worker."""
+    """Answers of this worker that it writes."""
+
+
+@dataclass(slots=True, eq=False)
+class _Ended:
+    """An answer that ended and was not learned yet."""
+
+    name: str
+    """The decoder's."""
+    spent_before: Sequence[float]
+    """The decoder's `spent` when the answer began."""
+    spent: Sequence[float]
+    """The same when it ended."""
+    tokens: int
+    began: float
+    ended: float
 
 
 class _Answer(Tracker):
-    """One that is to be written."""
+    """An answer from its lease to its end."""
 
-    __slots__ = ("backend", "before", "request", "_decoder", "_policy")
+    __slots__ = ("backend", "began_at", "request", "spent_before", "_decoder", "_policy")
 
     def __init__(
         self, compute: int, kv: int, policy: LeastDecodeSeconds, backend: Backend, request: PickRequest
@@ -79,15 +106,16 @@ class _Answer(Tracker):
         self.kv = kv
         self.backend = backend
         self.request = request
-        self.before: Sequence[float] = ()
-        """What its decoder had `spent` as it began."""
+        self.spent_before: Sequence[float] = ()
+        self.began_at = 0.0
         self._policy = policy
         self._decoder: _Decoder | None = None  # once it has begun
 
     def began(self) -> None:
         """See Tracker."""
         decoder = self._decoder = self._policy.begin(self.backend)
-        self.before = decoder.spent.copy()
+        self.began_at = decoder.at
+        self.spent_before = decoder.spent.copy()
 
     def ended(self, served: bool, answer_tokens: int | None) -> None:
         """See Tracker."""
@@ -97,41 +125,52 @@ class _Answer(Tracker):
 
 @dataclass(slots=True, eq=False)
 class _Bounds:
-    """What is learned, and told by engines, of candidates, each in its place."""
+    """What was learned of some candidates, and what engines report. Each list has the candidates' order."""
 
     reader: SlotReader
-    streams: list[float]
-    """The most that they should have."""
+    limits: list[float]
+    """The most requests by configuration or by the engines' reports."""
+    most: list[float]
+    """The most answers that each should have. Requests wait while all have that many."""
+    preferred: list[float]
+    """The same for choosing, which never makes requests wait. While one decoder is to have fewer answers, to find out,
+    the others should have no more than some have had."""
     kv: list[float]
-    """The most KV tokens that they should hold."""
+    """The most KV tokens that each should hold."""
     slowness: list[float]
+    scout: int
+    """The place of the decoder that finds out what is not known."""
     has_kv: bool = False
     is_open: bool = False
-    """None of them has any bound."""
+    """None of them has any bound for choosing."""
+    has_most: bool = False
+    """Some have a bound for which requests wait."""
 
     def __post_init__(self) -> None:
         self.has_kv = min(self.kv, default=_ANY) < _ANY
-        self.is_open = not self.has_kv and min(self.streams, default=_ANY) == _ANY
+        self.is_open = not self.has_kv and min(self.preferred, default=_ANY) == _ANY
+        self.has_most = self.has_kv or min(self.most, default=_ANY) < _ANY
 
 
 class LeastDecodeSeconds(LeastTokens):
-    """For decoders."""
+    """The policy `least_load` for decoders."""
 
     label = "least_load"
 
     def __init__(self, context: PolicyContext | None = None) -> None:
         super().__init__(context)
         self.pace = DecodePace()
-        self._decoders: dict[str, _Decoder] = {}  # by their names, which are hashed sooner
-        self._written: list[_Written] = []  # answers of which nothing was learned yet
+        self._decoders: dict[str, _Decoder] = {}  # by name, which has the cheaper hash
+        self._unlearned: deque[_Ended] = deque(maxlen=_MOST_UNLEARNED)
         self._lengths: dict[int, tuple[float, int]] = {}  # mean and number, by the limit's bit length
-        self._held = 0.0  # KV tokens that a stream is charged with, lately
+        self._held = 0.0  # KV tokens of one answer, over the last ones
         self._candidates: Sequence[Candidate] = ()
         self._bounds: _Bounds  # of these
         self._due = 0.0  # when to look again
+        self._has_held = False  # the saturation point has made requests wait since it was believed
 
     def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        """The one where a token then takes least, all that are written there taken together; of equal ones in turn."""
+        """Return the candidate where a token takes least, for all answers there together. Equal ones take turns."""
         bounds = self._bounds if candidates is self._candidates else self._bounds_of(candidates)
         running = bounds.reader.running()
         held = sum(weights) / (sum(running) or 1) or 1.0
@@ -142,15 +181,22 @@ class LeastDecodeSeconds(LeastTokens):
         equal: list[Candidate] = []
         seconds: list[float] = []
         for place, candidate in enumerate(candidates):
-            streams, weight, percent = running[place], weights[place], candidate.share_percent
-            load = streams + share * weight
+            answers, weight, percent = running[place], weights[place], candidate.share_percent
+            load = answers + share * weight
             score = (step + slope * load) * slowness[place]
             seconds.append(score)
             if percent != FULL:
                 load = (load + 1) * FULL / percent - 1
                 score = (step + slope * load) * slowness[place]
-            if not is_open and self._is_full(bounds, place, streams, weight):
-                score += _FULL_SCORE
+            if not is_open:
+                if self._lacks_kv(bounds, place, answers, weight):
+                    score += 4 * _FULL_SCORE
+                elif answers >= bounds.most[place]:
+                    # Rather the answers of one decoder get slow than those of all: the next costs that one less.
+                    lost = pace.lost_seconds(answers) * slowness[place]
+                    score = _FULL_SCORE * (2 + lost / (1 + lost))
+                elif answers >= bounds.preferred[place]:
+                    score += _FULL_SCORE if place == bounds.scout else 1.5 * _FULL_SCORE
             if score < least * _BELOW:
                 least, equal = score, [candidate]
             elif score <= least * _AS_GOOD:
@@ -168,27 +214,66 @@ class LeastDecodeSeconds(LeastTokens):
         running, seconds, _ = noted
         return {"running": running, "token_seconds": seconds}, seconds
 
+    # For the queue
+
     def has_room(self, candidates: Sequence[Candidate]) -> bool:
-        """Whether one of them is below its knee, and has KV memory for an answer more."""
+        """Return whether a candidate is below its saturation point and has KV memory for one more answer."""
         if candidates is not self._candidates:
             self._look(candidates)
         bounds = self._bounds
-        if bounds.is_open:
+        if not bounds.has_most or self._has_free(bounds):
             return True
-        return self._has_free(bounds)
+        if not self._has_held and self.pace.most < _ANY and self.would_take(candidates):
+            self._has_held = True
+            logger.info(
+                "decode policy: requests wait below the limits of the engines: learned saturation point",
+                extra={"fields": {"most_running": int(self.pace.most)}},
+            )
+        return False
+
+    def would_take(self, candidates: Sequence[Candidate]) -> bool:
+        """See Policy. Charges of the answers that are written count, and what was learned does not."""
+        bounds = self._bounds if candidates is self._candidates else self._bounds_of(candidates)
+        running = bounds.reader.running()
+        held = bounds.reader.weights(0, 1) if bounds.has_kv else running
+        return any(
+            answers < bounds.limits[place] and (not answers or tokens <= bounds.kv[place])
+            for place, (answers, tokens) in enumerate(zip(running, held, strict=True))
+        )
+
+    def hold_seconds(self, request: PickRequest | None) -> float:
+        """See Policy: twice what the answer is predicted to gain."""
+        gain = self.pace.gain_seconds
+        return _HOLD_GAINS * gain * self._likely_tokens(request) if gain else _ANY
+
+    def most_running(self, backend: Backend) -> int | None:
+        """Return the answers at the saturation point."""
+        return None if self.pace.most == _ANY else int(self.pace.most)
+
+    def work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
+        """Return what the answer takes of a decoder at its highest throughput; 0.0: not known."""
+        return self.pace.token_seconds * self._likely_tokens(request)
 
     def _has_free(self, bounds: _Bounds) -> bool:
         running = bounds.reader.running()
         held = bounds.reader.weights(0, 1) if bounds.has_kv else running
-        both = enumerate(zip(running, held, strict=True))
-        return not all(self._is_full(bounds, place, streams, tokens) for place, (streams, tokens) in both)
+        for place, answers in enumerate(running):
+            if answers < bounds.most[place] and not self._lacks_kv(bounds, place, answers, held[place]):
+                return True
+        return False
 
-    def most_running(self, backend: Backend) -> int | None:
-        """Those at its knee."""
-        return None if self.pace.most == _ANY else int(self.pace.most)
+    def _lacks_kv(self, bounds: _Bounds, place: int, answers: int, held: int) -> bool:
+        """Return whether a candidate has no KV memory for one answer more, beside some that are charged with `held`.
+
+        The next answer counts as the last ones did, but as no more than those here: after a few that were large, small
+        ones must not go one by one.
+        """
+        return answers > 0 and held + min(self._held, held / answers) > bounds.kv[place]
+
+    # Charges
 
     def cost_of(self, backend: Backend, request: PickRequest) -> Load:
-        """The prompt's KV, and what the answer will probably add to it."""
+        """Return the prompt's KV and what the answer will probably add to it."""
         return Load(request.decode.compute, self._kv_of(request))
 
     def _kv_of(self, request: PickRequest) -> int:
@@ -202,18 +287,23 @@ class LeastDecodeSeconds(LeastTokens):
         self._held += _HELD_STEP * (kv - self._held) if self._held else kv
         return kv
 
-    def work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
-        """What the answer takes of a decoder that makes as many tokens as it can; 0: not known."""
+    def _likely_tokens(self, request: PickRequest | None) -> float:
+        """Return the probable length of an answer: the mean of those with such a limit, or the limit."""
+        if request is None:
+            lengths = [mean for mean, _ in self._lengths.values()]
+            return max(lengths, default=0.0)
         limit = request.output_tokens
         mean, number = self._lengths.get(limit.bit_length(), (0.0, 0))
-        return self.pace.token_seconds * (limit if number < _ENOUGH_LENGTHS else min(limit, mean))
+        return limit if number < _ENOUGH_LENGTHS else min(limit, mean)
+
+    # Learning
 
     def track(self, backend: Backend, request: PickRequest) -> _Answer:
         """See Policy."""
         return _Answer(request.decode.compute, self._kv_of(request), self, backend, request)
 
     def begin(self, backend: Backend) -> _Decoder:
-        """A decoder writes one more answer."""
+        """Note that a decoder writes one answer more."""
         now = self.context.clock()
         decoder = self._decoders.get(backend.name)
         if decoder is None:
@@ -223,7 +313,7 @@ class LeastDecodeSeconds(LeastTokens):
         return decoder
 
     def end(self, answer: _Answer, decoder: _Decoder, tokens: int | None) -> None:
-        """It writes one less. What is complete teaches; its tokens are None if it is not, or nobody knows them."""
+        """Note that a decoder writes one answer less. It teaches if it is complete and its tokens are known."""
         now, backend = self.context.clock(), answer.backend
         self._pass(backend, decoder, now)
         decoder.writing -= 1
@@ -236,33 +326,33 @@ class LeastDecodeSeconds(LeastTokens):
                     number += 1
                 self._lengths[length] = mean + 1 / number * (tokens - mean), number
             if tokens >= _LEAST_TOKENS:
-                self._written.append((backend.name, answer.before, decoder.spent.copy(), tokens, now))
-                if len(self._written) >= _MOST_WRITTEN:
+                spent = decoder.spent.copy()
+                self._unlearned.append(_Ended(backend.name, answer.spent_before, spent, tokens, answer.began_at, now))
+                if len(self._unlearned) % _MOST_ENDED == 0:
                     self._learn()
         if now >= self._due:
             self._look(self._candidates)
 
-    def _is_full(self, bounds: _Bounds, place: int, running: int, held: int) -> bool:
-        """Whether one more is too much for a candidate that has so many answers, charged with so many KV tokens."""
-        return running >= bounds.streams[place] or (running > 0 and held + self._held > bounds.kv[place])
-
     def _pass(self, backend: Backend, decoder: _Decoder, now: float) -> None:
-        """It has written as many answers as it does, until now."""
-        if streams := decoder.writing:
+        """Count the time until now: the decoder has written the same number of answers."""
+        if answers := decoder.writing:
             if self.context.elsewhere is not None:
-                streams += self.context.elsewhere(backend)
-            place, spent = PLACES[streams] if streams < len(PLACES) else len(SIZES) - 1, decoder.spent
+                answers += self.context.elsewhere(backend)
+            place, spent = PLACES[answers] if answers < len(PLACES) else len(SIZES) - 1, decoder.spent
             if place >= len(spent):
                 spent += [0.0] * (place + 1 - len(spent))
             spent[place] += now - decoder.at
         decoder.at = now
 
     def _look(self, candidates: Sequence[Candidate]) -> None:
-        """Take what was learned for choosing among these from now on."""
+        """Use what was learned for choosing among these from now on."""
         now = self.context.clock()
         self._due = now + _LOOK_SECONDS
         self._learn()
+        before = self.pace.most
         self.pace.look(now)
+        if self.pace.most == _ANY and before < _ANY:
+            self._tell_dropped(before)
         present = {candidate.backend.name for candidate in candidates}
         for name in [name for name, known in self._decoders.items() if name not in present and not known.writing]:
             del self._decoders[name]
@@ -270,26 +360,51 @@ class LeastDecodeSeconds(LeastTokens):
         if candidates:
             self._candidates, self._bounds = candidates, self._bounds_of(candidates)
 
+    def _tell_dropped(self, most: float) -> None:
+        held, self._has_held = self._has_held, False
+        if held:
+            why = "throughput was not higher at it" if self.pace.is_doubted else "it is no longer certain"
+            logger.log(
+                logging.WARNING if self.pace.is_doubted else logging.INFO,
+                "decode policy: learned saturation point dropped: %s",
+                why,
+                extra={"fields": {"most_running": int(most)}},
+            )
+
     def _learn(self) -> None:
-        """Of answers that have ended, in their order."""
-        written, self._written = self._written, []
-        for name, began, ended, tokens, at in written:
-            both = zip_longest(began, ended, fillvalue=0.0)
-            spent = [(place, after - was) for place, (was, after) in enumerate(both) if after > was]
-            self.pace.learn(name, spent, tokens - 1, at)
+        """Learn from the answers that ended, in their order, as far as it is known whether the event loop was late."""
+        unlearned, lag_within = self._unlearned, self.context.lag_within
+        while unlearned:
+            ended = unlearned[0]
+            lag = lag_within(ended.began, ended.ended)
+            if lag is None:
+                break
+            unlearned.popleft()
+            if lag > min(_MOST_LAG_SECONDS, _MOST_LAG_SHARE * (ended.ended - ended.began)):
+                continue
+            both = zip_longest(ended.spent_before, ended.spent, fillvalue=0.0)
+            spent = [(place, after - before) for place, (before, after) in enumerate(both) if after > before]
+            self.pace.learn(ended.name, spent, ended.tokens - 1, ended.ended)
 
     def _bounds_of(self, candidates: Sequence[Candidate]) -> _Bounds:
         pace = self.pace
         most = [pace.most] * len(candidates)
-        most[int(self._due / TRUSTED_SECONDS) % len(most)] = pace.scout
+        # Each decoder is the one that finds out in turn.
+        scout = int(self._due / TRUSTED_SECONDS) % len(most)
+        most[scout] = pace.scout_most
+        preferred = most.copy()
+        if pace.scout_prefers < _ANY and len(most) > 1:
+            preferred = [min(each, pace.most_seen) for each in most]
+            preferred[scout] = pace.scout_prefers
         backends = [candidate.backend for candidate in candidates]
         facts = [self.context.facts(backend) for backend in backends]
+        limits = [_ANY if candidate.limit is None else float(candidate.limit) for candidate in candidates]
         return _Bounds(
             reader=SlotReader(candidates[0].scoreboard, [backend.slot for backend in backends]),
-            streams=[
-                bound if candidate.limit is None else min(bound, candidate.limit)
-                for candidate, bound in zip(candidates, most, strict=True)
-            ],
+            limits=limits,
+            most=list(map(min, most, limits)),
+            preferred=list(map(min, preferred, limits)),
             kv=[_ANY if each is None or each.kv_tokens is None else _FULL * each.kv_tokens for each in facts],
             slowness=[pace.slowness(backend.name) for backend in backends],
+            scout=scout,
         )

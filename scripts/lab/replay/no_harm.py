@@ -36,8 +36,6 @@ _KV_TOKENS: Final = 10_000_000
 
 # The answers that a decoder writes at a time, on the average, where the engines have no saturation point.
 _ANSWERS: Final = 48
-# Of what a decoder with a saturation point makes there, the part that is asked for.
-_KNEE_LOAD: Final = 0.7
 
 LENGTHS: Final[Mapping[str, tuple[int, int]]] = {"equal": (128, 128), "similar": (115, 140), "mixed": (10, 500)}
 """The least and the most tokens of an answer, drawn evenly."""
@@ -64,6 +62,8 @@ class World:
     decoders: int = 2
     is_late: bool = False
     """The gateway's event loop stands still now and then."""
+    load: float = 0.7
+    """Where the engines have a saturation point: the share of the tokens per second there that requests ask for."""
     prompt_tokens: int = 500
     block_tokens: int = BLOCK_TOKENS
     """Tokens in one block of the engines' KV cache."""
@@ -94,14 +94,15 @@ class World:
     def answers(self) -> int:
         """The answers that all decoders write at a time, on the average."""
         knee = self.machine.cost.knee
-        return self.decoders * _ANSWERS if knee is None else max(1, round(self.decoders * knee * _KNEE_LOAD))
+        return self.decoders * _ANSWERS if knee is None else max(1, round(self.decoders * knee * self.load))
 
     @property
     def rate(self) -> float:
-        """Requests per second with which that many answers are written at a time."""
-        each = self.answers / self.decoders
-        seconds = sum(LENGTHS[self.lengths]) / 2 * self.machine.cost.decode(max(1, round(each)), 0)
-        return self.answers / seconds
+        """Requests per second."""
+        cost, tokens = self.machine.cost, sum(LENGTHS[self.lengths]) / 2
+        if cost.knee is not None:
+            return self.load * self.decoders * cost.knee_rate(cost.knee, 0) / tokens
+        return self.answers / (tokens * cost.decode(_ANSWERS, 0))
 
     def requests_in_order(self) -> list[Request]:
         """All requests, each at its time."""
@@ -142,8 +143,10 @@ class _LateLoop(virtual_time.VirtualLoop):
         """See VirtualLoop."""
         super().jump(seconds)
         if self.time() >= self._next_stall:
-            super().jump(self._rng.uniform(*_STALLS))
-            self._next_stall = self.time() + self._rng.uniform(*_RUNS)
+            stall = self._rng.uniform(*_STALLS)
+            super().jump(stall)
+            # By the time that was meant: all runs of a world stand still at about the same times.
+            self._next_stall += stall + self._rng.uniform(*_RUNS)
 
 
 def outcome(world: World, prefill_policy: str, decode_policy: str) -> tuple[Outcome, Replay]:

@@ -1,129 +1,246 @@
-"""How fast decoders write answers: what is learned of answers whose decoders had many and few streams meanwhile."""
+"""The pace of decoders: what is learned from answers, also from answers that are all alike."""
 
 from __future__ import annotations
 
 import math
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.policies.decode_pace import PLACES, SIZES, TRUSTED_SECONDS, DecodePace
+from proxy.balancer.policies.decode_pace import DOUBT_SECONDS, PLACES, SIZES, TRUSTED_SECONDS, DecodePace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    Step = Callable[[int], float]
 
 
-def on_an_a3(streams: int) -> float:
-    """Seconds of a step: Kimi-K2-Thinking on A3, as published, whose knee is at 8."""
-    return (0.054 + 0.00415 * streams) * (2.1 if streams > 8 else 1.0)
+def on_an_a3(answers: int) -> float:
+    """Seconds of a step: Kimi-K2-Thinking on A3, as published, with a saturation point at 8."""
+    return (0.054 + 0.00415 * answers) * (2.1 if answers > 8 else 1.0)
 
 
-def on_an_h200(streams: int) -> float:
-    """Kimi-K2.5 on H200: no knee was seen."""
-    return 0.0079 + 0.00082 * streams
+def on_an_h200(answers: int) -> float:
+    """Kimi-K2.5 on H200: no saturation point was seen."""
+    return 0.0079 + 0.00082 * answers
 
 
-def answer(pace: DecodePace, step: object, spent: dict[int, float], now: float = 0.0, backend: str = "d") -> None:
-    """An answer that spent so many seconds beside so many streams, itself included."""
-    assert callable(step)
-    tokens = round(sum(seconds / step(streams) for streams, seconds in spent.items()))
-    pace.learn(backend, [(PLACES[streams], seconds) for streams, seconds in spent.items()], tokens, now)
+def constant(answers: int) -> float:
+    """A decoder whose pace does not depend on its number of answers."""
+    return 0.02
 
 
-def taught(step: object, least: int, most: int, answers: int = 300, now: float = 0.0) -> DecodePace:
-    """By answers that each saw some numbers of streams in a row."""
+def bound_by_compute(answers: int) -> float:
+    """A decoder with the same throughput from 16 answers on."""
+    return max(0.02, 0.00125 * answers)
+
+
+def answer(pace: DecodePace, step: Step, spent: Mapping[int, float], now: float = 0.0, backend: str = "d") -> None:
+    """An answer that spent some seconds beside each of these numbers of answers, itself included."""
+    tokens = round(sum(seconds / step(answers) for answers, seconds in spent.items()))
+    places: dict[int, float] = {}
+    for answers, seconds in sorted(spent.items()):
+        places[PLACES[answers]] = places.get(PLACES[answers], 0.0) + seconds
+    pace.learn(backend, list(places.items()), tokens, now)
+
+
+def taught(step: Step, least: int, most: int, answers: int = 300, now: float = 0.0) -> DecodePace:
+    """Teach by answers that each saw some numbers of answers in a row."""
     pace, rng = DecodePace(), random.Random(1)
     for _ in range(answers):
         first = rng.randint(least, most)
         seen = range(first, min(most, first + 3) + 1)
-        answer(pace, step, {streams: rng.uniform(1, 20) for streams in seen}, now)
+        answer(pace, step, {number: rng.uniform(1, 20) for number in seen}, now)
     pace.look(now)
     return pace
 
 
-def test_each_number_of_streams_is_in_one_bucket() -> None:
-    assert all(SIZES[PLACES[streams]] >= streams for streams in range(1, SIZES[-1] + 1))
-    assert all(SIZES[PLACES[streams] - 1] < streams for streams in range(1, SIZES[-1] + 1))
+def beside(numbers: Iterable[float], seconds: float) -> dict[int, float]:
+    """Equal times beside each of these numbers."""
+    spent: dict[int, float] = {}
+    for number in numbers:
+        spent[max(1, round(number))] = spent.get(max(1, round(number)), 0.0) + seconds
+    return spent
+
+
+def ramp_and_steady_load(pace: DecodePace, step: Step, mean: int, tokens: int) -> None:
+    """Equal answers, as of a benchmark with a fixed rate: the load rises, and then all answers see the same mixture."""
+    rng = random.Random(1)
+    for number in range(600):
+        level = min(mean, 1 + number)
+        numbers = [level + rng.gauss(0, math.sqrt(mean) / 2) for _ in range(20)]
+        seconds = tokens * step(level) / len(numbers)
+        answer(pace, step, beside(numbers, seconds), number / 20)
+        if number % 20 == 0:
+            pace.look(number / 20)
+            assert pace.most == math.inf, number
+
+
+def test_each_number_of_answers_is_in_one_bucket() -> None:
+    assert all(SIZES[PLACES[answers]] >= answers for answers in range(1, SIZES[-1] + 1))
+    assert all(SIZES[PLACES[answers] - 1] < answers for answers in range(1, SIZES[-1] + 1))
     assert len(PLACES) == SIZES[-1] + 1
 
 
-def test_the_pace_is_told_apart_by_streams_of_answers_that_saw_several() -> None:
+def test_rates_are_told_apart_by_answers_with_different_mixtures() -> None:
     pace = taught(on_an_a3, 1, 12)
-    for streams in range(2, 12):
-        assert pace.rates[PLACES[streams]] == pytest.approx(1 / on_an_a3(streams), rel=0.1)
+    for answers in range(2, 12):
+        assert pace.rates[PLACES[answers]] == pytest.approx(1 / on_an_a3(answers), rel=0.1)
 
 
-def test_the_knee_is_where_throughput_declines() -> None:
-    assert taught(on_an_a3, 1, 12).most == 8
+def test_rates_are_flat_where_all_mixtures_are_equal() -> None:
+    """Such answers fit a steep curve as well as a flat one."""
+    pace = DecodePace()
+    for _ in range(1000):
+        answer(pace, constant, dict.fromkeys(range(80, 120), 0.1))
+    pace.look(0.0)
+    rates = pace.rates[PLACES[80] : PLACES[120] + 1]
+    assert min(rates) == pytest.approx(max(rates), rel=0.02)
+    assert pace.most == math.inf
 
 
-def test_what_gets_ever_faster_has_no_knee() -> None:
+@pytest.mark.parametrize("step", [constant, on_an_h200, bound_by_compute])
+@pytest.mark.parametrize("mean", [8, 64, 100, 250])
+@pytest.mark.parametrize("tokens", [32, 128, 1000])
+def test_equal_answers_under_steady_load_show_no_saturation_point(step: Step, mean: int, tokens: int) -> None:
+    ramp_and_steady_load(DecodePace(), step, mean, tokens)
+
+
+def test_saturation_point_is_found_by_nearly_equal_mixtures() -> None:
+    """Most answers are written beside 7 to 10 others: only the filter's own covariance says how far they tell."""
+    pace, rng = DecodePace(), random.Random(1)
+    for number in range(400):
+        low = rng.randint(3, 9)
+        answer(pace, on_an_a3, beside(range(low, low + 4), rng.uniform(2, 4)), float(number))
+    pace.look(400.0)
+    assert pace.most == 8
+
+
+def test_saturation_point_is_where_throughput_declines() -> None:
+    pace = taught(on_an_a3, 1, 12)
+    assert pace.most == 8
+    assert pace.gain_seconds == pytest.approx(on_an_a3(9) - on_an_a3(8), rel=0.2)
+
+
+def test_decoders_that_only_get_faster_have_no_saturation_point() -> None:
     pace = taught(on_an_h200, 1, 60, answers=2000)
-    assert pace.most == pace.scout == float("inf")
+    assert pace.most == pace.scout_most == math.inf
+    assert pace.gain_seconds == 0.0
     assert pace.slope / pace.step == pytest.approx(0.00082 / 0.0079, rel=0.25)
 
 
-@pytest.mark.parametrize("differs", [0.0, 0.15])
+@pytest.mark.parametrize("differs", [0.0, 0.15, 0.3])
 @pytest.mark.parametrize("seed", range(4))
-def test_what_answers_differ_by_does_not_make_a_knee(seed: int, differs: float) -> None:
+def test_answers_that_differ_show_no_saturation_point(seed: int, differs: float) -> None:
     pace, rng = DecodePace(), random.Random(seed)
     history = [(1, 0.3)]
     for number in range(400):
-        streams = max(1, min(24, history[-1][0] + rng.choice((-1, 1, 1) if number < 40 else (-1, 1))))
-        history.append((streams, rng.uniform(0.1, 0.5)))
+        answers = max(1, min(24, history[-1][0] + rng.choice((-1, 1, 1) if number < 40 else (-1, 1))))
+        history.append((answers, rng.uniform(0.1, 0.5)))
         spent: dict[int, float] = {}
         for each, seconds in history[-rng.randint(1, 20) :]:
             spent[each] = spent.get(each, 0.0) + seconds
-        factor = math.exp(rng.gauss(0, differs))  # of tokens that are proposed not as many are accepted in each
+        factor = math.exp(rng.gauss(0, differs))  # as speculative tokens are accepted more or less often
         answer(pace, lambda n, factor=factor: factor * on_an_h200(n), spent)
         pace.look(0.0)
-        assert pace.most == float("inf"), number
+        assert pace.most == math.inf, number
 
 
-def test_nothing_is_believed_before_enough_was_seen() -> None:
+def test_saturation_point_is_not_believed_before_enough_was_seen() -> None:
     pace = DecodePace()
     answer(pace, on_an_a3, {6: 20.0})
     answer(pace, on_an_a3, {12: 20.0})
     pace.look(0.0)
-    assert pace.most == float("inf")
+    assert pace.most == math.inf
 
 
-def test_one_decoder_has_fewer_streams_for_a_while_where_all_have_had_many_from_the_beginning() -> None:
+def test_saturation_point_is_not_believed_without_answers_wholly_beyond_it() -> None:
+    """Answers that spent little time beyond the point show a decline by the filter's word alone."""
+    pace, rng = DecodePace(), random.Random(1)
+    for number in range(400):
+        low = rng.randint(3, 8)
+        answer(pace, on_an_a3, {**beside(range(low, 9), 4.0), 9: rng.uniform(0.5, 2.5)}, float(number))
+    pace.look(400.0)
+    assert pace.rates[9] < 0.6 * pace.rates[8]
+    assert pace.most == math.inf
+
+
+def test_one_decoder_gets_fewer_answers_where_all_have_had_many_from_the_beginning() -> None:
     pace = taught(on_an_a3, 12, 12, answers=20)
-    assert (pace.most, pace.scout) == (float("inf"), 8)
-    for _ in range(20):
+    assert (pace.most, pace.scout_most, pace.scout_prefers) == (math.inf, math.inf, 8)
+    for _ in range(40):
         answer(pace, on_an_a3, {8: 30.0})
     pace.look(0.0)
-    assert pace.most == 10, "half of the way between what is good and what is not"
+    assert 8 <= pace.most <= 11, "nothing was seen between 8 and 12"
 
 
-def test_a_knee_seen_long_ago_is_tried_again_by_one_decoder() -> None:
+def test_saturation_point_is_tried_again_by_one_decoder_and_dropped_when_engines_are_faster() -> None:
     pace = taught(on_an_a3, 1, 12)
-    pace.look(TRUSTED_SECONDS + 1)
-    assert pace.most == 8
     for _ in range(5):
         answer(pace, on_an_a3, {6: 30.0}, TRUSTED_SECONDS)
     pace.look(TRUSTED_SECONDS + 1)
-    assert (pace.most, pace.scout) == (8, 9)
-    for number in range(120):
-        answer(pace, on_an_h200, {9 + number % 4: 30.0}, TRUSTED_SECONDS)
-    pace.look(TRUSTED_SECONDS + 1)
-    assert pace.most == float("inf"), "it has become faster"
+    assert (pace.most, pace.scout_most) == (8, 9)
+    now = TRUSTED_SECONDS + 1
+    for number in range(400):
+        now += 1.0
+        answer(pace, on_an_h200, {1 + number % 12: 30.0}, now)
+        pace.look(now)
+    assert pace.most == math.inf
 
 
-def test_slow_clients_do_not_make_a_knee() -> None:
+def held_at_the_point(pace: DecodePace, step: Step, now: float, answers: int = 12) -> float:
+    """Let answers be written at the saturation point of 8, and return when they ended."""
+    for _ in range(answers):
+        now += 5.0
+        answer(pace, step, {7: 1.0, 8: 3.0}, now)
+        pace.look(now)
+    return now
+
+
+def test_saturation_point_is_kept_while_throughput_at_it_is_higher_than_beyond() -> None:
+    pace = taught(on_an_a3, 1, 12)
+    held_at_the_point(pace, on_an_a3, 10.0, answers=60)
+    assert pace.most == 8
+
+
+def test_saturation_point_is_dropped_for_an_hour_when_throughput_at_it_is_not_higher() -> None:
+    pace = taught(on_an_a3, 1, 12)
+    now = held_at_the_point(pace, lambda n: 2 * on_an_a3(n), 10.0)
+    assert pace.most == math.inf
+    assert pace.is_doubted
+    # Whatever answers show: the answers before showed it, too, and were wrong.
+    rng = random.Random(2)
+    while now < DOUBT_SECONDS - 100:
+        now += 20.0
+        answer(pace, on_an_a3, {rng.randint(1, 12): 10.0}, now)
+        pace.look(now)
+        assert pace.most == math.inf
+    for _ in range(200):
+        now += 20.0
+        answer(pace, on_an_a3, {rng.randint(1, 12): 10.0}, now)
+        pace.look(now)
+    assert pace.most == 8, "an hour is over"
+
+
+def test_slow_clients_do_not_show_a_saturation_point() -> None:
     pace, rng = taught(on_an_h200, 1, 40, answers=1000), random.Random(2)
     for _ in range(300):
-        streams = rng.randint(1, 40)
-        answer(pace, lambda n: on_an_h200(n) * rng.choice((1, 1, 1, 1, 30)), {streams: 20.0})
+        answers = rng.randint(1, 40)
+        answer(pace, lambda n: on_an_h200(n) * rng.choice((1, 1, 1, 1, 30)), {answers: 20.0})
     pace.look(0.0)
-    assert pace.most == float("inf")
+    assert pace.most == math.inf
 
 
-def test_a_slow_decoder_is_known_for_it_and_does_not_change_what_is_thought_of_all() -> None:
+def test_slow_decoder_is_known_and_does_not_change_the_pace_of_all() -> None:
     pace, rng = DecodePace(), random.Random(1)
-    for _ in range(600):
+    for number in range(600):
         spent = {rng.randint(1, 8): 10.0}
         answer(pace, on_an_h200, spent, backend="first")
         answer(pace, on_an_h200, spent, backend="second")
         answer(pace, lambda n: 2 * on_an_h200(n), spent, backend="slow")
+        if number % 10 == 0:
+            pace.look(0.0)
     ratio = pace.slowness("slow") / pace.slowness("first")
     assert ratio == pytest.approx(2, rel=0.1)
     assert pace.slowness("first") == pytest.approx(pace.slowness("second"), rel=0.01)
@@ -131,10 +248,16 @@ def test_a_slow_decoder_is_known_for_it_and_does_not_change_what_is_thought_of_a
     assert pace.slowness("slow") == 1.0
 
 
-def test_an_answer_without_tokens_or_in_next_to_no_time_teaches_nothing() -> None:
+def test_answer_without_tokens_or_in_next_to_no_time_teaches_nothing() -> None:
     pace = DecodePace()
     pace.learn("d", [(1, 0.0)], 5, 0.0)
     pace.learn("d", [(1, 0.05), (2, 0.04)], 20, 0.0)
     pace.learn("d", [], 5, 0.0)
     pace.learn("d", [(1, 1.0)], 0, 0.0)
     assert not pace.samples
+
+
+def test_answer_added_beyond_the_saturation_point_costs_less_where_there_are_some_already() -> None:
+    pace = taught(on_an_a3, 1, 12)
+    assert pace.lost_seconds(9) < pace.lost_seconds(8) / 2
+    assert DecodePace().lost_seconds(3) < DecodePace().lost_seconds(4), "nothing is known: fewest go first"

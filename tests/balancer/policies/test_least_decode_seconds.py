@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ from proxy.wire.prefix import PrefixKeys
 from tests.balancer.policies.test_decode_pace import on_an_a3
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from proxy.balancer.lease import Lease
     from tests.balancer.conftest import Balancer
 
@@ -37,9 +40,9 @@ class Subject:
         return None
 
 
-def asking(prompt_tokens: int = 1000, output_tokens: int = 256) -> PickRequest:
+def asking(prompt_tokens: int = 1000, output_tokens: int = 256, prefer: Backend | None = None) -> PickRequest:
     load = Load(DECODE_OVERHEAD_TOKENS, prompt_tokens + output_tokens)
-    return PickRequest(load, load, Subject(prompt_tokens, output_tokens))
+    return PickRequest(load, load, Subject(prompt_tokens, output_tokens), prefer=prefer)
 
 
 class Decoders:
@@ -75,10 +78,10 @@ class Decoders:
         lease.confirm()
         return lease
 
-    def write(self, streams: int, tokens: int = 100) -> None:
-        """So many answers at a time, on each of the decoders, as fast as an A3 writes them."""
-        leases = [self.begin() for _ in range(2 * streams)]
-        self.clock.now += tokens * on_an_a3(streams)
+    def write(self, streams: int, tokens: int = 100, step: Callable[[int], float] = on_an_a3) -> None:
+        """Write this number of answers at a time on each of the decoders, as fast as an A3 writes them."""
+        leases = [self.begin(asking(prefer=backend)) for backend in self.pool.backends() for _ in range(streams)]
+        self.clock.now += tokens * step(streams)
         for lease in leases:
             lease.answer_tokens = tokens + 1
             lease.__exit__(None, None, None)
@@ -119,7 +122,7 @@ def test_equal_ones_take_turns(decoders: Decoders) -> None:
     assert backends[:2] == backends[2:]
 
 
-def test_a_decoder_at_its_knee_has_no_room(decoders: Decoders) -> None:
+def test_decoder_at_its_saturation_point_has_no_room(decoders: Decoders) -> None:
     assert decoders.pool.has_room()
     decoders.teach()
     assert decoders.policy.pace.most == 8
@@ -133,11 +136,12 @@ def test_a_decoder_at_its_knee_has_no_room(decoders: Decoders) -> None:
     assert decoders.begin().backend == leases[0].backend
 
 
-def test_who_is_let_in_all_the_same_goes_to_the_least_of_those_that_are_full(decoders: Decoders) -> None:
+def test_requests_beyond_the_saturation_point_of_all_go_to_one_decoder(decoders: Decoders) -> None:
+    """An answer more costs a decoder least that is beyond its saturation point already."""
     decoders.teach()
-    leases = [decoders.begin() for _ in range(18)]
+    leases = [decoders.begin() for _ in range(19)]
     counts = [sum(lease.backend == backend for lease in leases) for backend in {lease.backend for lease in leases}]
-    assert counts == [9, 9]
+    assert sorted(counts) == [8, 11]
 
 
 def test_the_streams_of_other_workers_count(decoders: Decoders) -> None:
@@ -197,3 +201,71 @@ def test_a_decoder_that_starts_slowly_gets_its_share(balancer: Balancer, decoder
         lease.free_compute()
     leases = [decoders.begin() for _ in range(22)]
     assert sum(lease.backend == slow for lease in leases) <= 3
+
+
+def test_learned_saturation_point_is_logged_when_it_makes_requests_wait_and_when_it_is_dropped(
+    decoders: Decoders, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "proxy.balancer")
+    decoders.teach()
+    assert not caplog.messages, "nothing has waited"
+    leases = [decoders.begin() for _ in range(16)]
+    for _ in range(3):
+        assert not decoders.pool.has_room()
+        assert decoders.pool.would_take()
+    assert [message for message in caplog.messages if "requests wait" in message] == caplog.messages
+    assert len(caplog.messages) == 1
+    for lease in leases:
+        lease.__exit__(None, None, None)
+    for _ in range(12):
+        decoders.write(8, tokens=50, step=lambda answers: 2.2 * on_an_a3(answers))
+    assert decoders.policy.pace.most == float("inf")
+    assert len(caplog.messages) == 2
+    assert "dropped" in caplog.messages[1]
+
+
+def test_request_waits_for_twice_what_it_gains_by_the_saturation_point(decoders: Decoders) -> None:
+    request = asking()
+    assert decoders.pool.hold_seconds(request) == float("inf"), "nothing is learned"
+    decoders.teach()
+    gain = 101 * (on_an_a3(9) - on_an_a3(8))
+    assert decoders.pool.hold_seconds(request) == pytest.approx(2 * gain, rel=0.2)
+    assert decoders.pool.hold_seconds(None) == pytest.approx(2 * gain, rel=0.2)
+
+
+def test_engine_would_take_a_request_unless_it_is_at_its_own_limit(decoders: Decoders) -> None:
+    decoders.kv_tokens = 40_000
+    leases = [decoders.begin(asking(18_000, 100)) for _ in range(4)]
+    assert not decoders.pool.has_room()
+    assert decoders.pool.would_take(), "what an answer more will hold is a guess"
+    leases += [decoders.begin(asking(18_000, 100)) for _ in range(2)]
+    assert not decoders.pool.would_take()
+
+
+def test_large_answers_before_do_not_make_small_ones_go_one_by_one(decoders: Decoders) -> None:
+    decoders.kv_tokens = 40_000
+    for _ in range(50):
+        decoders.begin(asking(38_000)).__exit__(None, None, None)
+    for _ in range(10):
+        assert decoders.pool.has_room()
+        decoders.begin(asking(100, 100))
+
+
+@pytest.mark.parametrize(("lag", "learns"), [(0.0, True), (0.01, True), (0.5, False), (None, False)])
+def test_answer_teaches_nothing_if_the_event_loop_was_late(balancer: Balancer, lag: float | None, learns: bool) -> None:
+    decoders = Decoders(balancer)
+    decoders.policy.context.lag_within = lambda began, ended: lag
+    decoders.write(1)
+    decoders.clock.now += 1.0
+    decoders.write(1)
+    assert bool(decoders.policy.pace.samples) == learns
+
+
+def test_answer_is_learned_when_it_is_known_that_the_event_loop_was_not_late(decoders: Decoders) -> None:
+    lag: float | None = None
+    decoders.policy.context.lag_within = lambda began, ended: lag
+    decoders.write(1)
+    lag = 0.0
+    decoders.clock.now += 1.0
+    decoders.write(1)
+    assert decoders.policy.pace.samples >= 2

@@ -1,12 +1,17 @@
-"""Policies that learn, beside one that does not: whatever the engines and the load, they do no harm."""
+"""Policies that learn, beside one that does not: whatever the engines and the load, they do no harm.
+
+Equal answers with Poisson arrivals are `vllm bench serve --ignore-eos --request-rate`. Similar answers in a closed loop
+are `sglang.bench_serving --max-concurrency`, and all requests at once are its default.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
-from lab.replay.no_harm import ARRIVALS, LENGTHS, STEPS, Outcome, World, compared
+from lab.replay.no_harm import ARRIVALS, LENGTHS, Outcome, World, compared
 
 FLEETS = ((2, 2), (2, 8), (1, 1), (4, 1))
 AT_MOST = 1.1
@@ -16,24 +21,42 @@ EQUAL_SECONDS = 0.005
 
 
 def assert_no_harm(ours: Outcome, plain: Outcome) -> None:
+    """Compare a run of the policies under test with one of `least_tokens`."""
     assert ours.served >= plain.served - 0.001
     assert ours.first_token_seconds <= AT_MOST * plain.first_token_seconds + EQUAL_SECONDS
 
 
-@pytest.mark.covering("step lengths arrivals fleet is_late", product(STEPS, LENGTHS, ARRIVALS, FLEETS, (False, True)))
-def test_worlds_serve_every_request(
+@pytest.mark.covering(
+    "step lengths arrivals fleet is_late",
+    product(("constant", "linear"), LENGTHS, ARRIVALS, FLEETS, (False, True)),
+)
+def test_decode_policy_does_no_harm_without_a_saturation_point(
     step: str, lengths: str, arrivals: str, fleet: tuple[int, int], is_late: bool
 ) -> None:
+    prefillers, decoders = fleet
     world = World(
-        step=step,
-        lengths=lengths,
-        arrivals=arrivals,
-        prefillers=fleet[0],
-        decoders=fleet[1],
-        is_late=is_late,
-        requests=200,
+        step=step, lengths=lengths, arrivals=arrivals, prefillers=prefillers, decoders=decoders, is_late=is_late
     )
-    ours, plain = compared(world)
-    assert ours == plain
-    assert plain.served == 1.0
-    assert_no_harm(ours, plain)
+    assert_no_harm(*compared(world, decode="least_load"))
+
+
+@pytest.mark.covering("lengths arrivals fleet is_late", product(LENGTHS, ARRIVALS, FLEETS, (False, True)))
+def test_decode_policy_does_no_harm_with_a_saturation_point(
+    lengths: str, arrivals: str, fleet: tuple[int, int], is_late: bool
+) -> None:
+    """Requests may wait for their first token, since they get the last one sooner."""
+    prefillers, decoders = fleet
+    world = World(
+        step="kneed", lengths=lengths, arrivals=arrivals, prefillers=prefillers, decoders=decoders, is_late=is_late
+    )
+    ours, plain = compared(replace(world, requests=600), decode="least_load")
+    assert ours.served >= plain.served - 0.001
+    assert ours.answer_seconds <= AT_MOST * plain.answer_seconds
+
+
+@pytest.mark.parametrize("lengths", ["similar", "mixed"])
+def test_decode_policy_is_better_where_a_saturation_point_matters(lengths: str) -> None:
+    world = World(step="kneed", lengths=lengths, decoders=4, requests=1500, load=0.85)
+    ours, plain = compared(world, decode="least_load")
+    assert ours.served >= plain.served - 0.001
+    assert ours.answer_seconds < 0.7 * plain.answer_seconds
