@@ -11,6 +11,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=.venv/bin/python
 
+# vLLM's images set it, and prometheus-client would keep metrics there.
+unset PROMETHEUS_MULTIPROC_DIR prometheus_multiproc_dir
+
 say() { printf '%s\n' "$*" >&2; }
 
 helping=""

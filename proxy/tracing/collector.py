@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 from uuid import uuid4
 
+import requests
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -62,7 +63,8 @@ async def exporting(
     assert settings.endpoint is not None
     ids = SpanIds()
     reports = _Reports(asyncio.get_running_loop(), settings.endpoint, is_news)
-    exporter = _ReportingExporter(OTLPSpanExporter(endpoint=settings.endpoint), reports)
+    session = None if settings.endpoint.startswith("https:") else _direct()
+    exporter = _ReportingExporter(OTLPSpanExporter(endpoint=settings.endpoint, session=session), reports)
     provider = TracerProvider(
         sampler=None if settings.sample_ratio is None else ParentBasedTraceIdRatio(settings.sample_ratio),
         resource=_resource(),
@@ -82,6 +84,15 @@ async def exporting(
         await _ended(provider, exporter)
         sys.setswitchinterval(switched_seconds)
         theirs.removeHandler(reports)
+
+
+def _direct() -> requests.Session:
+    """Return a session that ignores http_proxy. A collector that is reached without TLS is on this network; one with TLS
+    may be a service behind a company's proxy.
+    """
+    session = requests.Session()
+    session.trust_env = False
+    return session
 
 
 def _resource() -> Resource:

@@ -46,7 +46,11 @@ def found_by(server: socket.socket) -> str | None:
 def connected(server: socket.socket, *under: str, user: int | None = None) -> Iterator[None]:
     """Have a process connect, which another command may start, or another user; it stays until the block ends."""
     words = [*under, PYTHON, "-I", "-c", CONNECT, str(server.getsockname()[1])]
-    with subprocess.Popen(words, user=user, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/") as process:
+    try:
+        process = subprocess.Popen(words, user=user, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/")
+    except OSError as error:
+        pytest.skip(f"{words[0]} cannot be started here: {error}")
+    with process:
         assert process.stdout is not None
         if process.stdout.readline() == b"":
             pytest.skip(f"{words[0]} cannot be started here")

@@ -31,6 +31,7 @@ async def test_a_collector_that_is_gone_is_told_once_and_its_return_too(
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.1")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # is not asked
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     gateway = await deploy(tracing={"endpoint": f"http://127.0.0.1:{port}/v1/traces"})
