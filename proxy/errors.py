@@ -241,6 +241,11 @@ class UpstreamError(GatewayError):
         return self.engine_status in (429, 503)
 
     @property
+    def is_refusal(self) -> bool:
+        """The engine answered that it takes no requests now, or not this many."""
+        return self.failure is Failure.STATUS and self.is_backpressure
+
+    @property
     def is_clients_fault(self) -> bool:
         """The engine refused this request and every other engine would, too."""
         return self.engine_status is not None and 400 <= self.engine_status < 500 and self.engine_status != 429

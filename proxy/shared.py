@@ -15,6 +15,7 @@ from proxy.balancer.fitness.misfits import Misfits
 from proxy.balancer.health.health_board import HealthBoard
 from proxy.balancer.health.suspect_memory import SuspectMemory
 from proxy.balancer.roster import Roster
+from proxy.balancer.shared.back_offs import BackOffs
 from proxy.balancer.shared.bulletin import Bulletin
 from proxy.balancer.shared.fronts import NOBODY, Fronts
 from proxy.balancer.shared.journal import Journal
@@ -116,6 +117,7 @@ class Shared:
     heartbeats: Heartbeats = field(default_factory=Heartbeats)
     health_board: HealthBoard = field(default_factory=HealthBoard)
     suspects: SuspectMemory = field(default_factory=SuspectMemory)
+    back_offs: BackOffs = field(default_factory=BackOffs)
     fronts: Fronts = field(default_factory=Fronts)
     journal: Journal = field(default_factory=Journal)
     receipts: Receipts = field(default_factory=Receipts)
@@ -183,6 +185,7 @@ def share(
         key_usage=KeyUsage(workers=settings.workers, guests=settings.replicas.guests),
         heartbeats=Heartbeats(settings.workers),
         health_board=HealthBoard(settings.workers, slots),
+        back_offs=BackOffs(slots),
         fronts=Fronts(settings.workers, settings.replicas.guests),
         journal=Journal(settings.workers + settings.replicas.guests, tellers=settings.kv_events.tellers),
         receipts=Receipts(settings.workers, settings.admin.receipts_bytes),

@@ -22,7 +22,7 @@ from proxy.api.role_queue import RoleQueues
 from proxy.backend import Load
 from proxy.balancer.health.blame import Blame
 from proxy.balancer.pick import PickRequest
-from proxy.errors import Failure, GatewayError, NoBackendAvailable, UpstreamError
+from proxy.errors import Failure, GatewayError, NoBackendAvailable, Overloaded, UpstreamError
 from proxy.flow.retry import backoff_seconds, may_retry
 from proxy.listener.body import read_body
 from proxy.listener.replies import REQUEST_ID
@@ -168,19 +168,29 @@ class PassthroughApi:
     async def _try_admitted(
         self, queue: RoleQueue, path: str, request: web.Request, body: bytes, record: _Record
     ) -> web.StreamResponse:
-        """Once, and again after a restart, if connections were refused and nothing else has come of it."""
+        """Once, and again after a restart, if connections were refused and nothing else has come of it; and again if
+        all instances refused it.
+        """
         loop = asyncio.get_running_loop()
         waits_until = loop.time() + self._settings.admission.wait_seconds
+        refusal: UpstreamError | None = None
         while True:
-            async with queue.admission.admit(record.key):
-                try:
+            try:
+                async with queue.admission.admit(record.key):
                     return await self._try(queue, path, request, body, record)
-                except (NoBackendAvailable, UpstreamError) as error:
-                    is_unreached = isinstance(error, NoBackendAvailable) or error.failure is Failure.CONNECT
-                    if not is_unreached or record.has_reached_engines or not queue.pool.is_restarting():
+            except Overloaded as error:
+                raise error if refusal is None else refusal from None
+            except (NoBackendAvailable, UpstreamError) as error:
+                if loop.time() >= waits_until:
+                    raise
+                if isinstance(error, UpstreamError) and error.is_refusal:
+                    if record.is_committed or self._settings.retry.max_attempts < 2 or not queue.pool.refuse_all():
                         raise
-                    if loop.time() >= waits_until:
-                        raise
+                    refusal = error
+                    continue
+                is_unreached = isinstance(error, NoBackendAvailable) or error.failure is Failure.CONNECT
+                if not is_unreached or record.has_reached_engines or not queue.pool.is_restarting():
+                    raise
 
     async def _try(
         self, queue: RoleQueue, path: str, request: web.Request, body: bytes, record: _Record
@@ -189,6 +199,7 @@ class PassthroughApi:
         load = Load(compute=len(body) // self._settings.cost.bytes_per_token + 1)
         wanted = PickRequest.of(load, proves_generation=path in _RUN_THE_MODEL)
         failed: list[Backend] = []
+        attempts = 0
         with (
             Blame() as blame,
             queue.lane.gateway.budget.request() as permit,
@@ -201,14 +212,20 @@ class PassthroughApi:
                     record.has_reached_engines |= error.failure is not Failure.CONNECT
                     failed.append(error.backend)
                     blame.failed(error)
-                    await self._await_retry(error, len(failed), permit, record)
+                    if error.is_refusal and not record.is_committed and self._settings.retry.max_attempts > 1:
+                        # It counts for nothing as long as others would take the request.
+                        if not queue.pool.takes(failed):
+                            raise
+                    else:
+                        attempts += 1
+                        await self._await_retry(error, attempts, permit, record)
                     try:
                         lease.move(failed, because=error)
                     except NoBackendAvailable as nobody:
                         # What the engine said is more to the point, except that it could not be reached.
                         raise nobody if error.failure is Failure.CONNECT else error from None
                     self._metrics.retries_total.labels(queue.pool.role, error.failure).inc()
-                await asyncio.sleep(backoff_seconds(self._settings.retry, len(failed)))
+                await asyncio.sleep(backoff_seconds(self._settings.retry, max(1, attempts)))
 
     async def _await_retry(self, error: UpstreamError, attempts: int, permit: RetryPermit, record: _Record) -> None:
         """Wait until the request may be tried again. Raises the error if it must not be."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class RoleQueue:
-    """The instances of a role, and a queue of its own in front of them: only while all of them are restarting."""
+    """The instances of a role, and a queue of its own in front of them: only while all of them restart or refuse."""
 
     def __init__(self, lane: Lane, settings: Settings, metrics: Metrics) -> None:
         """`lane`: that of these instances."""
@@ -36,7 +36,7 @@ class RoleQueue:
         self.admission = Admission(settings.admission, self._has_room, metrics, absent=self._absent)
 
     def _has_room(self, request: Callable[[], PickRequest] | None = None) -> bool:
-        return not self.pool.is_restarting()
+        return not self.pool.is_restarting() and not self.pool.refuse_all()
 
     def _absent(self) -> Role | None:
         return self.pool.role if self.pool.is_gone() else None

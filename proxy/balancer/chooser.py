@@ -1,11 +1,12 @@
 """Which of a role's eligible backends a request gets: what holds for every policy, around the policy's own choice.
 
-Backends that are short of KV memory are passed over for a while, and so are those at their limit, as long as there are
-others. Backends that came back start slowly, and those with a weight get as much less.
+Backends that refused requests or are short of KV memory are passed over for a while, and so are those at their limit,
+as long as there are others. Backends that came back start slowly, and those with a weight get as much less.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from typing import TYPE_CHECKING
@@ -14,11 +15,12 @@ from proxy.balancer import slow_start
 from proxy.balancer.choice import PREFERRED
 from proxy.balancer.pick import Candidate, Policy
 from proxy.balancer.policies.least_tokens import WEIGHTS
+from proxy.balancer.shared.back_offs import BackOffs
 from proxy.balancer.shared.scoreboard import SlotReader
 from proxy.errors import NoBackendAvailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from proxy.backend import Backend, Role
     from proxy.balancer.choice import Looked
@@ -36,10 +38,17 @@ class Chooser:
         scoreboard: Scoreboard,
         share_percent: Callable[[Backend], int],
         *,
+        back_offs: BackOffs | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
-        """`share_percent`: of its share of requests what a backend gets now, by its weight, and by its slow start."""
+        """`share_percent`: of its share of requests what a backend gets now, by its weight, and by its slow start.
+        `back_offs`: what all workers know of those that are passed over; None: this is the only worker.
+        """
+        self.back_offs = back_offs or BackOffs(scoreboard.slots)
+        self.changes = self.back_offs.changes
+        self.seen_changes = -1
+        """What `changes` holds must be this. Otherwise `look` comes first."""
         self.use(policy)
         self.pressure_seconds = 0.0
         """How long a backend that ran out of KV memory is passed over."""
@@ -48,7 +57,7 @@ class Chooser:
         """What led to the last choice; see choice.Pick."""
         self._reader = SlotReader(scoreboard, ())  # of theirs
         self.passes_over = False
-        """Some of them may have to be passed over, whatever the policy says: they are short of KV memory."""
+        """Some of them may have to be passed over, whatever the policy says: they refuse, or are short of KV memory."""
         self.has_limits = False
         """Some of them work on so many requests at a time and no more."""
         self._role = role
@@ -57,7 +66,9 @@ class Chooser:
         self._share_percent = share_percent
         self._clock = clock
         self._rng = rng or random.Random()
-        self._pressed: dict[Backend, float] = {}  # short of KV memory, until when
+        self._open: tuple[Candidate, ...] = ()  # those that are not passed over, until `_open_until`
+        self._open_until = math.inf
+        self._refusing: frozenset[Backend] = frozenset()
         self._is_any_slow = False
 
     def consider(self, backends: Sequence[Backend], limits: Sequence[int | None]) -> None:
@@ -69,11 +80,58 @@ class Chooser:
         self._reader = SlotReader(self._scoreboard, [backend.slot for backend in backends])
         self.has_limits = any(limit is not None for limit in limits)
         self._is_any_slow = any(self._share_percent(backend) < slow_start.FULL for backend in backends)
+        self.look()
+
+    def look(self) -> None:
+        """Find out which candidates are passed over now."""
+        self.seen_changes = self.changes[0]
+        now, of = self._clock(), self.back_offs.of
+        standings = [(candidate, of(candidate.backend)) for candidate in self.candidates]
+        self._refusing = frozenset(candidate.backend for candidate, standing in standings if standing.refuses(now))
+        self._open = tuple(
+            candidate
+            for candidate, standing in standings
+            if candidate.backend not in self._refusing and standing.pressed_until <= now
+        )
+        self.passes_over = any(standing.pressed_until > now or standing.takes_turns(now) for _, standing in standings)
+        times = (time for _, standing in standings for time in (standing.until, standing.pressed_until))
+        self._open_until = min((time for time in times if time > now), default=math.inf)
 
     def press(self, backend: Backend) -> None:
         """A backend ran out of KV memory: pass it over for a while."""
-        self._pressed[backend] = self._clock() + self.pressure_seconds
-        self.passes_over = True
+        self.back_offs.press(backend, self._clock() + self.pressure_seconds)
+
+    def refused(self, backend: Backend, retry_after_seconds: float | None) -> int:
+        """A backend refused a request: pass it over for a while. Return how often it did since it last served."""
+        now = self._clock()
+        doubles = any(candidate.backend != backend for candidate in self._open_now)
+        return self.back_offs.refuse(backend, now, retry_after_seconds, doubles=doubles)
+
+    def served(self, backend: Backend, *, is_complete: bool) -> None:
+        """A backend has begun to answer a request, or has completed one."""
+        self.back_offs.serve(backend, self._clock(), is_complete=is_complete)
+
+    def make_room(self, backend: Backend) -> None:
+        """A request on a backend has ended otherwise."""
+        self.back_offs.make_room(backend, self._clock())
+
+    @property
+    def refuse_all(self) -> bool:
+        """Whether all candidates would probably refuse a request now. False if there are none."""
+        return not self._open_now and bool(self.candidates) and len(self._refusing) == len(self.candidates)
+
+    def takes(self, avoid: Collection[Backend]) -> bool:
+        """Whether some candidate that is not to be avoided would probably take a request now."""
+        if self._open_now and not avoid:
+            return True
+        return any(each.backend not in avoid and each.backend not in self._refusing for each in self.candidates)
+
+    @property
+    def _open_now(self) -> tuple[Candidate, ...]:
+        """The candidates that are not passed over."""
+        if self.changes[0] != self.seen_changes or self._clock() >= self._open_until:
+            self.look()
+        return self._open
 
     def use(self, policy: Policy) -> None:
         """Choose by this policy from now on."""
@@ -85,7 +143,11 @@ class Chooser:
         """Whether the policy would send something to some candidate below its limit, or there are none. `request`: or
         this one, that nobody is in front of.
         """
-        candidates = self.candidates
+        candidates: Sequence[Candidate] = self.candidates
+        if (self.passes_over or self.changes[0] != self.seen_changes) and candidates:
+            if self.refuse_all:
+                return False
+            candidates = self._not_passed_over(candidates)
         if self.holds_queue and candidates:
             policy = self.policy
             return policy.has_room(candidates) if request is None else policy.lets_go(candidates, request)
@@ -97,15 +159,20 @@ class Chooser:
 
     def first_to_go(self, waiting: Sequence[PickRequest]) -> int | None:
         """See Policy.first_to_go. Without candidates the first goes: it fails at once."""
-        return self.policy.first_to_go(self.candidates, waiting) if self.holds_queue and self.candidates else 0
+        candidates: Sequence[Candidate] = self.candidates
+        if self.passes_over and candidates:
+            candidates = self._not_passed_over(candidates)
+        return self.policy.first_to_go(candidates, waiting) if self.holds_queue and candidates else 0
 
     def choose(self, request: PickRequest) -> Backend:
         """The backend for a request. Raises NoBackendAvailable."""
+        if self.changes[0] != self.seen_changes:
+            self.look()
         candidates: Sequence[Candidate] = self.candidates
         if avoid := request.avoid:
             candidates = [candidate for candidate in candidates if candidate.backend not in avoid]
-        if self.passes_over:
-            candidates = self._without_pressed(candidates)
+        if self.passes_over and candidates:
+            candidates = self._not_passed_over(candidates)
         if not candidates:
             raise NoBackendAvailable(self._role)
         prefer = request.prefer
@@ -150,9 +217,12 @@ class Chooser:
             return candidates
         return slow_start.taking_part(candidates, percents, self._rng)
 
-    def _without_pressed(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """The candidates that have KV memory to spare, or all of them if none has."""
-        now = self._clock()
-        self._pressed = {backend: until for backend, until in self._pressed.items() if until > now}
-        self.passes_over = bool(self._pressed)
-        return [candidate for candidate in candidates if candidate.backend not in self._pressed] or candidates
+    def _not_passed_over(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """Those of the candidates, at least one, that are not passed over. If all are, those that only lack KV memory,
+        and if there are none, all.
+        """
+        open_now = self._open_now
+        if candidates is not self.candidates:
+            open_now = tuple(candidate for candidate in candidates if candidate in open_now)
+        refusing = self._refusing
+        return open_now or [each for each in candidates if each.backend not in refusing] or candidates

@@ -104,6 +104,8 @@ class Lease:
         if self._trial and self._request.proves_generation:
             self._pool.outcomes.served(self.backend, self._trial)
             self._trial = 0
+        else:
+            self._pool.outcomes.began(self.backend)
 
     def tell(self, prompt_tokens: int | None, cached_tokens: int | None) -> None:
         """What the backend has told of the prompt, before `free_compute`; None: nothing."""
@@ -192,4 +194,7 @@ class Lease:
             if error.is_breakdown and not trial:
                 error.blame = self._pool.outcomes.accuse(backend, error, self._request.proves_generation)
             else:
-                self._pool.outcomes.report(backend, error, trial, self._request.proves_generation)
+                others_running = self._pool.running(backend) - self._running
+                self._pool.outcomes.report(
+                    backend, error, trial, self._request.proves_generation, others_running=others_running
+                )

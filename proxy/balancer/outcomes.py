@@ -57,8 +57,15 @@ class Outcomes:
         }
         self._well_at = health.version
 
-    def report(self, backend: Backend, error: UpstreamError | None, trial: int = 0, is_proof: bool = True) -> None:
-        """How a request on a backend ended; None means well."""
+    def report(
+        self,
+        backend: Backend,
+        error: UpstreamError | None,
+        trial: int = 0,
+        is_proof: bool = True,
+        others_running: int = 0,
+    ) -> None:
+        """How a request on a backend ended; None means well. `others_running`: requests that it works on besides."""
         if error is None:
             self.served(backend, trial, is_proof)
             self.count_served(backend)
@@ -66,12 +73,26 @@ class Outcomes:
         if error.failure is Failure.REMOVED:
             self.abandon(backend, trial)
             return
+        refusals = 0
         if error.failure is Failure.RECOMPUTED:
             self._chooser.press(backend)
+        elif error.is_refusal and is_proof:
+            refusals = self._chooser.refused(backend, error.retry_after_seconds)
+        elif self._chooser.passes_over:
+            self._chooser.make_room(backend)
         self._members.refresh()
         if error.engine_status == _UNAUTHORIZED and self._fitness and not self._health.of(backend).has_served:
             self._fitness.refused_key(backend)
-        self._tell(self._health.on_outcome(backend, error, self._members.enabled, trial=trial, is_proof=is_proof))
+        transition = self._health.on_outcome(
+            backend,
+            error,
+            self._members.enabled,
+            trial=trial,
+            is_proof=is_proof,
+            # An engine that works on other requests is busy.
+            refusals=0 if others_running else refusals,
+        )
+        self._tell(transition)
         if self._on_end is not None:
             self._on_end(backend, error.failure.value)
 
@@ -104,15 +125,22 @@ class Outcomes:
     def served(self, backend: Backend, trial: int = 0, is_proof: bool = True) -> None:
         """A request has gone well, perhaps before its lease ends, or a trial before its request does."""
         health = self._health
+        if is_proof and self._chooser.passes_over:
+            self._chooser.served(backend, is_complete=True)
         condition = self._well.get(backend.key)
         if condition is not None and health.version == self._well_at and is_proof and not trial:
             # What `on_outcome` comes to for a backend that is well, without a call: every request comes by here.
             health.events += 1
             condition.served_at = health.events
-            if condition.breaker.failures:
-                condition.breaker.forgive()
+            if condition.breaker.failures or condition.breaker.refuses_since:
+                condition.breaker.served()
             return
         self._tell(health.on_outcome(backend, None, self._members.enabled, trial=trial, is_proof=is_proof))
+
+    def began(self, backend: Backend) -> None:
+        """A backend has begun to answer a request."""
+        if self._chooser.passes_over:
+            self._chooser.served(backend, is_complete=False)
 
     def count_served(self, backend: Backend) -> None:
         """The lease of such a request has ended."""
@@ -126,6 +154,8 @@ class Outcomes:
         """A request on a backend was broken off, and the backend is not to blame."""
         if trial:
             self._health.abandon_trial(backend, trial)
+        if self._chooser.passes_over:
+            self._chooser.make_room(backend)
         if self._on_end is not None:
             self._on_end(backend, "abandoned")
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from proxy.balancer.health.health import Health, Transition
     from proxy.balancer.health.pair_quarantine import PairQuarantine
     from proxy.balancer.roster import Roster
+    from proxy.balancer.shared.back_offs import BackOffs
     from proxy.balancer.shared.scoreboard import Row, Scoreboard
 
 _NO_LOAD: Final = Load()
@@ -71,6 +72,7 @@ class Pool:
         fitness: Fitness | None = None,
         on_change: Callable[[], None] | None = None,
         part: tuple[Pool, Callable[[Collection[Backend]], tuple[Backend, ...]]] | None = None,
+        back_offs: BackOffs | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
@@ -78,6 +80,7 @@ class Pool:
         `abandoned` when the reason lies outside the backend. `pinned_kv`: the KV that stays pinned on these backends.
         `quarantine`, `fitness` and it forget the backends that leave. `on_change` hears when backends or what is known
         of them have changed. `part`: the pool of all backends of the role, and which of them are this one's.
+        `back_offs`: see Chooser.
         """
         self.role = role
         self.is_decode = role is Role.DECODE
@@ -108,7 +111,11 @@ class Pool:
                 on_transition=on_transition,
                 on_change=self._on_change,
             )
-        self._chooser = Chooser(role, policy, scoreboard, self._share_percent, clock=clock, rng=rng)
+        if part is not None and back_offs is None:
+            back_offs = part[0]._chooser.back_offs
+        self._chooser: Chooser = Chooser(
+            role, policy, scoreboard, self._share_percent, back_offs=back_offs, clock=clock, rng=rng
+        )
         self.outcomes = Outcomes(
             self._members, self._chooser, health, fitness=fitness, on_transition=on_transition, on_end=on_end
         )
@@ -154,10 +161,15 @@ class Pool:
         """
         members, chooser = self._members, self._chooser
         members.refresh()
+        if chooser.changes[0] != chooser.seen_changes:
+            chooser.look()
         if members.awaiting_trial and (trial := self._trial_for(request)) is not None:
             return (trial, TRIAL), self._health.begin_trial(trial)
         if request.avoid or request.prefer is not None or chooser.passes_over or not chooser.candidates:
-            return (chooser.choose(request), chooser.looked), 0
+            backend = chooser.choose(request)
+            if chooser.passes_over:
+                chooser.back_offs.take_turn(backend, self._clock())
+            return (backend, chooser.looked), 0
         return (chooser.ask(chooser.candidates, request).backend, chooser.looked), 0
 
     def _trial_for(self, request: PickRequest) -> Backend | None:
@@ -168,7 +180,9 @@ class Pool:
         )
         if is_wanted_elsewhere and not all(backend in avoid for backend in members.eligible):
             return None
-        return next((backend for backend in members.awaiting_trial if backend not in avoid), None)
+        is_refusing = self._chooser.back_offs.refuses
+        now = self._clock()
+        return next((each for each in members.awaiting_trial if each not in avoid and not is_refusing(each, now)), None)
 
     def choose(self, request: PickRequest) -> Backend:
         """An eligible backend, of which nothing is to be told. Raises NoBackendAvailable."""
@@ -237,7 +251,29 @@ class Pool:
         members.refresh()
         if members.gone_at is not None and self.is_restarting():
             return False
-        return bool(members.awaiting_trial) or self._chooser.has_room(request)
+        if members.awaiting_trial:
+            if not self._all_on_probation_refuse():
+                return True
+            if not members.eligible:
+                return False
+        return self._chooser.has_room(request)
+
+    def refuse_all(self) -> bool:
+        """Whether all backends that may get requests would probably refuse one now."""
+        members = self._members
+        members.refresh()
+        if members.awaiting_trial and not self._all_on_probation_refuse():
+            return False
+        return self._chooser.refuse_all if members.eligible else bool(members.awaiting_trial)
+
+    def takes(self, avoid: Collection[Backend]) -> bool:
+        """Whether some eligible backend that is not to be avoided would probably take a request now."""
+        self._members.refresh()
+        return self._chooser.takes(avoid)
+
+    def _all_on_probation_refuse(self) -> bool:
+        now, refuses = self._clock(), self._chooser.back_offs.refuses
+        return all(refuses(backend, now) for backend in self._members.awaiting_trial)
 
     def would_take(self) -> bool:
         """Return whether an engine would take a request now, limits that were learned aside. Not while all restart."""
@@ -280,11 +316,14 @@ class Pool:
     def first_to_go(self, waiting: Sequence[PickRequest]) -> int | None:
         """Of those who wait the place of the first that should go now, by the policy; None: all had better wait."""
         self._members.refresh()
-        return 0 if self._members.awaiting_trial else self._chooser.first_to_go(waiting)
+        if self._members.awaiting_trial and not self._all_on_probation_refuse():
+            return 0
+        return self._chooser.first_to_go(waiting)
 
     def forget(self, backend: Backend) -> None:
         """A backend has left. See members.Notes."""
         self._engine_ids.pop(backend, None)
+        self._chooser.back_offs.forget(backend)
         self.policy.emptied(backend)
 
     def is_gone(self) -> bool:
@@ -314,6 +353,10 @@ class Pool:
     def in_flight(self, backend: Backend) -> int:
         """Open leases on a backend, over all workers."""
         return self._scoreboard.requests(backend.slot)
+
+    def running(self, backend: Backend) -> int:
+        """Requests that a backend works on, for all workers."""
+        return self._scoreboard.running(backend.slot)
 
     def load(self, backend: Backend) -> Load:
         """What a backend is charged with, by all workers."""

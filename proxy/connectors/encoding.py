@@ -146,6 +146,7 @@ class Encoding(Connector):
         tokens = cost.image_tokens if item.keys().isdisjoint(("input_audio", "audio_url")) else cost.audio_tokens
         body: dict[str, Any] = {name: call.values[name] for name in _SHARED if name in call.values}
         body |= {"messages": [{"role": "user", "content": [item]}], "max_tokens": 1, "stream": False}
+        await self._wait_for_takers()
         with self._encoders.lease(PickRequest.of(Load(compute=max(1, tokens)), avoid=avoid)) as lease:
             response, answer = await self._upstream.fetch(
                 lease.backend,
@@ -157,6 +158,13 @@ class Encoding(Connector):
             )
             if response.status != 200:
                 raise refusal(response, answer)
+
+    async def _wait_for_takers(self) -> None:
+        """Wait while all encoders refuse requests, but not for longer than in the queue."""
+        loop = asyncio.get_running_loop()
+        waits_until = loop.time() + self._context.settings.admission.wait_seconds
+        while self._encoders.refuse_all() and loop.time() < waits_until:  # noqa: ASYNC110 time alone may end it
+            await asyncio.sleep(_LOOK_AGAIN_SECONDS)
 
 
 def media(call: Call) -> Sequence[Mapping[str, Any]]:

@@ -6,7 +6,7 @@ import asyncio
 import math
 from typing import TYPE_CHECKING, Final
 
-from proxy.errors import Failure, NoBackendAvailable, UpstreamError
+from proxy.errors import Failure, NoBackendAvailable, Overloaded, UpstreamError
 from proxy.flow.resuming import Resuming
 from proxy.flow.retry import backoff_seconds, may_retry
 from proxy.flow.unit_guard import UnitGuard
@@ -71,6 +71,8 @@ class AttemptLoop:
         self._last: UpstreamError | None = None
         self._gone: Role | None = None
         """Whose instances it is in the queue for once more."""
+        self._refusal: UpstreamError | None = None
+        """All instances of a role refused, last with this, and it is in the queue once more until one takes it."""
 
     async def run(self) -> None:
         """Open attempts until one has brought the whole answer.
@@ -92,15 +94,23 @@ class AttemptLoop:
                             pass
                 guard.served()
                 return
+            except Overloaded as error:
+                # What an engine said is more to the point than that the queue was in vain.
+                raise error if self._refusal is None else self._refusal from None
             except (NoBackendAvailable, UpstreamError) as error:
-                if not self._is_absence(error):
+                if self._is_refused(error):
+                    if record.clock() >= waits_until:
+                        raise
+                    self._refusal = error if isinstance(error, UpstreamError) else self._refusal
+                elif not self._is_absence(error):
                     raise
-                gone = _role_of(error)
-                if not self._parts.pools.of(gone).is_restarting() or record.clock() >= waits_until:
-                    raise error if isinstance(error, NoBackendAvailable) else NoBackendAvailable(gone) from error
-                self._gone = gone
+                else:
+                    gone = _role_of(error)
+                    if not self._parts.pools.of(gone).is_restarting() or record.clock() >= waits_until:
+                        raise error if isinstance(error, NoBackendAvailable) else NoBackendAvailable(gone) from error
+                    self._gone = gone
+                    self._failures.clear()
             self._avoid.clear()
-            self._failures.clear()
             self._last = self._prefer = None
 
     def _admit(self) -> Entry:
@@ -111,11 +121,19 @@ class AttemptLoop:
         wanted = self._call.pick_request
         return admission.admit(
             key,
-            patient=not self._is_first,
+            patient=not self._is_first and self._refusal is None,
             on_wait=self._enter_queue,
             request=wanted,
             since=self._record.started,
         )
+
+    def _is_refused(self, error: NoBackendAvailable | UpstreamError) -> bool:
+        """Whether it may wait in the queue, because all instances of a role refuse requests for the moment."""
+        if self._delivery.is_touched or self._delivery.goes_on or self._settings.retry.max_attempts < 2:
+            return False
+        if isinstance(error, UpstreamError):
+            return error.is_refusal and not self._resuming.is_unrepeatable
+        return self._parts.pools.of(error.role).refuse_all()
 
     def _is_absence(self, error: NoBackendAvailable | UpstreamError) -> bool:
         """Whether nothing has come of the request but refused connections, of instances that are all gone."""
@@ -212,11 +230,13 @@ class AttemptLoop:
 
     async def _repeat(self, error: UpstreamError) -> None:
         """Wait for the next try of an attempt whose decoder said nothing, or raise."""
-        role, retry = error.backend.role, self._settings.retry
-        attempts = self._failures[role] = self._failures.get(role, 0) + 1
+        role, retry, resuming = error.backend.role, self._settings.retry, self._resuming
         if error.retry_after_seconds is not None:  # where all are busy, the client may come when the first one is not
             self._soonest = error.retry_after_seconds = min(error.retry_after_seconds, self._soonest)
-        resuming = self._resuming
+        if error.is_refusal and retry.max_attempts > 1 and not resuming.is_unrepeatable:
+            await self._repeat_refused(error)
+            return
+        attempts = self._failures[role] = self._failures.get(role, 0) + 1
         if not may_retry(
             error, sent_to_client=resuming.is_unrepeatable, attempts=attempts, max_attempts=retry.max_attempts
         ):
@@ -234,6 +254,24 @@ class AttemptLoop:
             self._delivery.begin_anew()
         self._timeline.leave()
         await asyncio.sleep(backoff_seconds(retry, attempts))
+
+    async def _repeat_refused(self, error: UpstreamError) -> None:
+        """Wait for the next try of an attempt that an engine refused, or raise. It counts for nothing: the engine has
+        done no work, is passed over from now on, and so is not asked again before others.
+        """
+        role, resuming = error.backend.role, self._resuming
+        pool = self._parts.pools.of(role)
+        if not pool.takes(self._avoid):
+            if not resuming.is_searching:
+                raise resuming.given_up(error, "no instance could continue it") if self._delivery.goes_on else error
+            while pool.refuse_all() and resuming.is_searching:  # noqa: ASYNC110 time alone may end it
+                await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+            self._avoid.clear()
+        self._metrics.retries_total.labels(role.value, error.failure.value).inc()
+        if not self._delivery.goes_on:
+            self._delivery.begin_anew()
+        self._timeline.leave()
+        await asyncio.sleep(backoff_seconds(self._settings.retry, 1))
 
     async def _look_again(self, nobody: NoBackendAvailable) -> None:
         """There was no backend: decide whether there may be one soon, or raise."""

@@ -40,6 +40,8 @@ class Options:
     the three delays and `num_gpu_blocks` say. None: as these say.
     """
     max_num_seqs: int = 256
+    max_num_queued_reqs: int | None = None
+    """Requests that may wait or run. Further ones are refused with 503 (vLLM `--max-num-queued-reqs`). None: any."""
     tokens_per_step: int = 1
     stream_interval: int = 1
     eos_after: int | None = None

@@ -38,6 +38,8 @@ class State:
     finished: int = 0
     aborted: int = 0
     disconnects: int = 0
+    refused: int = 0
+    """Requests for which it had no room, or that came while it was paused."""
     tokens_generated: int = 0
     tokens_sent: int = 0
     prompt_tokens: int = 0

@@ -104,6 +104,7 @@ def build_balancing(basis: Basis) -> Balancing:
             fitness=fitness,
             on_change=models.look if part is None else None,
             part=part,
+            back_offs=shared.back_offs,
         )
         return made, _configuring(made, current, context)
 

@@ -257,9 +257,9 @@ async def test_a_resume_has_one_line_that_tells_why_and_how(deploy: Deploy, capl
 
 ACCOUNTS = [
     # who fails, how, streamed, term, status
-    ("prefiller", "refuse_status", True, "SF", 503),
+    ("prefiller", "refuse_status", True, "SF", 500),
     ("prefiller", "hang_before_headers", True, "sF", 504),
-    ("decoder", "refuse_status", True, "SH", 503),
+    ("decoder", "refuse_status", True, "SH", 500),
     ("decoder", "error_event", True, "ST", 500),
     ("decoder", "hang_before_headers", False, "sH", 504),
 ]
@@ -272,7 +272,7 @@ async def test_a_failure_is_accounted_to_its_stage(
     timeouts = {"prefill_seconds": 0.1, "first_token_seconds": 0.1} if how == "hang_before_headers" else {}
     deployment = await deploy(timeouts=timeouts, kv={"release": "never"})
     (engine,) = deployment.prefillers if who == "prefiller" else deployment.decoders
-    engine.faults.add(how)
+    engine.faults.add(how, status=500)
     answer = await deployment.ask(request(Api.COMPLETIONS, stream=stream, max_tokens=40))
     deployment.expects_pinned = len(deployment.prefillers[0].pins)
     deployment.expects_inexact_pins = how == "error_event"  # which does not say whether the KV was fetched

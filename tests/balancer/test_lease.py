@@ -254,6 +254,10 @@ def test_a_trial_that_told_nothing_is_followed_by_another(balancer: Balancer, er
     with pytest.raises(type(error)), balancer.decoders.lease(PickRequest.of(COST)):
         raise error
     assert balancer.health.of(one).state is PROBATION
+    if isinstance(error, UpstreamError) and error.is_refusal:
+        with balancer.decoders.lease(PickRequest.of(COST)) as lease:
+            assert lease.backend == two
+        balancer.clock.now += 1.0
     with balancer.decoders.lease(PickRequest.of(COST)) as next_trial:
         assert next_trial.backend == one
     assert balancer.health.of(one).state is UP

@@ -190,10 +190,14 @@ async def test_the_same_request_is_served_again_when_it_was_the_engines(deploy: 
     gateway.expects_inexact_pins, gateway.may_stay_pinned = True, 10
     first, second = gateway.decoders
     first.faults.add("kill", user=POISON)
-    second.faults.add("refuse_status", user=POISON, status=503, times=1)
+    second.faults.add("refuse_status", user=POISON, status=503)
     refused = await gateway.ask(poison())
     assert (refused.status, gateway.metrics("pdproxy_suspect_requests_total")) == (503, {})
-    assert (await gateway.ask(poison())).status == 200
+    second.faults.clear()
+    answer = await gateway.ask(poison())
+    while answer.status == 503:  # it is passed over for a moment
+        answer = await gateway.ask(poison())
+    assert answer.status == 200
     assert gateway.worker.gateway._parts.suspects.memory.is_empty
 
 

@@ -20,12 +20,14 @@ from proxy.errors import Failure
 if TYPE_CHECKING:
     from proxy.settings import HealthChecks
 
-Cause = Literal["failures", "connect", "timeouts", "stall", "other_gateway"]
+Cause = Literal["failures", "connect", "timeouts", "stall", "refuses", "other_gateway"]
 """Why a backend was ejected, as the metric says it."""
 
 # One alone may be an engine that is just being restarted, or a request that is too large.
 _REFUSED_CONNECTIONS: Final = 2
 _TIMEOUTS: Final = 2
+# One or two may be a burst that an engine has no room for.
+_REFUSALS: Final = 3
 
 
 class Phase(Enum):
@@ -51,6 +53,8 @@ class Breaker:
     """It is out because another gateway has found it of no use, and nothing that was seen here says so."""
     trial: int = 0
     """The number of the request that is being tried, 0 for none."""
+    refuses_since: int = 0
+    """Event of the first request that it refused since it last served; 0: none."""
     _last: Failure | None = None
     _repeats: int = 0  # how often in a row the last failure was of its kind
     _since: int = 0  # event of the last failure but one of that kind
@@ -67,6 +71,19 @@ class Breaker:
     def refused_connections(self) -> int:
         """How many connections in a row were refused."""
         return self._repeats if self._last is Failure.CONNECT else 0
+
+    def served(self) -> None:
+        """The backend has served a request."""
+        self.refuses_since = 0
+        self.forgive()
+
+    def refuse(self, event: int) -> None:
+        """The backend has refused a request. That neither counts as a failure nor forgives one."""
+        self.refuses_since = self.refuses_since or event
+
+    def refuses(self, refusals: int, others_served_at: int) -> bool:
+        """Whether it refuses requests for no good reason: `refusals` in a row, while another backend served."""
+        return refusals >= _REFUSALS and others_served_at > self.refuses_since > 0
 
     def forgive(self) -> None:
         """Begin to count afresh: the backend served, or said something that is no failure of its own."""
@@ -129,7 +146,7 @@ class Breaker:
         self.phase = Phase.CLOSED
         self.trial = 0
         self.ends_with_connection = False
-        self.forgive()
+        self.served()
         self.resume(now)
 
     def rest(self, now: float, eject_seconds: float) -> None:

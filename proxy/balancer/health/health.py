@@ -120,11 +120,13 @@ class Health:
         *,
         trial: int = 0,
         is_proof: bool = True,
+        refusals: int = 0,
     ) -> Transition | None:
         """Take in how a request went; error None means that the backend served it.
 
         `trial`: its number from `begin_trial`, if it was one. `is_proof` False: it could not show whether the backend
-        generates, so that all it tells is whether there was a connection.
+        generates, so that all it tells is whether there was a connection. `refusals`: how often an idle backend has
+        refused requests since it last served.
         """
         condition = self._condition(backend)
         old = condition.state
@@ -140,9 +142,16 @@ class Health:
         if error is not None and error.is_backends_fault and (is_proof or error.failure is Failure.CONNECT):
             condition.breaker.blame(error.failure, self.events)
             return self._blamed(backend, condition, error, peers, is_trial)
-        if is_proof:
+        if error is not None and error.is_refusal:
+            condition.breaker.connected()
+            if is_proof:
+                condition.breaker.refuse(self.events)
+            if (transition := self._refused(backend, condition, error, peers, is_trial, refusals)) is not None:
+                return transition
+        elif is_proof:
             condition.breaker.forgive()
             if error is None:
+                condition.breaker.served()
                 condition.served_at = self.events
         else:
             condition.breaker.connected()
@@ -280,6 +289,24 @@ class Health:
         if cause is None or condition.verdict is HealthState.DOWN or not self._may_eject(backend, peers):
             return None
         return self._eject(backend, condition, cause, f"{error.message}, {breaker.failures} failures in a row")
+
+    def _refused(
+        self,
+        backend: Backend,
+        condition: BackendHealth,
+        error: UpstreamError,
+        peers: Collection[Backend],
+        is_trial: bool,
+        refusals: int,
+    ) -> Transition | None:
+        """Eject a backend that refuses requests that others serve."""
+        others_served_at = max((self.of(peer).served_at for peer in peers if peer != backend), default=0)
+        is_judged = is_trial or condition.breaker.phase is Phase.CLOSED
+        if not is_judged or not condition.breaker.refuses(refusals, others_served_at):
+            return None
+        if condition.verdict is HealthState.DOWN or not self._may_eject(backend, peers):
+            return None
+        return self._eject(backend, condition, "refuses", f"{error.message}, while others serve")
 
     def _may_eject(self, backend: Backend, peers: Collection[Backend]) -> bool:
         others = [self.of(peer) for peer in peers if peer != backend]

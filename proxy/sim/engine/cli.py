@@ -106,6 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="more than these wait",
     )
+    add("--max-num-queued-reqs", type=natural, metavar="N", help="more than these, waiting or not, are answered 503")
     add(
         "--tokens-per-step",
         type=natural,

@@ -37,6 +37,7 @@ _PULLING: Final = {
     "mooncake-hybrid": "MooncakeHybridConnector",
 }
 """What vLLM and vLLM-Ascend call what moves KV as a simulated engine does, by its protocol or its connector."""
+_SCALING_PATHS: Final = ("/health", "/is_scaling_elastic_ep")
 
 
 class ControlRoutes:
@@ -68,6 +69,7 @@ class ControlRoutes:
             web.get("/metrics", self._metrics),
             web.get("/load", self._load),
             web.get("/version", self._version),
+            web.post("/is_scaling_elastic_ep", self._is_scaling),
             *([web.get("/server_info", self._server_info)] if self._core.options.dev_mode else []),
             web.post("/v1/chat/completions/render", self._render),
             web.post("/v1/completions/render", self._render),
@@ -86,6 +88,8 @@ class ControlRoutes:
         path = request.path
         if key is not None and path.startswith("/v1") and request.headers.get("Authorization") != f"Bearer {key}":
             return json_response({"error": "Unauthorized"}, 401)
+        if (refused := self._out_of_service(path)) is not None:
+            return refused
         if path.startswith("/_mock") or path in self._generation_paths:
             return await handler(request)  # type: ignore[no-any-return]
         headers = {name.lower(): value for name, value in request.headers.items()}
@@ -102,6 +106,22 @@ class ControlRoutes:
             said = error_body(error, self._core.options.profile)
             return json_response(said if rule.body is None else rule.body, rule.status, rule.headers)
         return await handler(request)  # type: ignore[no-any-return]
+
+    def _out_of_service(self, path: str) -> web.Response | None:
+        """What a rank of elastic expert parallelism says that is retired, or scales
+        (vLLM 0.33 `serve/elastic_ep/middleware.py`).
+        """
+        faults = self._core.faults
+        if path in _SCALING_PATHS or path.startswith("/_mock"):
+            return None
+        if faults.has("retired"):
+            return json_response({"error": "This data-parallel rank has been retired and is awaiting shutdown."}, 503)
+        if faults.has("scaling"):
+            return json_response({"error": "The model is currently scaling. Please try again later."}, 503)
+        return None
+
+    async def _is_scaling(self, request: web.Request) -> web.Response:
+        return json_response({"is_scaling_elastic_ep": self._core.faults.has("scaling")})
 
     async def date(self, request: web.Request, response: web.StreamResponse) -> None:
         """Tell the time as this engine's clock has it."""

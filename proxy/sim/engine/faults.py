@@ -12,6 +12,9 @@ from typing import Any, Final
 
 ACTIONS: Final[dict[str, str]] = {
     "refuse_status": "answer `status` with `body` (an OpenAI-style error unless given)",
+    "retired": "answer 503 on every path but the health check, as a rank that left a group of elastic EP (vLLM 0.33)",
+    "scaling": "the same, as a rank of a group that is being scaled",
+    "paused": "answer 503 to generations, as after POST /pause",
     "slow_headers": "wait `seconds`, then go on",
     "hang_before_headers": "never answer",
     "hang_after_headers": "answer 200 and headers, then nothing",
@@ -117,6 +120,10 @@ class Faults:
         self._rules.clear()
         self._matched.clear()
         self._fired.clear()
+
+    def has(self, action: str) -> bool:
+        """Whether there is a rule with this action, for those that hold for all requests until they are cleared."""
+        return any(rule.action == action for rule in self._rules)
 
     def plan(self, path: str, request_id: str, user: object = None) -> Plan:
         """Which rules apply to this request; counts it for `every`, `skip` and `times`."""

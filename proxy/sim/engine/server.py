@@ -102,6 +102,9 @@ class GenerationRoutes:
             return refused
         if request.transport is not None:
             self._served.add(request.transport)
+        if (reason := self._at_capacity()) is not None:
+            core.state.refused += 1
+            return refusal(reason, endpoint)
         try:
             ask = endpoint.read(_overlooking(body, plan), options=core.options, headers=headers)
         except EngineError as error:
@@ -125,6 +128,15 @@ class GenerationRoutes:
             return await (self._stream(exchange) if ask.stream else self._whole(exchange))
         finally:
             self._live_ids.discard(answer_id)
+
+    def _at_capacity(self) -> EngineError | None:
+        """Why it takes no request now; None: it takes one."""
+        most = self._core.options.max_num_queued_reqs
+        if self._core.faults.has("paused"):
+            return EngineError(503, "The engine is paused. Retry the request.", "RetryableRequestError")
+        if most is not None and self._core.state.live > most:
+            return EngineError(503, f"The queue is full: {most} requests are in flight.", "QueueOverflowError")
+        return None
 
     async def _fail_early(self, request: web.Request, plan: Plan) -> web.Response | None:
         if rule := plan.get("slow_headers"):

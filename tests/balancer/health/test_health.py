@@ -76,6 +76,10 @@ class Story:
                 transition = health.on_verdict(A, self.peers)
             case ["other"]:
                 transition = health.on_outcome(B, None, self.peers)
+            case [*trial, "refuses", count]:
+                transition = health.on_outcome(
+                    A, failed("busy"), self.peers, trial=self._trial if trial else 0, refusals=int(count)
+                )
             case ["try"]:
                 assert health.of(A).awaits_trial
                 self._trial = health.begin_trial(A)
@@ -140,11 +144,46 @@ def test_traffic_ejects_a_backend_that_is_up(words: str, states: str) -> None:
     assert Story().states(words) == states
 
 
-@pytest.mark.parametrize("word", ["busy", "429", "bad", "401", "404", "no-memory", "not-resumed"])
-def test_a_busy_engine_and_a_bad_request_are_nobodys_sickness(word: str) -> None:
+@pytest.mark.parametrize("word", ["bad", "401", "404", "no-memory", "not-resumed"])
+def test_a_bad_request_is_nobodys_sickness(word: str) -> None:
     story = Story()
     assert story.states(f"500 500 500 500 {word} 500 500 500 500") == " ".join(["up"] * 9)
     assert story.health.of(A).consecutive_failures == 4
+
+
+@pytest.mark.parametrize("word", ["busy", "429"])
+def test_back_pressure_neither_counts_as_a_failure_nor_forgives_one(word: str) -> None:
+    story = Story()
+    assert story.states(f"500 500 500 500 {word} {word} {word} 500") == "up up up up up up up ejected"
+    assert story.health.of(A).consecutive_failures == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "states"),
+    [
+        ("refuses:1 other refuses:2 refuses:3", "up up up ejected"),
+        ("refuses:1 refuses:2 refuses:3 other refuses:4", "up up up up ejected"),
+        # nobody else has served since it began to refuse
+        ("other refuses:1 refuses:2 refuses:3 refuses:4", "up up up up up"),
+        # it has served since, or works on others
+        ("refuses:1 refuses:2 other ok refuses:3", "up up up up up"),
+        ("refuses:1 other refuses:0 refuses:0 refuses:0", "up up up up up"),
+        # on probation, the first ones tell nothing: another request tries
+        ("stall 30s try try:refuses:1", "ejected probation probation probation"),
+        (
+            "refuses:1 other refuses:3 30s try try:refuses:4 59s 1s",
+            "up up ejected probation probation ejected ejected probation",
+        ),
+        ("refuses:1 other refuses:3 30s try try:ok", "up up ejected probation probation up"),
+    ],
+)
+def test_a_backend_that_refuses_while_others_serve_is_ejected(words: str, states: str) -> None:
+    assert Story().states(words) == states
+
+
+def test_the_last_backend_is_not_ejected_for_refusing() -> None:
+    story = Story([A])
+    assert story.states("refuses:1 other refuses:3") == "up up up"
 
 
 @pytest.mark.parametrize(
@@ -238,6 +277,7 @@ def test_verdicts_of_others_never_take_the_last_ones_nor_more_than_the_share() -
         ("timeout other timeout", ["timeouts"]),
         ("stall", ["stall"]),
         ("stall 30s try try:500", ["stall", "failures"]),
+        ("refuses:1 other refuses:3", ["refuses"]),
         ("stall 30s try try:timeout", ["stall", "timeouts"]),
         ("stall 30s try try:refused", ["stall", "connect"]),
         ("- - - + + + 500 +", []),

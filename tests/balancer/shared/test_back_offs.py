@@ -1,0 +1,102 @@
+"""Back-offs: when a backend that refused requests gets some again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from proxy.backend import Backend, Role
+from proxy.balancer.shared.back_offs import LONGEST_SECONDS, UNKNOWN, BackOffs
+
+A = Backend(Role.DECODE, "a", 1, slot=3)
+
+
+@dataclass
+class Story:
+    """What happens to one backend, in words, at times of a clock that the words move."""
+
+    now: float = 1000.0
+    back_offs: BackOffs = field(default_factory=lambda: BackOffs(slots=8))
+    streak: int = 0
+
+    def tell(self, words: str) -> str:
+        """Return whether it would refuse after each word: `x` yes, `.` no."""
+        states = []
+        for word in words.split():
+            match word.split(":"):
+                case ["refuse"]:
+                    self.streak = self.back_offs.refuse(A, self.now, None, doubles=True)
+                case ["alone"]:
+                    self.streak = self.back_offs.refuse(A, self.now, None, doubles=False)
+                case ["refuse", seconds]:
+                    self.streak = self.back_offs.refuse(A, self.now, float(seconds), doubles=True)
+                case ["turn"]:
+                    self.back_offs.take_turn(A, self.now)
+                case ["begin"]:
+                    self.back_offs.serve(A, self.now, is_complete=False)
+                case ["complete"]:
+                    self.back_offs.serve(A, self.now, is_complete=True)
+                case ["left"]:
+                    self.back_offs.make_room(A, self.now)
+                case _:
+                    self.now += float(word.removesuffix("s"))
+            states.append("x" if self.back_offs.refuses(A, self.now) else ".")
+        return "".join(states)
+
+
+@pytest.mark.parametrize(
+    ("words", "states"),
+    [
+        ("refuse 0.9s 0.1s", "xx."),
+        # each refusal doubles the time, and those of one moment count once
+        ("refuse 1s refuse 1.9s 0.1s refuse 3.9s 0.1s", "x.xx.xx."),
+        ("refuse refuse refuse 1s", "xxx."),
+        # where nobody else is left the time stays short
+        ("alone 1s alone 1s alone 1s", "x.x.x."),
+        # what the engine asks for is obeyed, within bounds
+        ("refuse:7 6.9s 0.1s", "xx."),
+        ("refuse:0 0.9s 0.1s", "xx."),
+        (f"refuse:3600 {LONGEST_SECONDS - 1}s 1s", "xx."),
+        # then it gets one request at a time
+        ("refuse 1s turn 0.9s 0.1s turn", "x.xx.x"),
+        # one that it has completed makes room for one more, and so does one that ended otherwise
+        ("refuse complete turn complete complete turn turn", "x.x...x"),
+        ("refuse left turn", "x.x"),
+        # and one that it has begun to answer makes no room
+        ("refuse begin", "xx"),
+        # it gets any number when it has served, and not refused for a while
+        ("refuse 1s turn begin 4s turn turn turn", "x.xx...."),
+        ("refuse 1s turn 60s turn 0.1s", "x.x.xx"),
+        ("refuse 1s turn 60s turn complete turn turn", "x.x.x..."),
+    ],
+)
+def test_back_off_of_a_backend_that_refuses(words: str, states: str) -> None:
+    assert Story().tell(words) == states
+
+
+def test_streak_counts_refusals_of_one_moment_once_and_ends_with_an_answer() -> None:
+    story = Story()
+    story.tell("refuse refuse refuse")
+    assert story.streak == 1
+    story.tell("1s refuse 2s refuse")
+    assert story.streak == 3
+    story.tell("begin 1s refuse")
+    assert story.streak == 1
+
+
+def test_back_offs_of_a_slot_are_not_those_of_its_next_owner() -> None:
+    story = Story()
+    story.tell("refuse")
+    assert story.back_offs.of(Backend(Role.DECODE, "b", 1, slot=3)) == UNKNOWN
+    story.back_offs.forget(A)
+    assert story.back_offs.of(A) == UNKNOWN
+
+
+def test_every_write_is_a_change() -> None:
+    story = Story()
+    seen = [story.back_offs.changes[0]]
+    for word in ("refuse", "1s", "turn", "complete"):
+        story.tell(word)
+        seen.append(story.back_offs.changes[0])
+    assert len(set(seen)) == 4

@@ -1,0 +1,162 @@
+"""Engines that answer 503 or 429 while they pass their health checks."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from proxy.wire.openai import Api
+from tests.asking import answer_alone, request, until
+from tests.deployment import generations
+
+if TYPE_CHECKING:
+    from proxy.sim.engine import SimulatedEngine
+    from tests.conftest import Deploy
+    from tests.deployment import Deployment
+
+CONNECTORS = ("vllm_pull", "vllm_store", "mooncake_bootstrap", "ascend_layerwise", "sglang_bootstrap", "plain")
+ROLES = [
+    (connector, role)
+    for connector in CONNECTORS
+    for role in ("prefill", "decode")
+    if (connector, role) != ("plain", "prefill")
+]
+# Prompts may be computed for decoders that then refuse them.
+STRICT: dict[str, Any] = {"budget_share": 0.0, "budget_least": 1, "budget_wait_seconds": 0.0, "max_attempts": 2}
+# The action of a fault, and its fields.
+REFUSALS: dict[str, dict[str, Any]] = {
+    "503": {"action": "refuse_status", "status": 503},
+    "429": {"action": "refuse_status", "status": 429},
+    "retired": {"action": "retired"},
+    "scaling": {"action": "scaling"},
+    "paused": {"action": "paused"},
+}
+
+
+def engines_of(gateway: Deployment, role: str) -> list[SimulatedEngine]:
+    return gateway.prefillers if role == "prefill" else gateway.decoders
+
+
+def refuse(engine: SimulatedEngine, how: str) -> None:
+    engine.faults.add(**REFUSALS[how])
+
+
+def asked(engine: SimulatedEngine) -> int:
+    return len(generations(engine))
+
+
+def refused(engine: SimulatedEngine) -> int:
+    """Requests that it answered 503 because its queue was full."""
+    return engine.state.refused
+
+
+@pytest.mark.fault(104)
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize(("connector", "role"), ROLES)
+@pytest.mark.parametrize("how", ["503", "429"])
+async def test_instances_that_refuse_cost_no_request(
+    deploy: Deploy, how: str, connector: str, role: str, stream: bool
+) -> None:
+    gateway = await deploy(4, 4, connector=connector, retry=STRICT, admission={"wait_seconds": 60.0})
+    gateway.may_stay_pinned, gateway.expects_inexact_pins = 100, True
+    bad = engines_of(gateway, role)[:2]
+    for engine in bad:
+        refuse(engine, how)
+    body = request(Api.COMPLETIONS, stream=stream)
+    alone = await answer_alone(body)
+    for _ in range(4):
+        answers = await asyncio.gather(*(gateway.ask(body) for _ in range(6)))
+        assert {(answer.status, answer.text) for answer in answers} == {(200, alone)}
+    for _ in range(40):
+        assert (await gateway.ask(body)).status == 200
+    # Those that came before the first refusal, and one each time that a back-off ends.
+    assert max(map(asked, bad)) <= 14
+
+
+@pytest.mark.fault(104)
+@pytest.mark.parametrize("how", ["retired", "scaling", "paused"])
+async def test_instances_that_vllm_has_taken_out_of_service_cost_no_request(deploy: Deploy, how: str) -> None:
+    gateway = await deploy(2, 4, retry=STRICT, admission={"wait_seconds": 60.0})
+    gateway.may_stay_pinned, gateway.expects_inexact_pins = 100, True
+    for engine in gateway.decoders[:3]:
+        refuse(engine, how)
+    for _ in range(30):
+        assert (await gateway.ask(request(Api.CHAT))).is_done
+    assert max(map(asked, gateway.decoders[:3])) <= 8
+
+
+@pytest.mark.fault(104)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_an_instance_that_goes_on_refusing_is_ejected_and_named(
+    deploy: Deploy, role: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = await deploy(3, 3, admission={"wait_seconds": 60.0})
+    gateway.may_stay_pinned, gateway.expects_inexact_pins = 100, True
+    bad = engines_of(gateway, role)[0]
+    refuse(bad, "503")
+    ejected = gateway.metrics("pdproxy_instance_ejected_total")
+    while not ejected:
+        assert (await gateway.ask(request(Api.CHAT))).is_done
+        ejected = gateway.metrics("pdproxy_instance_ejected_total")
+    assert ejected == {(f"127.0.0.1:{bad.port}", "refuses", role): 1.0}
+    assert asked(bad) == 3
+    lines = [record.getMessage() for record in caplog.records if "is ejected" in record.getMessage()]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"{role} instance 127.0.0.1:{bad.port} is ejected: ")
+    assert "answered with status 503, while others serve" in lines[0]
+
+
+@pytest.mark.fault(105)
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize(("connector", "role"), ROLES)
+async def test_requests_wait_while_all_instances_of_a_role_refuse(
+    deploy: Deploy, connector: str, role: str, stream: bool
+) -> None:
+    gateway = await deploy(2, 2, connector=connector, retry=STRICT, admission={"wait_seconds": 60.0})
+    gateway.may_stay_pinned, gateway.expects_inexact_pins = 100, True
+    engines = engines_of(gateway, role)
+    for engine in engines:
+        refuse(engine, "503")
+    body = request(Api.COMPLETIONS, stream=stream)
+    waiting = [asyncio.create_task(gateway.ask(body)) for _ in range(4)]
+    await until(lambda: all(map(asked, engines)) and gateway.worker.gateway.admission.waiting, "the queue", 30.0)
+    for engine in engines:
+        engine.faults.clear()
+    alone = await answer_alone(body)
+    answers = await asyncio.gather(*waiting)
+    assert {(answer.status, answer.text) for answer in answers} == {(200, alone)}
+    assert not gateway.metrics("pdproxy_instance_ejected_total")
+
+
+@pytest.mark.fault(105)
+async def test_a_request_that_all_refuse_gets_the_engines_words_when_its_wait_is_over(deploy: Deploy) -> None:
+    gateway = await deploy(2, 2, admission={"wait_seconds": 0.05})
+    for engine in gateway.prefillers:
+        engine.faults.add("refuse_status", status=429, body={"error": {"message": "full"}})
+    answer = await gateway.ask(request(Api.CHAT))
+    assert (answer.status, answer.error["message"]) == (429, "full")
+    later = await gateway.ask(request(Api.CHAT))
+    assert later.status in (429, 503)
+
+
+@pytest.mark.fault(106)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_engines_with_bounded_queues_serve_all_and_none_is_ejected(deploy: Deploy, role: str) -> None:
+    """Three times as many clients as all engines take at a time: some engine is always full."""
+    bounded: dict[str, Any] = {"max_num_queued_reqs": 4, "decode_step_ms": 2.0, "prefill_ms_per_1k_tokens": 500.0}
+    gateway = await deploy(
+        2,
+        2,
+        **{"prefiller" if role == "prefill" else "decoder": bounded},
+        admission={"wait_seconds": 60.0, "max_running_prefill": 1000, "max_running_decode": 1000},
+    )
+    gateway.may_stay_pinned, gateway.expects_inexact_pins = 100, True
+
+    async def client() -> list[int]:
+        return [(await gateway.ask(request(Api.CHAT, stream=True))).status for _ in range(6)]
+
+    assert await asyncio.gather(*(client() for _ in range(24))) == [[200] * 6] * 24
+    assert not gateway.metrics("pdproxy_instance_ejected_total")
+    assert any(map(refused, engines_of(gateway, role))), "no engine was full"
