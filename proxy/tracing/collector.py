@@ -87,8 +87,8 @@ async def exporting(
 
 
 def _direct() -> requests.Session:
-    """Return a session that ignores http_proxy. A collector that is reached without TLS is on this network; one with TLS
-    may be a service behind a company's proxy.
+    """Return a session that ignores http_proxy. A collector without TLS is on this network; one with TLS may be a
+    service that is reached by a company's proxy.
     """
     session = requests.Session()
     session.trust_env = False
