@@ -16,6 +16,9 @@ class EngineAnswer(Protocol):
     def fail(self, failure: Failure, message: str) -> UpstreamError:
         """The error for an answer that arrived but cannot be used."""
 
+    def unreadable(self, message: str) -> UpstreamError:
+        """The error for an answer that was complete, and has members that cannot be read; see UpstreamError."""
+
     def refuse(self, message: str, status: int, body: bytes | None, headers: Mapping[str, str]) -> UpstreamError:
         """The error for an engine's own refusal, which reaches the client in its own words."""
 

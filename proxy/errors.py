@@ -195,6 +195,9 @@ class UpstreamError(GatewayError):
         self.is_stale = False
         """RESET on a connection that had served before: it may have been closed just then, while it was idle, and the
         engine may be well and know nothing of the request."""
+        self.is_unreadable = False
+        """BAD_ANSWER of an engine that works: a member of the answer has a form that the gateway cannot read. Other
+        engines of its version answer alike, so the request is repeated once, and is not suspected of crashes."""
         self.engine_status = engine_status
         self.body = body
         self.headers = headers or {}
@@ -233,7 +236,7 @@ class UpstreamError(GatewayError):
         """The engine broke down, or says that it did: be it sick, or be it the request."""
         if self.failure is Failure.STATUS:
             return (self.engine_status or 500) >= 500 and not self.is_backpressure
-        return self.failure in (Failure.RESET, Failure.BROKEN, Failure.BAD_ANSWER)
+        return self.failure in (Failure.RESET, Failure.BROKEN, Failure.BAD_ANSWER) and not self.is_unreadable
 
     @property
     def is_backpressure(self) -> bool:

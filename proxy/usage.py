@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 Told = tuple[int | None, int | None]
 """See told_of_prompt."""
 # What is below zero in an engine that counts without a sign: added up, it would hide all that comes later.
 _TOO_MANY: Final = 1 << 40
+
+
+class Counts(NamedTuple):
+    """The numbers of a usage object; None: it does not tell, or tells something that is no number of tokens."""
+
+    prompt: int | None
+    completion: int | None
+    cached: int | None
+    """Tokens of the prompt that were in the prefix cache."""
+    reasoning: int | None
+    """Tokens of the completion that are reasoning."""
+
+
+_NONE: Final = Counts(None, None, None, None)
+
+
+def counts(usage: Any) -> Counts:
+    """Read a usage object, whatever an engine has put in its place.
+
+    Nothing else reads the numbers in one but `Usage` and `told_of_prompt`, which every request asks for less.
+    """
+    if not isinstance(usage, dict):
+        return _NONE
+    of_prompt, of_completion = usage.get("prompt_tokens_details"), usage.get("completion_tokens_details")
+    return Counts(
+        _count(usage.get("prompt_tokens")),
+        _count(usage.get("completion_tokens")),
+        _count(of_prompt.get("cached_tokens")) if isinstance(of_prompt, dict) else None,
+        _count(of_completion.get("reasoning_tokens")) if isinstance(of_completion, dict) else None,
+    )
 
 
 class Usage:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from proxy.call import text_tokens
 from proxy.dialects.base import Unit
 from proxy.errors import BadRequest
+from proxy.usage import counts
 from proxy.wire import openai
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import Api, data_event
@@ -94,21 +95,29 @@ def merge_answers(units: Sequence[Unit], answers: Sequence[dict[str, Any]], alia
 
 def merge_usage(units: Sequence[Unit], usages: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
     """The sum of the units' usage, each prompt counted once; None when an engine reported none."""
-    known = [usage for usage in usages if usage is not None]
-    if len(known) < len(units):
+    objects = [usage for usage in usages if isinstance(usage, dict)]
+    if len(objects) < len(units):
         return None
-    firsts = [usage for unit, usage in zip(units, known, strict=True) if unit.is_first_sample]
-    prompt = sum(usage.get("prompt_tokens") or 0 for usage in firsts)
-    completion = sum(usage.get("completion_tokens") or 0 for usage in known)
-    merged = {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
-    details = [usage.get("prompt_tokens_details") for usage in firsts]
-    if all(details):
-        merged["prompt_tokens_details"] = {"cached_tokens": sum(d.get("cached_tokens") or 0 for d in details if d)}
-    details = [usage.get("completion_tokens_details") for usage in known]
-    if all(details):
-        reasoning = sum(d.get("reasoning_tokens") or 0 for d in details if d)
-        merged["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    known = [counts(usage) for usage in objects]
+    firsts = [told for unit, told in zip(units, known, strict=True) if unit.is_first_sample]
+    prompt = sum(told.prompt or 0 for told in firsts)
+    completion = sum(told.completion or 0 for told in known)
+    merged: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "total_tokens": prompt + completion,
+        "completion_tokens": completion,
+    }
+    of_firsts = [usage for unit, usage in zip(units, objects, strict=True) if unit.is_first_sample]
+    if _all_have(of_firsts, "prompt_tokens_details"):
+        merged["prompt_tokens_details"] = {"cached_tokens": sum(told.cached or 0 for told in firsts)}
+    if _all_have(objects, "completion_tokens_details"):
+        merged["completion_tokens_details"] = {"reasoning_tokens": sum(told.reasoning or 0 for told in known)}
     return merged
+
+
+def _all_have(usages: Sequence[dict[str, Any]], member: str) -> bool:
+    """Whether each has an object there that is not empty."""
+    return all(isinstance(usage.get(member), dict) and usage[member] for usage in usages)
 
 
 class MergedStreams:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
@@ -12,13 +13,24 @@ import orjson
 from proxy.dialects.left_out import LeftOut
 from proxy.dialects.openai import ChatCompletions
 from proxy.errors import BadRequest, UpstreamError
+from proxy.wire.chat_members import (
+    ToolCall,
+    ToolCalls,
+    Unreadable,
+    object_of,
+    objects_of,
+    reasoning_of,
+    text_of,
+    whole_calls,
+)
 from proxy.wire.document import Document
+from proxy.wire.ids import new_id
 from proxy.wire.python_json import dumps, loads, utf8_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.answers import AnsweredAttempt
+    from proxy.answers import AnsweredAttempt, EngineAnswer
     from proxy.call import Call
     from proxy.dialects.base import Unit, UnitRendering, Whole
     from proxy.errors import GatewayError
@@ -29,6 +41,9 @@ _OF_THE_PROMPT: Final = (
 )
 # Of an engine's words that are no JSON.
 _MAX_WORDS: Final = 1000
+_MAX_REASON: Final = 64
+# Of the year 9999, in seconds.
+_LAST_SECOND: Final = 253_402_300_800
 
 
 class Translated(ChatCompletions):
@@ -67,14 +82,91 @@ class Translated(ChatCompletions):
         """What the answer needs of the body; see Call."""
         return None
 
+    def check_answer(self, response: EngineAnswer, values: dict[str, Any]) -> None:
+        """See Dialect. Engines are asked for chats, whose members all have a part in the answer."""
+        super().check_answer(response, values)
+        try:
+            Completion.read(values)
+        except Unreadable as odd:
+            raise response.unreadable(f"answered with a message that cannot be translated: {odd}") from None
+
     def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[Whole]) -> bytes:
         """See Dialect."""
         (answer,) = answers
-        return dumps(self.answer(call, answer.values()))
+        return dumps(self.answer(call, Completion.read(answer.values())))
 
     @abstractmethod
-    def answer(self, call: Call, completion: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, call: Call, completion: Completion) -> dict[str, Any]:
         """A chat completion in the words of this API."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """The members of a chat completion that say which one it is. One of another type counts as missing."""
+
+    name: str
+    """The engine's id without its prefix, which its log has, too; drawn here if it gave none."""
+    model: str | None
+    created: int
+    """In seconds since 1970; 0: the engine did not tell."""
+
+    @classmethod
+    def read(cls, payload: Mapping[str, Any]) -> Head:
+        """Of a chat completion or one of its chunks."""
+        name, model, created = payload.get("id"), payload.get("model"), payload.get("created")
+        return cls(
+            name=name.removeprefix("chatcmpl-") if isinstance(name, str) and name else new_id(),
+            model=model if isinstance(model, str) else None,
+            created=int(created) if isinstance(created, int | float) and 0 < created < _LAST_SECOND else 0,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A chat completion with one choice, whose members have the types that they should have."""
+
+    head: Head
+    reasoning: str
+    content: str
+    calls: Sequence[ToolCall]
+    finish_reason: str
+    matched_stop: object
+    usage: dict[str, Any] | None
+    """Not read yet; None: the engine told none."""
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> Completion:
+        """Read an engine's answer. Raises Unreadable."""
+        choice = _only_choice(values)
+        told = object_of(choice.get("message"), "message")
+        usage = values.get("usage")
+        return cls(
+            head=Head.read(values),
+            reasoning=reasoning_of(told),
+            content=text_of(told.get("content"), "content"),
+            calls=whole_calls(told.get("tool_calls")),
+            finish_reason=_finish_reason(choice),
+            matched_stop=matched_stop(choice),
+            usage=usage if isinstance(usage, dict) else None,
+        )
+
+
+def _only_choice(payload: Mapping[str, Any]) -> dict[str, Any]:
+    choices = payload.get("choices")
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise Unreadable("choices is no list of one object")
+    return choices[0]
+
+
+def _finish_reason(choice: Mapping[str, Any]) -> str:
+    """The reason for the end of an answer. One that is not text is not known, and must be named."""
+    reason = choice.get("finish_reason")
+    return reason if isinstance(reason, str) else str(reason)[:_MAX_REASON]
+
+
+def call_id(call: ToolCall) -> str:
+    """The id of a call for its client, which needs one to name the result."""
+    return call.id or f"call_{new_id()}"
 
 
 class Kind(StrEnum):
@@ -85,18 +177,23 @@ class Kind(StrEnum):
     CALL = "call"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Part:
-    """A stretch of an answer that is of one kind, or one tool call. `index`: of the part in its answer."""
+    """A stretch of an answer that is of one kind, or one tool call."""
 
     index: int
+    """Its place in the answer; -1 before it begins there."""
     kind: Kind
-    call_index: int = -1
+    call: ToolCall | None = None
+    """The tool call, as far as the engine has written it; None for the other kinds."""
     id: str = ""
-    """The engine's, of a tool call."""
+    """Of a tool call."""
     name: str = ""
     written: bytearray = field(default_factory=bytearray)
-    """What it says, or the arguments of a tool call, UTF-8. Left empty by those who need it only once."""
+    """Its text, or the arguments of a tool call, UTF-8. Text is left out where it is needed only once."""
+    held: list[str] = field(default_factory=list)
+    """Text that waits because an earlier part has not ended."""
+    has_ended: bool = False
 
     @property
     def text(self) -> str:
@@ -107,6 +204,8 @@ class Part:
 class Parts(ABC):
     """Cuts a stream of chat chunks into parts, one after the other: the Rendering of a single unit, and its
     UnitRendering.
+
+    A part that begins before a tool call has all of its arguments waits for the end of the call.
     """
 
     def __init__(self) -> None:
@@ -117,10 +216,11 @@ class Parts(ABC):
 
     def _forget(self) -> None:
         self._open: Part | None = None
+        self._waiting: deque[Part] = deque()
         self._first: dict[str, Any] | None = None
         self._next_index = 0
-        self.called: set[int] = set()
-        """The indexes of the tool calls that have begun."""
+        self._calls = ToolCalls()
+        self._parts_of_calls: list[Part] = []
         self.has_begun = False
 
     # What the port asks for
@@ -136,26 +236,28 @@ class Parts(ABC):
             self.anew(attempt)
 
     def render(self, payload: dict[str, Any]) -> bytes:
-        """See UnitRendering."""
-        (choice,) = payload["choices"]
-        delta = choice.get("delta") or {}
+        """See UnitRendering. Raises Unreadable."""
+        choice = _only_choice(payload)
+        delta = object_of(choice.get("delta"), "delta")
         if not self.has_begun:
             self._first = self._first or payload
         events: list[bytes] = []
         if text := delta.get("reasoning") or delta.get("reasoning_content"):
-            self._say(Kind.REASONING, text, events)
+            self._say(Kind.REASONING, text if type(text) is str else text_of(text, "reasoning"), events)
         if text := delta.get("content"):
-            self._say(Kind.TEXT, text, events)
-        for call in delta.get("tool_calls") or ():
-            self._say_of_call(call, events)
+            self._say(Kind.TEXT, text if type(text) is str else text_of(text, "content"), events)
+        if calls := delta.get("tool_calls"):
+            for fragment in objects_of(calls, "tool_calls"):
+                self._say_of_call(fragment, events)
         if choice.get("finish_reason") is not None:
-            self.finish_reason = choice["finish_reason"]
+            self.finish_reason = _finish_reason(choice)
             self.matched_stop = matched_stop(choice)
             events.append(self._start())
+            self._advance(events, at_end=True)
         return b"".join(events)
 
     async def rest(self) -> bytes:
-        """Nothing waits."""
+        """Nothing waits for other engines."""
         return b""
 
     @abstractmethod
@@ -182,7 +284,9 @@ class Parts(ABC):
 
     @abstractmethod
     def said(self, part: Part, text: str) -> bytes:
-        """The events for more text of the part that is open, or more of its arguments if it is a tool call."""
+        """The events for more text of the part that is open, or more of its arguments if it is a tool call, whose
+        `written` has them already.
+        """
 
     @abstractmethod
     def closed(self, part: Part) -> bytes:
@@ -191,13 +295,17 @@ class Parts(ABC):
     def close(self) -> bytes:
         """The last part is complete."""
         part, self._open = self._open, None
-        return b"" if part is None else self.closed(part)
+        if part is None:
+            return b""
+        part.has_ended = True
+        return self.closed(part)
 
     def open(self, part: Part) -> bytes:
         """Another part begins, which ends the one before."""
         before = self._start() + self.close()
+        part.index = self._next_index
+        self._next_index += 1
         self._open = part
-        self._next_index = part.index + 1
         return before + self.opened(part)
 
     def _start(self) -> bytes:
@@ -208,10 +316,6 @@ class Parts(ABC):
         self.has_begun = True
         return self.started(first)
 
-    def next_part(self, kind: Kind) -> Part:
-        """To be opened."""
-        return Part(self._next_index, kind)
-
     @property
     def is_empty(self) -> bool:
         """No part has begun."""
@@ -219,22 +323,54 @@ class Parts(ABC):
 
     def _say(self, kind: Kind, text: str, events: list[bytes]) -> None:
         part = self._open
-        if part is None or part.kind is not kind:
-            part = self.next_part(kind)
-            events.append(self.open(part))
-        events.append(self.said(part, text))
+        if part is not None and part.kind is kind and not self._waiting:
+            if text:
+                events.append(self.said(part, text))
+            return
+        if not text:
+            return
+        if not self._waiting or self._waiting[-1].kind is not kind:
+            self._waiting.append(Part(-1, kind))
+        self._waiting[-1].held.append(text)
+        self._advance(events)
 
-    def _say_of_call(self, call: dict[str, Any], events: list[bytes]) -> None:
-        index, function = call.get("index", 0), call.get("function") or {}
-        part = self._open
-        if part is None or part.call_index != index:
-            if index in self.called:
-                raise ValueError("arguments of a tool call that has ended")
-            self.called.add(index)
-            part = Part(self._next_index, Kind.CALL, index, call["id"], function["name"])
-            events.append(self.open(part))
-        if text := function.get("arguments"):
+    def _say_of_call(self, fragment: dict[str, Any], events: list[bytes]) -> None:
+        call, text = self._calls.take(fragment)
+        if call.number == len(self._parts_of_calls):
+            part = Part(-1, Kind.CALL, call, written=call.written)
+            self._parts_of_calls.append(part)
+            self._waiting.append(part)
+        else:
+            part = self._parts_of_calls[call.number]
+        if part.has_ended:
+            if text.strip():
+                raise Unreadable("a tool call went on after its arguments had ended")
+            return
+        if part is not self._open:
+            part.held.append(text)
+        elif text:
             events.append(self.said(part, text))
+        if self._waiting:
+            self._advance(events)
+
+    def _advance(self, events: list[bytes], *, at_end: bool = False) -> None:
+        """Give out the parts that wait, up to one that cannot end or begin yet. Raises Unreadable."""
+        waiting = self._waiting
+        while waiting:
+            part, before = waiting[0], self._open
+            if before is not None and before.call is not None and not (at_end or before.call.is_complete):
+                return
+            if part.call is not None:
+                if not part.call.name:
+                    if at_end:
+                        raise Unreadable("a tool call has no name")
+                    return
+                part.id, part.name = call_id(part.call), part.call.name
+            waiting.popleft()
+            events.append(self.open(part))
+            if text := "".join(part.held):
+                events.append(self.said(part, text))
+            part.held.clear()
 
 
 def matched_stop(choice: Mapping[str, Any]) -> object:

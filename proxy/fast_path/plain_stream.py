@@ -278,7 +278,7 @@ class PlainStream(Bypass):
                         if type(ids) is not list or (reason is None and delta is not None and not delta):
                             raise _Odd
                         for token_id in ids:
-                            if type(token_id) is not int:
+                            if type(token_id) is not int or token_id >> 32:  # of 32 bits and no sign
                                 raise _Odd
                     is_opening = reason is None and not ids and not has_text
                     if (

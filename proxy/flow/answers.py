@@ -14,6 +14,7 @@ from proxy.flow.token_clock import TokenClock
 from proxy.flow.whole_body import check_answer
 from proxy.resume.engine import Watch
 from proxy.resume.vllm import VLLM
+from proxy.wire.chat_members import Unreadable
 from proxy.wire.document import REMOVED, Document, joined
 from proxy.wire.openai import Api
 from proxy.wire.python_json import dumps
@@ -155,6 +156,8 @@ class AssembledBody(_Relayed):
     def __init__(
         self, call: Call, dialect: Dialect, parts: FlowParts, watching: Watching, prompt: ChatPrompt | None = None
     ) -> None:
+        self._dialect = dialect
+        self._values: dict[str, Any] | None = None
         self._own = dialect.watched_whole(call)
         self._assembly = Assembly()
         delivery = Delivery(
@@ -169,7 +172,12 @@ class AssembledBody(_Relayed):
 
     async def take(self, attempt: Attempt, guard: UnitGuard) -> None:
         """See Answer."""
+        self._values = None
         await self._relay(Relay(attempt, self.delivery, guard), attempt)
+        try:
+            self._dialect.check_answer(attempt.response, self.values())
+        except Unreadable as odd:
+            raise attempt.response.unreadable(f"sent an answer that cannot be read: {odd}") from None
 
     def body(self) -> bytes:
         """See Whole."""
@@ -177,7 +185,9 @@ class AssembledBody(_Relayed):
 
     def values(self) -> dict[str, Any]:
         """See Whole."""
-        return self._assembly.values(self.delivery) if self._own is None else self._own.values()
+        if self._values is None:
+            self._values = self._assembly.values(self.delivery) if self._own is None else self._own.values()
+        return self._values
 
 
 class StreamedAnswer(_Relayed):

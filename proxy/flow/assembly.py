@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from proxy.wire.chat_members import Unreadable, named, object_of
+from proxy.wire.ids import new_id
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ class Assembly:
         self._logprobs: dict[str, list[Any]] | None = None
 
     def add(self, payload: dict[str, Any]) -> bytes:
-        """Take the next chunk. Nothing of it goes to the client yet."""
+        """Take the next chunk. Nothing of it goes to the client yet. Raises Unreadable."""
         for choice in payload["choices"]:
             self._last_choice = choice
             if choice.get("logprobs") is not None:
@@ -49,7 +51,7 @@ class Assembly:
         logprobs = None if hides else self._logprobs
         if logprobs is not None and "text_offset" in logprobs and engine.tells_offsets:
             # In a stream the offsets begin anew with each chunk, where its text does, which stop strings keep back.
-            lengths = [len(token) for token in logprobs["tokens"]]
+            lengths = [len(token) for token in logprobs.get("tokens", ())]
             logprobs["text_offset"] = list(accumulate(lengths[:-1], initial=0)) if lengths else []
         ending = {
             "logprobs": logprobs,
@@ -72,7 +74,12 @@ class Assembly:
             **rest,
         }
 
-    def _add_logprobs(self, logprobs: dict[str, list[Any] | None]) -> None:
+    def _add_logprobs(self, told: object) -> None:
+        logprobs = object_of(told, "logprobs")
+        if not all(entries is None or isinstance(entries, list) for entries in logprobs.values()):
+            raise Unreadable("a member of logprobs is no list")
+        if not all(isinstance(token, str) for token in logprobs.get("tokens") or ()):
+            raise Unreadable("a token of logprobs is no text")
         if self._logprobs is None:
             self._logprobs = {name: list(entries) for name, entries in logprobs.items() if entries is not None}
             return
@@ -91,12 +98,12 @@ def _message(delivery: Delivery, *, hides_reasoning: bool) -> dict[str, Any]:
     if transcript.tools:
         message["tool_calls"] = [
             {
-                "id": call.id,
+                "id": call.id or f"call_{new_id()}",
                 "type": "function",
                 # Arguments that never began are told as none, but only in a whole answer (vLLM `parser/kimi_k2.py`).
                 "function": {"name": call.name, "arguments": call.arguments or "{}"},
             }
-            for call in transcript.tools
+            for call in named(transcript.tools)
         ]
     message[transcript.reasoning_field] = None if hides_reasoning else transcript.reasoning or None
     return message

@@ -14,6 +14,7 @@ from proxy.resume.recomputed import unfinished, withhold, without_tool_calls
 from proxy.resume.transcript import Transcript
 from proxy.resume.vllm import VLLM
 from proxy.terms import Action
+from proxy.wire.chat_members import Unreadable
 from proxy.wire.openai import data_event, with_prompt_details
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ class Delivery:
         if not self.head:
             self._note_head(payload)
         ids = choice.get("token_ids")
-        shows = self.transcript.take(choice, ids)
+        shows = self.has_lost_track or self._take(choice, ids)
         if choice.get("finish_reason") is not None:
             self.is_finished = True
         if self._tells_shapes:
@@ -201,6 +202,20 @@ class Delivery:
         if not self.writer.keeps_bytes:
             return self._given(self.writer.anew(payload, choice))
         return self._given(self.writer.as_it_came(segment, event, payload))
+
+    def _take(self, choice: dict[str, Any], ids: list[int] | None) -> bool:
+        """Have the transcript take a choice; whether it shows anything.
+
+        One that it cannot take costs the client nothing, unless the answer is put together from the transcript: the
+        answer goes on, and cannot be resumed.
+        """
+        try:
+            return self.transcript.take(choice, ids)
+        except Unreadable:
+            if self._whole is not None:
+                raise
+            self.lose_track()
+            return True
 
     def _learn(self, segment: Segment, event: Event, choice: dict[str, Any]) -> None:
         """Learn what tokens look like from one of them. Where tools were called they may differ in more than text."""
@@ -221,7 +236,7 @@ class Delivery:
         payload, choice = unfinished(segment.payload)
         without_tool_calls(choice)
         withhold([choice], self.call)
-        shows = self.transcript.take(choice, choice.get("token_ids"))
+        shows = self._take(choice, choice.get("token_ids"))
         if not shows and not (self.call.shows_single_tokens and choice.get("token_ids")):
             return b""
         return self._given(self.writer.anew(payload, choice))

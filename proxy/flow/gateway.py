@@ -6,12 +6,14 @@ import asyncio
 from typing import TYPE_CHECKING, Final
 
 from proxy.dialects.base import Unit
+from proxy.errors import GatewayError
 from proxy.flow.admission import Admission
 from proxy.flow.answers import AssembledBody, EngineBody, StreamedAnswer
 from proxy.flow.attempts import AttemptLoop
 from proxy.flow.budget import RetryBudget
 from proxy.flow.chat_prompts import ChatPrompts
 from proxy.flow.fleet import Fleet
+from proxy.flow.guard import unwritable
 from proxy.flow.parts import FlowParts
 from proxy.resume.engine import Watch
 from proxy.resume.sglang import SGLANG
@@ -117,7 +119,12 @@ class Gateway:
         answers = [self._whole(dialect, unit.call, prompt) for unit in units]
         with self._parts.suspects.watch(call, len(units)) as suspicion:
             await self._run(answers, record, suspicion)
-        return dialect.whole(call, units, answers)
+        try:
+            return dialect.whole(call, units, answers)
+        except GatewayError:
+            raise
+        except Exception as error:
+            raise unwritable(error) from None
 
     async def stream(self, dialect: Dialect, call: Call, client: ClientStream, record: RequestRecord) -> None:
         """Serve a streamed call and end the client's stream. Raises GatewayError, ClientStalled."""
@@ -134,7 +141,14 @@ class Gateway:
         with self._parts.suspects.watch(call, len(units)) as suspicion:
             await self._run(answers, record, suspicion)
         deliveries = [answer.delivery for answer in answers]
-        client.write(rendering.ending([delivery.usage for delivery in deliveries], deliveries[-1].writer.last_payload))
+        usages, last_payload = [delivery.usage for delivery in deliveries], deliveries[-1].writer.last_payload
+        try:
+            ending = rendering.ending(usages, last_payload)
+        except GatewayError:
+            raise
+        except Exception as error:
+            raise unwritable(error) from None
+        client.write(ending)
         await client.finish(dialect.done_event)
 
     def streamed(

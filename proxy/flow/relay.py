@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Final, Protocol
 from proxy.dialects.segment import Meaning
 from proxy.errors import Failure
 from proxy.flow.bypass import Bypass
+from proxy.flow.guard import UNWRITABLE, report
 from proxy.resume.overlap import Mismatch
+from proxy.wire.chat_members import Unreadable
 from proxy.wire.sse import EventSplitter, EventTooLong
 
 if TYPE_CHECKING:
@@ -31,9 +33,6 @@ if TYPE_CHECKING:
 
 END_MARK_SECONDS: Final = 1.0
 """How long the end mark of a body may take when the answer in it is whole."""
-# What comes of reading JSON whose members are of other kinds than those of any engine. Asking each for its kind would
-# cost as much as reading it.
-_ODD_SHAPES: Final = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
 
 
 class OutputListener(Protocol):
@@ -176,10 +175,11 @@ class Relay(Bypass):
             except Mismatch:
                 fail = self._attempt.response.fail
                 self._end(fail(Failure.NOT_RESUMED, "did not continue the answer it was given"))
-            except _ODD_SHAPES:
-                self._delivery.lose_track()
-                fail = self._attempt.response.fail
-                self._end(fail(Failure.BAD_ANSWER, "an event of the stream has members of unexpected types"))
+            except Unreadable as odd:
+                self._end_unreadable(f"sent an event that cannot be read: {odd}")
+            except Exception as error:
+                report(error)
+                self._end_unreadable(UNWRITABLE)
             if self._ended or self.segment.done:
                 break
         if output:
@@ -289,6 +289,11 @@ class Relay(Bypass):
             wake = self._wake
             self._let_go()
             wake()
+
+    def _end_unreadable(self, message: str) -> None:
+        """End at an event after which it is not known what the client has."""
+        self._delivery.lose_track()
+        self._end(self._attempt.response.unreadable(message))
 
     def _let_go(self) -> None:
         """Of those who know this relay, and would be cycles of garbage with it."""

@@ -62,7 +62,9 @@ class Resuming:
         return delivery.has_output and (delivery.has_lost_track or not delivery.is_observed)
 
     def is_incident(self, error: UpstreamError) -> bool:
-        """Whether an answer broke off, and not only an attempt at one."""
+        """Whether an answer broke off, and not only an attempt at one. What cannot be read is no part of an answer."""
+        if error.is_unreadable and not self._delivery.goes_on:
+            return False
         return self._delivery.is_touched or error.failure in (Failure.RECOMPUTED, Failure.NOT_RESUMED)
 
     async def decide(self, error: UpstreamError, call: Call) -> Resumption:

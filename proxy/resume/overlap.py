@@ -25,6 +25,8 @@ class Overlap:
         self._arguments = [call.arguments for call in transcript.tools]
         self._headers = [(call.id, call.name) for call in transcript.tools]
         self._calls_left = set(range(len(transcript.tools)))
+        self._places: dict[object, int] = {}
+        """The place of each repeated call among the calls, by its index: engines also number them with gaps."""
         self._is_past_reasoning = bool(transcript.content or transcript.tools)
 
     @property
@@ -56,14 +58,15 @@ class Overlap:
 
     def _beyond_call(self, part: dict[str, Any]) -> dict[str, Any] | None:
         index = part.get("index", 0)
-        if index >= len(self._headers):
+        place = self._places.setdefault(index, len(self._places))
+        if place >= len(self._headers):
             return part
-        self._calls_left.discard(index)
+        self._calls_left.discard(place)
         function = part.get("function") or {}
         said = (part.get("id"), function.get("name"))
-        if any(mine is not None and mine != its for mine, its in zip(said, self._headers[index], strict=True)):
+        if any(mine is not None and mine != its for mine, its in zip(said, self._headers[place], strict=True)):
             raise Mismatch
-        rest, self._arguments[index] = _after(function.get("arguments") or "", self._arguments[index])
+        rest, self._arguments[place] = _after(function.get("arguments") or "", self._arguments[place])
         return {"index": index, "function": {"arguments": rest}} if rest else None
 
 

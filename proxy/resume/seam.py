@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from proxy.resume.overlap import TEXTS, Mismatch, Overlap, repeated
 from proxy.resume.vllm import VLLM
+from proxy.usage import counts
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
@@ -125,15 +126,15 @@ class Seam:
 
     def usage(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The usage of the whole answer; the engine took a part of it for prompt."""
+        told = counts(usage)
         corrected = {
             **usage,
-            "prompt_tokens": (usage.get("prompt_tokens") or 0) - self._kept,
-            "completion_tokens": (usage.get("completion_tokens") or 0) + self._kept,
+            "prompt_tokens": (told.prompt or 0) - self._kept,
+            "completion_tokens": (told.completion or 0) + self._kept,
         }
-        details = usage.get("completion_tokens_details")
-        if isinstance(details, dict) and isinstance(details.get("reasoning_tokens"), int):
-            reasoning = details["reasoning_tokens"] + self._kept_reasoning
-            corrected["completion_tokens_details"] = {**details, "reasoning_tokens": reasoning}
+        if told.reasoning is not None:
+            details = {**usage["completion_tokens_details"], "reasoning_tokens": told.reasoning + self._kept_reasoning}
+            corrected["completion_tokens_details"] = details
         return corrected
 
     def _chunk(self, payload: dict[str, Any], choice: dict[str, Any], delta: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,7 +143,7 @@ class Seam:
         else:
             choice["text"] = delta.get("content", "")
         chunk = {**payload, **self._head, "choices": [choice]}
-        if payload.get("usage"):
+        if isinstance(payload.get("usage"), dict) and payload["usage"]:
             chunk["usage"] = self.usage(payload["usage"])
         elif self._as_chat is not None:
             chunk.pop("usage", None)  # which old engines write as null in a completion, and not in a chat

@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from proxy.dialects.grammars import UNRECOGNISED, grammar_of
+from proxy.wire.chat_members import ToolCalls, Unreadable, objects_of, text_of
 from proxy.wire.python_json import utf8, utf8_text
 
 if TYPE_CHECKING:
     from proxy.dialects.grammars.base import Grammar
-
-_MAX_TOOL_CALLS: Final = 4096
-
-
-@dataclass(slots=True)
-class ToolCall:
-    """A tool call as far as the client has it."""
-
-    id: str
-    name: str
-    written: bytearray = field(default_factory=bytearray)
-    """The arguments, UTF-8."""
-
-    @property
-    def arguments(self) -> str:
-        """JSON, as far as it goes."""
-        return utf8_text(self.written)
+    from proxy.wire.chat_members import ToolCall
 
 
 class Transcript:
     """The answer of one choice so far: its text as the client knows it, and the token ids behind it."""
 
     __slots__ = (
-        *("prompt_ids", "tools", "began_in_reasoning", "reasoning_field"),
+        *("prompt_ids", "tools", "began_in_reasoning", "reasoning_field", "_calls"),
         *("_ids", "_settled", "_chunk_start", "_reasoning_ids", "_reasoned", "_reasoning", "_content"),
         *("_offsets", "_offset_end", "_grammar", "_texts", "_noted_ids", "_is_reasoning"),
     )
@@ -46,7 +30,9 @@ class Transcript:
         self.began_in_reasoning = False
         self.reasoning_field = reasoning_field
         """What the engine calls it."""
-        self.tools: list[ToolCall] = []
+        self._calls = ToolCalls()
+        self.tools: list[ToolCall] = self._calls.calls
+        """The tool calls, in the order in which they began."""
         self._ids = array("I")
         self._settled = 0
         self._chunk_start = 0
@@ -122,21 +108,27 @@ class Transcript:
         return bool(self._texts or self._content or self._reasoning or self.tools)
 
     def take(self, choice: dict[str, Any], ids: list[int] | None) -> bool:
-        """Add one chunk's choice, which stands for these token ids. True when it shows anything."""
+        """Add one chunk's choice, which stands for these token ids. True when it shows anything. Raises Unreadable."""
         if self._texts:
             self.settle()
         before = len(self._ids)
         if ids:
-            self._ids.extend(ids)
-            if choice.get("logprobs") is not None and (offsets := choice["logprobs"].get("text_offset")):
-                self._offsets += offsets[-len(ids) :]
-                self._offset_end = offsets[-1] + len(choice["logprobs"]["tokens"][-1])
+            try:
+                self._ids.extend(ids)
+                if choice.get("logprobs") is not None and (offsets := choice["logprobs"].get("text_offset")):
+                    self._offsets += offsets[-len(ids) :]
+                    self._offset_end = offsets[-1] + len(choice["logprobs"]["tokens"][-1])
+            except (AttributeError, LookupError, OverflowError, TypeError):
+                raise Unreadable("token_ids or logprobs are not those of tokens") from None
         delta = choice.get("delta")
         if delta is None:
             text = choice.get("text")
             if not text:
                 return False
-            self._content += utf8(text)
+            try:
+                self._content += utf8(text)
+            except AttributeError:
+                self._content += utf8(text_of(text, "text"))
         elif not self._take_delta(delta, before):
             return False
         self._chunk_start = before
@@ -208,19 +200,26 @@ class Transcript:
             if not self.has_text:
                 self.began_in_reasoning = True
                 self.reasoning_field = "reasoning" if "reasoning" in delta else "reasoning_content"
-            self._reasoning += utf8(reasoning)
+            try:
+                self._reasoning += utf8(reasoning)
+            except AttributeError:
+                self._reasoning += utf8(text_of(reasoning, "reasoning"))
             self._reasoned = self._reasoning_ids
             self._reasoning_ids = self._marker_behind(before, len(self._ids))
             shows = True
         if content := delta.get("content"):
             if self._reasoning and not self._content:
                 self._end_reasoning(before)
-            self._content += utf8(content)
+            try:
+                self._content += utf8(content)
+            except AttributeError:
+                self._content += utf8(text_of(content, "content"))
             shows = True
-        for part in delta.get("tool_calls") or ():
+        if calls := delta.get("tool_calls"):
             if self._reasoning and not self._content and not self.tools:
                 self._end_reasoning(before)
-            self._take_tool_call(part)
+            for part in objects_of(calls, "tool_calls"):
+                self._calls.take(part)
             shows = True
         return shows
 
@@ -233,15 +232,3 @@ class Transcript:
         later = self._ids[start:].tolist()
         ends = [later.index(marker) for marker in self.grammar.reasoning_end_ids if marker in later]
         return start + min(ends) if ends else otherwise
-
-    def _take_tool_call(self, part: dict[str, Any]) -> None:
-        index = part.get("index", 0)
-        if not 0 <= index < _MAX_TOOL_CALLS:
-            raise ValueError("no answer has so many tool calls")
-        function = part.get("function") or {}
-        while len(self.tools) <= index:
-            self.tools.append(ToolCall("", ""))
-        call = self.tools[index]
-        call.id = part.get("id") or call.id
-        call.name = function.get("name") or call.name
-        call.written += utf8(function.get("arguments") or "")

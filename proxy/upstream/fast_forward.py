@@ -33,7 +33,7 @@ _NINE: Final = 57
 """Of ASCII."""
 _text_of: Final = orjson.loads
 """What a JSON string says."""
-_PLAIN: Final = bytes(0 if byte < 0x20 or byte in b'"\\' else byte for byte in range(256))
+_PLAIN: Final = bytes(int(byte == 0) if byte < 0x20 or byte in b'"\\' else byte for byte in range(256))
 """Translates text that JSON writes as it is to itself, and no other."""
 _NULLS: Final = [b"null".ljust(len(b"[]") + digits) for digits in range(_MAX_DIGITS + 1)]
 """By the digits of an id, what it is overwritten by, with its brackets."""

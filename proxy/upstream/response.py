@@ -40,6 +40,12 @@ class EngineResponse:
         """The error for an answer that arrived but cannot be used."""
         return upstream_error(failure, self.backend, message)
 
+    def unreadable(self, message: str) -> UpstreamError:
+        """The error for an answer with members that cannot be read; see UpstreamError."""
+        error = self.fail(Failure.BAD_ANSWER, message)
+        error.is_unreadable = True
+        return error
+
     def refuse(self, message: str, status: int, body: bytes | None, headers: Mapping[str, str]) -> UpstreamError:
         """Return the error for an engine's own refusal, which reaches the client in its words, without our key."""
         if body is not None:

@@ -108,12 +108,6 @@ def data_event(payload: object) -> bytes:
     return b"data: " + dumps(payload) + b"\n\n"
 
 
-def prompt_details(usage: Any) -> dict[str, Any] | None:
-    """`usage.prompt_tokens_details`, which counts cached tokens; None when the engine does not report it."""
-    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
-    return details if isinstance(details, dict) else None
-
-
 def with_prompt_details(usage: dict[str, Any], prefillers: dict[str, Any] | None) -> dict[str, Any]:
     """A decoder's usage with what the prefiller reports of the prompt.
 

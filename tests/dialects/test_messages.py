@@ -12,6 +12,7 @@ import pytest
 from proxy.dialects.messages import Messages
 from proxy.dialects.messages.answer import message as whole_message
 from proxy.dialects.requests import read
+from proxy.dialects.translated import Completion
 from proxy.settings import Cost
 from proxy.settings.client_keys import ClientKey
 from proxy.wire.openai import Api
@@ -95,7 +96,7 @@ def test_a_tool_is_to_be_run_only_if_its_call_is_complete(
     call = Messages().parse(read(orjson.dumps(question("Hi", stop_sequences=["END"]))), Cost(), {})
     use = {"id": "functions.find:0", "function": {"name": "find", "arguments": arguments}}
     choice = {"message": {"tool_calls": [use]}, "finish_reason": finish_reason, "stop_reason": matched}
-    got = whole_message(call, {"id": "chatcmpl-1", "choices": [choice]})
+    got = whole_message(call, Completion.read({"id": "chatcmpl-1", "choices": [choice]}))
     assert (got["stop_reason"], got["stop_sequence"]) == (told, matched if told == "stop_sequence" else None)
 
 

@@ -14,6 +14,7 @@ from proxy.dialects.segment import Meaning, Segment
 from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery
 from proxy.settings import Cost
+from proxy.wire.chat_members import Unreadable
 from proxy.wire.openai import Api
 from proxy.wire.sse import Event, EventSplitter
 from proxy.wire.token import Shape
@@ -68,11 +69,13 @@ def delivered(
                 continue
         try:
             output = b"".join(parsed(delivery, segment, event) for event in EventSplitter().feed(raw))
-        except (TypeError, OverflowError):  # ids that are none: the Relay ends such an answer
+        except Unreadable:  # the Relay ends such an answer
             client.written.append(b"odd")
             break
         if output and whole is None:
             client.written.append(framed(output))
+        if delivery.has_lost_track:  # nobody asks for its transcript any more
+            break
     known = delivery.transcript
     state: list[Any] = [known.content, known.reasoning, known.ids.tolist(), known.settled, known.chunk_start]
     state += [known.reasoning_ids, known.reasoning_among(len(known.ids)), known.reasoning_among(1), known.tools]

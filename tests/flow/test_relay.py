@@ -313,8 +313,8 @@ async def test_a_recomputation_is_told_as_what_it_is(deploy: Deploy) -> None:
     assert b"tool_calls" not in answer.body
 
 
-async def test_an_unseen_answer_begins_anew_where_it_makes_no_sense_any_more(deploy: Deploy) -> None:
-    """However long it is: what was understood of it before may be wrong, too."""
+async def test_an_unseen_answer_with_an_unreadable_member_is_repeated_once(deploy: Deploy) -> None:
+    """However long it is: the part before the member may be wrong, too."""
     told = [chunk("a", prompt_token_ids=None) for _ in range(100)]
     for number, one in enumerate(told):
         one["choices"][0] |= {"token_ids": [number], "prompt_token_ids": [1, 2]}
@@ -326,7 +326,7 @@ async def test_an_unseen_answer_begins_anew_where_it_makes_no_sense_any_more(dep
     assert (answer.status, answer.text) == (200, "d")
     (first,), (second,) = (engine.received for engine in engines)
     assert first.body == second.body
-    assert gateway.metrics("pdproxy_resumes_total") == {("restart", "bad_answer"): 1.0}
+    assert gateway.metrics("pdproxy_retries_total") == {("bad_answer", "decode"): 1.0}
 
 
 async def test_a_stop_string_that_last_words_complete_is_an_end(deploy: Deploy) -> None:

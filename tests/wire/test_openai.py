@@ -16,7 +16,6 @@ from proxy.wire.openai import (
     error_body,
     error_event,
     error_type,
-    prompt_details,
     with_prompt_details,
 )
 from proxy.wire.sse import EventSplitter
@@ -103,22 +102,6 @@ def test_what_a_client_would_not_take_for_an_error_is_told_in_our_words(body: by
 def test_events_survive_their_own_splitter() -> None:
     assert payload_of(data_event({"text": "two\nlines \u2028 ü"})) == {"text": "two\nlines \u2028 ü"}
     assert EventSplitter().feed(DONE_EVENT)[0].data == b"[DONE]"
-
-
-@pytest.mark.parametrize(
-    ("usage", "expected"),
-    [
-        ({"prompt_tokens_details": {"cached_tokens": 5}}, {"cached_tokens": 5}),
-        ({"prompt_tokens_details": {}}, {}),
-        ({"prompt_tokens_details": None}, None),
-        ({"prompt_tokens_details": 5}, None),
-        ({}, None),
-        (None, None),
-        ([], None),
-    ],
-)
-def test_details_of_the_prompt_are_read_or_unknown(usage: Any, expected: Any) -> None:
-    assert prompt_details(usage) == expected
 
 
 @pytest.mark.parametrize(

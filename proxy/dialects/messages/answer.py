@@ -7,46 +7,48 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from proxy.dialects.messages import errors
-from proxy.dialects.translated import Kind, Parts, event, matched_stop
+from proxy.dialects.translated import Head, Kind, Part, Parts, call_id, event
 from proxy.errors import UnknownFinish
+from proxy.usage import counts
+from proxy.wire.chat_members import JsonNesting, LegalStrings, as_object, is_object
 from proxy.wire.finish import is_whole
 from proxy.wire.ids import new_id
-from proxy.wire.openai import prompt_details
-from proxy.wire.python_json import loads, utf8
+from proxy.wire.python_json import utf8
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from proxy.answers import AnsweredAttempt
     from proxy.call import Call
-    from proxy.dialects.translated import Part
+    from proxy.dialects.translated import Completion
     from proxy.errors import GatewayError
 
 _STOPPED: Final = event("message_stop", {"type": "message_stop"})
 _STOP_REASONS: Final = {"length": "max_tokens", "repetition": "max_tokens", "content_filter": "refusal"}
-_CUT_OFF: Final[dict[str, Any]] = {}
 _BEGUN: Final[Mapping[Kind, dict[str, Any]]] = {
     Kind.REASONING: {"type": "thinking", "thinking": "", "signature": ""},
     Kind.TEXT: {"type": "text", "text": ""},
 }
 
 
-def message(call: Call, completion: dict[str, Any]) -> dict[str, Any]:
+def message(call: Call, completion: Completion) -> dict[str, Any]:
     """An answer that is not streamed."""
-    (choice,) = completion["choices"]
-    told = choice["message"]
     content: list[dict[str, Any]] = []
-    if thoughts := told.get("reasoning") or told.get("reasoning_content"):
-        content.append({"type": "thinking", "thinking": thoughts, "signature": new_id()})
-    calls = told.get("tool_calls") or ()
-    if told.get("content") or not (content or calls):
-        content.append({"type": "text", "text": told.get("content") or ""})
-    uses = [_tool_use(each["id"], each["function"]["name"], each["function"].get("arguments")) for each in calls]
+    if completion.reasoning:
+        content.append({"type": "thinking", "thinking": completion.reasoning, "signature": new_id()})
+    if completion.content or not (content or completion.calls):
+        content.append({"type": "text", "text": completion.content})
+    arguments = completion.calls[-1].arguments if completion.calls else None
+    ending = _Ending(call, completion.finish_reason, completion.matched_stop, arguments, completion.usage)
+    for each in completion.calls:
+        is_cut = ending.is_cut_off and each is completion.calls[-1]
+        block = _tool_use(call_id(each), each.name)
+        content.append(block if is_cut else {**block, "input": orjson.Fragment(as_object(each.arguments))})
     return {
-        **_head(call, completion),
-        "content": [*content, *uses],
-        **_stop(choice["finish_reason"], matched_stop(choice), call.stops, uses),
-        "usage": _usage(completion.get("usage")),
+        **_head(call, completion.head),
+        "content": content,
+        **ending.stop(),
+        "usage": _usage(completion.usage),
     }
 
 
@@ -57,13 +59,16 @@ class MessageEvents(Parts):
         super().__init__()
         self._call = call
         self._prompt_usage: dict[str, Any] = {}
-        self._uses: list[dict[str, Any]] = []
+        self._arguments: str | None = None
+        """Those of the last tool call that has ended; None: none has."""
+        self._legal: LegalStrings | None = None
+        """Of the tool call that is open."""
 
     def anew(self, attempt: AnsweredAttempt) -> None:
         """Begin anew with another attempt, and note the prompt tokens for `message_start`: as the prefiller told them,
         otherwise as they were estimated; the usage at the end has the true ones.
         """
-        self._uses.clear()
+        self._arguments = None
         tokens = attempt.prompt_tokens
         known = self._call.prompt_tokens if tokens is None else tokens
         self._prompt_usage = {"prompt_tokens": known, "prompt_tokens_details": attempt.prompt_details}
@@ -72,11 +77,17 @@ class MessageEvents(Parts):
         """`message_start`."""
         usage = {**_usage(self._prompt_usage), "output_tokens": 0}
         unknown: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-        return event("message_start", {"type": "message_start", "message": {**_head(self._call, payload), **unknown}})
+        return event(
+            "message_start", {"type": "message_start", "message": {**_head(self._call, Head.read(payload)), **unknown}}
+        )
 
     def opened(self, part: Part) -> bytes:
         """`content_block_start`."""
-        block = _tool_use(part.id, part.name, None) if part.kind is Kind.CALL else _BEGUN[part.kind]
+        if part.kind is Kind.CALL:
+            self._legal = LegalStrings(part.written)
+            block = _tool_use(part.id, part.name)
+        else:
+            block = _BEGUN[part.kind]
         return event(
             "content_block_start", {"type": "content_block_start", "index": part.index, "content_block": block}
         )
@@ -89,14 +100,14 @@ class MessageEvents(Parts):
             case Kind.TEXT:
                 return _delta(part, {"type": "text_delta", "text": text})
             case Kind.CALL:
-                part.written += utf8(text)
-                return _delta(part, {"type": "input_json_delta", "partial_json": text})
+                assert self._legal is not None
+                return _delta(part, {"type": "input_json_delta", "partial_json": self._legal.escaped(text)})
 
     def closed(self, part: Part) -> bytes:
         """`content_block_stop`; thinking is signed before."""
         signed = b""
         if part.kind is Kind.CALL:
-            self._uses.append(_tool_use(part.id, part.name, part.text))
+            self._arguments = part.text
         if part.kind is Kind.REASONING:
             signed = _delta(part, {"type": "signature_delta", "signature": new_id()})
         return signed + event("content_block_stop", {"type": "content_block_stop", "index": part.index})
@@ -104,61 +115,81 @@ class MessageEvents(Parts):
     def ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
         """`message_delta` and `message_stop`."""
         (usage,) = usages
-        empty = self.open(self.next_part(Kind.TEXT)) if self.is_empty else b""
-        closed = self.close()
-        stop = _stop(self.finish_reason, self.matched_stop, self._call.stops, self._uses)
-        told = {"type": "message_delta", "delta": stop, "usage": _usage(usage or self._prompt_usage)}
-        return b"".join((empty, closed, event("message_delta", told), _STOPPED))
+        events: list[bytes] = []
+        self._advance(events, at_end=True)
+        if self.is_empty:
+            events.append(self.open(Part(-1, Kind.TEXT)))
+        events.append(self.close())
+        ending = _Ending(self._call, self.finish_reason or "", self.matched_stop, self._arguments, usage)
+        told = {"type": "message_delta", "delta": ending.stop(), "usage": _usage(usage or self._prompt_usage)}
+        return b"".join((*events, event("message_delta", told), _STOPPED))
 
     def error_event(self, error: GatewayError) -> bytes:
         """`error`, in place of the end."""
         return event("error", errors.error(error))
 
 
-def _head(call: Call, completion: Mapping[str, Any]) -> dict[str, Any]:
-    """With the engine's id, as far as it is one: its log has it, too."""
-    name = str(completion.get("id") or new_id()).removeprefix("chatcmpl-")
-    model = call.model or completion.get("model")
-    return {"id": f"msg_{name}", "type": "message", "role": "assistant", "model": model}
+def _head(call: Call, head: Head) -> dict[str, Any]:
+    return {"id": f"msg_{head.name}", "type": "message", "role": "assistant", "model": call.model or head.model}
 
 
-def _tool_use(name: str, function: str, arguments: str | None) -> dict[str, Any]:
-    """Nothing but an object may stand there: arguments that the limit of tokens cut off are left out."""
-    try:
-        read = loads(utf8(arguments or "{}"))
-    except orjson.JSONDecodeError:
-        read = None
-    use = {"type": "tool_use", "id": name, "name": function, "input": read}
-    return use if isinstance(read, dict) else {**use, "input": _CUT_OFF}
+def _tool_use(name: str, function: str) -> dict[str, Any]:
+    return {"type": "tool_use", "id": name, "name": function, "input": {}}
 
 
-def _stop(
-    finish_reason: str | None, matched: object, stops: Collection[str], uses: Sequence[dict[str, Any]]
-) -> dict[str, str | None]:
-    """What the message has counts: a chat that had to call a tool of a name ends like one that called none, and with
-    old engines one that the limit cuts off in a call like one that is complete. A call that a stop string has cut off
-    must not be run. Raises UnknownFinish.
-    """
-    if not is_whole(finish_reason):
-        raise UnknownFinish(finish_reason)
-    is_cut = bool(uses) and uses[-1]["input"] is _CUT_OFF
-    reason = _STOP_REASONS.get(finish_reason or "")
-    if reason is None and uses and not is_cut:
-        reason = "tool_use"
-    if reason is None and isinstance(matched, str) and matched in stops:
-        return {"stop_reason": "stop_sequence", "stop_sequence": matched}
-    return {"stop_reason": reason or ("max_tokens" if is_cut else "end_turn"), "stop_sequence": None}
+class _Ending:
+    """Why a message ends. `arguments`: those of its last tool call, None if it has none. Raises UnknownFinish."""
+
+    def __init__(
+        self,
+        call: Call,
+        finish_reason: str,
+        matched: object,
+        arguments: str | None,
+        usage: Mapping[str, Any] | None,
+    ) -> None:
+        if not is_whole(finish_reason):
+            raise UnknownFinish(finish_reason)
+        self._reason = _STOP_REASONS.get(finish_reason)
+        self._stop = matched if isinstance(matched, str) and matched in call.stops else None
+        self._has_calls = arguments is not None
+        self.is_cut_off = False
+        """The last tool call ended before its arguments did, so it must not be run and the client gets none of them."""
+        if arguments and not is_object(arguments):
+            completion, limit = counts(usage).completion, call.output_limit
+            # Old engines finish with "tool_calls" where the limit or a stop string cut the call off. Models also write
+            # arguments that are not JSON, and nothing was cut off then.
+            is_at_limit = completion is not None and limit is not None and completion >= limit
+            is_odd_end = finish_reason != "tool_calls" and not _is_closed(arguments)
+            self.is_cut_off = self._reason is not None or self._stop is not None or is_at_limit or is_odd_end
+
+    def stop(self) -> dict[str, str | None]:
+        """The members of a message. The calls in it count: a chat that had to call a tool of a name ends like one that
+        called none.
+        """
+        reason = self._reason
+        if reason is None and self._has_calls and not self.is_cut_off:
+            reason = "tool_use"
+        if reason is None and self._stop is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": self._stop}
+        return {"stop_reason": reason or ("max_tokens" if self.is_cut_off else "end_turn"), "stop_sequence": None}
+
+
+def _is_closed(arguments: str) -> bool:
+    nesting = JsonNesting()
+    nesting.feed(utf8(arguments))
+    return nesting.is_closed
 
 
 def _usage(usage: Mapping[str, Any] | None) -> dict[str, Any]:
     """Those of the prompt that were cached are counted apart."""
-    told = usage or {}
-    cached = (prompt_details(told) or {}).get("cached_tokens") or 0
+    told = counts(usage)
+    cached = told.cached or 0
     return {
-        "input_tokens": max(0, (told.get("prompt_tokens") or 0) - cached),
+        "input_tokens": max(0, (told.prompt or 0) - cached),
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
-        "output_tokens": told.get("completion_tokens") or 0,
+        "output_tokens": told.completion or 0,
     }
 
 

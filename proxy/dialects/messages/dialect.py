@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from proxy.call import Call
     from proxy.dialects.base import Rendering, Unit
     from proxy.dialects.left_out import LeftOut
+    from proxy.dialects.translated import Completion
     from proxy.errors import GatewayError
 
 
@@ -34,7 +35,7 @@ class Messages(Translated):
         """See Translated. A request to count tokens has no limit."""
         return super().prompt({**values, "max_tokens": 1})
 
-    def answer(self, call: Call, completion: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, call: Call, completion: Completion) -> dict[str, Any]:
         """See Translated."""
         return message(call, completion)
 

@@ -12,7 +12,7 @@ from proxy.dialects.messages.content import parts_of
 from proxy.dialects.messages.tools import changes_tools, tools_of
 from proxy.dialects.requests import at_least_one, object_in, objects
 from proxy.errors import BadRequest
-from proxy.wire.python_json import dumps
+from proxy.wire.chat_members import arguments_text, as_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -177,7 +177,11 @@ def _assistant(blocks: Sequence[dict[str, Any]], left_out: LeftOut) -> dict[str,
 
 
 def _call(block: dict[str, Any]) -> dict[str, Any]:
-    arguments = dumps(block.get("input") or {}).decode()
+    # Clients that could not read what the model wrote give it back as text.
+    told = block.get("input") or {}
+    arguments = arguments_text(told)
+    if not isinstance(told, dict):
+        arguments = as_object(arguments)
     function = {"name": str(block.get("name") or ""), "arguments": arguments}
     return {"id": str(block.get("id") or ""), "type": "function", "function": function}
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.dialects.responses.items import sealed
-from proxy.dialects.responses.tools import ToolKind, as_object, as_text
-from proxy.dialects.translated import Kind, Part, Parts, event, words
+from proxy.dialects.responses.tools import ToolKind, as_search, as_text
+from proxy.dialects.translated import Head, Kind, Part, Parts, call_id, event, words
+from proxy.usage import counts
 from proxy.wire.finish import is_whole
 from proxy.wire.ids import new_id
-from proxy.wire.openai import prompt_details
 from proxy.wire.python_json import utf8
 
 if TYPE_CHECKING:
@@ -18,32 +18,25 @@ if TYPE_CHECKING:
     from proxy.answers import AnsweredAttempt
     from proxy.call import Call
     from proxy.dialects.responses.request import Asked
+    from proxy.dialects.translated import Completion
     from proxy.errors import GatewayError
 
 _INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_filter", "repetition": "repetition"}
 _MAX_REASON: Final = 64
 
 
-def response(call: Call, asked: Asked, completion: dict[str, Any]) -> dict[str, Any]:
+def response(call: Call, asked: Asked, completion: Completion) -> dict[str, Any]:
     """An answer that is not streamed."""
-    (choice,) = completion["choices"]
-    told = choice["message"]
     parts: list[Part] = []
-    for kind, text in (
-        (Kind.REASONING, told.get("reasoning") or told.get("reasoning_content")),
-        (Kind.TEXT, told.get("content")),
-    ):
+    for kind, text in ((Kind.REASONING, completion.reasoning), (Kind.TEXT, completion.content)):
         if text:
             parts.append(Part(len(parts), kind, written=bytearray(utf8(text))))
-    for at, each in enumerate(told.get("tool_calls") or ()):
-        function = each["function"]
-        written = bytearray(utf8(function.get("arguments") or "{}"))
-        parts.append(Part(len(parts), Kind.CALL, at, each["id"], function["name"], written))
+    for each in completion.calls:
+        parts.append(Part(len(parts), Kind.CALL, each, call_id(each), each.name, each.written))
     items = _Items(asked)
-    is_cut = _why_incomplete(choice["finish_reason"]) is not None
+    is_cut = _why_incomplete(completion.finish_reason) is not None
     output = [items.item(part, is_cut=is_cut and part is parts[-1]) for part in parts]
-    head = _head(call, asked, completion)
-    return {**head, **_outcome(choice["finish_reason"], output, completion.get("usage"))}
+    return {**_head(call, asked, completion.head), **_outcome(completion.finish_reason, output, completion.usage)}
 
 
 class ResponseEvents(Parts):
@@ -67,7 +60,7 @@ class ResponseEvents(Parts):
 
     def started(self, payload: dict[str, Any]) -> bytes:
         """The response as far as it is known."""
-        self._head = _head(self._call, self._asked, payload)
+        self._head = _head(self._call, self._asked, Head.read(payload))
         unknown = {**self._head, "status": "in_progress", "output": [], "error": None, "incomplete_details": None}
         unknown |= {"usage": None, "completed_at": None}
         return self._event("response.created", response=unknown) + self._event("response.in_progress", response=unknown)
@@ -81,7 +74,8 @@ class ResponseEvents(Parts):
 
     def said(self, part: Part, text: str) -> bytes:
         """A delta. The input of a custom tool is JSON until it is complete, so it comes in one piece."""
-        part.written += utf8(text)
+        if part.call is None:
+            part.written += utf8(text)
         match part.kind:
             case Kind.REASONING:
                 return self._about("response.reasoning_text.delta", part, content_index=0, delta=text)
@@ -118,15 +112,18 @@ class ResponseEvents(Parts):
     def ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
         """`response.completed` or `response.incomplete`."""
         (usage,) = usages
-        closed = self.close()
+        events: list[bytes] = []
+        self._advance(events, at_end=True)
+        events.append(self.close())
         told = {**self._head, **_outcome(self.finish_reason, self._output, usage)}
-        return closed + self._event(f"response.{told['status']}", response=told)
+        return b"".join(events) + self._event(f"response.{told['status']}", response=told)
 
     def error_event(self, error: GatewayError) -> bytes:
         """`response.failed`."""
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         failed = {"status": "failed", "error": {"code": code, "message": words(error)}, "output": self._output}
-        return self._event("response.failed", response={**self._head, **failed, "usage": None})
+        head = self._head or _head(self._call, self._asked, Head.read({}))
+        return self._event("response.failed", response={**head, **failed, "usage": None})
 
     # Writing
 
@@ -169,7 +166,7 @@ class _Items:
             case Kind.TEXT:
                 item |= {"type": "message", "role": "assistant", "content": [] if is_begun else [_content(part)]}
             case Kind.CALL if self._asked.kind_of(part.name) is ToolKind.SEARCH:
-                arguments = {} if is_begun else as_object(part.text)
+                arguments = {} if is_begun else as_search(part.text)
                 item |= {"type": "tool_search_call", "call_id": part.id, "execution": "client", "arguments": arguments}
             case Kind.CALL if self._asked.kind_of(part.name) is ToolKind.CUSTOM:
                 item |= {"type": "custom_tool_call", **self._call(part), "input": as_text(part.text)}
@@ -195,12 +192,9 @@ def _content(part: Part) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _head(call: Call, asked: Asked, completion: Mapping[str, Any]) -> dict[str, Any]:
-    """With the engine's id, as far as it is one: its log has it, too."""
-    name = str(completion.get("id") or new_id()).removeprefix("chatcmpl-")
-    model = call.model or completion.get("model")
-    created = completion.get("created") or 0
-    return {"id": f"resp_{name}", "object": "response", "created_at": created, "model": model, **asked.echo}
+def _head(call: Call, asked: Asked, head: Head) -> dict[str, Any]:
+    model = call.model or head.model
+    return {"id": f"resp_{head.name}", "object": "response", "created_at": head.created, "model": model, **asked.echo}
 
 
 def _why_incomplete(finish_reason: object) -> str | None:
@@ -227,13 +221,12 @@ def _outcome(
 
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
-    prompt, completion = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
-    cached = (prompt_details(usage) or {}).get("cached_tokens") or 0
-    reasoning = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+    told = counts(usage)
+    prompt, completion = told.prompt or 0, told.completion or 0
     return {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": told.cached or 0, "cache_write_tokens": 0},
         "output_tokens": completion,
-        "output_tokens_details": {"reasoning_tokens": reasoning},
+        "output_tokens_details": {"reasoning_tokens": told.reasoning or 0},
         "total_tokens": prompt + completion,
     }

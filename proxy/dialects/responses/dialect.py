@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from proxy.call import Call
     from proxy.dialects.base import Rendering, Unit
     from proxy.dialects.left_out import LeftOut
+    from proxy.dialects.translated import Completion
 
 
 class Responses(Translated):
@@ -30,7 +31,7 @@ class Responses(Translated):
         """What the response repeats of it."""
         return Asked(values)
 
-    def answer(self, call: Call, completion: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, call: Call, completion: Completion) -> dict[str, Any]:
         """See Translated."""
         return response(call, call.asked, completion)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from proxy.dialects.left_out import base64_bytes, described, kind_name, lines, media_name, note, readable
 from proxy.dialects.responses.tools import as_arguments, function_name, tools_of
 from proxy.errors import BadRequest
+from proxy.wire.chat_members import as_object
 from proxy.wire.python_json import utf8, utf8_text
 
 if TYPE_CHECKING:
@@ -207,7 +208,8 @@ def _call(item: Mapping[str, Any]) -> dict[str, Any]:
         given = json.dumps(members, ensure_ascii=False)
     if not (isinstance(given, str) and isinstance(name, str)):
         raise BadRequest("a call must have a name, and arguments that are text", param="input")
-    function = {"name": function_name(name, item.get("namespace")), "arguments": given}
+    # Engines and chat templates want an object, and clients give back whatever the model wrote.
+    function = {"name": function_name(name, item.get("namespace")), "arguments": as_object(given)}
     return {"id": _call_id(item), "type": "function", "function": function}
 
 

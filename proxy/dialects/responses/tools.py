@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
-import orjson
-
 from proxy.dialects.requests import objects
 from proxy.errors import BadRequest
-from proxy.wire.python_json import dumps, loads, utf8
+from proxy.wire.chat_members import read_object
+from proxy.wire.python_json import dumps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -117,17 +116,12 @@ def as_arguments(text: object) -> str:
 
 def as_text(arguments: str) -> str:
     """And back; arguments that are something else, or are cut off, as they stand."""
-    try:
-        read = loads(utf8(arguments))
-    except orjson.JSONDecodeError:
-        return arguments
+    read = as_search(arguments)
     text = read.get(_INPUT) if isinstance(read, dict) else None
     return text if isinstance(text, str) else arguments
 
 
-def as_object(arguments: str) -> object:
-    """The arguments of a search as the client reads them; text that is no JSON as it stands."""
-    try:
-        return loads(utf8(arguments or "{}"))
-    except orjson.JSONDecodeError:
-        return arguments
+def as_search(arguments: str) -> object:
+    """The arguments of a search as the client reads them; text that is no JSON object as it stands."""
+    read = read_object(arguments)
+    return arguments if read is None else read

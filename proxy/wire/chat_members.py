@@ -1,0 +1,332 @@
+"""The members of a chat's answer, read in every form in which engines have been seen to write them. No IO."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from proxy.wire.python_json import dumps, utf8, utf8_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+RAW_ARGUMENTS: Final = "raw_arguments"
+"""The only member of the object that stands for arguments that are not a JSON object."""
+
+_MAX_TOOL_CALLS: Final = 4096
+_IN_STRING: Final = re.compile(rb'["\\]')
+_OUTSIDE: Final = re.compile(rb'["{}\[\]]')
+
+
+class Unreadable(Exception):
+    """A member of an engine's answer has a form that no engine is known to write; the message names the member."""
+
+
+# Text
+
+
+def text_of(value: object, name: str) -> str:
+    """The text of the member `name`: a string, nothing, or parts that have text. Raises Unreadable."""
+    if type(value) is str:
+        return value
+    if value is None:
+        return ""
+    if isinstance(value, list):
+        return "".join(text_of(part, name) for part in value)
+    if isinstance(value, dict) and isinstance(text := value.get("text"), str):
+        return text
+    raise Unreadable(f"{name} is neither text nor parts with text")
+
+
+def reasoning_of(told: Mapping[str, Any]) -> str:
+    """The reasoning of a message or delta, which engines give one of two names. Raises Unreadable."""
+    return text_of(told.get("reasoning") or told.get("reasoning_content"), "reasoning")
+
+
+def object_of(value: object, name: str) -> dict[str, Any]:
+    """The member `name`, which is an object or missing. Raises Unreadable."""
+    if value is None:
+        return {}
+    if isinstance(value, dict):
+        return value
+    raise Unreadable(f"{name} is no object")
+
+
+def objects_of(value: object, name: str) -> list[dict[str, Any]]:
+    """The member `name`, which is a list of objects, one object, or missing. Raises Unreadable."""
+    if value is None:
+        return []
+    if isinstance(value, dict):
+        return [value] if value else []
+    if isinstance(value, list) and all(isinstance(each, dict) for each in value):
+        return value
+    raise Unreadable(f"{name} is no list of objects")
+
+
+# Tool calls
+
+
+class JsonNesting:
+    """Follows a JSON text that comes in pieces, without reading its values."""
+
+    __slots__ = ("_depth", "in_string", "is_closed", "is_escaped")
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self.in_string = False
+        """The text so far ends within a string."""
+        self.is_escaped = False
+        """It ends with a backslash, which belongs to the next character."""
+        self.is_closed = False
+        """An object or array began, and every bracket is closed."""
+
+    def feed(self, data: bytes | bytearray) -> None:
+        """Take the next piece."""
+        at, end = 0, len(data)
+        if self.is_escaped and end:
+            at, self.is_escaped = 1, False
+        while at < end:
+            found = (_IN_STRING if self.in_string else _OUTSIDE).search(data, at)
+            if found is None:
+                return
+            at = found.end()
+            sign = found[0]
+            if sign == b'"':
+                self.in_string = not self.in_string
+            elif sign == b"\\":
+                self.is_escaped = at == end
+                at += 1
+            elif sign in b"{[":
+                self._depth += 1
+            else:
+                self._depth -= 1
+                self.is_closed = self.is_closed or self._depth <= 0
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A tool call as far as the engine has written it."""
+
+    number: int
+    """Its place among the calls of the answer, in the order in which they began."""
+    index: int | None
+    """The engine's own number of it; None: it gave none."""
+    id: str
+    """Empty if the engine gave none."""
+    name: str
+    written: bytearray = field(default_factory=bytearray)
+    """The arguments, UTF-8."""
+    _nesting: JsonNesting = field(default_factory=JsonNesting, repr=False, compare=False)
+    _followed: int = field(default=0, repr=False, compare=False)
+
+    @property
+    def arguments(self) -> str:
+        """JSON, as far as it goes."""
+        return utf8_text(self.written)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the arguments so far are an object or array that has ended."""
+        if self._followed < len(self.written):
+            self._nesting.feed(self.written[self._followed :])
+            self._followed = len(self.written)
+        return self._nesting.is_closed
+
+
+class ToolCalls:
+    """Collects the fragments of the tool calls of one answer, whatever their order.
+
+    Engines tell by `index` which call a fragment belongs to. Some give several calls one index and tell them apart by
+    id, some give no index or no id, and some repeat the name or draw another id in every fragment.
+    """
+
+    __slots__ = ("_latest", "calls")
+
+    def __init__(self) -> None:
+        self.calls: list[ToolCall] = []
+        """In the order in which they began."""
+        self._latest: dict[tuple[int | None, str], ToolCall] = {}
+        """The latest call by index and id, and by index alone, which is the empty id."""
+
+    def take(self, fragment: Mapping[str, Any]) -> tuple[ToolCall, str]:
+        """Add a fragment: its call, and what it adds to the arguments. Raises Unreadable."""
+        index = _index(fragment.get("index"))
+        call_id = _id(fragment.get("id"))
+        function = object_of(fragment.get("function"), "the function of a tool call")
+        name = function.get("name")
+        if name is None:
+            name = ""
+        elif not isinstance(name, str):
+            raise Unreadable("the name of a tool call is not text")
+        arguments = arguments_text(function.get("arguments"))
+        latest = self._latest
+        call = latest.get((index, call_id)) if call_id else None
+        if call is None:
+            call = latest.get((index, "")) if index is not None else self.calls[-1] if self.calls else None
+            if call is not None and _begins_another(call, index, call_id, name, arguments):
+                call = None
+        if call is None:
+            if len(self.calls) >= _MAX_TOOL_CALLS:
+                raise Unreadable(f"the answer has more than {_MAX_TOOL_CALLS} tool calls")
+            call = ToolCall(len(self.calls), index, call_id, name)
+            self.calls.append(call)
+            latest[index, ""] = call
+        else:
+            call.id = call.id or call_id
+            call.name = call.name or name
+        if call_id:
+            latest[index, call_id] = call
+        if arguments:
+            call.written += utf8(arguments)
+        return call, arguments
+
+
+def _begins_another(call: ToolCall, index: int | None, call_id: str, name: str, arguments: str) -> bool:
+    """Whether a fragment begins another call than this one, which is the latest of its index, or of all if it has no
+    index. The fragment's id is not that of the call.
+    """
+    has_other_id = bool(call_id and call.id)
+    if not name:
+        return has_other_id and index is None
+    if not call.name:
+        return has_other_id
+    if name != call.name:
+        return True
+    # The name is repeated. Arguments that have ended do not go on, and a call without arguments has an id of its own.
+    if call.is_complete:
+        return bool(call_id or arguments.strip())
+    return has_other_id and not call.written
+
+
+def whole_calls(told: object) -> list[ToolCall]:
+    """The tool calls of a whole message, each of which is an element of its own. Raises Unreadable."""
+    found: list[ToolCall] = []
+    for each in objects_of(told, "tool_calls"):
+        call, _ = ToolCalls().take(each)
+        call.number = len(found)
+        found.append(call)
+    return named(found)
+
+
+def named(calls: list[ToolCall]) -> list[ToolCall]:
+    """The calls, each of which has a name. Raises Unreadable if one has none."""
+    for call in calls:
+        if not call.name:
+            raise Unreadable("a tool call has no name")
+    return calls
+
+
+def _index(told: object) -> int | None:
+    """The index of a fragment, however it is spelled. Raises Unreadable."""
+    if told is None or type(told) is int:
+        return told
+    if isinstance(told, float) and told.is_integer():
+        return int(told)
+    if isinstance(told, str) and told.isascii() and told.isdecimal():
+        return int(told[:18])
+    raise Unreadable("the index of a tool call is no number")
+
+
+def _id(told: object) -> str:
+    """The id of a fragment; empty: it has none. Raises Unreadable."""
+    if type(told) is str:
+        return told
+    if told is None:
+        return ""
+    if type(told) is int:
+        return str(told)
+    raise Unreadable("the id of a tool call is no text")
+
+
+# Arguments
+
+
+def arguments_text(value: object) -> str:
+    """The arguments of a call, or a fragment of them, as text: engines also write them as the object itself."""
+    if type(value) is str:
+        return value
+    return "" if value is None else dumps(value).decode()
+
+
+def is_object(arguments: str | bytes | bytearray) -> bool:
+    """Whether arguments are a JSON object for any parser."""
+    try:
+        return isinstance(orjson.loads(arguments), dict)
+    except orjson.JSONDecodeError:
+        return False
+
+
+def read_object(arguments: str) -> dict[str, Any] | None:
+    """The object that arguments mean, read as tolerantly as possible; None: they are no object.
+
+    Models write raw line feeds into strings, and numbers that JSON does not have, which are kept as text.
+    """
+    try:
+        read = json.loads(arguments or "{}", strict=False, parse_constant=str)
+    except (ValueError, RecursionError):
+        return None
+    if read is None:
+        return {}
+    return read if isinstance(read, dict) else None
+
+
+def as_object(arguments: str) -> str:
+    """The JSON text of an object that says what the arguments say.
+
+    Nothing of them is lost: those that no parser makes an object of are the text of its member `raw_arguments`.
+    """
+    if is_object(arguments):
+        return arguments
+    read = read_object(arguments)
+    if read is not None:
+        try:
+            return json.dumps(read, allow_nan=False)
+        except (ValueError, RecursionError):  # a number beyond all bounds
+            pass
+    return json.dumps({RAW_ARGUMENTS: arguments})
+
+
+class LegalStrings:
+    """Escapes the control characters that a model wrote into the strings of arguments, which come in fragments.
+
+    JSON forbids them there, so parsers of clients would refuse the arguments.
+    """
+
+    __slots__ = ("_followed", "_nesting", "_written")
+
+    _CONTROL: Final = re.compile(r"[\x00-\x1f]")
+    _SHORT: Final[Mapping[str, str]] = {"\n": "n", "\r": "r", "\t": "t", "\b": "b", "\f": "f"}
+
+    def __init__(self, written: bytearray) -> None:
+        """`written`: all arguments so far, to which each fragment is added before it is given to `escaped`."""
+        self._written = written
+        self._nesting = JsonNesting()
+        self._followed = 0
+
+    def escaped(self, text: str) -> str:
+        """The next fragment, which `written` ends with."""
+        if self._CONTROL.search(text) is None:
+            return text
+        nesting = self._nesting
+        nesting.feed(self._written[self._followed : len(self._written) - len(utf8(text))])
+        self._followed = len(self._written)
+        pieces: list[str] = []
+        at = 0
+        for found in self._CONTROL.finditer(text):
+            before, sign = text[at : found.start()], found[0]
+            at = found.end()
+            nesting.feed(utf8(before))
+            pieces.append(before)
+            if not nesting.in_string:
+                pieces.append(sign)
+                continue
+            escape = self._SHORT.get(sign) or f"u{ord(sign):04x}"
+            pieces.append(escape if nesting.is_escaped else "\\" + escape)
+            nesting.is_escaped = False
+        nesting.feed(utf8(text[at:]))
+        pieces.append(text[at:])
+        return "".join(pieces)
