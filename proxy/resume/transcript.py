@@ -126,8 +126,8 @@ class Transcript:
             if not text:
                 return False
             try:
-                self._content += utf8(text)
-            except AttributeError:
+                self._content += text.encode()
+            except (AttributeError, UnicodeEncodeError):
                 self._content += utf8(text_of(text, "text"))
         elif not self._take_delta(delta, before):
             return False
@@ -201,8 +201,8 @@ class Transcript:
                 self.began_in_reasoning = True
                 self.reasoning_field = "reasoning" if "reasoning" in delta else "reasoning_content"
             try:
-                self._reasoning += utf8(reasoning)
-            except AttributeError:
+                self._reasoning += reasoning.encode()
+            except (AttributeError, UnicodeEncodeError):
                 self._reasoning += utf8(text_of(reasoning, "reasoning"))
             self._reasoned = self._reasoning_ids
             self._reasoning_ids = self._marker_behind(before, len(self._ids))
@@ -211,8 +211,8 @@ class Transcript:
             if self._reasoning and not self._content:
                 self._end_reasoning(before)
             try:
-                self._content += utf8(content)
-            except AttributeError:
+                self._content += content.encode()
+            except (AttributeError, UnicodeEncodeError):
                 self._content += utf8(text_of(content, "content"))
             shows = True
         if calls := delta.get("tool_calls"):
