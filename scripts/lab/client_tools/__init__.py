@@ -6,5 +6,5 @@ sglang         the client side of SGLang, out of its wheel and without what engi
 tokenizer      a small tokenizer, because the tools count tokens themselves (run by the Python of the peers)
 installed      .venv-clients, with what clients use
 libraries      programs/, in which clients' libraries do what they can do
-coding_agents  Claude Code and Codex, which edit a file
+coding_agents  Claude Code, Codex and opencode, which read a PDF and a picture and edit a file
 """

@@ -1,6 +1,6 @@
 """Run clients against the gateway in front of simulated engines: no request may fail.
 
-Those are the engines' own load generators, clients' libraries, Claude Code and Codex, and lm-eval.
+Those are the engines' own load generators, clients' libraries, Claude Code, Codex and opencode, and lm-eval.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _run_libraries(options: argparse.Namespace, directory: Path) -> bool:
 def _run_agents(options: argparse.Namespace, directory: Path) -> bool:
     """Each in front of engines of its own, of which it loses one."""
     if not installed.provide():
-        sys.exit("Claude Code and Codex cannot be had")
+        sys.exit("Claude Code, Codex and opencode cannot be had")
     went_well = []
     for agent in CODING_AGENTS:
         place = directory / agent.name.replace(" ", "-")

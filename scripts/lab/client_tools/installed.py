@@ -19,7 +19,7 @@ _WHEELS: Final = (
 )
 _PACKAGES: Final = (
     *("@anthropic-ai/sdk@1.12.0", "openai@6.49.0", "ai@6.0.326", "@ai-sdk/anthropic@3.0.139", "@ai-sdk/openai@3.0.141"),
-    *("@anthropic-ai/claude-code@2.1.197", "@openai/codex@0.169.0"),
+    *("@anthropic-ai/claude-code@2.1.332", "@openai/codex@0.171.0", "opencode-ai@1.18.33"),
 )
 
 

@@ -60,16 +60,21 @@ def _claim(port: int) -> None:
 
 
 def finished(
-    words: Sequence[str], patience_seconds: float, environment: Mapping[str, str] | None = None, at: Path | None = None
+    words: Sequence[str],
+    patience_seconds: float,
+    environment: Mapping[str, str] | None = None,
+    at: Path | None = None,
+    given: str = "",
 ) -> subprocess.CompletedProcess[str]:
-    """A program that has ended, with all that it said on both streams as its `stdout`; it was given nothing to read.
-    `environment`: on top of a clean one. `at`: the directory that it ran in. Raises TimeoutExpired.
+    """A program that has ended, with all that it said on both streams as its `stdout`. Raises TimeoutExpired.
+
+    `environment`: on top of a clean one. `at`: the directory that it ran in. `given`: its standard input.
     """
     return subprocess.run(
         words,
         cwd=at,
         env={**clean_environment(), **(environment or {})},
-        stdin=subprocess.DEVNULL,
+        input=given,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
