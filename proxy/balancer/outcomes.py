@@ -117,6 +117,23 @@ class Outcomes:
         self._tell(self._health.on_stall(backend, self._members.enabled))
         return backend not in self._members.enabled or not self._health.of(backend).is_healthy
 
+    def report_hang(self, backend: Backend) -> bool:
+        """Report that a backend is silent on all of its streams and makes no progress.
+
+        Returns:
+            Whether another backend could go on with its answers.
+        """
+        self._members.refresh()
+        enabled, health = self._members.enabled, self._health
+        self._tell(health.on_stall(backend, enabled, "sends nothing and makes no progress"))
+        return any(health.of(other).is_eligible for other in enabled if other != backend)
+
+    def report_refusal(self, backend: Backend) -> None:
+        """Report that a backend with silent answers refused a connection that was opened to find out."""
+        health, reason = self._health, "refuses connections, and its answers are silent"
+        if health.of(backend).verdict is not HealthState.UNKNOWN:  # it may have been removed
+            self._tell(health.on_probe(backend, False, reason, is_refused=True))
+
     def report_verdict(self, backend: Backend) -> None:
         """Another gateway has found a backend of no use."""
         self._members.refresh()

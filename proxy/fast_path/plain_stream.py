@@ -330,7 +330,7 @@ class PlainStream(Bypass):
             attempt.kv_arrived()
             self._owner.first_output()
             if not is_done:
-                attempt.response.limit_silence(self._idle_seconds)
+                attempt.response.limit_silence(self._idle_seconds, True)
         if is_done:
             self._is_whole = attempt.response.is_whole
             if not self._is_whole:

@@ -280,7 +280,7 @@ class Relay(Bypass):
     def _open(self) -> None:
         self._opened = True
         self._attempt.kv_arrived()
-        self._attempt.response.limit_silence(self._idle_seconds)
+        self._attempt.response.limit_silence(self._idle_seconds, True)
         self._guard.first_output()
 
     def _end(self, error: UpstreamError | None) -> None:

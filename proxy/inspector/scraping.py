@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Final
 
 from proxy.upstream import engine_json
+from proxy.wire.exposition import parse_work
 
 if TYPE_CHECKING:
     import aiohttp
@@ -24,3 +26,17 @@ async def scrape(session: aiohttp.ClientSession, keys: EngineKeys, backend: Back
     except engine_json.NoAnswer:
         return None
     return answer.body if answer.status == 200 else None
+
+
+async def makes_progress(
+    session: aiohttp.ClientSession, keys: EngineKeys, backend: Backend, pause_seconds: float
+) -> bool:
+    """Return whether an engine's counters of tokens grow within so many seconds. False also if it shows none."""
+    before = await scrape(session, keys, backend)
+    worked = None if before is None else parse_work(before)
+    if worked is None:
+        return False
+    await asyncio.sleep(pause_seconds)
+    after = await scrape(session, keys, backend)
+    works = None if after is None else parse_work(after)
+    return works is not None and works > worked

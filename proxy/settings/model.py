@@ -374,6 +374,11 @@ class HealthChecks(Section):
     """An instance that sends nothing for this long on any of its streams, while others of its role do, is ejected, and
     its answers are continued elsewhere. The time is longer for an instance that has recovered from a longer silence
     before."""
+    silence_seconds: Delay = 10.0
+    """Silence in the middle of an answer, in seconds, after which the instance's /metrics are read. If they show no
+    progress, its answers are continued by another instance. The silence must also be 20 times as long as the instance
+    usually takes between tokens. After 5 times as long, and at least a second, the instance is connected to; its silent
+    answers are lost if it refuses. 0: silences are not looked into."""
     slow_start_seconds: Delay = 30.0
     """An instance that came back, or was added, reaches its full share of requests after this long; it begins with a
     tenth."""

@@ -12,6 +12,7 @@ from proxy.sim.profile import ALL_PROFILES, ConnectorName, Profile
 if TYPE_CHECKING:
     from proxy.sim.hardware.work import Shape
 
+AtSigterm = Literal["exit", "silent", "abort", "core-dead"]
 SimRole = Literal["prefill", "decode", "both"]
 ProtocolName = Literal["pull", "bootstrap", "layerwise", "transfer", "store", "none"]
 LoadFailurePolicy = Literal["fail", "recompute"]
@@ -78,6 +79,8 @@ class Options:
     """Layerwise: how long a decoder queues before it calls back."""
     clock_offset_seconds: float = 0.0
     """How much its clock is ahead."""
+    at_sigterm: AtSigterm = "exit"
+    """What the program does at SIGTERM: exit at once, or stop as an engine of vLLM; see `SimulatedEngine.stop`."""
     keep_alive_seconds: float = 75.0
     """An idle connection is closed after this long."""
     kv_events_config: str | None = None

@@ -11,6 +11,7 @@ from proxy.upstream.connection import Connection, Exchange, Sink, upstream_error
 from proxy.upstream.names import AddressProblem, Names, connect_problem
 from proxy.upstream.response import Response
 from proxy.upstream.session import new_session, read_bounded
+from proxy.upstream.silences import SilenceChecks
 from proxy.upstream.traced import TracedUpstream
 from proxy.upstream.upstream import Upstream
 
@@ -21,6 +22,7 @@ __all__ = [
     "Exchange",
     "Names",
     "Response",
+    "SilenceChecks",
     "Sink",
     "TracedUpstream",
     "Upstream",

@@ -111,9 +111,16 @@ class Connection(FastForward):
         self._head_bytes = 0
         self._has_head = False
         """The exchange was told status and headers."""
-        self._quiet_since = 0.0
+        self.quiet_since = 0.0
+        """The clock time of the last look that has found any of the answer, or of its request."""
         self._limit_seconds = 0.0
         self._is_stream = False
+        self.has_begun = False
+        """Part of a streamed answer has arrived, so that the next one may be expected soon."""
+        self.moved_seconds = 0.0
+        """How long the parts took that the last look at silence has found; 0: that is not known."""
+        self._is_timed = False
+        """A look has found parts of the stream, from which on others are timed."""
 
     # What Upstream does with it
 
@@ -135,10 +142,11 @@ class Connection(FastForward):
         `answer_seconds` bounds the wait for the whole answer, unless `limit_silence` is called when it has begun.
         """
         self.complete = self._has_head = False
-        self.is_active = self._is_stream = False
+        self._is_stream = self.has_begun = self._is_timed = False
+        self.arrivals = 0
         self._head_bytes = 0
         self._exchange = exchange
-        self._quiet_since, self._limit_seconds = self._clock(), answer_seconds
+        self.quiet_since, self._limit_seconds = self._clock(), answer_seconds
         if isinstance(body, bytes) and len(body) <= _JOINED_BYTES:  # uvloop writes one piece with less ado
             self.transport.write(self._head(self.backend, path, len(body), headers) + body)
         else:
@@ -152,34 +160,53 @@ class Connection(FastForward):
         else:
             self.abort()
 
-    def limit_silence(self, seconds: float) -> None:
+    def limit_silence(self, seconds: float, has_begun: bool = False) -> None:
         """From now on this is a stream, which may take as long as it likes: it fails with TIMEOUT when the engine sends
         nothing of the answer for so long, with STALLED when it does so on all streams while others of its role go on.
+
+        `has_begun`: part of the answer has arrived, see Silences.
         """
         self._limit_seconds = seconds
-        self.is_active = self._is_stream = True
+        self._is_stream = True
+        self.has_begun |= has_begun
+        self.arrivals += 1
 
-    def check_silence(self, now: float, lost_seconds: float) -> bool | None:
-        """Fail the exchange if its answer is not there in time, or a stream's next part. Whether any of a stream has
-        arrived since the last look; None: none is under way, or we hold it back.
+    def is_silent_since(self, since: float) -> bool:
+        """Has nothing of the answer under way arrived since then? `since`: a `quiet_since` of this connection."""
+        is_over = self.complete or self.closed or self.is_paused
+        return not is_over and not self.arrivals and self.quiet_since == since
+
+    def check_silence(self, now: float, lost_seconds: float) -> int:
+        """Fail the exchange if its answer is not there in time, or a stream's next part. Return how many parts have
+        arrived since the last look; -1: it has failed, or we hold it back.
 
         Time spent paused by us does not count, nor do `lost_seconds` in which this process did not run. Bytes are no
         progress by themselves: an engine, or what lies before it, can send some for ever and never come to an end.
         """
-        moves = self.is_active
+        arrivals = self.arrivals
         if self.is_paused:
-            self.is_active, self._quiet_since = False, now
-            return None
-        watched = moves if self.is_stream else None
-        if moves:
-            self.is_active, self._quiet_since = False, now
-            return watched
+            self.arrivals, self.quiet_since, self._is_timed = 0, now, False
+            return -1
+        if arrivals:
+            self.moved_seconds = now - self.quiet_since if self._is_timed else 0.0
+            self.arrivals, self.quiet_since, self._is_timed = 0, now, self.has_begun
+            return arrivals
         if lost_seconds:
-            self._quiet_since = min(self._quiet_since + lost_seconds, now)
-        if now - self._quiet_since > self._limit_seconds:
+            self.quiet_since = min(self.quiet_since + lost_seconds, now)
+        if now - self.quiet_since > self._limit_seconds:
             stage = "an answer" if not self._has_head else "more of the answer"
             self.abort(self._error(Failure.TIMEOUT, f"waited {self._limit_seconds:g} s for {stage}"))
-        return watched
+            return -1
+        return 0
+
+    def lose(self, message: str) -> None:
+        """Fail the exchange as if the engine had closed the connection. `message` says of the instance what it does."""
+        failure = Failure.BROKEN if self._has_head or self._head_bytes else Failure.RESET
+        self.abort(self._error(failure, message))
+
+    def stall(self, message: str) -> None:
+        """Fail the exchange because the engine hangs."""
+        self.abort(self._error(Failure.STALLED, message))
 
     def pass_on(self, tokens: Tokens | None) -> None:
         """Send the next reads to the client as they arrive, the framing of chunks included, as far as they are such
@@ -242,7 +269,7 @@ class Connection(FastForward):
             self._has_head = True
             exchange.answered(reader.status, reader.headers)
         if body and self._exchange is exchange and exchange.received(body):  # it may have left
-            self.is_active = True
+            self.arrivals += 1
         if reader.is_complete and self._exchange is exchange:
             # An answer that came before the request was written out leaves the rest of the request in the pipe.
             if reader.keeps_alive and not self.transport.get_write_buffer_size():

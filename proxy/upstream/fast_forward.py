@@ -128,13 +128,13 @@ class Tokens:
 class FastForward(asyncio.Protocol):
     """A connection to an engine, as far as it passes tokens on. What it does not, `_read` is given."""
 
-    __slots__ = ("_tokens", "is_active")
+    __slots__ = ("_tokens", "arrivals")
 
     def __init__(self) -> None:
         self._tokens: Tokens | None = None
         """Which of the next reads are passed on, if they begin with such chunks; None: none is."""
-        self.is_active = False
-        """Some of a streamed answer has arrived since silence was last checked."""
+        self.arrivals = 0
+        """How many parts of a streamed answer have arrived since silence was last checked."""
 
     def _read(self, data: bytes) -> None:
         """Take bytes that are not passed on. They begin where a chunk does, if tokens were passed on before."""
@@ -185,7 +185,7 @@ class FastForward(asyncio.Protocol):
                 notes[1].append(number)
         if (shown_behind := rest.shown_behind) is not None:
             data = b"%b%b%b" % (data[: end - digits - 1], _NULLS[digits], shown_behind)
-        self.is_active = True
+        self.arrivals += 1
         if (output := tokens.output) is not None and not output.is_closing():
             output.write(data)
         tokens.index = index = tokens.index + 1

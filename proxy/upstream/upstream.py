@@ -15,6 +15,7 @@ from proxy.upstream.dialing import Dialer
 from proxy.upstream.names import connect_problem
 from proxy.upstream.request_heads import RequestHeads
 from proxy.upstream.response import Response
+from proxy.upstream.silences import Moves, Silences
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from proxy.balancer.engines.engine_keys import EngineKeys
     from proxy.settings import Timeouts
     from proxy.upstream.names import Names
+    from proxy.upstream.silences import SilenceChecks
     from proxy.wire.document import Body
 
 # Engines close an idle connection after 5 s (vLLM VLLM_HTTP_TIMEOUT_KEEP_ALIVE, SGLang SGLANG_TIMEOUT_KEEP_ALIVE), and
@@ -46,6 +48,8 @@ class Upstream:
         *,
         stall_seconds: float = 30.0,
         on_stall: Callable[[Backend], bool] | None = None,
+        silence_seconds: float = 10.0,
+        silence_checks: SilenceChecks | None = None,
         is_news: Callable[[str, str], bool] = lambda subject, word: True,
         sweep_seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -53,7 +57,8 @@ class Upstream:
         """`names` None: the system is asked at every connect, and any address is good.
 
         `on_stall` is called with a backend that has sent nothing for `stall_seconds` while others of its role did, and
-        says whether it is taken out; then its streams fail. `is_news` says of a subject and a word for the log whether
+        says whether it is taken out; then its streams fail. `silence_checks` None: nobody asks why an answer is silent;
+        `silence_seconds`: see settings.HealthChecks. `is_news` says of a subject and a word for the log whether
         no worker has told it last. `sweep_seconds`: how often silences are looked at; by
         default often enough for the shortest of them.
         """
@@ -63,7 +68,11 @@ class Upstream:
         self._names = names
         self._progress = Progress(stall_seconds)
         self._on_stall = on_stall
-        self._sweep_seconds = sweep_seconds or _sweep_seconds(timeouts, stall_seconds)
+        self._silences = (
+            None if silence_checks is None else Silences(silence_checks, lambda: self._busy, silence_seconds)
+        )
+        self._silence_seconds = silence_seconds
+        self._sweep_seconds = sweep_seconds or _sweep_seconds(timeouts, stall_seconds, silence_seconds)
         self._clock = clock
         self._dialer = Dialer(clock, is_news)
         self._idle: dict[str, list[Connection]] = {}
@@ -91,16 +100,21 @@ class Upstream:
         for task in self._preconnecting:
             task.cancel()
         await asyncio.gather(*self._preconnecting, return_exceptions=True)
+        if self._silences is not None:
+            await self._silences.close()
         for connection in [*self._busy, *(c for idle in self._idle.values() for c in idle)]:
             connection.abort()
         self._idle.clear()
         await self._dialer.close()
 
-    def configure(self, timeouts: Timeouts, stall_seconds: float) -> None:
+    def configure(self, timeouts: Timeouts, stall_seconds: float, silence_seconds: float = 10.0) -> None:
         """Change how long to wait, for connections and looks from now on."""
         self._timeouts = timeouts
         self._progress.configure(stall_seconds)
-        self._sweep_seconds = _sweep_seconds(timeouts, stall_seconds)
+        self._silence_seconds = silence_seconds
+        if self._silences is not None:
+            self._silences.configure(silence_seconds)
+        self._sweep_seconds = _sweep_seconds(timeouts, stall_seconds, silence_seconds)
 
     @property
     def busy_connections(self) -> int:
@@ -279,17 +293,29 @@ class Upstream:
         self._swept_at = now
         # This process was stopped or blocked. What the engines sent meanwhile may not have been read yet.
         lost_seconds = late_seconds if late_seconds > 2 * self._sweep_seconds else 0.0
-        active: dict[str, Backend] = {}
-        silent: dict[str, Backend] = {}
+        moves: dict[str, Moves] = {}
+        silent: list[Connection] = []
         for connection in list(self._busy):
-            moves = connection.check_silence(now, lost_seconds)
-            if moves is not None:
+            parts = connection.check_silence(now, lost_seconds)
+            if parts < 0:
+                continue
+            if not parts:
+                silent.append(connection)
+            if connection.is_stream:
                 backend = connection.backend
-                (active if moves else silent)[backend.key] = backend
-        moving = {**dict.fromkeys(silent.values(), False), **dict.fromkeys(active.values(), True)}
+                moved = moves.get(backend.key)
+                if moved is None:
+                    moved = moves[backend.key] = Moves(backend)
+                moved.parts += parts
+                if parts and connection.moved_seconds:
+                    moved.timed_parts += parts
+                    moved.timed_seconds += connection.moved_seconds
+        moving = {moved.backend: moved.parts > 0 for moved in moves.values()}
         for backend in self._progress.observe(now, moving, lost_seconds=lost_seconds):
             if self._on_stall is not None and self._on_stall(backend):
                 self._end_streams(backend)
+        if self._silences is not None and self._silence_seconds and not lost_seconds:
+            self._silences.look(now, self._sweep_seconds, moves.values(), silent)
         self._close_idle(now)
 
     def _end_streams(self, backend: Backend) -> None:
@@ -313,7 +339,7 @@ def _tell(arrival: asyncio.Future[None], error: UpstreamError | None) -> None:
         arrival.set_result(None) if error is None else arrival.set_exception(error)
 
 
-def _sweep_seconds(timeouts: Timeouts, stall_seconds: float) -> float:
+def _sweep_seconds(timeouts: Timeouts, stall_seconds: float, silence_seconds: float) -> float:
     shortest: float = min(
         timeouts.prefill_seconds,
         timeouts.handoff_seconds,
@@ -321,5 +347,6 @@ def _sweep_seconds(timeouts: Timeouts, stall_seconds: float) -> float:
         timeouts.answer_seconds,
         timeouts.idle_seconds,
         stall_seconds,
+        silence_seconds or stall_seconds,
     )
     return max(0.01, min(1.0, shortest / 4))

@@ -1,4 +1,6 @@
-"""Of an engine's `/metrics` where its prompts' KV cache came from, and how many ranks it has. The rest is not parsed.
+"""Of an engine's `/metrics` where its prompts' KV cache came from, how much it has done, and how many ranks it has.
+
+The rest is not parsed.
 
 A real engine writes 100 KB and more there, of which three lines for each of its data-parallel ranks count here.
 """
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import product
 from typing import Final, NamedTuple
 
 
@@ -43,6 +46,16 @@ def parse_expired_leases(exposition: bytes) -> float | None:
     return _sum(exposition, b"vllm:nixl_num_kv_expired_reqs_total")
 
 
+def parse_work(exposition: bytes) -> float | None:
+    """Return how many tokens an engine has computed or generated since it started; None: it does not tell.
+
+    Only of use beside an earlier reading. vLLM counts them with each step of its engine, SGLang in
+    `sglang:realtime_tokens_total`, and besides at the end of each request.
+    """
+    counted = [tokens for name in _WORK if (tokens := _sum(exposition, name)) is not None]
+    return sum(counted) if counted else None
+
+
 def parse_ranks(exposition: bytes) -> int | None:
     """How many data-parallel ranks are behind the address; None: it does not tell.
 
@@ -52,6 +65,12 @@ def parse_ranks(exposition: bytes) -> int | None:
     name = re.escape(b"vllm:num_requests_running")
     samples = re.findall(_SAMPLE % name, exposition, re.MULTILINE)
     return len({rank for labels, _ in samples for rank in re.findall(rb'\bengine="([^"]*)"', labels)}) or None
+
+
+_WORK: Final = tuple(
+    f"{engine}:{name}_tokens_total".encode()
+    for engine, name in product(("vllm", "sglang"), ("generation", "prompt", "realtime"))
+)
 
 
 def _of_vllm(exposition: bytes) -> PromptTokens | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from proxy.backend import Role
 from proxy.background import Background
+from proxy.balancer.health.backend_health import HealthState
 from proxy.canary import CanaryWatch
 from proxy.connectors import CONNECTORS
 from proxy.connectors.base import ConnectorContext
@@ -21,8 +22,9 @@ from proxy.discovery.joining import Joiner
 from proxy.discovery.prober import Prober
 from proxy.discovery.watcher import Watcher
 from proxy.inspector import Inspector
+from proxy.inspector.scraping import makes_progress
 from proxy.settings import Endpoint
-from proxy.upstream import AddressRules, Names, TracedUpstream, Upstream, new_session
+from proxy.upstream import AddressRules, Names, SilenceChecks, TracedUpstream, Upstream, new_session
 from proxy.worker.balancing import subject
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
     import aiohttp
 
+    from proxy.backend import Backend
+    from proxy.balancer.outcomes import Outcomes
     from proxy.balancer.pool import Pool
     from proxy.balancer.pools import Pools
     from proxy.connectors.base import Connector
@@ -132,12 +136,26 @@ async def build_lines(basis: Basis, balancing: Balancing) -> AsyncIterator[Lines
             names,
             stall_seconds=stall_seconds(settings),
             on_stall=lambda backend: balancing.pool_of.find(backend).outcomes.report_stall(backend),
+            silence_seconds=settings.health.silence_seconds,
+            silence_checks=_silence_checks(balancing, session),
             is_news=basis.shared.bulletin.is_news,
         ) as upstream,
     ):
         live.add(lambda new: names.configure(AddressRules(new.admin.networks), _hosts(new)))
-        live.add(lambda new: upstream.configure(new.timeouts, stall_seconds(new)))
+        live.add(lambda new: upstream.configure(new.timeouts, stall_seconds(new), new.health.silence_seconds))
         yield Lines(names=names, session=session, upstream=upstream)
+
+
+def _silence_checks(balancing: Balancing, session: aiohttp.ClientSession) -> SilenceChecks:
+    def outcomes(backend: Backend) -> Outcomes:
+        return balancing.pool_of.find(backend).outcomes
+
+    return SilenceChecks(
+        is_down=lambda backend: balancing.health.of(backend).verdict is HealthState.DOWN,
+        on_refused=lambda backend: outcomes(backend).report_refusal(backend),
+        makes_progress=partial(makes_progress, session, balancing.keys),
+        on_hang=lambda backend: outcomes(backend).report_hang(backend),
+    )
 
 
 @asynccontextmanager

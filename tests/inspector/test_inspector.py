@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
+import aiohttp
 import pytest
 
 from proxy.backend import Backend, Role
 from proxy.balancer.engines.engine_facts import EngineFacts, Identity
+from proxy.balancer.engines.engine_keys import EngineKeys
+from proxy.inspector.scraping import makes_progress
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import request, until
@@ -679,3 +683,28 @@ async def test_an_error_of_a_prefiller_with_status_200_is_one(
     assert gateway.metrics("pdproxy_missing_kv_total") == {}
     assert misfits(gateway) == set()
     gateway.expects_inexact_pins = True  # it may have pinned something before it failed
+
+
+# Progress
+
+
+@pytest.mark.fault(115)
+@pytest.mark.parametrize("profile", ["v0.18", "v0.33"])
+async def test_an_engine_makes_progress_while_its_counters_of_tokens_grow(profile: str) -> None:
+    async with SimulatedEngine(role="decode", profile_name=profile) as engine, aiohttp.ClientSession() as session:
+        backend = Backend(Role.DECODE, engine.host, engine.port)
+        assert not await makes_progress(session, EngineKeys(None), backend, 0.0)
+        looking = asyncio.create_task(makes_progress(session, EngineKeys(None), backend, 0.2))
+        await until(lambda: _readings(engine) == 3, "the first reading")
+        async with session.post(engine.url + "/v1/completions", json={"model": "sim", "prompt": "x"}) as response:
+            assert response.status == 200
+        assert await looking
+
+
+@pytest.mark.fault(115)
+async def test_an_engine_that_does_not_answer_makes_no_progress() -> None:
+    async with aiohttp.ClientSession() as session:
+        async with CannedEngine("decode") as engine:
+            backend = Backend(Role.DECODE, engine.host, engine.port)
+            assert not await makes_progress(session, EngineKeys(None), backend, 0.0)
+        assert not await makes_progress(session, EngineKeys(None), backend, 0.0)

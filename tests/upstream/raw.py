@@ -68,9 +68,14 @@ class Link:
 
 @asynccontextmanager
 async def engine(
-    *scripts: Callable[[Link], Awaitable[None]], host: str = "127.0.0.1", port: int = 0
+    *scripts: Callable[[Link], Awaitable[None]],
+    host: str = "127.0.0.1",
+    port: int = 0,
+    servers: list[asyncio.Server] | None = None,
 ) -> AsyncIterator[Backend]:
     """A server whose n-th connection follows the n-th script, and is closed when that ends.
+
+    With `servers`, to which the server is added, further connections are closed at once.
 
     Leaving waits until every script has ended, and fails when one did, or when one was not asked for.
     """
@@ -79,6 +84,8 @@ async def engine(
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
+            if not waiting and servers is not None:
+                return
             assert waiting, "a connection nobody expects"
             await waiting.pop(0)(Link(reader, writer))
         finally:
@@ -88,6 +95,8 @@ async def engine(
         running.append(asyncio.create_task(serve(reader, writer)))
 
     server = await asyncio.start_server(accept, host, port)
+    if servers is not None:
+        servers.append(server)
     try:
         yield Backend(Role.PREFILL, host, server.sockets[0].getsockname()[1])
         await asyncio.gather(*running)

@@ -165,13 +165,15 @@ class Health:
                 condition.judge(HealthState.UP, self._clock(), self._checks)
         return self._changed(backend, condition, old, "served a request")
 
-    def on_stall(self, backend: Backend, peers: Collection[Backend]) -> Transition | None:
-        """A backend sends nothing on any of its streams while others of its role do."""
+    def on_stall(
+        self, backend: Backend, peers: Collection[Backend], reason: str = "sends nothing while others do"
+    ) -> Transition | None:
+        """A backend sends nothing on any of its streams, and the reason is not that it has nothing to send."""
         condition = self._condition(backend)
         is_out = condition.state in (HealthState.DOWN, HealthState.EJECTED)
         if is_out or not self._may_eject(backend, peers):
             return None
-        return self._eject(backend, condition, "stall", "sends nothing while others do")
+        return self._eject(backend, condition, "stall", reason)
 
     def on_verdict(self, backend: Backend, peers: Collection[Backend]) -> Transition | None:
         """Another gateway has found a backend of no use. That is no reason to believe it, but one to find out: no

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from proxy.flag_numbers import natural
 from proxy.sim.engine.faults import ACTIONS
 from proxy.sim.hardware.machines import MACHINES
-from proxy.sim.options import LoadFailurePolicy, Options, ProtocolName, SimRole
+from proxy.sim.options import AtSigterm, LoadFailurePolicy, Options, ProtocolName, SimRole
 from proxy.sim.profile import ALL_PROFILES, ConnectorName
 
 if TYPE_CHECKING:
@@ -148,6 +148,13 @@ def build_parser() -> argparse.ArgumentParser:
         default=default.clock_offset_seconds,
         metavar="SECONDS",
         help="how much its clock is ahead",
+    )
+    add(
+        "--at-sigterm",
+        choices=get_args(AtSigterm),
+        default=default.at_sigterm,
+        help="exit, or stop as vLLM may: leave its answers open without a word, abort them, or fail them"
+        " (default: %(default)s)",
     )
     add(
         "--keep-alive-seconds",

@@ -124,6 +124,11 @@ class Generation:
                 sequence.abort()
                 self._core.scheduler.drop(sequence)
 
+    def fail(self) -> None:
+        """End with an internal error, as the engine does when its core has died."""
+        message = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+        self._end(EngineError(500, message, "InternalServerError"))
+
     async def _meet(self, sequence: Sequence) -> None:
         try:
             await self._core.protocol.meet(self._child(sequence))

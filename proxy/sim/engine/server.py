@@ -73,6 +73,11 @@ class GenerationRoutes:
             if answer_id.startswith(beginning):
                 generation.abort()
 
+    def fail(self) -> None:
+        """End all answers with an error."""
+        for generation in list(self._generations.values()):
+            generation.fail()
+
     async def _counted(self, request: web.Request, *, endpoint: Endpoint) -> web.StreamResponse:
         """Every request is live until its answer ended, one way or another."""
         state = self._core.state

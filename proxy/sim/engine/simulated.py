@@ -34,7 +34,7 @@ from proxy.sim.kv.layerwise import LayerwiseProtocol
 from proxy.sim.kv.pull import PullProtocol
 from proxy.sim.kv.store import StoreProtocol
 from proxy.sim.kv.transfer import TransferProtocol
-from proxy.sim.options import Options, ProtocolName
+from proxy.sim.options import AtSigterm, Options, ProtocolName
 from proxy.sim.state import Condition, Seen, State
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ PROTOCOLS: dict[ProtocolName, Callable[[Options, State, Callable[[], tuple[str, 
 """How KV travels; a new protocol is one file and one line here."""
 
 _MAX_BODY_BYTES = 256 * 1024 * 1024
+_ENDING_SECONDS = 10.0
+"""How long answers may take to end at SIGTERM."""
 
 
 class SimulatedEngine:
@@ -84,6 +86,7 @@ class SimulatedEngine:
         """What publishes KV events, once it runs, if it is to."""
         self._runner: web.AppRunner | None = None
         self._core: Core | None = None
+        self._generations: GenerationRoutes | None = None
         self._killing: asyncio.Task[None] | None = None
         self._reserved: dict[int, socket.socket] = {}
         self._on_kill = on_kill or self._kill_soon
@@ -161,7 +164,7 @@ class SimulatedEngine:
 
     def _app(self, core: Core) -> web.Application:
         control = ControlRoutes(core)
-        generations = GenerationRoutes(core, self._on_kill)
+        generations = self._generations = GenerationRoutes(core, self._on_kill)
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[control.guard])
         pooling = PoolingRoutes(core)
         app.add_routes([*control.routes(), *pooling.routes()])
@@ -221,6 +224,32 @@ class SimulatedEngine:
         self.state.pinned = 0
         self.state.changed()
 
+    async def stop(self, how: AtSigterm) -> None:
+        """Do what vLLM 0.32 does when its API server gets SIGTERM, or when its engine core dies.
+
+        Nobody listens from then on, and connections without a request are closed. `kill` or `restart` ends the rest.
+
+        Args:
+            how: `silent`: the answers under way stay open, and nothing more comes of them. `abort`: they end with
+                finish_reason `abort`. `core-dead`: they end with an error. `exit`: see `kill`.
+        """
+        if how == "exit":
+            await self.kill()
+            return
+        core, runner = self.core, self._runner
+        assert runner is not None
+        assert self._generations is not None
+        if how == "silent":
+            core.scheduler.stop()
+        elif how == "abort":
+            self._generations.abort("")
+        else:
+            self._generations.fail()
+        for site in list(runner.sites):
+            await site.stop()
+        if runner.server is not None:
+            runner.server.pre_shutdown()
+
     async def restart(self) -> None:
         """Start again on the same port as a new engine, which knows nothing of the KV of the old one.
 
@@ -266,13 +295,25 @@ class SimulatedEngine:
 
 
 async def serve(host: str, port: int, options: Options) -> None:
-    """Run one engine until SIGINT or SIGTERM."""
-    stopped = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    """Run one engine until SIGINT or SIGTERM, or after SIGTERM until its answers have ended, as its options say."""
+    stopped, terminated = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, stopped.set)
+    loop.add_signal_handler(signal.SIGTERM, stopped.set if options.at_sigterm == "exit" else terminated.set)
     async with SimulatedEngine(host=host, port=port, options=options, on_kill=lambda: os._exit(1)) as engine:
         bootstrap = f" with bootstrap port {engine.bootstrap_port}" if engine.bootstrap_port else ""
         print(f"simulated {options.role} engine ({options.profile_name}) on {engine.url}{bootstrap}", flush=True)
+        if options.at_sigterm != "exit":
+            waiting = [asyncio.create_task(event.wait()) for event in (stopped, terminated)]
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in waiting:
+                task.cancel()
+            if not stopped.is_set():
+                loop.add_signal_handler(signal.SIGTERM, stopped.set)
+                await engine.stop(options.at_sigterm)
+                if options.at_sigterm != "silent":
+                    await engine.wait_until(lambda state: not state.live, _ENDING_SECONDS)
+                    return
         await stopped.wait()
 
 
