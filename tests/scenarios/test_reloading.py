@@ -86,6 +86,23 @@ async def test_a_hangup_changes_instances_and_options_under_a_running_stream(
         await everywhere(program, "/healthcheck", decode_instances=1)
 
 
+async def test_silent_streams_are_kept_alive_after_a_reload(
+    file: File, prefiller: SimulatedEngine, session: aiohttp.ClientSession
+) -> None:
+    stalled = request(Api.CHAT, stream=True)
+    prefiller.faults.add("hang_before_headers", path=Api.CHAT.path)
+    for fast_path in ("true", "false"):
+        async with gateway("--config", str(file.path), PROXY_LISTEN__FAST_PATH=fast_path) as program:
+            await is_ready(session, program.url)
+            file.write(stream={"keep_alive_after_seconds": 0.01, "keep_alive_seconds": 0.01})
+            assert (await reload(session, program))[0] == 200
+            async with session.post(program.url + Api.CHAT.path, json=stalled) as response:
+                assert response.status == 200
+                for _ in range(2):
+                    assert await response.content.readuntil(b"\n\n") == b": keep-alive\n\n"
+            file.write(stream={})
+
+
 @pytest.mark.fault(42)
 @pytest.mark.parametrize(
     ("options", "sentence"),

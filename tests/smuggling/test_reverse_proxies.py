@@ -165,6 +165,18 @@ async def test_a_stock_proxy_of_another_user_cannot_administer(
         assert status == 200
 
 
+async def test_trust_local_lets_a_proxy_administer_unless_a_header_tells(name: str, decoder: SimulatedEngine) -> None:
+    engines = ("--connector", "plain", "--decode", decoder.url)
+    async with (
+        gateway(*engines, PROXY_ADMIN__TRUST_LOCAL="true") as trusting,
+        aiohttp.ClientSession() as session,
+        proxy(name, STOCK[name], trusting) as url,
+    ):
+        await trusting.says("every program on this host may administer")
+        status, _ = await disable(session, url, decoder)
+        assert status == (403 if name == "caddy" else 200)  # which adds X-Forwarded-For
+
+
 async def test_a_proxy_set_up_as_the_page_says_streams_and_passes_on_clients_only(
     name: str, program: Program, decoder: SimulatedEngine
 ) -> None:
