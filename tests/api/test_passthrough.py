@@ -339,11 +339,13 @@ async def test_a_client_that_takes_its_time_takes_none_of_the_engines(gateway: G
         return web.Response(body=bytes(size))
 
     await gateway.engine(Role.PREFILL, pour)
-    client = await client_of(gateway, timeouts={"prefill_seconds": 2.0})
+    client = await client_of(
+        gateway, timeouts={"prefill_seconds": 8.0}
+    )  # a busy machine must be able to copy the answer
     async with client.post("/pooling") as answer:
         loop = asyncio.get_running_loop()
         over = asyncio.Event()
-        loop.call_later(2.5, over.set)  # the engine's deadline passes, while its answer waits for the client
+        loop.call_later(8.5, over.set)  # the engine's deadline passes, while its answer waits for the client
         await over.wait()
         assert len(await answer.read()) == size
 
