@@ -11,6 +11,7 @@ from proxy.dialects.requests import FLAG, WHOLE_NUMBER, boolean, spelled_otherwi
 from proxy.errors import BadRequest, Failure
 from proxy.wire import openai
 from proxy.wire.document import REMOVED
+from proxy.wire.engine_members import ENGINE_MEMBERS
 from proxy.wire.finish import is_given_up
 from proxy.wire.openai import ORDINARY_FIELDS, RESERVED_FIELDS, Api, with_prompt_details
 from proxy.wire.python_json import dumps
@@ -118,12 +119,8 @@ class OpenAi(Dialect):
         return self.corrected(values, attempt)
 
     def corrected(self, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
-        """As `corrections`: KV parameters are not for clients, and of the prompt's cached tokens only the prefiller
-        knows.
-        """
-        corrections: dict[str, Any] = {}
-        if "kv_transfer_params" in values:
-            corrections["kv_transfer_params"] = REMOVED
+        """As `corrections`. Members for engines are left out. Of the prompt's cached tokens only prefillers know."""
+        corrections: dict[str, Any] = {name: REMOVED for name in ENGINE_MEMBERS if name in values}
         usage = values.get("usage")
         if attempt.kv_handed_over and isinstance(usage, dict):
             corrected = with_prompt_details(usage, attempt.prompt_details)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import orjson
 
+from proxy.wire.engine_members import has_engine_members, remove_engine_members
 from proxy.wire.finish import is_given_up
 from proxy.wire.openai import DONE
 from proxy.wire.python_json import loads
@@ -44,7 +45,17 @@ class Segment:
     has_usage_chunk: ClassVar[bool] = True
     """Usage comes in a chunk of its own, and not with each event."""
 
-    __slots__ = ("data", "done", "finish_reasons", "is_mute", "open_choices", "payload", "prompt_ids", "usage")
+    __slots__ = (
+        "data",
+        "done",
+        "finish_reasons",
+        "has_engine_members",
+        "is_mute",
+        "open_choices",
+        "payload",
+        "prompt_ids",
+        "usage",
+    )
 
     def __init__(self) -> None:
         self.payload: Any = None
@@ -53,6 +64,8 @@ class Segment:
         """The bytes of that data, likewise."""
         self.prompt_ids: bytes | None = None
         """The token ids of the prompt as the JSON array that the engine wrote; None until it does."""
+        self.has_engine_members = False
+        """The last event has members that are not for clients. Its payload is without them."""
         self.finish_reasons: dict[int, str] = {}
         self.open_choices: set[int] = set()
         self.usage: dict[str, Any] | None = None
@@ -74,6 +87,7 @@ class Segment:
     def read(self, event: Event) -> Meaning:
         """Take the next event."""
         self.payload = None
+        self.has_engine_members = False
         self.data = data = event.data
         if data is None:
             return Meaning.OTHER
@@ -98,6 +112,9 @@ class Segment:
             return Meaning.MALFORMED
         if not isinstance(payload, dict):
             return Meaning.MALFORMED if payload else Meaning.OTHER
+        self.has_engine_members = has_engine_members(payload)
+        if self.has_engine_members:
+            remove_engine_members(payload)
         usage = payload.get("usage")
         has_usage = isinstance(usage, dict) and bool(usage)
         if has_usage:

@@ -18,6 +18,7 @@ from proxy.flow.chunk_writer import without_token_ids
 from proxy.flow.relay import END_MARK_SECONDS
 from proxy.flow.token_shapes import TokenShapes
 from proxy.resume.transcript import Transcript
+from proxy.wire.engine_members import has_engine_members, remove_engine_members, without_engine_members
 from proxy.wire.finish import WHOLE
 from proxy.wire.openai import DONE, data_event, with_prompt_details
 
@@ -306,12 +307,18 @@ class PlainStream(Bypass):
                     if attempt.kv_handed_over:
                         usage = with_prompt_details(of_all, attempt.timeline.usage.prompt_details)
                     if self._include_usage:
+                        if has_engine_members(payload):
+                            shown = without_engine_members(shown)
+                            remove_engine_members(payload)
                         payload["usage"] = usage
                         output.append(_BEGIN + shown + _END if usage is of_all else data_event(payload))
                     continue
             except _ODD_SHAPES:
                 raise _Odd from None
-            raw = _BEGIN + (without_token_ids(shown) if self._hides_ids else shown) + _END
+            seen = without_token_ids(shown) if self._hides_ids else shown
+            if has_engine_members(payload):
+                seen = without_engine_members(seen)
+            raw = _BEGIN + seen + _END
             if is_opening:
                 held = raw
                 continue

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
+from proxy.wire.engine_members import without_engine_members
 from proxy.wire.openai import data_event
 
 if TYPE_CHECKING:
@@ -48,12 +49,25 @@ class ChunkWriter:
             self.last_payload = payload
             return self._rewrite(payload)
         if not self._is_observed or self.wants_ids:
-            return event.raw
-        assert segment.data is not None
-        data = without_token_ids(segment.data)
+            if not segment.has_engine_members:
+                return event.raw
+            data = event.data
+            assert data is not None
+        else:
+            assert segment.data is not None
+            data = without_token_ids(segment.data)
+        if segment.has_engine_members:
+            data = without_engine_members(data)
         if data is event.data:
             return event.raw
         return b"data: %b\n\n" % data.replace(b"\n", b"\ndata: ")
+
+    def untouched(self, segment: Segment, event: Event) -> bytes:
+        """An event of which only the members for engines are left out."""
+        if not segment.has_engine_members:
+            return event.raw
+        assert event.data is not None
+        return b"data: %b\n\n" % without_engine_members(event.data).replace(b"\n", b"\ndata: ")
 
     def put_back_prompt_ids(self, payload: dict[str, Any], ids: bytes) -> None:
         """Return the prompt's ids, which the Segment has cut out, to a payload that is written anew: if the client

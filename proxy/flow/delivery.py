@@ -258,21 +258,22 @@ class Delivery:
         if not self.call.include_usage or self.writer.rewrites:
             return b""  # not asked for, or the merger's
         if self.usage is told and self._keeps_bytes:
-            return event.raw
+            return self.writer.untouched(segment, event)
         return data_event({**segment.payload, **(self.head if self._seam else {}), "usage": self.usage})
 
     def of_all(self, told: dict[str, Any] | None) -> dict[str, Any] | None:
         """The usage of the whole answer by what the present decoder told of its part."""
         return told if self._seam is None or told is None else self._seam.usage(told)
 
-    def other(self, event: Event) -> bytes:
+    def other(self, segment: Segment, event: Event) -> bytes:
         """A comment, or data this gateway does not know: the client judges. Before the first token it is held, too."""
         if self.writer.rewrites:
             return b""
+        raw = self.writer.untouched(segment, event)
         if not self.has_output:
-            self._held.append(event.raw)
+            self._held.append(raw)
             return b""
-        return event.raw
+        return raw
 
     def closing(self, details: dict[str, Any] | None) -> bytes:
         """What is missing at the end of an answer: the finish, and usage, unless they were told."""

@@ -15,6 +15,7 @@ from proxy.flow.bypass import Bypass
 from proxy.flow.guard import UNWRITABLE, report
 from proxy.resume.overlap import Mismatch
 from proxy.wire.chat_members import Unreadable
+from proxy.wire.engine_members import names_engine_members
 from proxy.wire.sse import EventSplitter, EventTooLong
 
 if TYPE_CHECKING:
@@ -252,11 +253,11 @@ class Relay(Bypass):
             if meaning is Meaning.MALFORMED:
                 self.malformed_events += 1
                 delivery.lose_track()
-                if not delivery.passes_bytes:
+                if not delivery.passes_bytes or names_engine_members(event.raw):
                     # It may hold a part of the answer, which the client would miss without a word.
                     self._end(attempt.response.fail(Failure.BAD_ANSWER, "an event of the stream cannot be read"))
                     return
-            part = delivery.other(event)
+            part = delivery.other(segment, event)
         if part:
             output.append(part)
 

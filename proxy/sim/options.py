@@ -57,6 +57,8 @@ class Options:
     `patch/recompute_proxy.py`)."""
     dev_mode: bool = False
     """As with VLLM_SERVER_DEV_MODE=1: it tells its configuration."""
+    bidirectional_kv_xfer: bool = False
+    """A decoder tells where its own KV cache is, as with NIXL's option of this name."""
     request_id_headers: bool = False
     request_id_randomization: bool = True
     """Without it a request whose id is live already is refused, and remote request ids carry no suffix."""

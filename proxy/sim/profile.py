@@ -54,6 +54,9 @@ class Profile:
     """`/tokenize` takes chats, SGLang's from 0.5.12 on."""
     kv_events: Literal["array", "grouped array", "map"] = "map"
     """How an event is written: its fields in order, up to `medium` or with those that came later; or by their names."""
+    streams_kv_params: bool = False
+    """Chunks have `kv_transfer_params`: null in each, and in the last one those of the decoder with
+    `bidirectional_kv_xfer` (vllm#40186)."""
     tells_kv_events: bool = False
     """`/kv_event_sources` says where."""
     is_sglang: bool = False
@@ -129,6 +132,7 @@ _V33: Final = Profile(
     counts_reasoning=True,
     offsets_follow_tokens=True,
     keeps_length_finish=True,
+    streams_kv_params=True,
     tells_kv_events=True,
 )
 

@@ -3,7 +3,8 @@
 In a long answer nearly every read is one event in one chunk of HTTP/1.1, and differs from the one before it in nothing
 but its text and its token id. One function sees to that one, and the client is sent the very bytes: nothing else is
 parsed, be it HTTP, events or JSON, and nothing is framed again. Ids that the client did not ask for are overwritten by
-a `null` of the same length. Everything else takes the way through Relay and Delivery, which comes to the same.
+a `null` of the same length, and KV parameters that are null are left out. Everything else takes the way through Relay
+and Delivery, which comes to the same.
 
 Between two tokens of a stream the processor has seen hundreds of others, so that each object of a stream's own which
 its token touches costs as much as a call. So there is one, Tokens, with small numbers in it, and what is behind the
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import orjson
 
 from proxy.upstream.size_lines import MAX_CHUNK_BYTES, NO_LINE, SIZE_LINES
+from proxy.wire.engine_members import NO_KV_PARAMS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,7 +70,10 @@ class Ticks(Protocol):
 class _Rest:
     """What is behind a token's text, for all streams in which it is alike."""
 
-    __slots__ = ("behind", "behind_bytes", "between", "between_bytes", "least_digits", "shown_behind", "skips")
+    __slots__ = (
+        *("behind", "behind_bytes", "between", "between_bytes", "cut_bytes", "hides_ids", "least_digits"),
+        *("shown_behind", "skips"),
+    )
 
     def __init__(self, between: bytes | None, behind: bytes, skips: frozenset[int], *, hides_ids: bool) -> None:
         """The first two as Shape has them."""
@@ -78,8 +83,16 @@ class _Rest:
         self.behind = behind + b"\r\n"
         """What follows the id, or else the text, with the end of the chunk."""
         self.behind_bytes = len(self.behind)
-        self.shown_behind = self.behind.removeprefix(b"]") if hides_ids and between is not None else None
-        """What the client gets behind the `null`; None: it gets what there is."""
+        self.hides_ids = hides_ids and between is not None
+        shown = self.behind.replace(NO_KV_PARAMS, b"")
+        self.cut_bytes = self.behind_bytes - len(shown)
+        """By how much the chunk gets shorter for the client, who is not told of KV parameters."""
+        self.shown_behind: bytes | None = None
+        """What the client gets behind the text or the `null`; None: the chunk as it is."""
+        if self.hides_ids:
+            self.shown_behind = shown.removeprefix(b"]")
+        elif self.cut_bytes:
+            self.shown_behind = shown
         self.least_digits = 2 if hides_ids else 1  # there is no room for `null` in `[7]`
         self.skips = skips
         """Ids that stand for more than their text."""
@@ -184,7 +197,16 @@ class FastForward(asyncio.Protocol):
             if digits:
                 notes[1].append(number)
         if (shown_behind := rest.shown_behind) is not None:
-            data = b"%b%b%b" % (data[: end - digits - 1], _NULLS[digits], shown_behind)
+            if not rest.cut_bytes:
+                data = b"%b%b%b" % (data[: end - digits - 1], _NULLS[digits], shown_behind)
+            else:
+                line = len(before) - len(tokens.head)
+                shown_bytes = size - line - len(b"\r\n") - rest.cut_bytes
+                if rest.hides_ids:
+                    told, null = data[line : end - digits - 1], _NULLS[digits]
+                    data = b"%x\r\n%b%b%b" % (shown_bytes, told, null, shown_behind)
+                else:
+                    data = b"%x\r\n%b%b" % (shown_bytes, data[line:end], shown_behind)
         self.arrivals += 1
         if (output := tokens.output) is not None and not output.is_closing():
             output.write(data)

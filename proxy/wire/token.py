@@ -9,11 +9,14 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from proxy.wire.engine_members import NO_KV_PARAMS, names_engine_members
+
 # The members of a chat's delta and of a completion's choice that hold text. Inside a JSON string the quotes would be
 # escaped, so these bytes are a member's name wherever they stand.
 _TEXT_BEGINS: Final = re.compile(rb'"(content|text|reasoning|reasoning_content)" ?: ?"(?=[^"])')
 _IDS_BEGIN: Final = re.compile(rb'"token_ids" ?: ?\[')
 _one_id: Final = re.compile(rb"[0-9]{1,9}(?=\])").match
+_END: Final = b"}\n\n"
 _plain_text: Final = re.compile(rb'[^"\\\x00-\x1f]+(?=")').match
 
 
@@ -36,7 +39,7 @@ class Shape:
     def of(cls, raw: bytes) -> Shape | None:
         """The shape of a whole event with exactly one text and at most one token id; None when it has anything else."""
         texts, ids = [*_TEXT_BEGINS.finditer(raw)], [*_IDS_BEGIN.finditer(raw)]
-        if len(texts) != 1 or len(ids) > 1:
+        if len(texts) != 1 or len(ids) > 1 or _has_more_of_engines(raw):
             return None
         begin = texts[0].end()
         text = _plain_text(raw, begin)
@@ -53,3 +56,9 @@ class Shape:
     def is_around(self, raw: bytes) -> bool:
         """Is an event like this at its beginning and its end, whatever is between?"""
         return raw.startswith(self.head) and raw.endswith(self.behind)
+
+
+def _has_more_of_engines(raw: bytes) -> bool:
+    """Whether an event has members for engines alone that are more than `NO_KV_PARAMS` at its end."""
+    before, _, behind = raw.rpartition(NO_KV_PARAMS)
+    return names_engine_members(before if behind == _END else raw)

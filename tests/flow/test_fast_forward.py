@@ -40,7 +40,7 @@ def parsed(delivery: Delivery, segment: Segment, event: Event) -> bytes:
     if meaning is Meaning.OPENING:
         delivery.opening(segment, event)
         return b""
-    return delivery.other(event)
+    return delivery.other(segment, event)
 
 
 def delivered(
@@ -95,6 +95,16 @@ IDS = st.one_of(
 )
 MARKERS = st.sampled_from([[kimi.THINK_END_ID], [kimi.SECTION_BEGIN_ID]])
 LOGPROBS = {"content": [{"token": "b", "logprob": -0.5, "bytes": [98], "top_logprobs": []}]}
+TAILS = st.sampled_from(
+    [
+        *[b',"kv_transfer_params":null}\n\n'] * 3,
+        b', "kv_transfer_params": null}\n\n',
+        b',"kv_transfer_params":{"remote_host":"h","x":[null]}}\n\n',
+        b',"kv_transfer_params":null,"ec_transfer_params":null}\n\n',
+        b',"ec_transfer_params":{"h":{"peer_host":"h"}},"kv_transfer_params":null}\n\n',
+        b',"kv_transfer_params":null,"more":1}\n\n',
+    ]
+)
 EVENTS = st.one_of(
     st.builds(lambda text, ids: chunk({"content": text}, ids), TEXTS, IDS),
     st.builds(lambda text, ids: chunk({"content": text}, ids), TEXTS, IDS),
@@ -103,6 +113,8 @@ EVENTS = st.one_of(
     st.builds(lambda ids: chunk({}, ids), st.one_of(IDS, MARKERS)),
     st.builds(lambda text: data({"id": "c", "choices": [{"index": 1, "text": text, "finish_reason": None}]}), TEXTS),
     st.just(chunk({"content": "b"}, [7], logprobs=LOGPROBS)),
+    st.builds(lambda text, ids, tail: chunk({"content": text}, ids)[:-3] + tail, TEXTS, IDS, TAILS),
+    st.builds(lambda text, ids, tail: chunk({"content": text}, ids)[:-3] + tail, TEXTS, IDS, TAILS),
     st.just(chunk(TOOL, [8])),
     st.just(ROLE),
     st.just(b": comment\n\n"),
@@ -137,6 +149,22 @@ def test_most_tokens_of_an_ordinary_answer_are_told_by_their_bytes(field: str, s
     events = [chunk({field: f" word{number}"}, [number + 100]) for number in range(50)]
     told = delivered([ROLE, *events, FINISH], request(Api.CHAT, stream=stream), forwards=True)[2]
     assert told == 49
+
+
+@pytest.mark.parametrize("fields", [{}, {"return_token_ids": True}, {"stream": False}])
+def test_tokens_with_kv_params_that_are_null_bypass_the_delivery_without_them(
+    fields: dict[str, Any],
+) -> None:
+    """In chunks that get shorter, also where their length takes a digit less then."""
+    tail = b',"kv_transfer_params":null}\n\n'
+    texts = [" word" + "d" * length for length in range(80, 160)]
+    events = [chunk({"content": text}, [number + 10])[:-3] + tail for number, text in enumerate(texts)]
+    body = {**request(Api.CHAT, stream=True), **fields}
+    written, known, told = delivered([ROLE, *events, FINISH], body, forwards=True)
+    assert told == 79
+    assert known[0] == "".join(texts) + "end"
+    assert b"kv_transfer" not in written
+    assert (written, known) == delivered([ROLE, *events, FINISH], body, forwards=False)[:2]
 
 
 @pytest.mark.parametrize("words", [*range(12, 32), 600])

@@ -133,4 +133,16 @@ class Answer:
         name = fingerprint(self.options)
         if name and choice["finish_reason"] and not self.ask.include_usage:
             chunk["system_fingerprint"] = name
+        if self.options.profile.streams_kv_params:
+            chunk["kv_transfer_params"] = self.own_kv_params() if choice["finish_reason"] else None
         return event(chunk)
+
+    def own_kv_params(self) -> dict[str, Any] | None:
+        """What a prefiller needs to fetch a decoder's KV cache; None unless the decoder offers it."""
+        options = self.options
+        if not (options.bidirectional_kv_xfer and options.profile.streams_kv_params) or options.role == "prefill":
+            return None
+        blocks = -(-(self.prompt_tokens + sum(self.sent_tokens)) // options.block_size)
+        where = {"remote_engine_id": "decoder", "remote_request_id": self.answer_id, "tp_size": 1}
+        where |= {"remote_host": options.kv_host or "decoder.internal", "remote_port": 5600}
+        return {"do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [*range(blocks)], **where}

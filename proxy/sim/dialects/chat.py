@@ -40,7 +40,8 @@ class ChatAnswer(Answer):
         self._hides_reasoning = is_engine and has_parser and not ask.include_reasoning
         head = orjson.dumps(self.head(self.chunk_kind))[:-1]
         self._plain_start = b"data: " + head + b',"choices":[{"index":0,"delta":{"content":'
-        self._plain_end = b'},"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
+        no_params = b',"kv_transfer_params":null' if options.profile.streams_kv_params else b""
+        self._plain_end = b'},"logprobs":null,"finish_reason":null,"token_ids":null}]%b}\n\n' % no_params
         self._is_plain = not (ask.continuous_usage or ask.return_token_ids or self._parsers or ask.logprobs is not None)
 
     def events(self, delta: Delta) -> list[bytes]:
@@ -135,7 +136,7 @@ class ChatAnswer(Answer):
             "usage": self._whole_usage(sequences, cached_tokens),
             "prompt_logprobs": self.prompt_logprobs(self.ask.prompts[0]),
             "prompt_token_ids": self.ask.prompts[0] if self.ask.return_token_ids else None,
-            "kv_transfer_params": kv_params,
+            "kv_transfer_params": self.own_kv_params() if kv_params is None else kv_params,
         }
 
     def _whole_choice(self, delta: Delta) -> dict[str, Any]:

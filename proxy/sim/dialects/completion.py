@@ -78,5 +78,5 @@ class CompletionAnswer(Answer):
             "service_tier": None,
             "system_fingerprint": fingerprint(self.options),
             "usage": self._whole_usage(sequences, cached_tokens),
-            "kv_transfer_params": kv_params,
+            "kv_transfer_params": self.own_kv_params() if kv_params is None else kv_params,
         }

@@ -164,6 +164,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="an idle connection is closed after this long (default: %(default)s)",
     )
     add("--enable-request-id-headers", dest="request_id_headers", action="store_true", help="echo X-Request-Id")
+    add(
+        "--bidirectional-kv-xfer",
+        action="store_true",
+        help="a decoder tells where its own KV cache is (NIXL's bidirectional_kv_xfer)",
+    )
     add("--request-id-randomization", action=argparse.BooleanOptionalAction, default=True, help="of internal ids")
     add("--kv-host", metavar="HOST", help="address announced for pulling KV; default: --host")
     add(
