@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from proxy.connectors.base import parse_answer
 from proxy.flow.assembly import Assembly
@@ -17,7 +17,7 @@ from proxy.resume.vllm import VLLM
 from proxy.wire.chat_members import Unreadable
 from proxy.wire.document import REMOVED, Document, joined
 from proxy.wire.openai import Api
-from proxy.wire.python_json import dumps
+from proxy.wire.python_json import dumps, loads, utf8
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,6 +83,9 @@ class Answer(ABC):
 
 class EngineBody(Answer):
     """Read whole, and passed on as the engine wrote it, but for the dialect's corrections."""
+
+    has_spoilt_calls: Final = False
+    lacks_calls: Final = False
 
     def __init__(self, call: Call, dialect: Dialect) -> None:
         super().__init__(Delivery(call, is_observed=False), VLLM.watching[Watch.NOT])
@@ -179,6 +182,23 @@ class AssembledBody(_Relayed):
         except Unreadable as odd:
             raise attempt.response.unreadable(f"sent an answer that cannot be read: {odd}") from None
 
+    @property
+    def has_spoilt_calls(self) -> bool:
+        """Whether the answer says that it calls tools and does not, or calls one with arguments that are no JSON."""
+        return self.lacks_calls or any(map(_is_broken, self._calls()))
+
+    @property
+    def lacks_calls(self) -> bool:
+        """Whether the answer says that it calls tools and does not."""
+        return self._assembly.finish_reason == "tool_calls" and not self.delivery.transcript.tools
+
+    def _calls(self) -> list[dict[str, Any]]:
+        """The tool calls that the model has completed."""
+        if not self.delivery.transcript.tools or not self._assembly.is_complete(self.engine.stop_member):
+            return []
+        calls: list[dict[str, Any]] = self.values()["choices"][0]["message"]["tool_calls"]
+        return calls
+
     def body(self) -> bytes:
         """See Whole."""
         return dumps(self.values())
@@ -188,6 +208,15 @@ class AssembledBody(_Relayed):
         if self._values is None:
             self._values = self._assembly.values(self.delivery) if self._own is None else self._own.values()
         return self._values
+
+
+def _is_broken(call: dict[str, Any]) -> bool:
+    """Whether the arguments of a tool call are no JSON, not even for a tolerant parser."""
+    try:
+        loads(utf8(call["function"]["arguments"]))
+    except ValueError:
+        return True
+    return False
 
 
 class StreamedAnswer(_Relayed):

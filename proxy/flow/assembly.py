@@ -36,6 +36,17 @@ class Assembly:
                 self._add_logprobs(choice["logprobs"])
         return b""
 
+    @property
+    def finish_reason(self) -> Any:
+        """Why the answer has ended; None before it has."""
+        return self._last_choice.get("finish_reason")
+
+    def is_complete(self, stop_member: str) -> bool:
+        """Whether the model has ended the answer: no limit, no stop string. `stop_member`: what engines call that."""
+        if self.finish_reason == "tool_calls":
+            return True
+        return self.finish_reason == "stop" and self._last_choice.get(stop_member) is None
+
     def cut(self, tokens: int) -> None:
         """Forget what belongs to tokens behind the first `tokens`."""
         for entries in (self._logprobs or {}).values():
@@ -55,16 +66,16 @@ class Assembly:
             logprobs["text_offset"] = list(accumulate(lengths[:-1], initial=0)) if lengths else []
         ending = {
             "logprobs": logprobs,
-            "finish_reason": self._last_choice.get("finish_reason"),
+            "finish_reason": self.finish_reason,
             engine.stop_member: self._last_choice.get(engine.stop_member),
             "token_ids": transcript.ids.tolist() if wants_ids and not hides else None,
         }
         if call.api is Api.CHAT:
             choice = {"index": 0, "message": _message(delivery, hides_reasoning=hides), **ending}
-            rest = {"prompt_logprobs": None, "prompt_token_ids": prompt_ids}
+            rest = {"prompt_logprobs": None, "prompt_token_ids": prompt_ids, **delivery.tail}
         else:
             choice = engine.whole_choice({"text": transcript.content}, ending, prompt_ids)
-            rest = {}
+            rest = delivery.tail
         return {
             "id": head.pop("id", None),
             "object": "chat.completion" if call.api is Api.CHAT else "text_completion",

@@ -80,6 +80,8 @@ class Delivery:
         """`system_fingerprint`, which engines put on the usage chunk if there is one."""
         self.head: dict[str, Any] = {}
         """The members that all chunks have in common, of the first chunk."""
+        self.tail: dict[str, Any] = {}
+        """What else a whole answer has beside its choices and usage, such as the prompt's text, or metrics."""
         self.call = call
         self.is_observed = is_observed
         self.tells_ids = is_observed and tells_ids
@@ -135,7 +137,7 @@ class Delivery:
     def begin_anew(self) -> None:
         """What came so far, if anything, the client never saw."""
         self.transcript = Transcript(self.engine.reasoning_field)
-        self.head = {}
+        self.head, self.tail = {}, {}
         self._held.clear()
         self._seam = self._expected = None
         self.is_touched = self.is_finished = self.has_lost_track = False
@@ -248,6 +250,8 @@ class Delivery:
         which counts when the KV cache was handed over.
         """
         self.fingerprint = segment.payload.get("system_fingerprint") or self.fingerprint
+        if self._whole is not None and self._seam is None:
+            self.tail.update(_beside(segment.payload, self.head))
         if not segment.is_finished:
             return b""  # of a stream that ends without an answer
         told = segment.usage or {}
@@ -339,6 +343,8 @@ class Delivery:
 
     def _note_head(self, payload: dict[str, Any]) -> None:
         self.head = {name: value for name, value in payload.items() if name not in _NOT_COMMON}
+        if "prompt_text" in payload:
+            self.tail["prompt_text"] = payload["prompt_text"]
 
     def _check_prompt(self, segment: Segment, *, is_rewritten: bool = False) -> None:
         """Note the prompt's ids, or see that they are those a continuing engine was given. Raises Mismatch."""
@@ -351,3 +357,8 @@ class Delivery:
             self.transcript.prompt_ids = told
             if is_rewritten or not self.writer.keeps_bytes:
                 self.writer.put_back_prompt_ids(segment.payload, told)
+
+
+def _beside(usage_chunk: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
+    """The members of a usage chunk that belong to the whole answer, and that no other chunk has."""
+    return {name: value for name, value in usage_chunk.items() if name not in head and name not in _NOT_COMMON}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Final
 
 from proxy.dialects.base import Unit
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from proxy.resume.engine import Watching
     from proxy.settings import Settings
 
+
+logger = logging.getLogger(__name__)
 
 _NOT: Final = VLLM.watching[Watch.NOT]
 
@@ -119,12 +122,35 @@ class Gateway:
         answers = [self._whole(dialect, unit.call, prompt) for unit in units]
         with self._parts.suspects.watch(call, len(units)) as suspicion:
             await self._run(answers, record, suspicion)
+        if any(answer.has_spoilt_calls for answer in answers):
+            answers = await self._asked_again(dialect, call, answers, record)
         try:
             return dialect.whole(call, units, answers)
         except GatewayError:
             raise
         except Exception as error:
             raise unwritable(error) from None
+
+    async def _asked_again(
+        self, dialect: Dialect, call: Call, answers: Sequence[EngineBody | AssembledBody], record: RequestRecord
+    ) -> list[EngineBody | AssembledBody]:
+        """Ask once for whole answers in place of those whose tool calls are spoilt.
+
+        Engines have one parser for streams and another one for whole answers (vllm#54701), so the calls may be there.
+        Raises GatewayError, unless the answers that there are have all their calls.
+        """
+        again = [EngineBody(answer.delivery.call, dialect) if answer.has_spoilt_calls else answer for answer in answers]
+        asked = [answer for answer, before in zip(again, answers, strict=True) if answer is not before]
+        self._parts.metrics.whole_answers_repeated_total.inc(len(asked))
+        logger.info("an answer is asked for again as a whole: the engine's stream has spoilt its tool calls")
+        try:
+            with self._parts.suspects.watch(call, len(asked)) as suspicion:
+                await self._run(asked, record, suspicion)
+        except GatewayError:
+            if any(answer.lacks_calls for answer in answers):
+                raise
+            return list(answers)
+        return again
 
     async def stream(self, dialect: Dialect, call: Call, client: ClientStream, record: RequestRecord) -> None:
         """Serve a streamed call and end the client's stream. Raises GatewayError, ClientStalled."""

@@ -252,11 +252,11 @@ class Relay(Bypass):
         else:
             if meaning is Meaning.MALFORMED:
                 self.malformed_events += 1
-                delivery.lose_track()
                 if not delivery.passes_bytes or names_engine_members(event.raw):
                     # It may hold a part of the answer, which the client would miss without a word.
-                    self._end(attempt.response.fail(Failure.BAD_ANSWER, "an event of the stream cannot be read"))
+                    self._end_unreadable("sent an event that cannot be read")
                     return
+                delivery.lose_track()
             part = delivery.other(segment, event)
         if part:
             output.append(part)

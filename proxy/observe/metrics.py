@@ -472,6 +472,12 @@ class Metrics:
         self.dns_errors_total = Counter(
             "dns_errors_total", "Failed look-ups of instances' names; the last known addresses stay in use.", **new
         )
+        self.whole_answers_repeated_total = Counter(
+            "whole_answers_repeated_total",
+            "Answers that were asked for again as a whole, because the engine's stream lost a tool call or broke its "
+            "arguments.",
+            **new,
+        )
         self.sse_bad_events_total = Counter(
             "sse_bad_events_total", "Events of engines' streams that cannot be read.", **new
         )

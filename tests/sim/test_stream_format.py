@@ -86,7 +86,8 @@ async def test_completion_chunks_of_two_versions(client: Client) -> None:
     )
     async with SimulatedEngine(profile_name="v0.18") as old, SimulatedEngine(profile_name="v0.33") as new:
         assert await raw_stream(client, old, TEXT, body) == [chunk + ',"usage":null}', "data: [DONE]"]
-        expected = [chunk + ',"system_fingerprint":"vllm-0.33.0-sim"}', "data: [DONE]"]
+        end = ',"system_fingerprint":"vllm-0.33.0-sim","kv_transfer_params":null}'
+        expected = [chunk + end, "data: [DONE]"]
         assert await raw_stream(client, new, TEXT, body) == expected
 
 

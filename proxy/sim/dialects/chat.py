@@ -136,6 +136,7 @@ class ChatAnswer(Answer):
             "usage": self._whole_usage(sequences, cached_tokens),
             "prompt_logprobs": self.prompt_logprobs(self.ask.prompts[0]),
             "prompt_token_ids": self.ask.prompts[0] if self.ask.return_token_ids else None,
+            **({"prompt_text": None} if self.options.profile.has_prompt_text else {}),
             "kv_transfer_params": self.own_kv_params() if kv_params is None else kv_params,
         }
 
