@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from proxy.dialects.base import Unit
-from proxy.errors import GatewayError
+from proxy.errors import Failure, GatewayError, UpstreamError
 from proxy.flow.admission import Admission
 from proxy.flow.answers import AssembledBody, EngineBody, StreamedAnswer
 from proxy.flow.attempts import AttemptLoop
@@ -137,7 +137,7 @@ class Gateway:
         """Ask once for whole answers in place of those whose tool calls are spoilt.
 
         Engines have one parser for streams and another one for whole answers (vllm#54701), so the calls may be there.
-        Raises GatewayError, unless the answers that there are have all their calls.
+        Raises GatewayError if that fails, unless the answers that there are have all their calls.
         """
         again = [EngineBody(answer.delivery.call, dialect) if answer.has_spoilt_calls else answer for answer in answers]
         asked = [answer for answer, before in zip(again, answers, strict=True) if answer is not before]
@@ -146,8 +146,10 @@ class Gateway:
         try:
             with self._parts.suspects.watch(call, len(asked)) as suspicion:
                 await self._run(asked, record, suspicion)
-        except GatewayError:
-            if any(answer.lacks_calls for answer in answers):
+        except GatewayError as error:
+            # An engine that answers something else than JSON has no whole answer to give.
+            has_none = isinstance(error, UpstreamError) and error.failure is Failure.BAD_ANSWER
+            if not has_none and any(answer.lacks_calls for answer in answers):
                 raise
             return list(answers)
         return again

@@ -159,6 +159,12 @@ async def test_an_answer_without_the_calls_that_it_tells_of_is_an_error(deploy: 
 
 
 @pytest.mark.fault(124)
+async def test_an_engine_that_only_streams_is_believed(deploy: Deploy) -> None:
+    answer, _ = await answered(deploy, Decoder(streamed("tool_calls"), streamed("tool_calls")))
+    assert calls_of(answer) == []
+
+
+@pytest.mark.fault(124)
 async def test_of_several_samples_only_those_with_spoilt_calls_are_asked_for_again(deploy: Deploy) -> None:
     streams = iter([streamed("tool_calls"), streamed("tool_calls", call('{"q":1}'))])
     decoder = Decoder((), whole("tool_calls", call('{"q":2}')))
