@@ -54,7 +54,7 @@ class Members:
         self.eligible: tuple[Backend, ...] = ()
         self.awaiting_trial: tuple[Backend, ...] = ()
         self.gone_at: float | None = None
-        """When the last one ceased to take connections that was up; None: some do."""
+        """When the last one that was up ceased to take connections, or to answer probes in time; None: some do both."""
         self._role = role
         self._roster = roster
         self._versions = roster.versions

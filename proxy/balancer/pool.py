@@ -344,7 +344,16 @@ class Pool:
         """Whether a request that came now could be expected to be served, if only as a trial."""
         self._members.refresh()
         serving = (HealthState.UP, HealthState.PROBATION)
-        return any(self._health.of(backend).state in serving for backend in self._members.enabled)
+        health = self._health
+        if any(health.of(backend).state in serving for backend in self._members.enabled):
+            return True
+        # Those that are only slow to probes may well serve what waits for them.
+        return self.is_restarting() and any(health.of(backend).is_slow for backend in self._members.enabled)
+
+    def is_last(self, backend: Backend) -> bool:
+        """Whether a backend is the only one that may get requests."""
+        self._members.refresh()
+        return self._members.eligible == (backend,)
 
     def weight(self, backend: Backend) -> int:
         """How much of its share of requests it is let to get, in per cent; 0: none, it is disabled or drains."""

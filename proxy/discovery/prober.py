@@ -184,10 +184,13 @@ class Prober(BackgroundOwner):
         pool = self._pools.get(backend.role)
         if pool is None or backend not in pool.backends():
             return
-        compared_in = pool if self._pool_of is None else self._pool_of(backend)
-        compared_in.outcomes.report_verdict(backend)
+        self._compared_in(backend).outcomes.report_verdict(backend)
         if self._due.get(backend) != math.inf and self._health.of(backend).is_changing:
             self._start_probe(backend)
+
+    def _compared_in(self, backend: Backend) -> Pool:
+        """The pool in which a backend is compared with others."""
+        return self._pools[backend.role] if self._pool_of is None else self._pool_of(backend)
 
     # Probing
 
@@ -214,7 +217,8 @@ class Prober(BackgroundOwner):
         self._background.start(self._probe(backend))
 
     async def _probe(self, backend: Backend) -> None:
-        path, problem, is_refused, is_unavailable = self._checks.path, "", False, False
+        path, problem, is_unavailable = self._checks.path, "", False
+        failure: Failure | None = None
         try:
             status = await engine_json.get_status(
                 self._session, backend.url, path, self._checks.timeout_seconds, self._engine_headers(backend)
@@ -223,21 +227,38 @@ class Prober(BackgroundOwner):
                 problem = f"{path} answered with status {status}"
                 is_unavailable = status == 503
         except engine_json.NoAnswer as error:
-            problem, is_refused = str(error), error.failure is Failure.CONNECT
+            problem, failure = str(error), error.failure
         try:
             success = "passed its health check"
-            await self._hear(backend, problem, success, is_refused=is_refused, is_unavailable=is_unavailable)
+            await self._hear(backend, problem, success, failure=failure, is_unavailable=is_unavailable)
         finally:
             self._due[backend] = self._next_due()
 
     async def _hear(
-        self, backend: Backend, problem: str, success: str, *, is_refused: bool = False, is_unavailable: bool = False
+        self,
+        backend: Backend,
+        problem: str,
+        success: str,
+        *,
+        failure: Failure | None = None,
+        is_unavailable: bool = False,
     ) -> None:
-        """Tell Health how a backend has answered, see `Health.on_probe`, and ask one that came up what it is."""
+        """Tell Health how a backend has answered, see `Health.on_probe`, and ask one that came up what it is.
+        `failure`: why there was no answer; None: there was one.
+        """
         if backend not in self._pools[backend.role].backends():
             return  # it left meanwhile, and Health is not to hear of it again
+        pool = self._compared_in(backend)
+        is_late = failure is Failure.TIMEOUT
         transition = self._health.on_probe(
-            backend, not problem, problem or success, is_refused=is_refused, is_unavailable=is_unavailable
+            backend,
+            not problem,
+            problem or success,
+            is_refused=failure is Failure.CONNECT,
+            is_unavailable=is_unavailable,
+            is_late=is_late,
+            is_last=is_late and pool.is_last(backend),
+            is_serving=is_late and pool.running(backend) > 0,
         )
         if transition is not None:
             self._on_transition(transition)

@@ -50,6 +50,7 @@ class Upstream:
         on_stall: Callable[[Backend], bool] | None = None,
         silence_seconds: float = 10.0,
         silence_checks: SilenceChecks | None = None,
+        on_work: Callable[[Backend], None] = lambda backend: None,
         is_news: Callable[[str, str], bool] = lambda subject, word: True,
         sweep_seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -57,8 +58,9 @@ class Upstream:
         """`names` None: the system is asked at every connect, and any address is good.
 
         `on_stall` is called with a backend that has sent nothing for `stall_seconds` while others of its role did, and
-        says whether it is taken out; then its streams fail. `silence_checks` None: nobody asks why an answer is silent;
-        `silence_seconds`: see settings.HealthChecks. `is_news` says of a subject and a word for the log whether
+        says whether it is taken out; then its streams fail. `on_work` is called with each that has sent something on a
+        stream, every so often. `silence_checks` None: nobody asks why an answer is silent; `silence_seconds`: see
+        settings.HealthChecks. `is_news` says of a subject and a word for the log whether
         no worker has told it last. `sweep_seconds`: how often silences are looked at; by
         default often enough for the shortest of them.
         """
@@ -68,6 +70,7 @@ class Upstream:
         self._names = names
         self._progress = Progress(stall_seconds)
         self._on_stall = on_stall
+        self._on_work = on_work
         self._silences = (
             None if silence_checks is None else Silences(silence_checks, lambda: self._busy, silence_seconds)
         )
@@ -311,6 +314,9 @@ class Upstream:
                     moved.timed_parts += parts
                     moved.timed_seconds += connection.moved_seconds
         moving = {moved.backend: moved.parts > 0 for moved in moves.values()}
+        for backend, is_moving in moving.items():
+            if is_moving:
+                self._on_work(backend)
         for backend in self._progress.observe(now, moving, lost_seconds=lost_seconds):
             if self._on_stall is not None and self._on_stall(backend):
                 self._end_streams(backend)

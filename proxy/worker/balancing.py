@@ -65,7 +65,7 @@ def build_balancing(basis: Basis) -> Balancing:
     """Made first, because nearly everything else asks it."""
     shared, live, settings = basis.shared, basis.live, basis.settings
     row = shared.scoreboard.row(basis.index)
-    health = Health(settings.health)
+    health = Health(settings.health, board=shared.health_board)
     live.add(lambda new: health.configure(new.health))
     keys = EngineKeys(text_of(settings.auth.engine_api_key))
     live.add(lambda new: keys.configure(text_of(new.auth.engine_api_key)))

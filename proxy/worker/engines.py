@@ -135,6 +135,7 @@ async def build_lines(basis: Basis, balancing: Balancing) -> AsyncIterator[Lines
             balancing.keys,
             names,
             stall_seconds=stall_seconds(settings),
+            on_work=balancing.health.on_work,
             on_stall=lambda backend: balancing.pool_of.find(backend).outcomes.report_stall(backend),
             silence_seconds=settings.health.silence_seconds,
             silence_checks=_silence_checks(balancing, session),

@@ -5,6 +5,7 @@ It knows of no other backend and of no clock; Health has one of these per backen
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -47,6 +48,14 @@ class BackendHealth:
     """Event of its last success; see Breaker."""
     is_unreachable: bool = False
     """The last attempt to connect failed, and nothing has shown since that the backend accepts connections."""
+    is_slow: bool = False
+    """The last probe was not answered in time."""
+    passed_at: float = -math.inf
+    """When a probe passed last."""
+    worked_at: float = -math.inf
+    """When it was last seen to produce a token or a prefill, as far as probes have looked."""
+    seen_served_at: int = 0
+    """`served_at` at the last probe."""
     was_up_until: float | None = None
     """When it was last known to be up and reachable; None: it is, or it never was up."""
     reason: str | None = None
@@ -85,8 +94,11 @@ class BackendHealth:
 
     @property
     def gone_at(self) -> float | None:
-        """When it ceased to take connections, as a restart begins; None: it takes them, or it never was up."""
-        return self.was_up_until if self.is_unreachable else None
+        """When it ceased to take connections, as a restart begins, or to answer probes in time; None: it does both, or
+        it never was up. It is not back before it has passed enough probes.
+        """
+        is_on_its_way = self.verdict is HealthState.DOWN and (self.is_slow or self.probe_streak > 0)
+        return self.was_up_until if self.is_unreachable or is_on_its_way else None
 
     @property
     def is_eligible(self) -> bool:
@@ -115,15 +127,34 @@ class BackendHealth:
             return slow_start.FULL
         return slow_start.percent(now - self.back_since, slow_start_seconds)
 
-    def probed(self, ok: bool, now: float, checks: HealthChecks) -> None:
-        """Take in a probe. An unknown backend believes the first, others `fall` or `rise` in a row."""
+    def look_for_work(self, now: float) -> None:
+        """Take notice of requests that it has served since the last probe."""
+        if self.served_at != self.seen_served_at:
+            self.seen_served_at = self.served_at
+            self.worked_at = now
+
+    def has_worked(self, now: float, seconds: float) -> bool:
+        """Whether it has produced something since it last passed a probe, and in these last seconds."""
+        return self.worked_at > self.passed_at and now - self.worked_at <= seconds
+
+    def probed(
+        self, ok: bool, now: float, checks: HealthChecks, *, is_late: bool = False, is_busy: bool = False
+    ) -> None:
+        """Take in a probe. An unknown backend believes the first, others `fall` or `rise` in a row. `is_late`: there
+        was no answer in time; `is_busy`: that is because it works, so it is not taken down.
+        """
+        self.is_slow = is_late
         if ok:
+            self.passed_at = now
             self.connected(now)
             if self.breaker.is_out_for_doubt:
                 self.breaker.release()
         verdict = HealthState.UP if ok else HealthState.DOWN
         if self.verdict is verdict:
             self.probe_streak = 0
+            return
+        if is_late and is_busy and self.verdict is HealthState.UP:
+            self.probe_streak = min(self.probe_streak + 1, checks.fall - 1)
             return
         self.probe_streak += 1
         needed = checks.rise if ok else checks.fall

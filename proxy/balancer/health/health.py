@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.health.backend_health import BackendHealth, HealthState
 from proxy.balancer.health.breaker import Phase
+from proxy.balancer.health.health_board import HealthBoard
 from proxy.errors import Failure
 from proxy.settings import HealthChecks
 
@@ -60,11 +61,14 @@ class Health:
         checks: HealthChecks | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
+        board: HealthBoard | None = None,
     ) -> None:
+        """`board`: where workers tell each other which backends work; None: this is the only worker."""
         self.version = 0
         self._checks = checks or HealthChecks()
         self._clock = clock
         self._rng = rng or random.Random()
+        self._board = board or HealthBoard()
         self._conditions: dict[Backend, BackendHealth] = {}
         self.events = 0
         """Outcomes so far: their order, without asking the clock."""
@@ -94,18 +98,43 @@ class Health:
         self.on_added(backend)
         return self._changed(backend, self._condition(backend), old, "it is enabled again")
 
+    def on_work(self, backend: Backend) -> None:
+        """A backend has sent something on a stream lately."""
+        self._board.note_work(backend, self._clock())
+
     def on_probe(
-        self, backend: Backend, ok: bool, reason: str, *, is_refused: bool = False, is_unavailable: bool = False
+        self,
+        backend: Backend,
+        ok: bool,
+        reason: str,
+        *,
+        is_refused: bool = False,
+        is_unavailable: bool = False,
+        is_late: bool = False,
+        is_last: bool = False,
+        is_serving: bool = False,
     ) -> Transition | None:
-        """Take in the answer of one probe. `is_refused`: it failed since there was no connection; `is_unavailable`:
-        since the answer was 503. What is down and still answers that is leaving.
+        """Take in the answer of one probe.
+
+        Args:
+            is_refused: It failed since there was no connection.
+            is_unavailable: It failed since the answer was 503. What is down and still answers that is leaving.
+            is_late: It failed since there was no answer in time. That does not take down a backend that has produced
+                something since it last passed a probe, nor the last one of a role that is serving a request.
+            is_last: No other backend of its role may get requests.
+            is_serving: It works on a request.
         """
         condition = self._condition(backend)
-        old, was_unreachable = condition.state, condition.is_unreachable
+        now = self._clock()
+        old, was_away = condition.state, (condition.is_unreachable, condition.is_slow, condition.gone_at)
         if is_refused:
-            condition.refused(self._clock())
-        condition.probed(ok, self._clock(), self._checks)
-        if condition.is_unreachable is not was_unreachable:
+            condition.refused(now)
+        self._look_for_work(backend, condition, now)
+        # What is stuck may have worked a moment ago. Where others are left, that counts for a while only.
+        believed_seconds = math.inf if is_last else self._checks.stall_seconds
+        is_busy = (is_last and is_serving) or condition.has_worked(now, believed_seconds)
+        condition.probed(ok, now, self._checks, is_late=is_late, is_busy=is_busy)
+        if (condition.is_unreachable, condition.is_slow, condition.gone_at) != was_away:
             self.version += 1
         is_leaving = is_unavailable and condition.verdict is HealthState.DOWN
         if is_leaving is not (backend in self.leaving):
@@ -161,7 +190,8 @@ class Health:
         if error is None:
             if is_trial and is_proof:
                 condition.breaker.close(self._clock())
-            if condition.verdict is HealthState.UNKNOWN:
+            is_only_slow = condition.verdict is HealthState.DOWN and condition.is_slow and is_proof
+            if condition.verdict is HealthState.UNKNOWN or is_only_slow:
                 condition.judge(HealthState.UP, self._clock(), self._checks)
         return self._changed(backend, condition, old, "served a request")
 
@@ -243,6 +273,7 @@ class Health:
     def forget(self, backend: Backend) -> None:
         """Drop what is known about a backend that has left; should it come back, it is unknown."""
         self.leaving -= {backend}
+        self._board.note_work(backend, 0.0)
         if self._conditions.pop(backend, None) is not None:
             self.version += 1
 
@@ -263,6 +294,15 @@ class Health:
         if condition is None:
             condition = self._conditions[backend] = BackendHealth()
         return condition
+
+    def _look_for_work(self, backend: Backend, condition: BackendHealth, now: float) -> None:
+        """Take notice of what a backend has done since the last probe, for any worker, and tell the other workers."""
+        condition.look_for_work(now)
+        known = self._board.worked_at(backend)
+        if condition.worked_at > known:
+            self._board.note_work(backend, condition.worked_at)
+        else:
+            condition.worked_at = known
 
     def _end_trial(self, condition: BackendHealth, trial: int) -> bool:
         """Whether this was the trial that is under way, and not one from before another ejection."""

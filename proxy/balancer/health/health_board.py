@@ -1,7 +1,8 @@
 """The state of every backend as each worker sees it. Decisions ask a worker's own Health; this is for those who look.
 
 A worker writes its own row, whenever a state changes there, so there are no locks. What other gateways have found has a
-row behind those of the workers, with one writer. Create it before forking.
+row behind those of the workers, with one writer. In the last row all workers write when a backend last produced
+something. Create it before forking.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from proxy.backend import Backend
 
 _CELL_BYTES: Final = 8
+_TICKS_PER_SECOND: Final = 1_000_000
 _STATES: Final = tuple(HealthState)
 
 
@@ -27,8 +29,9 @@ class HealthBoard:
     def __init__(self, workers: int = 1, slots: int = 1024) -> None:
         self._workers = workers
         self._slots = slots
-        self._cells = memoryview(mmap.mmap(-1, (workers + 1) * slots * _CELL_BYTES)).cast("q")
-        self._verdicts = self._cells[workers * slots :]
+        self._cells = memoryview(mmap.mmap(-1, (workers + 2) * slots * _CELL_BYTES)).cast("q")
+        self._verdicts = self._cells[workers * slots : (workers + 1) * slots]
+        self._worked = self._cells[(workers + 1) * slots :]
 
     def note(self, worker: int, backend: Backend, state: HealthState, *, is_heard: bool = False) -> None:
         """This worker sees the backend in this state from now on. `is_heard`: because another gateway does."""
@@ -43,6 +46,14 @@ class HealthBoard:
         """Whether a worker has found that out by itself."""
         bad = [_cell(backend, state, is_heard=False) for state in (HealthState.DOWN, HealthState.EJECTED)]
         return any(cell in bad for cell in self._own(backend))
+
+    def note_work(self, backend: Backend, at: float) -> None:
+        """A backend has produced something, in seconds of the system's monotonic clock."""
+        self._worked[backend.slot] = round(at * _TICKS_PER_SECOND)
+
+    def worked_at(self, backend: Backend) -> float:
+        """When a backend last produced something, for any worker; 0.0: not yet."""
+        return self._worked[backend.slot] / _TICKS_PER_SECOND
 
     def own_cells(self) -> bytes:
         """A copy of the states that this gateway's workers see: two copies are equal if nothing changed in between."""

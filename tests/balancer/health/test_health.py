@@ -70,6 +70,14 @@ class Story:
         match word.split(":"):
             case ["+" | "-"]:
                 transition = health.on_probe(A, word == "+", "test")
+            case ["late"]:
+                transition = health.on_probe(A, False, "test", is_late=True)
+            case ["late", "last"]:
+                transition = health.on_probe(A, False, "test", is_late=True, is_last=True)
+            case ["late", "serving"]:
+                transition = health.on_probe(A, False, "test", is_late=True, is_last=True, is_serving=True)
+            case ["works"]:
+                health.on_work(A)
             case ["stall"]:
                 transition = health.on_stall(A, self.peers)
             case ["verdict"]:
@@ -178,6 +186,30 @@ def test_back_pressure_neither_counts_as_a_failure_nor_forgives_one(word: str) -
     ],
 )
 def test_a_backend_that_refuses_while_others_serve_is_ejected(words: str, states: str) -> None:
+    assert Story().states(words) == states
+
+
+@pytest.mark.parametrize(
+    ("words", "states"),
+    [
+        ("late late late", "up up down"),
+        # what it has produced since the last passed probe overrules probes that time out, for a while
+        ("1s ok late late late late", "up up up up up up"),
+        ("1s works late late late late", "up up up up up up"),
+        ("1s ok late late late 31s late", "up up up up up up down"),
+        ("1s ok late late late 31s late:last", "up up up up up up up"),
+        ("1s ok 1s + late late late", "up up up up up up down"),
+        # but no other kind of failure
+        ("1s ok - - -", "up up up up down"),
+        # the last one is not taken down while it serves
+        ("late:last late:last late:last", "up up down"),
+        ("late:serving late:serving late:serving late:serving late:last", "up up up up down"),
+        # an answer shows as well as a probe that it is only slow
+        ("late late late ok", "up up down up"),
+        ("- - - ok", "up up down down"),
+    ],
+)
+def test_probes_that_time_out_do_not_overrule_work(words: str, states: str) -> None:
     assert Story().states(words) == states
 
 
