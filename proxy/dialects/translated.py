@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -57,6 +58,9 @@ class Translated(ChatCompletions):
         left_out = LeftOut()
         chat = self.chat(document.values, left_out)
         asked = self.asked(document.values)
+        for name, value in chat.items():
+            if isinstance(value, float) and not math.isfinite(value):  # JSON has no such number, and would lose it
+                raise BadRequest(f"{name} must be a finite number", param=name)
         try:
             raw = dumps(chat)
         except orjson.JSONEncodeError:

@@ -6,6 +6,7 @@ only what is no number already. What it refuses, engines refuse.
 
 from __future__ import annotations
 
+import math
 from typing import Final, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -15,13 +16,14 @@ _Kind = TypeVar("_Kind", int, bool)
 _WHOLE_NUMBER: Final = TypeAdapter(int)
 _FLAG: Final = TypeAdapter(bool)
 
-# orjson reads whole numbers of more than 64 bits as fractions, so they are not known exactly.
+# orjson reads whole numbers of more than 64 bits as fractions, so they are not known exactly. Infinity is one that has
+# more than 308 digits, which Python's parser, and so an engine, refuses if it has more than 4,300.
 _INEXACT: Final = float(2**63)
 
 
 def whole_number(value: object) -> object:
     """The number that a value is; left as it is when that has more than 64 bits. Raises ValueError for what is none."""
-    if type(value) is int or (isinstance(value, float) and abs(value) >= _INEXACT):
+    if type(value) is int or (isinstance(value, float) and _INEXACT <= abs(value) < math.inf):
         return value
     number = _validated(_WHOLE_NUMBER, value)
     return number if -(2**63) <= number < 2**64 else value

@@ -31,7 +31,7 @@ def test_a_number_of_more_than_64_bits_stays_as_it_is(value: object) -> None:
     assert whole_number(value) is value
 
 
-@pytest.mark.parametrize("value", [7.5, "7.5", "x", "", None, [], {}])
+@pytest.mark.parametrize("value", [7.5, "7.5", "x", "", None, [], {}, float("inf"), float("-inf"), float("nan")])
 def test_what_is_no_whole_number_is_refused_and_not_repeated(value: object) -> None:
     with pytest.raises(ValueError, match=r"^neither that nor spelled like it$"):
         whole_number(value)
