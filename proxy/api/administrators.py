@@ -1,4 +1,4 @@
-"""Who may administer: holders of the admin key, or without one a program of the gateway's own user on this host.
+"""The check for administrators: the admin key, or without one a program of the gateway's own user on this host.
 
 A connection from this host's loopback address says little: a TLS terminator, a reverse proxy or a sidecar on this host
 connects from there for anybody. So without a key only a listener on a loopback address lets administrators in. Nothing
@@ -35,7 +35,7 @@ _ON_BEHALF: Final = re.compile(
 
 
 class Administrators:
-    """What the administration's routes ask before they do anything."""
+    """Checks each request to the administration's routes."""
 
     def __init__(self, admin_key: str | None, *, listens_on: str, trusts_local: bool = False) -> None:
         """`admin_key` None: a program on this host may administer, if `listens_on`, the host of the listener, is a

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_UNKNOWN: Final = "the system does not tell which user opened the connection"
+_UNKNOWN: Final = "the system does not report which user opened the connection"
 _CHUNK_BYTES: Final = 1 << 18
 
 
@@ -108,7 +108,7 @@ def _is_of_this_container(owner: _Owner) -> bool:
 
 
 def _pids() -> Iterator[int]:
-    """Return the newest first, as a command that somebody types is, and this process with its many files last."""
+    """Return the newest first, where a command of an operator is, and this process with its many files last."""
     own = os.getpid()
     yield from sorted(
         (int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != own), reverse=True

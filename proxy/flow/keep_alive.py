@@ -43,7 +43,7 @@ class KeepAlive:
         self.has_answer = False
         """Some of the answer was written."""
         self.transport: asyncio.Transport | None = None
-        """Of the client's connection, once status and headers have gone out."""
+        """The client's connection, once status and headers have gone out."""
         self._timer: asyncio.TimerHandle | None = None
         self._wait(is_begun=False)
 

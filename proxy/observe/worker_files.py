@@ -73,7 +73,7 @@ def make_directory(directory: Path) -> None:
     directory.mkdir(mode=0o700, exist_ok=True)
     found = directory.lstat()
     if found.st_uid != os.geteuid() or directory.is_symlink():
-        raise PermissionError(f"{directory} belongs to somebody else")
+        raise PermissionError(f"{directory} belongs to another user")
 
 
 def _write_again(file: MmapedDict) -> None:

@@ -167,7 +167,7 @@ async def test_without_a_key_the_connection_must_be_of_this_user(gateway: Gatewa
     assert answer.status == 403
     assert isinstance(answer, web.Response)
     assert json.loads(answer.text or "")["error"]["message"] == (
-        "administration needs a key here, since the system does not tell which user opened the connection; set "
+        "administration needs a key here, since the system does not report which user opened the connection; set "
         "auth.admin_key and send it as X-Admin-Key, or give administration a listener on this host alone (admin.port), "
         "or set admin.trust_local if no program on this host passes on requests of others"
     )

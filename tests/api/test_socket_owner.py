@@ -120,9 +120,9 @@ def test_connection_that_its_program_has_closed_has_no_owner(is_reset: bool) -> 
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
             client.close()  # the kernel shows what is left of it as root's
             assert (
-                objection(peer, accepted.getsockname()) == "the system does not tell which user opened the connection"
+                objection(peer, accepted.getsockname()) == "the system does not report which user opened the connection"
             )
 
 
 def test_addresses_that_are_none_are_not_local() -> None:
-    assert objection(("", 0), ("", 0)) == "the system does not tell which user opened the connection"
+    assert objection(("", 0), ("", 0)) == "the system does not report which user opened the connection"
