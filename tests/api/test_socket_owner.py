@@ -80,10 +80,10 @@ def test_own_connection_is_recognised_in_both_tables(
 
 def test_own_connection_is_found_among_many() -> None:
     with listener() as server, ExitStack() as stack:
-        server.listen(3000)
-        for _ in range(1500):
+        server.listen(400)
+        for _ in range(300):
             stack.enter_context(socket.create_connection(server.getsockname()))
-        for _ in range(1499):
+        for _ in range(299):
             stack.enter_context(server.accept()[0])
         assert found_by(server) is None
 
