@@ -173,8 +173,8 @@ _STATUS_OF_FAILURE = {
 class UpstreamError(GatewayError):
     """A backend failed while serving one leg of a request.
 
-    `engine_status`, `body` and `headers` are the engine's own answer when `failure` is STATUS:
-    such an answer reaches the client byte for byte.
+    `engine_status`, `body` and `headers` are the engine's own answer when `failure` is STATUS, or RECOMPUTED if the
+    engine says that in an error: such an answer reaches the client byte for byte.
     """
 
     status = 502

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from proxy.errors import Failure, UpstreamError
 from proxy.upstream.connection import upstream_error
+from proxy.wire.sglang_errors import lacks_kv_memory
 
 if TYPE_CHECKING:
     import asyncio
@@ -48,9 +49,10 @@ class EngineResponse:
 
     def refuse(self, message: str, status: int, body: bytes | None, headers: Mapping[str, str]) -> UpstreamError:
         """Return the error for an engine's own refusal, which reaches the client in its words, without our key."""
+        failure = Failure.RECOMPUTED if lacks_kv_memory(status, body) else Failure.STATUS
         if body is not None:
             body = self._mask_key(body)
-        return upstream_error(Failure.STATUS, self.backend, message, engine_status=status, body=body, headers=headers)
+        return upstream_error(failure, self.backend, message, engine_status=status, body=body, headers=headers)
 
 
 class WholeResponse(EngineResponse):

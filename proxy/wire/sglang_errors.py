@@ -25,6 +25,15 @@ class EngineError(NamedTuple):
     """The request was aborted by its name, or because the engine is paused: nothing broke."""
 
 
+# SGLang 0.5.21 and later, `managers/schedule_batch.py`: with status 503, and with 500.
+_LACKS_KV_MEMORY: Final = (b"Retracted under decode memory pressure", b"Retraction host KV pool exhausted")
+
+
+def lacks_kv_memory(status: int, body: bytes | None) -> bool:
+    """Whether an engine's error says that a decoder gave a request up for lack of KV memory."""
+    return status >= 500 and body is not None and any(words in body for words in _LACKS_KV_MEMORY)
+
+
 def error_in_answer(answer: bytes) -> EngineError | None:
     """The error that a prefiller's whole answer tells of, streamed or not; None when there is none.
 

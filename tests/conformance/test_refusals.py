@@ -160,3 +160,29 @@ async def test_engines_with_bounded_queues_serve_all_and_none_is_ejected(deploy:
     assert await asyncio.gather(*(client() for _ in range(24))) == [[200] * 6] * 24
     assert not gateway.metrics("pdproxy_instance_ejected_total")
     assert any(map(refused, engines_of(gateway, role))), "no engine was full"
+
+
+@pytest.mark.fault(109)
+@pytest.mark.parametrize("tokens", [0, 5])
+@pytest.mark.parametrize("action", ["retract", "exhaust_host_pool"])
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+async def test_a_decoder_of_sglang_that_lacks_memory_is_not_blamed(
+    deploy: Deploy, stream: bool, action: str, tokens: int
+) -> None:
+    gateway = await deploy(1, 2, connector="sglang_bootstrap", resume={"pressure_seconds": 60.0, "max_attempts": 3})
+    gateway.expects_inexact_pins = True
+    short, _ = gateway.decoders
+    short.faults.add(action, tokens=tokens, times=1)
+    body = request(Api.COMPLETIONS, stream=stream, max_tokens=40)
+    alone = await answer_alone(body)
+    while not short.state.faults_applied:
+        answer = await gateway.ask(body)
+        assert (answer.status, answer.text) == (200, alone)
+    seen = asked(short)
+    for _ in range(4):
+        assert (await gateway.ask(body)).status == 200
+    assert asked(short) == seen, "it gets nothing new for a while"
+    health = gateway.worker.pools.decode._health
+    assert [health.of(backend).consecutive_failures for backend in gateway.worker.pools.decode.backends()] == [0, 0]
+    causes = {labels for labels in gateway.metrics("pdproxy_instance_requests_total") if "recomputed" in labels}
+    assert len(causes) == 1

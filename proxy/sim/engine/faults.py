@@ -25,6 +25,8 @@ ACTIONS: Final[dict[str, str]] = {
     "stall_after_tokens": "stream `tokens` tokens, then send nothing more",
     "end_without_finish": "stream `tokens` tokens, then end without finish_reason (with `[DONE]` if `done`)",
     "error_event": "stream `tokens` tokens, then an error event and `[DONE]`",
+    "retract": "after `tokens` tokens, error 503 for lack of KV memory, as SGLang tells of it without a backup",
+    "exhaust_host_pool": "after `tokens` tokens, error 500 for lack of host memory for a backup, as SGLang tells of it",
     "recompute": "after `tokens` tokens end with stop_reason 'recomputed', the last `merged` of them in that chunk",
     "abort": "after `tokens` tokens end with finish_reason 'abort', as an engine does that is stopped or paused",
     "drop_token_ids": "answer without token ids, whatever `return_token_ids` says",

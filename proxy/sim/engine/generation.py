@@ -27,8 +27,19 @@ _STRIKES = (
     "stall_after_tokens",
     "end_without_finish",
     "error_event",
+    "retract",
+    "exhaust_host_pool",
     "kill",
 )
+# SGLang 0.5.21 and later, `managers/schedule_batch.py`.
+_OUT_OF_MEMORY = {
+    "retract": EngineError(
+        503, "Retracted under decode memory pressure. Retry the request.", "ServiceUnavailableError"
+    ),
+    "exhaust_host_pool": EngineError(
+        500, "Retraction host KV pool exhausted. Aborting the request.", "InternalServerError"
+    ),
+}
 
 
 class Generation:
@@ -213,7 +224,9 @@ class Generation:
             self._on_delta(delta)
         else:
             self._withheld.append(delta)
-        if delta.fault == "error_event" or (delta.finish_reason == "error" and not self._is_swallowed(delta)):
+        if (lament := _OUT_OF_MEMORY.get(delta.fault or "")) is not None:
+            self._end(lament)
+        elif delta.fault == "error_event" or (delta.finish_reason == "error" and not self._is_swallowed(delta)):
             self._end(internal_error())
         elif delta.finish_reason is not None or delta.fault == "end_without_finish":
             self._count(delta)
