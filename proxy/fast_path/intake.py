@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from proxy.api_keys import ANONYMOUS
+from proxy.call import PRIORITY_HEADER
 from proxy.dialects.model_names import ModelNames
 from proxy.dialects.openai import OpenAi
 from proxy.dialects.priorities import bounded
@@ -93,7 +94,7 @@ class Intake:
             call = None if shapes is None else shapes.call(raw, headers)
             if call is None:
                 call = dialect.parse(Document(raw), self._cost, headers)
-            if key.slot is not None:
+            if key.slot is not None and (not call.is_ordinary or PRIORITY_HEADER in call.headers):
                 call = bounded(call, key.priority, lower_first=self._lower_priority_first)
             if self._models.is_mixed:
                 if not parts.lanes.knows(call.served_model):

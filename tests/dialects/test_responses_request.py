@@ -386,10 +386,15 @@ def test_tools_that_an_item_declares_are_tools() -> None:
     assert asked["messages"] == [user("Hi")]
 
 
-def test_a_clients_search_for_tools_is_a_function_and_declares_what_it_found() -> None:
+@pytest.mark.parametrize("execution", ["client", None])
+def test_a_clients_search_for_tools_is_a_function_and_declares_what_it_found(execution: str | None) -> None:
     search = {"type": "tool_search_call", "call_id": "c0", "execution": "client", "arguments": {"query": "mail"}}
     found = {"type": "tool_search_output", "call_id": "c0", "execution": "client", "tools": [FOUND]}
-    asked = chat(input=[said("user", "Hi"), search, found], tools=[FIND_TOOLS], tool_choice={"type": "tool_search"})
+    asked = chat(
+        input=[said("user", "Hi"), search, found],
+        tools=[{**FIND_TOOLS, "execution": execution}],
+        tool_choice={"type": "tool_search"},
+    )
     assert names_of(asked) == ["tool_search", "mail__find"]
     assert asked["tool_choice"] == {"type": "function", "function": {"name": "tool_search"}}
     assert asked["messages"] == [

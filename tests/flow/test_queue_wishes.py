@@ -21,6 +21,8 @@ from tests.deployment import generations
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from proxy.sim.engine import SimulatedEngine
+    from proxy.sim.state import Seen
     from tests.asking import Answer
     from tests.conftest import Deploy
     from tests.deployment import Deployment
@@ -157,12 +159,16 @@ async def test_those_who_wait_are_bounded_in_number_and_in_bytes(deploy: Deploy)
         assert len(await queue.served()) == 3
 
 
-BODIES = {
+BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4},
     "/v1/completions": {"prompt": "Hi", "max_tokens": 4},
     "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4},
     "/v1/responses": {"input": "Hi", "max_output_tokens": 4},
 }
+
+
+def legs(engine: SimulatedEngine) -> list[Seen]:
+    return [*generations(engine), *(seen for seen in engine.requests if seen.path == "/generate")]
 
 
 @pytest.mark.parametrize("fast_path", [False, True])
@@ -188,17 +194,16 @@ async def test_engines_get_no_priority_that_goes_before_that_of_the_key(
         ({"priority": best}, {"x-request-priority": "-1000"}, allowed, "5"),
         ({}, {"x-request-priority": "-1_0.0"}, None, None),
     ]
-    for path, body in BODIES.items():
+    generate: dict[str, Any] = {"/generate": {"text": "Hi", "sampling_params": {"max_new_tokens": 4}}}
+    for path, body in {**BODIES, **(generate if connector == "sglang_bootstrap" else {})}.items():
         for more, headers, told, told_in_header in asks:
-            before = [len(generations(engine)) for engine in gateway.engines]
+            before = [len(legs(engine)) for engine in gateway.engines]
             asked = {"model": "sim", **body, **more, "stream": stream}
             shown = {"Authorization": "Bearer sk-low", **headers}
             async with gateway.session.post(gateway.url + path, json=asked, headers=shown) as answer:
                 assert answer.status == 200, await answer.text()
                 await answer.read()
-            seen = [
-                each for engine, old in zip(gateway.engines, before, strict=True) for each in generations(engine)[old:]
-            ]
+            seen = [each for engine, old in zip(gateway.engines, before, strict=True) for each in legs(engine)[old:]]
             assert len(seen) == (1 if connector == "plain" else 2)
             assert {each.body.get("priority") for each in seen} == {told}, (path, more)
             assert {each.headers.get("x-request-priority") for each in seen} == {told_in_header}, (path, headers)

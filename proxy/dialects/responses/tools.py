@@ -82,7 +82,7 @@ def tools_of(values: Mapping[str, Any], left_out: LeftOut) -> list[Tool]:
 
 def _read(tool: Mapping[str, Any], namespace: str | None, left_out: LeftOut) -> Iterator[Tool]:
     kind, name = tool.get("type"), tool.get("name")
-    if kind == "tool_search" and tool.get("execution") == "client":
+    if kind == "tool_search" and _is_clients(tool):
         yield Tool(SEARCH, None, ToolKind.SEARCH, tool)
     elif kind not in ("function", "custom", "namespace") or (kind == "namespace" and namespace is not None):
         left_out.add("tool", kind)
@@ -96,6 +96,12 @@ def _read(tool: Mapping[str, Any], namespace: str | None, left_out: LeftOut) -> 
             raise BadRequest("the tools of a namespace must be a list of objects", param="tools")
         for each in inner:
             yield from _read(each, name, left_out)
+
+
+def _is_clients(search: Mapping[str, Any]) -> bool:
+    """Whether the client runs a search for tools: it says so, or gives the parameters, which a server's has not."""
+    execution = search.get("execution")
+    return execution == "client" or (execution is None and isinstance(search.get("parameters"), dict))
 
 
 def _with_grammar(tool: Mapping[str, Any]) -> str:
