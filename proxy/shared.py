@@ -70,9 +70,14 @@ class Listeners:
 
     def close(self) -> None:
         """Close this process's copies. May be called again."""
-        for listener in (self.clients, self.admin, self.probes, *self.callbacks):
-            if listener is not None:
-                listener.close()
+        for listener in self.all:
+            listener.close()
+
+    @property
+    def all(self) -> Sequence[socket.socket]:
+        """Every listening socket of this process."""
+        named = (self.clients, self.admin, self.probes, *self.callbacks)
+        return [listener for listener in named if listener is not None]
 
 
 class Heartbeats:

@@ -53,6 +53,9 @@ logger = logging.getLogger(__name__)
 
 # Somebody's answer waits for it.
 _GONE_TIMEOUT_SECONDS: Final = 0.5
+# So many health checks begin at once, and the next ones a moment later.
+_AT_ONCE: Final = 10
+_SPREAD_SECONDS: Final = 0.01
 
 # A request that names an unknown model waits for the answers.
 _MODELS_PAUSE_SECONDS: Final = 1.0
@@ -84,11 +87,13 @@ class Prober(BackgroundOwner):
         on_transition: Callable[[Transition], None] = log_transition,
         on_removed: Callable[[Backend], None] = lambda backend: None,
         pool_of: Callable[[Backend], Pool] | None = None,
+        fresh_session: aiohttp.ClientSession | None = None,
         *,
         restarts: Counter,
     ) -> None:
-        """`pool_of`: in which pool a backend is compared with others; None: in that of its role. `restarts`: counts
-        restarts of background loops.
+        """`pool_of`: in which pool a backend is compared with others; None: in that of its role. `fresh_session`: one
+        that keeps no connections, for the question whether an engine is gone; None: `session` keeps none. `restarts`:
+        counts restarts of background loops.
         """
         self._restarts = restarts
         self._pools = pools
@@ -96,6 +101,7 @@ class Prober(BackgroundOwner):
         self._health = health
         self._checks = checks
         self._session = session
+        self._fresh_session = fresh_session or session
         self._engine_headers = engine_headers
         self._on_transition = on_transition
         self._on_removed = on_removed
@@ -148,10 +154,10 @@ class Prober(BackgroundOwner):
         return await self._has_ended(backend)
 
     async def _has_ended(self, backend: Backend) -> bool:
-        headers = {**self._engine_headers(backend), "Connection": "close"}  # on a connection of its own
-        path = self._checks.path
+        # A connection that was open before may outlive the listener. So a new one is opened.
+        session, path, headers = self._fresh_session, self._checks.path, self._engine_headers(backend)
         try:
-            return await engine_json.get_status(self._session, backend.url, path, _GONE_TIMEOUT_SECONDS, headers) != 200
+            return await engine_json.get_status(session, backend.url, path, _GONE_TIMEOUT_SECONDS, headers) != 200
         except engine_json.NoAnswer as error:
             return error.failure is not Failure.TIMEOUT
 
@@ -197,20 +203,24 @@ class Prober(BackgroundOwner):
     async def _keep_probing(self) -> None:
         while True:
             self.drop_drained()
-            self._start_due_probes()
+            await self._start_due_probes()
             await asyncio.sleep(min(self._checks.changing_interval_seconds, self._checks.interval_seconds))
 
-    def _start_due_probes(self) -> None:
+    async def _start_due_probes(self) -> None:
         backends = {backend for pool in self._pools.values() for backend in pool.backends()}
         for gone in self._due.keys() - backends:
             del self._due[gone]
             self._told_at.pop(gone, None)
             self._unheard.discard(gone)
         now = asyncio.get_running_loop().time()
+        started = 0
         for backend in backends:
             due = self._due.get(backend, now)
             if due <= now or (due < math.inf and self._health.of(backend).is_changing):
                 self._start_probe(backend)
+                started += 1
+                if started % _AT_ONCE == 0:  # a thousand at once would hold up all streams
+                    await asyncio.sleep(_SPREAD_SECONDS)
 
     def _start_probe(self, backend: Backend) -> None:
         self._due[backend] = math.inf

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.background import Background, BackgroundOwner
 from proxy.balancer.roster import ADMIN, CONFIG
+from proxy.settings import is_literal
+from proxy.upstream.addresses import AddressRules, is_odd_literal
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from proxy.backend import Role
     from proxy.balancer.roster import Roster
     from proxy.balancer.shared.source_states import SourceStates
+    from proxy.discovery.own_address import OwnAddresses
     from proxy.discovery.source import MakeSources, Source, Wanted
     from proxy.settings import Settings
 
@@ -79,14 +82,18 @@ class Watcher(BackgroundOwner):
         roles: Collection[Role],
         settings: Settings,
         retry_seconds: float = _RETRY_SECONDS,
+        own: OwnAddresses | None = None,
     ) -> None:
-        """`kinds` of sources, by name. `roles`: those that this gateway has."""
+        """`kinds` of sources, by name. `roles`: those that this gateway has. `own`: where it listens
+        itself; None: it is not known.
+        """
         self._kinds = kinds
         self._roster = roster
         self._states = states
         self._roles = roles
         self._settings = settings
         self._retry_seconds = retry_seconds
+        self._own = own
         self._watches: dict[str, _Watch] = {}  # by origin
         self._silent: set[str] = set()
         """Origins that are watched and have told nothing yet."""
@@ -138,10 +145,17 @@ class Watcher(BackgroundOwner):
             await asyncio.sleep(random.uniform(0.5, 1.0) * pause_seconds)
 
     def _take(self, origin: str, wanted: Wanted) -> None:
-        """Raises ValueError when that cannot be."""
+        """Raises ValueError when that cannot be: then nothing of it is taken."""
+        settings = self._settings
+        rules = AddressRules(settings.admin.networks)
+        configured = {endpoint.host for endpoint in (*settings.encode, *settings.prefill, *settings.decode)}
         for backend in wanted:
             if backend.role not in self._roles:
                 raise ValueError(f"{backend.name}: this gateway has no {backend.role} instances")
+            if backend.host not in configured and not _may_be_named(backend.host, rules):
+                raise ValueError(f"{backend.name}: the address is not in admin.networks")
+            if self._own is not None and self._own.has(backend.host, backend.port):
+                raise ValueError(f"{backend.name}: the gateway itself listens there")
         seconds = self._settings.leaving.evacuate_after_seconds
         leaves_at = None if seconds is None else time.monotonic() + seconds
         added, removed = self._roster.sync(origin, wanted, leaves_at)
@@ -157,3 +171,8 @@ class Watcher(BackgroundOwner):
         if not self._silent:
             for origin in self._roster.wanted().keys() - self._watches.keys() - {CONFIG, ADMIN}:
                 self._take(origin, ())
+
+
+def _may_be_named(host: str, rules: AddressRules) -> bool:
+    """Whether a source may name this host. The addresses of a name are judged when it is looked up."""
+    return rules.allows(host) if is_literal(host) else not is_odd_literal(host)

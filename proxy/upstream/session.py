@@ -28,14 +28,17 @@ _KEEP_ALIVE_SECONDS: Final = 3.5  # engines close idle connections after 5 s
 _BUFFER_BYTES: Final = 64 * 1024
 
 
-def new_session(names: Names, traces: Sequence[aiohttp.TraceConfig] = ()) -> aiohttp.ClientSession:
+def new_session(
+    names: Names, traces: Sequence[aiohttp.TraceConfig] = (), *, keeps_connections: bool = True
+) -> aiohttp.ClientSession:
     """A client that does not decompress answers and keeps no cookies. Redirects are its users' to refuse. `traces` hear
-    of what it does.
+    of what it does. `keeps_connections` False: each request has a connection of its own.
     """
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(
             limit=0,
-            keepalive_timeout=_KEEP_ALIVE_SECONDS,
+            keepalive_timeout=_KEEP_ALIVE_SECONDS if keeps_connections else None,
+            force_close=not keeps_connections,
             resolver=_Resolver(names),
             use_dns_cache=False,
             socket_factory=partial(_open_socket, names),

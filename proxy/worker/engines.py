@@ -19,6 +19,7 @@ from proxy.connectors.kv_transfer import KvTransfer
 from proxy.connectors.releaser import SETTLE_SECONDS, Releaser
 from proxy.discovery import SOURCES
 from proxy.discovery.joining import Joiner
+from proxy.discovery.own_address import OwnAddresses
 from proxy.discovery.prober import Prober
 from proxy.discovery.watcher import Watcher
 from proxy.inspector import Inspector
@@ -49,6 +50,8 @@ class Lines:
     names: Names
     session: aiohttp.ClientSession
     """For questions that are no leg of a call, and for what is passed through."""
+    fresh_session: aiohttp.ClientSession
+    """The same, with a connection of its own for each question."""
     upstream: Upstream
 
 
@@ -94,7 +97,14 @@ async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: floa
         joiner = await stack.enter_async_context(_joiner(basis, balancing, lines, everybody, prober))
         basis.metrics.watch_sources(basis.shared.sources, basis.shared.roster)
         if basis.index == 0:  # a worker that takes its place is the 0th, too
-            watcher = Watcher(SOURCES, basis.shared.roster, basis.shared.sources, everybody, basis.settings)
+            watcher = Watcher(
+                SOURCES,
+                basis.shared.roster,
+                basis.shared.sources,
+                everybody,
+                basis.settings,
+                own=OwnAddresses(basis.shared.listeners.all),
+            )
             await stack.enter_async_context(watcher)
             basis.live.add(watcher.configure)
             canaries = CanaryWatch(connector, link.context, balancing.health)
@@ -130,6 +140,7 @@ async def build_lines(basis: Basis, balancing: Balancing) -> AsyncIterator[Lines
     async with (
         Names(AddressRules(settings.admin.networks), _hosts(settings), basis.metrics) as names,
         new_session(names) as session,
+        new_session(names, keeps_connections=False) as fresh_session,
         new_upstream(
             settings.timeouts,
             balancing.keys,
@@ -144,7 +155,7 @@ async def build_lines(basis: Basis, balancing: Balancing) -> AsyncIterator[Lines
     ):
         live.add(lambda new: names.configure(AddressRules(new.admin.networks), _hosts(new)))
         live.add(lambda new: upstream.configure(new.timeouts, stall_seconds(new), new.health.silence_seconds))
-        yield Lines(names=names, session=session, upstream=upstream)
+        yield Lines(names=names, session=session, fresh_session=fresh_session, upstream=upstream)
 
 
 def _silence_checks(balancing: Balancing, session: aiohttp.ClientSession) -> SilenceChecks:
@@ -212,6 +223,7 @@ def _prober(basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Rol
         health=balancing.health,
         checks=settings.health,
         session=lines.session,
+        fresh_session=lines.fresh_session,
         engine_headers=balancing.keys.headers,
         on_transition=balancing.on_transition,
         on_removed=lambda backend: shared.bulletin.forget(subject(backend)),

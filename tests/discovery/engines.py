@@ -89,7 +89,7 @@ class Gateway:
         joining_attempts: int = 3,
         joining_interval_seconds: float = 0.01,
     ) -> None:
-        self.scoreboard = Scoreboard(slots=8)
+        self.scoreboard = Scoreboard(slots=max(8, len(prefill) + len(decode)))
         self.roster = Roster([(HOST, port) for port in prefill], [(HOST, port) for port in decode], self.scoreboard)
         self.health = Health(HealthChecks(fall=3, rise=2))
         self.transitions: asyncio.Queue[Transition] = asyncio.Queue()
@@ -112,7 +112,7 @@ class Gateway:
         self.keys = EngineKeys("s3cret")
         self.restarts = Metrics().background_restarts_total
 
-    def prober(self, session: aiohttp.ClientSession) -> Prober:
+    def prober(self, session: aiohttp.ClientSession, fresh_session: aiohttp.ClientSession | None = None) -> Prober:
         return Prober(
             self.pools,
             self.roster,
@@ -122,6 +122,7 @@ class Gateway:
             self.keys.headers,
             self.transitions.put_nowait,
             restarts=self.restarts,
+            fresh_session=fresh_session,
         )
 
     @asynccontextmanager

@@ -42,6 +42,8 @@ class KubernetesServer:
         """The versions from which they were begun."""
         self.page = 500
         """Most objects of a page, whatever is asked for."""
+        self.is_endless = False
+        """Every page says that there are more."""
         self.token: str | None = None
         """That of those who may ask."""
         self.refusal: tuple[int, str] | None = None
@@ -127,7 +129,7 @@ class KubernetesServer:
         fitting = [one for one in self._slices.values() if _fits(one, selector)]
         begin, end = int(request.query.get("continue", 0)), min(self.page, int(request.query["limit"]))
         page = fitting[begin : begin + end]
-        more = str(begin + end) if begin + end < len(fitting) else ""
+        more = str(begin + end) if begin + end < len(fitting) or self.is_endless else ""
         metadata = {"resourceVersion": str(self._version), "continue": more}
         return web.json_response({"kind": "EndpointSliceList", "metadata": metadata, "items": page or None})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -235,3 +236,37 @@ async def test_outside_of_a_cluster_that_is_said(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ApiServerError, match=r"this is no pod of Kubernetes: set kubernetes\.api_server"):
         async with aclosing(pod.watch()) as found:
             await anext(found)
+
+
+@pytest.mark.fault(111)
+async def test_a_list_without_an_end_is_a_failure(server: KubernetesServer) -> None:
+    server.is_endless = True
+    server.put(decode_slice("d", "10.0.0.1"))
+    async with aclosing(source(server).watch()) as found:
+        with pytest.raises(ApiServerError, match="more than 200 pages"):
+            await anext(found)
+
+
+@pytest.mark.fault(111)
+async def test_more_objects_than_any_fleet_has_are_a_failure(server: KubernetesServer) -> None:
+    for number in range(10_001):
+        server.put(decode_slice(f"d{number}"))
+    async with aclosing(source(server).watch()) as found:
+        with pytest.raises(ApiServerError, match="more than 200 pages"):
+            await anext(found)
+
+
+@pytest.mark.fault(111)
+async def test_changes_that_come_together_are_told_together(server: KubernetesServer) -> None:
+    server.put(decode_slice("d", "10.0.0.1"))
+    async with aclosing(source(server).watch()) as found:
+        await anext(found)
+        following = asyncio.ensure_future(anext(found))
+        await until(lambda: server.watching, "the watch")
+        for number in range(1000):
+            server.put(decode_slice(f"e{number % 100}", f"10.0.1.{number % 100 + 1}"))
+        states = 0
+        while len(await following) < 101:
+            states += 1
+            following = asyncio.ensure_future(anext(found))
+    assert states < 200

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from itertools import pairwise
 
 import aiohttp
 import pytest
@@ -391,3 +392,37 @@ async def test_a_transition_is_one_line(caplog: pytest.LogCaptureFixture) -> Non
         ),
         ("INFO", "decode instance 10.0.0.1:7100 is on probation: the next request decides"),
     ]
+
+
+async def test_whether_an_engine_is_gone_is_asked_on_a_new_connection(session: aiohttp.ClientSession) -> None:
+    """A process that has closed its listener may still serve the connections that it has."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.readuntil(b"\r\n\r\n"):
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    listener = await asyncio.start_server(serve, HOST, 0)
+    port = listener.sockets[0].getsockname()[1]
+    gateway = Gateway([port], interval_seconds=3600.0)
+    (backend,) = gateway.pools[Role.PREFILL].backends()
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as fresh,
+        gateway.prober(session, fresh) as prober,
+    ):
+        await gateway.transitions.get()
+        assert not await prober.is_gone(backend, 0.0)
+        listener.close()
+        async with session.get(f"http://{HOST}:{port}/health") as answer:  # on the connection that was kept
+            assert answer.status == 200
+        assert await prober.is_gone(backend, 0.0)
+
+
+@pytest.mark.fault(111)
+async def test_many_health_checks_do_not_begin_in_one_turn_of_the_loop(session: aiohttp.ClientSession) -> None:
+    gateway = Gateway([unused_port() for _ in range(45)], interval_seconds=3600.0)
+    begun: list[int] = []
+    async with gateway.prober(session) as prober:
+        while not begun or begun[-1] < 45:
+            begun.append(len(prober._due))
+            await asyncio.sleep(0)
+    assert max(later - earlier for earlier, later in pairwise(begun)) <= 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from proxy.backend import Backend, Role
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.balancer.shared.source_states import SourceStates
+from proxy.discovery.own_address import OwnAddresses
 from proxy.discovery.watcher import Watcher, look_once
 from proxy.settings import Settings
 from tests.asking import until
@@ -210,3 +212,33 @@ async def test_to_look_once_is_to_look_at_all_at_the_same_time() -> None:
     assert await look_once(kinds, gateway.roster, SETTINGS, within_seconds=5.0) == {"gone:test": "gone"}
     assert gateway.members() == ["1 config", "2 one:test", "3 other:test"]
     assert all(source.watches == 0 for source in sources.values())
+
+
+@pytest.mark.fault(110)
+@pytest.mark.parametrize("host", ["203.0.113.7", "169.254.169.254", "2130706433", "fe80::1"])
+async def test_a_list_with_an_address_that_is_not_allowed_is_rejected(gateway: Gateway, host: str) -> None:
+    listed = Listed(decoder(2))
+    async with gateway.watching(listed=listed):
+        await gateway.has("1 config", "2 listed:test")
+        listed.say(decoder(3), Backend(Role.DECODE, host, 4))
+        await until(lambda: gateway.state("listed:test")[2], "the failure")
+        assert str(gateway.state("listed:test")[2]).endswith("the address is not in admin.networks")
+        assert gateway.members() == ["1 config", "2 listed:test"]
+
+
+@pytest.mark.fault(110)
+@pytest.mark.parametrize("bound", ["127.0.0.1", "0.0.0.0"])
+async def test_a_list_with_the_gateways_own_address_is_rejected(bound: str) -> None:
+    with socket.create_server((bound, 0)) as listener:
+        port = listener.getsockname()[1]
+        own = OwnAddresses([listener])
+        gateway = Gateway()
+        listed = Listed(Backend(Role.DECODE, "localhost", port))
+        kinds = {"listed": lambda _: [listed]}
+        watcher = Watcher(kinds, gateway.roster, gateway.states, (Role.DECODE,), SETTINGS, retry_seconds=0.001, own=own)
+        async with watcher:
+            await until(lambda: gateway.state("listed:test")[2], "the failure")
+            assert gateway.state("listed:test")[2] == f"localhost:{port}: the gateway itself listens there"
+        assert gateway.members() == ["1 config"]
+        assert not own.has("127.0.0.1", port + 1)
+        assert not own.has("203.0.113.7", port)

@@ -16,8 +16,13 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 import orjson
 
+from proxy.upstream.session import read_bounded
+
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+    from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+
+    Event = tuple[str, Mapping[str, Any]]
+    """The kind of a change and the object, or of a bookmark only its version."""
 
 _ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _CONNECT_SECONDS: Final = 5.0
@@ -28,8 +33,15 @@ word is noticed a little later."""
 _GRACE_SECONDS: Final = 15.0
 _PAUSE_SECONDS: Final = 1.0
 """Before the next watch, or list: a server that ends each of them at once is not asked at full speed."""
-_PAGE: Final = 500
-_MAX_BYTES: Final = 64 * 1024 * 1024
+# A server that is sick, or is another one than it seems, must neither hold up the event loop nor fill the memory.
+_PAGE: Final = 50
+_MAX_OBJECTS: Final = 10_000
+_MAX_PAGES: Final = _MAX_OBJECTS // _PAGE
+_MAX_PAGE_BYTES: Final = 32 * 1024 * 1024
+_MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
+_MAX_ERROR_BYTES: Final = 64 * 1024
+_LEAST_SECONDS: Final = 0.1
+"""Between two states: what changes meanwhile is told together."""
 _GONE: Final = 410
 _BOOKMARK: Final = "BOOKMARK"
 _DELETED: Final = "DELETED"
@@ -97,15 +109,11 @@ class Collection:
             with suppress(Gone):
                 while True:
                     async with aclosing(self._changes(version)) as changes:
-                        async for kind, told in changes:
-                            version = told["metadata"]["resourceVersion"]
-                            if kind == _BOOKMARK:
-                                continue
-                            name = told["metadata"]["name"]
-                            objects.pop(name, None)
-                            if kind != _DELETED:
-                                objects[name] = told
-                            yield objects
+                        async for events in changes:
+                            version = events[-1][1]["metadata"]["resourceVersion"]
+                            if _apply(events, objects):
+                                yield objects
+                                await asyncio.sleep(min(_LEAST_SECONDS, self._pause_seconds))
                     await asyncio.sleep(self._pause_seconds)
             await asyncio.sleep(self._pause_seconds)
 
@@ -113,16 +121,19 @@ class Collection:
         """The objects by name, and the version of all. Raises as `states`."""
         found: dict[str, Any] = {}
         parameters = {"limit": str(_PAGE)}
-        while True:
+        for _ in range(_MAX_PAGES):
             async with self._get(parameters, _LIST_SECONDS) as response:
-                page = orjson.loads(await response.read())
+                page = orjson.loads(await read_bounded(response, _MAX_PAGE_BYTES))
             found |= {one["metadata"]["name"]: one for one in page.get("items") or ()}
+            _check_number(found)
             if not (more := page["metadata"].get("continue")):
                 return found, page["metadata"]["resourceVersion"]
             parameters["continue"] = more
+        raise ApiServerError(f"the API server's list has more than {_MAX_PAGES} pages")
 
-    async def _changes(self, since: str) -> AsyncGenerator[tuple[str, Mapping[str, Any]], None]:
-        """What has changed since a version: the kind of each event and the object, or of a bookmark only its version.
+    async def _changes(self, since: str) -> AsyncGenerator[Sequence[Event], None]:
+        """Yield what has changed since a version, as many events together as have arrived, at least one.
+
         It ends when the server ends it. Raises as `states`, and Gone.
         """
         seconds = random.randint(_WATCH_SECONDS // 2, _WATCH_SECONDS)  # not all gateways at one time
@@ -133,12 +144,15 @@ class Collection:
             "timeoutSeconds": str(seconds),
         }
         async with self._get(parameters, seconds + _GRACE_SECONDS) as response:
-            async for line in _lines(response):
-                event = orjson.loads(line)
-                kind, told = event["type"], event["object"]
-                if kind == "ERROR":
-                    raise Gone if told.get("code") == _GONE else _error(told.get("code"), told)
-                yield kind, told
+            async for lines in _lines(response):
+                events: list[Event] = []
+                for line in lines:
+                    event = orjson.loads(line)
+                    kind, told = event["type"], event["object"]
+                    if kind == "ERROR":
+                        raise Gone if told.get("code") == _GONE else _error(told.get("code"), told)
+                    events.append((kind, told))
+                yield events
 
     @asynccontextmanager
     async def _get(self, parameters: Mapping[str, str], seconds: float) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -153,23 +167,46 @@ class Collection:
             if response.status == _GONE:
                 raise Gone
             if response.status != 200:
-                raise _error(response.status, _json_or_none(await response.read()))
+                raise _error(response.status, _json_or_none(await read_bounded(response, _MAX_ERROR_BYTES)))
             yield response
 
 
-async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """However long: an object may have megabytes."""
+def _apply(events: Sequence[Event], objects: dict[str, Any]) -> bool:
+    """Make the changes in the objects; whether there were any. Raises ApiServerError."""
+    has_changed = False
+    for kind, told in events:
+        if kind == _BOOKMARK:
+            continue
+        has_changed = True
+        name = told["metadata"]["name"]
+        objects.pop(name, None)
+        if kind != _DELETED:
+            objects[name] = told
+    _check_number(objects)
+    return has_changed
+
+
+def _check_number(objects: Mapping[str, Any]) -> None:
+    if len(objects) > _MAX_OBJECTS:
+        raise ApiServerError(f"the API server names more than {_MAX_OBJECTS} objects")
+
+
+async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[Sequence[bytes]]:
+    """The lines that have arrived together, at least one."""
     begun = bytearray()
     async for part in response.content.iter_any():
         *ended, rest = part.split(b"\n")
+        lines: list[bytes] = []
         for line in ended:
             begun += line
             if begun:
-                yield bytes(begun)
+                lines.append(bytes(begun))
             begun.clear()
         begun += rest
-        if len(begun) > _MAX_BYTES:
+        if len(begun) > _MAX_EVENT_BYTES:
             raise ApiServerError("the API server sent an event without an end")
+        if lines:
+            yield lines
 
 
 def _error(status: object, told: Any) -> ApiServerError:
