@@ -213,9 +213,10 @@ class LeastSeconds(LeastTokens):
         """
         prefillers = self._prefillers.known(candidates)
         loads = self._prefillers.reader.compute()
-        waits = self._waits(prefillers, loads, self.context.clock())
+        now = self.context.clock()
+        waits = self._waits(prefillers, loads, now)
         free = list(map(self._is_free, candidates, prefillers, waits, loads))
-        gathers = list(map(self._gathers, prefillers, waits))
+        gathers = [self._gathers(prefiller, now) for prefiller in prefillers]
         share = len(self._asked) / len(prefillers)
         for place, request in enumerate(waiting):
             asked = self._asked.get(id(request.subject or request)) or ask(request)
@@ -254,22 +255,22 @@ class LeastSeconds(LeastTokens):
             prefiller.under_way < concurrency.wanted or (prefiller.is_busy and not prefiller.computing)
         )
 
-    def _gathers(self, prefiller: Prefiller, wait: float) -> bool:
-        """Whether it is about to compute several together, and may get more of them."""
-        behind = prefiller.behind
+    def _gathers(self, prefiller: Prefiller, now: float) -> bool:
+        """Whether a prefiller computes several prompts in one step, is about to begin the next, and has room in it."""
         return (
-            behind > 0
-            and prefiller.shared_seconds > 0
-            and prefiller.computing < self.batch_tokens
-            and wait - prefiller.behind_seconds + (behind - 1) * prefiller.shared_seconds < self.ahead_seconds
+            prefiller.shared_seconds > 0
+            and prefiller.behind_tokens < prefiller.step_tokens
+            and prefiller.is_ending(now)
         )
 
     def _joins(self, prefiller: Prefiller, seconds: float, share: float) -> bool:
-        """Whether a prompt had better be computed together with those: it delays them by its tokens, and spares itself
-        and so many who wait what they have in common.
+        """Whether a prompt had better be computed in the next step than in the one after it.
+
+        It delays the others of that step by its tokens. It saves the time that the prompts of a step share: for itself,
+        for `share` prompts that wait, and for those that will come while all are busy.
         """
         shared = prefiller.shared_seconds
-        return prefiller.behind * (seconds - shared) < shared * (1 + share)
+        return prefiller.behind * (seconds - shared) < shared * (1 + share + self._crowding)
 
     # How
 
@@ -281,11 +282,19 @@ class LeastSeconds(LeastTokens):
         self._busy += _BUSY_STEP * (1 - idle - self._busy)
         if idle == 1:
             return True
-        waits = self._waits(prefillers, loads, self.context.clock())
+        now = self.context.clock()
+        waits = self._waits(prefillers, loads, now)
         free = list(map(self._is_free, candidates, prefillers, waits, loads))
         if False not in free:
             return True
-        return None if True in free or (self._asked and any(map(self._gathers, prefillers, waits))) else False
+        if True in free or (self._asked and any(self._gathers(prefiller, now) for prefiller in prefillers)):
+            return None
+        return False
+
+    @property
+    def _crowding(self) -> float:
+        """The prompts that will come, on the average, until a busy prefiller is idle again."""
+        return self._busy / (1 - self._busy) if self._busy < _MOST_BUSY else _MOST_CROWDING
 
     def _scores(
         self, waits: Sequence[float], work: Sequence[float], among: Sequence[bool] | None = None
@@ -294,13 +303,12 @@ class LeastSeconds(LeastTokens):
 
         `among`: which of them come into question, if any does; None: all. The score of the others is infinite.
         """
-        crowding = self._busy / (1 - self._busy) if self._busy < _MOST_BUSY else _MOST_CROWDING
-        counts = 1 + self.crowding * crowding
+        counts = 1 + self.crowding * self._crowding
         scores = [wait + counts * work[place] for place, wait in enumerate(waits)]
         if among is not None and True in among:
             scores = [score if is_among else inf for score, is_among in zip(scores, among, strict=True)]
         least = min(scores)
-        return scores, least + max(_TIE_SECONDS, _TIE_SHARE * least)
+        return scores, least + max(_TIE_SHARE * least, min(_TIE_SECONDS, 2 * _TIE_SHARE * least))
 
     def _waits(
         self, prefillers: Sequence[Prefiller], loads: Sequence[int], now: float, unit: float = SECONDS_PER_LOAD

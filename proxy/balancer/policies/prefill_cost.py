@@ -113,6 +113,8 @@ def misfit(samples: Sequence[tuple[float, float, float]]) -> float:
     """
     matrix, vector = [[0.0] * 3 for _ in range(3)], [0.0] * 3
     least = _LEAST_SHARE * sum(seconds for *_, seconds in samples) / len(samples)
+    if least <= 0:  # all were answered at the same time
+        return math.inf
     rows = [((1.0, uncached, attention), max(seconds, least)) for uncached, attention, seconds in samples]
     for terms, seconds in rows:
         _add(matrix, vector, terms, seconds, 1 / seconds**2)

@@ -76,10 +76,16 @@ class Step(NamedTuple):
     uncached: float
     attention: float
     seconds: float
+    began: float
+    """By the clock."""
+    largest: float
+    """The uncached tokens of its largest prompt."""
 
     def and_another(self, sample: Sample) -> Step:
-        """With one that was answered right behind the others."""
-        return Step(self.uncached + sample.uncached, self.attention + sample.attention, self.seconds + sample.seconds)
+        """Return the step with a further prompt, which was answered right behind the others."""
+        uncached, attention = self.uncached + sample.uncached, self.attention + sample.attention
+        largest = max(self.largest, sample.uncached)
+        return Step(uncached, attention, self.seconds + sample.seconds, self.began, largest)
 
     @property
     def cached(self) -> float:

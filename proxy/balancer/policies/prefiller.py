@@ -30,6 +30,14 @@ _LEAST_SECONDS: Final = 0.1
 # What is under way is not thought to be over before its answer is here.
 _LEAST_LEFT: Final = 0.1
 
+# The last part of a step, in which the prompts of the next one are gathered: this time, or this share of the step.
+_ENDING_SECONDS: Final = 0.05
+_ENDING_SHARE: Final = 0.2
+
+# The tokens that a step has room for, until full steps show it, and how fast that is followed.
+_FIRST_STEP_TOKENS: Final = 16_384.0
+_STEP_TOKENS_STEP: Final = 0.1
+
 # A cache that reaches further or less far by this part is another one.
 _NOTICED: Final = 0.02
 
@@ -61,6 +69,10 @@ class Prefiller:
     """Prompts of this worker that will be computed after those that are being computed now."""
     behind_seconds: float = 0.0
     """Predicted of these, each by itself."""
+    behind_tokens: float = 0.0
+    """Tokens of these that are not expected to be cached."""
+    step_tokens: float = _FIRST_STEP_TOKENS
+    """Uncached tokens that it computes in one step at most."""
     _sent: dict[Sent, None] = field(default_factory=dict)  # the oldest first
     _began: float = 0.0  # of what is being computed: since when, how long it takes, and what that is in charges
     _step_seconds: float = 0.0
@@ -85,6 +97,18 @@ class Prefiller:
             self._alone += 1
             if self._alone == _ENOUGH_ALONE:
                 self._alone += _BELIEVED
+
+    def note_step(self, step: Step, *, left_out: float | None) -> None:
+        """Learn how many tokens a step has room for.
+
+        `left_out`: the tokens of the next prompt, if that was there when the step began, and had no room in it.
+        """
+        if step.largest > self.step_tokens:
+            return  # it took several steps
+        if step.uncached >= self.step_tokens:
+            self.step_tokens = step.uncached + 1
+        elif left_out is not None and step.uncached + left_out < self.step_tokens:
+            self.step_tokens += _STEP_TOKENS_STEP * (step.uncached + left_out - self.step_tokens)
 
     @property
     def under_way(self) -> int:
@@ -127,6 +151,7 @@ class Prefiller:
         if before:
             self.behind += 1
             self.behind_seconds += seconds
+            self.behind_tokens += computed
         else:
             self._began, self._step_seconds, self._step_charged = now, seconds, seconds
         sent = Sent(self.on_end, compute, kv, asked, now, seconds, cached, known, odometer, ahead, wait)
@@ -186,6 +211,7 @@ class Prefiller:
     def emptied(self) -> None:
         """Nothing is cached there any more. This worker has found out, as the others will."""
         self._alone = 0
+        self.step_tokens = _FIRST_STEP_TOKENS
         self.concurrency = Concurrency(self.concurrency.ranks)
         if len(self.cached):
             self.cached.clear()
@@ -213,6 +239,11 @@ class Prefiller:
             charged += (self.behind - 1) * self.shared_seconds
         return max(0.0, load - charged + left)
 
+    def is_ending(self, now: float) -> bool:
+        """Whether what it computes now is nearly done, by prediction."""
+        seconds = self._step_seconds
+        return self._began + seconds - now < max(_ENDING_SECONDS, _ENDING_SHARE * seconds)
+
     def _lane_left(self, now: float) -> float:
         """The same, where several are computed side by side."""
         under_way = [(sent.at, sent.seconds) for sent in self._sent]
@@ -229,14 +260,20 @@ class Prefiller:
         works on one at a time.
         """
         count, step, total = 0, 0.0, 0.0
+        tokens, all_tokens = 0.0, 0.0
         for sent in self._sent:
             total += sent.seconds
-            if not count or (self.shared_seconds and sent.at <= now):
+            all_tokens += sent.asked.tokens - sent.cached
+            if not count or (self.shared_seconds and sent.at <= now and all_tokens < self.step_tokens):
                 count += 1
-                step = total
+                step, tokens = total, all_tokens
         self._began = now
         self._step_charged, self._step_seconds = step, step - (count - 1) * self.shared_seconds
-        self.behind, self.behind_seconds = len(self._sent) - count, total - step
+        self.behind, self.behind_seconds, self.behind_tokens = (
+            len(self._sent) - count,
+            total - step,
+            all_tokens - tokens,
+        )
 
     def _write(self, kind: Kind, keys: Sequence[int], ends: Sequence[float], *numbers: float) -> None:
         assert self.journal is not None

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 # What takes less than this part of what is predicted was computed together with what was before it.
 _TOGETHER: Final = 0.25
+# Prompts of this size together fit into one step of an engine that computes several together.
+_SURELY_FIT_TOKENS: Final = 8192
+# A prompt that was sent by this time before a step began, and is not in it, had no room there.
+_SURELY_BEFORE_SECONDS: Final = 0.02
 # More answers than one in such a time teach nothing new.
 _LESSON_SECONDS: Final = 0.05
 # So many lessons are enough to tell by what a prompt takes what several take.
@@ -110,14 +114,20 @@ class Prefillers:
             return
         predicted = self.cost.seconds(sample.uncached, sample.cached) * prefiller.slowness
         is_together = sample.seconds < _TOGETHER * predicted
-        if sample.was_behind:
-            prefiller.saw(is_together)
         step = prefiller.step
+        if sample.was_behind and (is_together or (step and step.uncached + sample.uncached <= _SURELY_FIT_TOKENS)):
+            prefiller.saw(is_together)
         if step is not None and is_together and not prefiller.works_on_one:
             prefiller.step = step.and_another(sample)
         else:
+            now = self._clock()
+            if step is not None:
+                was_there = now - sample.whole < step.began - _SURELY_BEFORE_SECONDS
+                prefiller.note_step(step, left_out=sample.uncached if was_there else None)
             self._close(prefiller)
-            prefiller.step = Step(sample.uncached, sample.attention, sample.seconds)
+            prefiller.step = Step(
+                sample.uncached, sample.attention, sample.seconds, began=now - sample.seconds, largest=sample.uncached
+            )
         if not prefiller.under_way:
             self._close(prefiller)
 

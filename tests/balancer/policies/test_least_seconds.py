@@ -11,7 +11,7 @@ from proxy.backend import Backend, Load, Role
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.policies.cache_count import CacheCount
 from proxy.balancer.policies.least_seconds import LeastSeconds
-from proxy.balancer.policies.prefill_samples import Sample
+from proxy.balancer.policies.prefill_samples import Sample, Step
 from proxy.balancer.policies.prefiller import write_count
 from proxy.balancer.pool import Pool, PoolLimits
 from proxy.balancer.shared.journal import Journal
@@ -499,3 +499,33 @@ def test_that_is_found_out_anew_now_and_then_and_of_a_new_process(prefillers: Pr
         asked = prompt(2 * 10**9 + 10 * number)
         prefillers.serve(PickRequest(asked.prefill, asked.decode, asked.subject, prefer=known[1].backend))
     assert not known[1].works_on_one
+
+
+def test_a_step_has_room_for_what_full_steps_had(prefillers: Prefillers) -> None:
+    known = prefillers.policy._prefillers.of(prefillers.serve(prompt(1)))
+    full = Step(8000.0, 0.0, 0.2, began=0.0, largest=1000.0)
+    for _ in range(60):
+        known.note_step(full, left_out=1000.0)
+    assert known.step_tokens == pytest.approx(9000.0, rel=0.01)
+    known.note_step(Step(2000.0, 0.0, 0.2, began=0.0, largest=1000.0), left_out=30_000.0)
+    assert known.step_tokens == pytest.approx(9000.0, rel=0.01)
+    known.note_step(Step(12_000.0, 0.0, 0.2, began=0.0, largest=1000.0), left_out=None)
+    assert known.step_tokens > 12_000
+    known.note_step(Step(30_000.0, 0.0, 0.2, began=0.0, largest=30_000.0), left_out=None)
+    assert known.step_tokens < 13_000, "such a prompt takes several steps"
+    prefillers.policy.emptied(known.backend)
+    assert known.step_tokens == 16_384
+
+
+def test_long_prompts_that_are_computed_alone_do_not_show_that_all_are(prefillers: Prefillers) -> None:
+    prefillers.teach()
+    for number in range(40):
+        leases = [
+            prefillers.begin(prompt(*range(start := 1000 * (10 * number + each), start + 20))) for each in range(6)
+        ]
+        for place in range(3):
+            prefillers.clock.now += 10.24
+            for lease in leases[2 * place : 2 * place + 2]:
+                lease.tell(20 * PIECE, 0)
+                lease.__exit__(None, None, None)
+    assert not any(prefiller.works_on_one for prefiller in prefillers.policy._prefillers.by_key.values())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 
-from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD, PrefillCost
+from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD, PrefillCost, misfit
 from proxy.sim.hardware.machines import MACHINES
 
 
@@ -73,3 +74,7 @@ def test_what_tells_nothing_is_not_learned_from() -> None:
     for uncached, seconds in ((0, 1.0), (100, 0.0), (100, -1.0)):
         learned.learn("one", uncached, 0, seconds)
     assert learned.samples == 0
+
+
+def test_answers_that_all_come_at_one_time_explain_nothing() -> None:
+    assert misfit([(1000.0, 500_000.0, 0.0)] * 5) == math.inf

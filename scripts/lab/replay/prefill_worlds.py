@@ -1,0 +1,142 @@
+"""Worlds in virtual time in which a policy for prefillers must not do worse than one that learns nothing.
+
+A world says how the prefillers compute, how long the prompts are, and when they come. Answers are short and decoders
+have room for all, so the time to the first token is that of the prefillers. No prompt is like another one.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from lab.replay.fleet import Fleet, Replay
+from lab.replay.policies import policies
+from lab.replay.sweep import replayed
+from lab.replay.trace import BLOCK_TOKENS, Request
+from proxy.sim.hardware.cost import Cost
+from proxy.sim.hardware.machines import MACHINES, Machine
+from proxy.sim.hardware.work import Shape
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_H200: Final = MACHINES["kimi-k2.5-h200"]
+_A3: Final = MACHINES["kimi-k2-thinking-a3"]
+_KV_TOKENS: Final = 5_000_000
+_DECODER: Final = (Cost(step=0.005), Shape(2000, 8192, 50_000_000))
+
+
+def _machine(machine: Machine, sequences: int, step_tokens: int, prompt: float | None = None) -> Machine:
+    cost = machine.cost if prompt is None else replace(machine.cost, prompt=prompt)
+    return Machine(machine.name, cost, Shape(sequences, step_tokens, _KV_TOKENS), _DECODER[1])
+
+
+PREFILLERS: Final[Mapping[str, Machine]] = {
+    "batching": _machine(_H200, 8, 16_384),
+    "small steps": _machine(_H200, 64, 8192),
+    "slow and batching": _machine(_A3, 8, 16_384),
+    "in turn": _machine(_A3, 1, 16_384),
+    "cheap steps": _machine(_H200, 64, 16_384, prompt=0.005),
+    "dear steps": _machine(_H200, 64, 16_384, prompt=0.3),
+}
+"""How prefillers compute: the prompts and tokens that fit into a step, and what a step takes besides its tokens."""
+
+LENGTHS: Final[Mapping[str, tuple[int, int]]] = {
+    "short": (300, 300),
+    "1,000": (1000, 1000),
+    "4,000": (4000, 4000),
+    "long": (15_000, 15_000),
+    "mixed": (500, 8000),
+}
+"""The least and the most tokens of a prompt, drawn evenly."""
+
+ARRIVALS: Final = ("poisson", "evenly", "bursts", "closed loop of few", "closed loop of many")
+_BURST: Final = 24
+_CLIENTS: Final[Mapping[str, int]] = {"closed loop of few": 2, "closed loop of many": 8}
+"""Clients for each prefiller. Each sends its next request after its answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillWorld:
+    """One kind of prefillers under one kind of load. Every field has the value of an ordinary benchmark."""
+
+    prefillers: str = "batching"
+    """One of PREFILLERS."""
+    lengths: str = "4,000"
+    """One of LENGTHS."""
+    arrivals: str = "poisson"
+    """One of ARRIVALS."""
+    count: int = 4
+    """Prefillers."""
+    load: float = 0.8
+    """The share of what the prefillers can compute with full steps that is asked for; not for closed loops."""
+    requests: int = 1000
+    workers: int = 1
+    """Of the gateway."""
+    seed: int = 1
+
+    @property
+    def machine(self) -> Machine:
+        """Each prefiller."""
+        return PREFILLERS[self.prefillers]
+
+    @property
+    def fleet(self) -> Fleet:
+        """The engines."""
+        decoder = Machine("fast", _DECODER[0], _DECODER[1], _DECODER[1])
+        return Fleet(self.count, 2, prefill_machine=self.machine, decode_machine=decoder)
+
+    @property
+    def rate(self) -> float:
+        """Requests per second that are this load."""
+        cost, shape = self.machine.cost, self.machine.prefill
+        tokens = sum(LENGTHS[self.lengths]) / 2
+        together = max(1.0, min(shape.max_num_seqs, shape.max_num_batched_tokens / tokens))
+        return self.load * self.count / (cost.chunk(round(tokens), 0) + cost.prompt / together)
+
+    def requests_in_order(self) -> list[Request]:
+        """All requests, each at its time."""
+        rng = random.Random(self.seed)
+        at = 0.0
+        made = []
+        for number in range(self.requests):
+            if self.arrivals == "poisson":
+                at += rng.expovariate(self.rate)
+            elif self.arrivals == "evenly":
+                at += 1 / self.rate
+            elif number % _BURST == 0:
+                at += rng.expovariate(self.rate / _BURST)
+            tokens = rng.randint(*LENGTHS[self.lengths])
+            first = 100_000 * (number + 1)
+            made.append(Request(at, tokens, 2, tuple(range(first, first + -(-tokens // BLOCK_TOKENS)))))
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """What came of a world. Times are seconds from a request's arrival to its first token."""
+
+    served: float
+    """The share of the requests that were not rejected."""
+    mean: float
+    p99: float
+
+
+def prefilled(world: PrefillWorld, policy: str) -> Prefilled:
+    """Run a world with this policy for prefillers, and one for decoders that learns nothing."""
+    both = policies(world.fleet, "least_tokens")[policy]
+    clients = _CLIENTS.get(world.arrivals)
+
+    class Course(Replay):
+        async def run(self, requests: list[Request]) -> None:  # type: ignore[override]
+            if clients is None:
+                await super().run(requests)
+            else:
+                await self.run_closed(requests, clients * world.count)
+
+    replay = replayed(
+        lambda: Course(world.fleet, *both, seed=world.seed, workers=world.workers), world.requests_in_order()
+    )
+    times = sorted(seconds for course in replay.courses if (seconds := course.first_token_seconds) is not None)
+    return Prefilled(len(times) / len(replay.courses), sum(times) / len(times), times[int(0.99 * (len(times) - 1))])

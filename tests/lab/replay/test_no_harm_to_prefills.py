@@ -1,0 +1,37 @@
+"""`least_load` for prefillers beside `least_tokens`, which learns nothing: it does no harm."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from lab.replay.prefill_worlds import ARRIVALS, LENGTHS, PREFILLERS, PrefillWorld, prefilled
+
+AT_MOST = 1.1
+"""How many times as long as with `least_tokens` the mean time to the first token may be."""
+EQUAL_SECONDS = 0.005
+"""Smaller differences of a mean do not count."""
+
+
+def assert_no_harm(world: PrefillWorld) -> None:
+    ours, plain = prefilled(world, "least_load"), prefilled(world, "least_tokens")
+    assert ours.served >= plain.served
+    assert ours.mean <= AT_MOST * plain.mean + EQUAL_SECONDS
+
+
+@pytest.mark.parametrize("load", [0.4, 0.8, 0.9, 0.96])
+def test_equal_prompts_on_batching_prefillers_wait_no_longer(load: float) -> None:
+    assert_no_harm(PrefillWorld(load=load, requests=2000))
+
+
+@pytest.mark.covering(
+    "prefillers lengths arrivals count workers", product(PREFILLERS, LENGTHS, ARRIVALS, (1, 4), (1, 2))
+)
+def test_prompts_wait_no_longer_than_with_a_policy_that_learns_nothing(
+    prefillers: str, lengths: str, arrivals: str, count: int, workers: int
+) -> None:
+    load = 0.6 if arrivals == "bursts" else 0.8
+    assert_no_harm(
+        PrefillWorld(prefillers=prefillers, lengths=lengths, arrivals=arrivals, count=count, workers=workers, load=load)
+    )
