@@ -36,7 +36,6 @@ _MAX_BLOCK_TOKENS: Final = 16_384
 _REPORTS: Final = 4
 # Prompts are cut into pieces at other places than the engine's blocks, and tokens are estimated from bytes.
 _TOLERATED_TOKENS: Final = 256
-_MISSING_STEP: Final = 0.05
 # Two pieces were last used by the same prompt if their ages differ by their distance in it, to this share and tokens.
 _SAME_USE_SHARE: Final = 0.1
 _SAME_USE_TOKENS: Final = 2.0
@@ -47,7 +46,7 @@ class CachedPrefixes:
 
     __slots__ = (
         *("capacity", "odometer", "trust"),
-        *("_block", "_count", "_missing", "_old", "_reach", "_reports", "_turned", "_uncounted", "_young"),
+        *("_block", "_count", "_old", "_reach", "_reports", "_turned", "_uncounted", "_young"),
     )
 
     def __init__(self) -> None:
@@ -62,7 +61,6 @@ class CachedPrefixes:
         self._uncounted = 0.0  # the odometer's reading when the engine's counting began
         self._block = 0  # the greatest common divisor of the cached tokens that were reported
         self._reports: set[int] = set()  # the first different ones
-        self._missing = 0.0  # tokens that are missing at the ends of expected prefixes, beyond what blocks explain
         # The readings of keys in two generations. A key that was used since the odometer stood at `_turned` is young.
         # The old generation is kept as long again, or it could not be learned that the cache is larger.
         self._young: dict[int, float] = {}
@@ -100,7 +98,7 @@ class CachedPrefixes:
         block = self._block_tokens
         if block:
             cached -= cached % block
-        return max(0.0, cached - self._missing)
+        return cached
 
     @property
     def _block_tokens(self) -> int:
@@ -111,9 +109,7 @@ class CachedPrefixes:
     def tell(self, cached_tokens: int) -> None:
         """Take in the number of cached tokens that an answer reports."""
         if self._block != 1 and cached_tokens:
-            block = gcd(self._block, cached_tokens)
-            if block != self._block:
-                self._block, self._missing = block, 0.0
+            self._block = gcd(self._block, cached_tokens)
             if len(self._reports) < _REPORTS:
                 self._reports.add(cached_tokens)
 
@@ -156,9 +152,6 @@ class CachedPrefixes:
         oldest = min((reading for reading in known[:pieces] if reading is not None), default=None)
         found_age = None if oldest is None else odometer - oldest
         missed_age = self._missed_age(known, odometer, ends, pieces, told)
-        if missed_age is None:
-            error = expected - told if pieces < len(known) and known[pieces] is not None else min(0.0, expected - told)
-            self._missing = min(max(self._missing + _MISSING_STEP * error, 0.0), float(_MAX_BLOCK_TOKENS))
         self.note(found_age, missed_age)
         return found_age, missed_age
 
@@ -189,7 +182,7 @@ class CachedPrefixes:
         if reading is None:
             return None
         last = next((place for place in range(count - 1, at, -1) if known[place] is not None), at)
-        tolerated = max(_TOLERATED_TOKENS, self._block_tokens) + 2 * self._missing
+        tolerated = max(_TOLERATED_TOKENS, self._block_tokens)
         return odometer - reading if ends[last] - told > tolerated else None
 
     def note(self, found_age: float | None, missed_age: float | None) -> None:
