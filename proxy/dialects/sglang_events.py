@@ -17,6 +17,8 @@ from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier
 if TYPE_CHECKING:
     from proxy.wire.sse import Event
 
+_FIRST_PAIR: Final = 0x10000
+"""The first character that takes a pair of surrogates."""
 _OF_THE_PROMPT: Final = ("id", "prompt_tokens", "cached_tokens")
 
 
@@ -64,11 +66,13 @@ class WatchedEvents(Events):
     probabilities of the tokens, lists that grow likewise, are in its only choice.
     """
 
-    __slots__ = ("_ids", "_text")
+    __slots__ = ("_ids", "_is_half", "_text")
 
     def __init__(self) -> None:
         super().__init__()
         self._text = self._ids = 0
+        self._is_half = False
+        """The text so far ends in the first half of a surrogate pair."""
 
     def read(self, event: Event) -> Meaning:
         """See Segment. What has not the whole answer has no choice either, which no reader expects."""
@@ -84,7 +88,7 @@ class WatchedEvents(Events):
         told = {name: meta[name][self._ids :] for name in sglang.OUTPUT_LOGPROBS if isinstance(meta.get(name), list)}
         choice = {
             "index": 0,
-            "text": text[self._text :],
+            "text": self._other_half(text) + text[self._text :],
             "logprobs": {name: entries for name, entries in told.items() if entries} or None,
             "finish_reason": reason.get("type"),
             "matched_stop": reason.get("matched"),
@@ -92,9 +96,20 @@ class WatchedEvents(Events):
             "meta_info": meta,
         }
         self.is_mute = len(text) == self._text and len(ids) == self._ids
-        self._text, self._ids = len(text), len(ids)
+        self._text, self._ids, self._is_half = len(text), len(ids), _ends_in_half(text)
         self.payload = {"choices": [choice]}
         return meaning
+
+    def _other_half(self, text: str) -> str:
+        """Return what makes one character of the half that was read last; empty if there is none."""
+        if not self._is_half or (character := ord(text[self._text - 1])) < _FIRST_PAIR:
+            return ""
+        return chr(0xDC00 + (character - _FIRST_PAIR) % 0x400)
+
+
+def _ends_in_half(text: str) -> bool:
+    """Whether the last character is the first half of a surrogate pair."""
+    return bool(text) and 0xD800 <= ord(text[-1]) < 0xDC00
 
 
 class AnswerSoFar:

@@ -93,6 +93,17 @@ def events(chance: Random, api: Api) -> list[bytes]:
             [b": ping\n\n", b'data: {"unknown": 1}\n\n', b"event: x\ndata: {}\n\n", b"data:[]\n\n", b"\n"]
         )
         written.insert(chance.randrange(len(written)), odd)
+    if chance.random() < 0.2:  # as vLLM 0.33 does
+        tail = chance.choice([b"null", b'{"remote_host":"h","remote_port":1}'])
+        told = [b'%b,"kv_transfer_params":%b}\n\n' % (event[:-3], b"null") for event in written]
+        told[-2:] = [event.replace(b":null}\n\n", b":%b}\n\n" % tail) for event in told[-2:]]
+        written = [new if old.startswith(b'data: {"id"') else old for new, old in zip(told, written, strict=True)]
+    if chance.random() < 0.1:
+        half = b'":"%b' % chance.choice([b"\\ud83d", b"\\ude00"])
+        at = chance.randrange(len(written))
+        written[at] = written[at].replace(b'"content":"', b'"content' + half).replace(b'"text":"', b'"text' + half)
+    if chance.random() < 0.05:
+        written.insert(chance.randrange(len(written)), chance.choice([b"data: {no\n\n", b"data: [1]\n\n"]))
     written.append(b"data: [DONE]\n\n")
     if chance.random() < 0.1:
         written = [event.replace(b"\n", b"\r\n") for event in written]

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
+from proxy.dialects.segment import Meaning
+from proxy.dialects.sglang_events import AnswerSoFar, WatchedEvents
 from proxy.wire.openai import DONE_EVENT as DONE
+from proxy.wire.sse import Event
 from tests.asking import read
 from tests.canned import CannedEngine, Received, event_stream, json_answer
 from tests.dialects import messages, responses
@@ -168,14 +171,16 @@ async def test_an_answer_that_cannot_be_read_is_not_complete(
     """Except where the client gets the engine's own bytes, and can judge."""
     asked = engine_path(path)
     written = stream(asked, odd, event(asked, b"no", "[8]"))
-    gateway = await deploy(decoders=[CannedEngine("both", event_stream(written))], connector="plain")
+    engine = CannedEngine("both", event_stream(written))
+    gateway = await deploy(decoders=[engine], connector="plain")
     answer = await ask(gateway, path, {**BODIES[path], "stream": is_streamed})
+    assert len(engine.received) <= 2
     if is_streamed and path == asked:
         assert odd in answer.body
         assert answer.is_done
     else:
         assert not is_complete(answer)
-        assert answer.is_stream or answer.status >= 500
+        assert answer.is_stream or answer.status == 502
     assert gateway.metrics("pdproxy_sse_bad_events_total")[()] >= 1
 
 
@@ -191,6 +196,23 @@ async def test_a_stream_with_an_unread_event_is_not_resumed(deploy: Deploy, path
     assert not is_complete(answer)
     assert sum(len(engine.received) for engine in engines) == 1
     assert gateway.metrics("pdproxy_resumes_total") == {}
+
+
+@pytest.mark.fault(121)
+@pytest.mark.parametrize("odd", UNREADABLE.values(), ids=UNREADABLE)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("fields", [{"n": 2}, {"model": "other"}, {"include_reasoning": False}], ids=str)
+async def test_a_stream_that_is_written_anew_ends_at_an_unread_event(
+    deploy: Deploy, path: str, odd: bytes, fields: dict[str, Any]
+) -> None:
+    engine = CannedEngine("both", event_stream(stream(path, odd)))
+    # A stream that is merged is split among hand-overs; plain engines take several samples at once.
+    gateway = await deploy([prefiller(path)], [engine], connector="vllm_pull", models={"aliases": ["other=sim"]})
+    answer = await ask(gateway, path, {**BODIES[path], **fields, "stream": True})
+    if fields.get("include_reasoning") is None or path == CHAT:
+        assert not is_complete(answer)
+        assert odd not in answer.body
+        assert answer.error["code"] == "decode_bad_answer"
 
 
 @pytest.mark.fault(121)
@@ -235,3 +257,39 @@ def prefiller(path: str) -> CannedEngine:
     text = b'"text":"\\ud83d"' if path == COMPLETIONS else b'"message":{"role":"assistant","content":"\\ud83d"}'
     choice = orjson.Fragment(b'{"index":0,%b,"finish_reason":"length"}' % text)
     return CannedEngine("prefill", [json_answer({"choices": [choice], "kv_transfer_params": params})])
+
+
+NATIVE = b'data: {"text":"%b","output_ids":[%b],"meta_info":{"id":"x","prompt_tokens":1,"completion_tokens":%d,%b}}\n\n'
+
+
+def native(*middle: bytes, last: bytes = b"Do not \\ud83d\\ude00") -> list[bytes]:
+    """Events of SGLang's own API, each with the answer so far."""
+    first = NATIVE % (b"Do ", b"7", 1, b'"finish_reason":null')
+    ended = NATIVE % (last, b"7,8,9", 3, b'"finish_reason":{"type":"stop","matched":null}')
+    return [first, *middle, ended, DONE]
+
+
+@pytest.mark.fault(120)
+async def test_half_a_surrogate_pair_passes_in_a_native_stream(deploy: Deploy) -> None:
+    half = NATIVE % (b"Do not \\ud83d", b"7,8", 2, b'"finish_reason":null')
+    events = native(half)
+    prefiller, decoder = CannedEngine("prefill", event_stream(native())), CannedEngine("decode", event_stream(events))
+    gateway = await deploy([prefiller], [decoder], connector="sglang_bootstrap")
+    answer = await ask(gateway, "/generate", {"text": "x", "stream": True})
+    assert answer.body == b"".join(events)
+
+
+@pytest.mark.fault(120)
+def test_a_native_answer_that_is_watched_has_half_a_surrogate_pair() -> None:
+    segment, so_far = WatchedEvents(), AnswerSoFar()
+    for told in native(NATIVE % (b"Do not \\ud83d", b"7,8", 2, b'"finish_reason":null'))[:-1]:
+        assert segment.read(Event(told, told[6:-2])) is Meaning.CONTENT
+        so_far.add(segment.payload)
+    values = so_far.values()
+    assert (joined(values["text"]), values["output_ids"]) == ("Do not \U0001f600", [7, 8, 9])
+
+
+@pytest.mark.fault(121)
+@pytest.mark.parametrize("data", [b"{no", b'{"text":"Do not","output_ids":[7,8]}', b"[1]", b'{"output_ids":[]}'])
+def test_a_native_event_that_cannot_be_read_is_malformed(data: bytes) -> None:
+    assert WatchedEvents().read(Event(data, data)) is Meaning.MALFORMED
