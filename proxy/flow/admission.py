@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from itertools import takewhile
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from proxy.errors import overloaded
@@ -45,6 +46,9 @@ _FRONT: Final = 64
 # Other workers free room, too, and do not announce it.
 _LOOK_AGAIN_SECONDS: Final = 0.02
 
+# After this time it is looked again which units have waited for too long for a limit that was learned.
+_LET_GO_SECONDS: Final = 0.25
+
 
 class Admission:
     """Owns the queue and the account of what is held. One per worker.
@@ -68,12 +72,15 @@ class Admission:
         answer_seconds: Callable[[PickRequest], float] = lambda _: 0.0,
         lower_priority_first: bool = True,
         front: WorkerFront | None = None,
+        would_take: Callable[[], bool] = lambda: False,
+        hold_seconds: Callable[[PickRequest | None], float] = lambda _: math.inf,
     ) -> None:
         """`on_wait`: called with True when a first unit waits, and with False when none does any longer. Only
         in between `notify` has to be called. `line_up`: who says in which order they go; None: they go in turn.
         `answer_seconds`: what an answer probably takes of a decoder's time, for which its key is charged, too.
         `lower_priority_first`: so do engines read the body's `priority`. `front`: by which several queues are served as
-        if they were one; None: there is no other.
+        if they were one; None: there is no other. `would_take`: whether only a limit that was learned leaves no room.
+        Such a limit never refuses a unit, and `hold_seconds` says how long at most a request waits for it.
         """
         self._has_room = has_room
         self._absent = absent
@@ -83,6 +90,9 @@ class Admission:
         self._answer_seconds = answer_seconds
         self._lower_priority_first = lower_priority_first
         self._front = front
+        self._would_take = would_take
+        self._hold_seconds = hold_seconds
+        self._let_go_at = -math.inf  # when to look again for units that have waited for too long
         self._metrics = metrics
         self._clock = clock
         self._running: dict[str, int] = {}  # units that were let in and have not left, by key
@@ -129,7 +139,7 @@ class Admission:
         """
         if self.is_short_of_memory:
             raise overloaded("memory", "the gateway is short of memory")
-        if not self.has_place(key) and (self._lines or not self._has_room()):
+        if not self.has_place(key) and (self._lines or not self._has_room()) and not self._would_take():
             raise queue_full()
 
     def has_place(self, key: str) -> bool:
@@ -203,7 +213,7 @@ class Admission:
                 await waiter.turn
                 if waiter.refusal is not None:
                     raise waiter.refusal
-                if self._has_room():
+                if self._has_room() or (waiter.is_let_go and self._would_take()):
                     break
                 # It was taken by somebody who does not ask here, or in another worker. The place in front is kept.
                 waiter.turn = loop.create_future()
@@ -216,9 +226,10 @@ class Admission:
 
     def _join(self, entry: Entry) -> Waiter:
         gives_way = None
-        if not entry.is_patient and len(self._queue) >= self._max_waiting:
+        is_full = not entry.is_patient and len(self._queue) >= self._max_waiting
+        if is_full:
             gives_way = self._order.dispensable(entry.key)
-            if gives_way is None:
+            if gives_way is None and not self._would_take():
                 raise queue_full()
         waiter = self._waiter(entry)
         if not waiter.is_patient and (refusal := self._refusal(waiter)) is not None:
@@ -235,7 +246,9 @@ class Admission:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_LOOK_AGAIN_SECONDS, self._tick)
         self.notify()  # it may be the first to whom what is free is best
-        if gives_way is not None:
+        if is_full and self._would_take():
+            self._let_go(next((each for each in self._queue if not each.is_let_go), waiter))
+        elif gives_way is not None:
             self._refuse(gives_way, queue_full())  # last, so that its turn can pass to another one
         return waiter
 
@@ -269,7 +282,7 @@ class Admission:
         """Why one that has just come need not wait; None: it may."""
         if waiter.late_at <= waiter.arrived:
             return too_late(waiter.wanted_seconds or 0.0)
-        if self._max_predicted_seconds is None or not self._lines:
+        if self._max_predicted_seconds is None or not self._lines or self._would_take():
             return None
         predicted = self._drain_rate.seconds(self._order.ahead(waiter), waiter.arrived)
         may_wait = min(self._max_predicted_seconds, waiter.late_at - waiter.arrived)
@@ -300,6 +313,27 @@ class Admission:
         if not waiter.turn.done():
             waiter.turn.set_result(None)
 
+    def _let_go(self, waiter: Waiter) -> None:
+        """Have it go to an engine that would take it, whatever was learned."""
+        waiter.is_let_go = True
+        if not waiter.turn.done():
+            waiter.turn.set_result(None)
+
+    def _let_go_overdue(self, now: float) -> None:
+        """Let those go that have waited for as long as they should for a limit that was learned."""
+        if now < self._let_go_at or not self._would_take():
+            return
+        self._let_go_at = now + _LET_GO_SECONDS
+        overdue = [
+            waiter
+            for line in self._lines.values()
+            for waiter in line.waiters
+            # With a deadline at the latest half of the time before it.
+            if now - waiter.arrived > min(self._hold_seconds(waiter.request), (waiter.late_at - waiter.arrived) / 2)
+        ]
+        for waiter in overdue:
+            self._let_go(waiter)
+
     def _look(self) -> None:
         """Wake the next one if there is room. One at a time: how much room there is shows when it has leased."""
         self._will_look = False
@@ -309,8 +343,10 @@ class Admission:
         if not self._lines:
             return
         has_room = self._has_room()
-        if not has_room and self._front is None:
-            return
+        if not has_room:
+            self._let_go_overdue(now)
+            if self._front is None:
+                return
         front = self._order.front(_FRONT if has_room else 1)
         if self._front is not None:
             self._front.tell(*front[0].rank)
@@ -338,10 +374,14 @@ class Admission:
 
     def _tick(self) -> None:
         self._timer = None
-        overdue = self._clock() - self._wait_seconds
+        latest = self._clock() - self._wait_seconds
         try:
-            while self._queue and (oldest := next(iter(self._queue))).arrived <= overdue:
-                self._refuse(oldest, queue_timeout(self._wait_seconds, self._absent()))
+            for waiter in list(takewhile(lambda waiter: waiter.arrived <= latest, self._queue)):
+                if self._would_take():
+                    self._let_go(waiter)
+                # A unit that was let go has its turn before all others, and that time once more.
+                elif not waiter.is_let_go or waiter.arrived <= latest - self._wait_seconds:
+                    self._refuse(waiter, queue_timeout(self._wait_seconds, self._absent()))
             self._look()
         finally:  # an error in one look must not end the looks at all others
             if self._lines:

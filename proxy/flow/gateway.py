@@ -75,6 +75,8 @@ class Gateway:
             answer_seconds=pools.decode.work_seconds,
             lower_priority_first=settings.connector_traits.lower_priority_first,
             front=front,
+            would_take=self._would_take,
+            hold_seconds=pools.decode.hold_seconds,
         )
         self._connector = connector
         self._pools = pools
@@ -223,6 +225,11 @@ class Gateway:
             if not pool.has_room(request if pool is line_up else None):
                 return False
         return True
+
+    def _would_take(self) -> bool:
+        """Return whether one more unit lacks room only because of what was learned of decoders. See Admission."""
+        decode = self._pools.decode
+        return decode.would_take() and all(pool.has_room() for pool in self._serving if pool is not decode)
 
     def _full(self) -> Role | None:
         """A role in which there is no room, None if there is room in each."""

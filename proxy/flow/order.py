@@ -79,6 +79,8 @@ class Waiter:
     """What it will lease; None: not known, so it goes in turn."""
     is_patient: bool = False
     """It is not refused any more."""
+    is_let_go: bool = False
+    """Limits that were learned do not hold it any more."""
     priority: int = 0
     """Lower goes first."""
     work_seconds: float = 0.0

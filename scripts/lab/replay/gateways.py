@@ -93,7 +93,14 @@ class Worker:
     def __init__(self, pools: Pools, clock: Callable[[], float], front: WorkerFront | None) -> None:
         self.pools = pools
         self.admission = Admission(
-            AdmissionLimits(), self._has_room, Metrics(), clock, line_up=pools.prefill, front=front
+            AdmissionLimits(),
+            self._has_room,
+            Metrics(),
+            clock,
+            line_up=pools.prefill,
+            front=front,
+            would_take=lambda: pools.decode.would_take() and pools.prefill.has_room(),
+            hold_seconds=pools.decode.hold_seconds,
         )
         for each in (pools.prefill, pools.decode):
             each.on_release = self.admission.notify
