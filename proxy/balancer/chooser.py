@@ -153,6 +153,17 @@ class Chooser:
             return policy.has_room(candidates) if request is None else policy.lets_go(candidates, request)
         return not self.has_limits or any(candidate.has_room for candidate in candidates)
 
+    def would_take(self) -> bool:
+        """Return whether a candidate that is not passed over would take a request now, learned limits aside."""
+        candidates: Sequence[Candidate] = self.candidates
+        if not candidates:
+            return True
+        if self.passes_over or self.changes[0] != self.seen_changes:
+            if self.refuse_all:
+                return False
+            candidates = self._not_passed_over(candidates)
+        return self.policy.would_take(candidates)
+
     def work_seconds(self, request: PickRequest) -> float:
         """See Policy.work_seconds."""
         return self.policy.work_seconds(self.candidates, request) if self.candidates else 0.0

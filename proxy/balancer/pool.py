@@ -281,8 +281,7 @@ class Pool:
         members.refresh()
         if members.gone_at is not None and self.is_restarting():
             return False
-        candidates = self._chooser.candidates
-        return not candidates or self.policy.would_take(candidates)
+        return self._chooser.would_take()
 
     def hold_seconds(self, request: PickRequest | None) -> float:
         """Return how long at most a request should wait because of a limit that was learned; infinite: no such bound.

@@ -219,7 +219,10 @@ class LeastDecodeSeconds(LeastTokens):
     def has_room(self, candidates: Sequence[Candidate]) -> bool:
         """Return whether a candidate is below its saturation point and has KV memory for one more answer."""
         if candidates is not self._candidates:
-            self._look(candidates)
+            if self.context.clock() >= self._due:
+                self._look(candidates)
+            else:
+                self._candidates, self._bounds = candidates, self._bounds_of(candidates)
         bounds = self._bounds
         if not bounds.has_most or self._has_free(bounds):
             return True
