@@ -335,11 +335,17 @@ def _shared(settings: Settings) -> Shared:
 
 @asynccontextmanager
 async def deployed(
-    prefillers: list[Engine], decoders: list[Engine], *, settle_seconds: float = 0.01, **sections: Any
+    prefillers: list[Engine],
+    decoders: list[Engine],
+    *,
+    settle_seconds: float = 0.01,
+    hearing_seconds: float = 0.2,
+    **sections: Any,
 ) -> AsyncIterator[Deployment]:
     """Start engines and a gateway in front; at the end make sure that nothing is left.
 
-    `settle_seconds`: how long KV that nobody fetches is left alone before it is released. `sections` are settings.
+    `settle_seconds`: how long KV that nobody fetches is left alone before it is released. `hearing_seconds`: how long a
+    request that seems to be poison waits for what may acquit it. `sections` are settings.
     """
     tasks_before = asyncio.all_tasks()
     # Of several at the same time the one that began first is judged for all: engines of the others accept meanwhile.
@@ -358,6 +364,7 @@ async def deployed(
             session = await stack.enter_async_context(aiohttp.ClientSession())
             gateway = await stack.enter_async_context(AsyncExitStack())
             worker = await gateway.enter_async_context(build(shared, settle_seconds=settle_seconds))
+            worker.lanes.whole.suspects.hearing_seconds = hearing_seconds
             doors = await gateway.enter_async_context(listening(worker, shared.listeners))
             url = f"http://127.0.0.1:{shared.listeners.clients.getsockname()[1]}"
             deployment = Deployment(

@@ -289,6 +289,8 @@ class AttemptLoop:
         elif last is None or (last.failure is Failure.CONNECT and resuming.action is None):
             if self._guard.awaits_verdict:
                 await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+                if await self._guard.is_acquitted():
+                    return
             raise nobody
         else:
             raise resuming.given_up(last, "no instance could continue it") if resuming.action else last from None

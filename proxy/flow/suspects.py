@@ -15,7 +15,16 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from proxy.errors import Failure, NoBackendAvailable, SuspectRequest
-from proxy.flow.suspicion import MOST_ENGINES, Casualty, Suspicion, is_charged, is_poison, rank_of
+from proxy.flow.suspicion import (
+    MOST_ENGINES,
+    Casualty,
+    Death,
+    Suspicion,
+    is_acquitted,
+    is_charged,
+    is_poison,
+    rank_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -41,6 +50,7 @@ _WAIT_SECONDS: Final = 5.0
 _IN_TURN: Final = 4
 # By then all requests that were on an engine have reported its end.
 _TOLD_SECONDS: Final = 10.0
+_HEARING_SECONDS: Final = 2.0
 
 
 class Watch:
@@ -82,7 +92,14 @@ class Suspects:
         self._metrics = metrics
         self.clock = clock
         """Tells seconds."""
+        self.hearing_seconds = _HEARING_SECONDS
+        """How long a request that seems to be poison waits before it is stopped. It may be acquitted in this time: an
+        engine goes down without it, or the same request is served."""
         self._casualties: dict[Backend, list[Casualty]] = {}
+        self._hearings: dict[Suspicion, asyncio.Future[None]] = {}
+        """Those that seem to be poison, and may still be acquitted."""
+        self._deaths: dict[Backend, Death] = {}
+        """Engines that went down in the last seconds."""
         self._reservations: Counter[Backend] = Counter()  # how many suspects each is reserved for
         self._waiting: dict[asyncio.Future[None], None] = {}
 
@@ -91,7 +108,7 @@ class Suspects:
         earlier = 0 if self.memory.is_empty else self.memory.engines(call.body({}))
         if earlier >= MOST_ENGINES:
             raise SuspectRequest
-        return Watch(self, call, Suspicion(earlier, is_split=units > 1))
+        return Watch(self, call, Suspicion(earlier, is_split=units > 1, call=call))
 
     def end(self, call: Call, suspicion: Suspicion, error: BaseException | None) -> None:
         """A client request has ended, well if there is no error: let others go where it was, and remember it or not."""
@@ -237,14 +254,28 @@ class Suspects:
                 del history.doubtful[backend]
                 if backend not in involved:
                     history.lost[backend] = seconds_there
+        accusers = []
         for backend, casualty in casualties.items():
-            if gone[backend]:
-                self._charge(history, backend, casualty, told[backend], record)
-            else:
+            if not gone[backend]:
                 told[backend].remove(casualty)
+                continue
+            self._note_death(backend, told[backend])
+            if self._charge(history, backend, casualty, told[backend], record):
+                accusers.append(backend)
+        if accusers and not suspicion.is_convicted:
+            if suspicion not in self._hearings:
+                await self._hear(suspicion, accusers[0])
+            else:
+                await self.is_acquitted(suspicion)
         if not suspicion.lost(now):
             self._release(suspicion.reserved)
         return suspicion.is_convicted
+
+    def _note_death(self, backend: Backend, casualties: Sequence[Casualty]) -> None:
+        if backend not in self._deaths:
+            self._deaths[backend] = Death(backend, casualties)
+            seconds = _TOLD_SECONDS + self.hearing_seconds
+            asyncio.get_running_loop().call_later(seconds, self._deaths.pop, backend, None)
 
     async def _is_down(self, backend: Backend, error: UpstreamError) -> bool:
         """Whether an engine is down after an attempt failed so. One that still says what is wrong knows how it is."""
@@ -258,16 +289,47 @@ class Suspects:
         casualty: Casualty,
         casualties: Sequence[Casualty],
         record: RequestRecord,
-    ) -> None:
-        """An engine is down on which a unit was."""
+    ) -> bool:
+        """An engine is down on which a unit was. Returns whether its request seems to be poison."""
         suspicion = casualty.suspicion
         most = _IN_TURN * max(1, len(self._pools.of(backend.role).eligible()))
         if not is_charged(casualty, casualties, most):
-            return
+            return False
         history.lost[backend] = casualty.seconds_of_output
         now = self.clock()
         record.lost_engines = suspicion.engines(now)
-        if not suspicion.is_convicted and is_poison(casualty, casualties, now):
+        return is_poison(casualty, casualties, now)
+
+    async def _hear(self, suspicion: Suspicion, backend: Backend) -> None:
+        """Convict a request that seems to be poison, unless something acquits it soon. `backend`: the last engine."""
+        call, memory = suspicion.call, self.memory
+        if call is not None:
+            memory.remember(call.body({}), 1)  # the same request, if it is served meanwhile, makes it forgotten
+        verdict = self._hearings[suspicion] = asyncio.get_running_loop().create_future()
+        try:
+            await asyncio.sleep(self.hearing_seconds)
+            self._judge(suspicion, backend)
+        finally:
+            del self._hearings[suspicion]
+            verdict.set_result(None)
+
+    async def is_acquitted(self, suspicion: Suspicion) -> bool:
+        """Wait for the verdict on a request, if it is about to be found poison. Return whether it was, and is not."""
+        verdict = self._hearings.get(suspicion)
+        if verdict is None:
+            return False
+        await asyncio.wait((verdict,))
+        return not suspicion.is_convicted
+
+    def _judge(self, suspicion: Suspicion, backend: Backend) -> None:
+        call, memory, now = suspicion.call, self.memory, self.clock()
+        deaths = [death for death in self._deaths.values() if death.backend.role is backend.role]
+        is_served = call is not None and not memory.engines(call.body({}))
+        if is_served or is_acquitted(suspicion, deaths, now):
+            suspicion.acquit()
+            if call is not None:
+                memory.forget(call.body({}))
+        else:
             suspicion.is_convicted = True
             self._metrics.suspect_requests_total.inc()
             names = sorted(lost.name for lost in suspicion.lost(now))

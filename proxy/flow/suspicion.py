@@ -5,7 +5,9 @@ other. So each client request has one Suspicion, for all of its units, and it ma
 
 Most requests that are on an engine when it goes down are innocent. What tells them apart: those that the next engine
 keeps serving for longer than the lost one did are cleared; and suspects are kept on engines of their own (see
-`suspects`), so when the next one goes down, it is known under whom.
+`suspects`), so when the next one goes down, it is known under whom. Engines that go down one after the other for
+another reason, such as a rack, take some requests along twice by chance. But they do not stop at these: an engine that
+goes down without a suspect, and that no other one explains, acquits it.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Sequence
 
     from proxy.backend import Backend, Role
     from proxy.balancer.health.blame import Ways
+    from proxy.call import Call
 
 MOST_ENGINES: Final = 2
 """How many engines a client request may cost."""
@@ -71,10 +74,12 @@ class Suspicion:
     `earlier`: engines that the same request has cost when it was sent before. `is_split`: there are several units.
     """
 
-    __slots__ = ("earlier", "is_convicted", "units", "ways", "reserved", "_subsets", "_is_split")
+    __slots__ = ("call", "earlier", "is_convicted", "units", "ways", "reserved", "_subsets", "_is_split")
 
-    def __init__(self, earlier: int = 0, *, is_split: bool = False) -> None:
+    def __init__(self, earlier: int = 0, *, is_split: bool = False, call: Call | None = None) -> None:
         self.earlier = earlier
+        self.call = call
+        """The client request; None in tests of this alone."""
         self.is_convicted = False
         self.units: list[UnitHistory] = []
         self.ways: Ways = {}
@@ -96,6 +101,12 @@ class Suspicion:
     def engines(self, now: float) -> int:
         """How many it may have cost."""
         return self.earlier + len(self.lost(now))
+
+    def acquit(self) -> None:
+        """It has cost no engine so far, whatever it seemed."""
+        self.earlier = 0
+        for history in self.units:
+            history.lost.clear()
 
     @property
     def has_broken_down(self) -> bool:
@@ -173,6 +184,36 @@ def is_charged(casualty: Casualty, casualties: Iterable[Casualty], most: int) ->
         return False
     fresher = sum(other.seconds_of_output < casualty.seconds_of_output for other in alike)
     return fresher < most
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """An engine that went down."""
+
+    backend: Backend
+    casualties: Sequence[Casualty]
+    """What was on it, as far as has been heard."""
+
+
+def is_acquitted(suspicion: Suspicion, deaths: Iterable[Death], now: float) -> bool:
+    """Return whether engines went down that this suspect does not explain, nor another one.
+
+    Another suspect explains an engine if it was there and has cost as many engines as a request may, none of which this
+    suspect was on: poison requests that run side by side are not on the same engines.
+
+    Args:
+        suspicion: That of a request that has cost as many engines as it may.
+        deaths: Those of about the same time, of the same role.
+        now: Clock time.
+    """
+    lost = suspicion.lost(now)
+    unexplained = 0
+    for death in deaths:
+        if death.backend in lost or any(other.suspicion is suspicion for other in death.casualties):
+            continue
+        others = [other.suspicion.lost(now) for other in death.casualties]
+        unexplained += not any(len(theirs) >= MOST_ENGINES and lost.isdisjoint(theirs) for theirs in others)
+    return unexplained > suspicion.earlier  # which are among them, as another suspicion knows them
 
 
 def is_poison(casualty: Casualty, casualties: Iterable[Casualty], now: float) -> bool:

@@ -74,6 +74,10 @@ class UnitGuard:
         """Whether another unit of the request is about to tell why engines broke down."""
         return self._suspicion.is_confined and self._suspicion.has_broken_down
 
+    async def is_acquitted(self) -> bool:
+        """Wait for the verdict on the request, if it is about to be found poison. Return whether it is not."""
+        return await self._suspects.is_acquitted(self._suspicion)
+
     def end_attempt(self) -> None:
         """The attempt is over, well or not."""
         if self._history.reserved:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from proxy.backend import Backend, Role
-from proxy.flow.suspicion import Casualty, Suspicion, is_charged, is_poison, rank_of
+from proxy.flow.suspicion import Casualty, Death, Suspicion, is_acquitted, is_charged, is_poison, rank_of
 
-E1, E2, E3 = (Backend(Role.DECODE, "e", port) for port in (1, 2, 3))
+E1, E2, E3, E4 = (Backend(Role.DECODE, "e", port) for port in (1, 2, 3, 4))
 NOW = 1000.0
 
 
@@ -138,3 +138,49 @@ def test_a_suspect_is_apart_for_about_as_long_as_the_last_engine_stood_it() -> N
     assert history.apart_seconds == pytest.approx(0.45)
     history.lost[E1] = 60.0
     assert history.apart_seconds == 1.0
+
+
+# What acquits a suspect that has cost as many engines as it may
+
+
+def death(backend: Backend, *suspicions: Suspicion) -> Death:
+    return Death(backend, [Casualty(each, 1, 0.0) for each in suspicions])
+
+
+@pytest.mark.fault(116)
+def test_engines_that_went_down_without_a_suspect_acquit_it() -> None:
+    suspect = suspicion(E1, E2)
+    own = [death(E1, suspect, suspicion()), death(E2, suspect)]
+    assert not is_acquitted(suspect, own, NOW)
+    assert is_acquitted(suspect, [*own, death(E3, suspicion(E3))], NOW)
+
+
+@pytest.mark.fault(116)
+def test_engines_that_another_poison_request_has_cost_acquit_nobody() -> None:
+    suspect, other = suspicion(E1, E2), suspicion(E3, E4)
+    deaths = [death(E1, suspect), death(E2, suspect), death(E3, other), death(E4, other)]
+    assert not is_acquitted(suspect, deaths, NOW)
+    assert not is_acquitted(other, deaths, NOW)
+
+
+@pytest.mark.fault(116)
+def test_suspects_that_share_an_engine_do_not_explain_more_than_one() -> None:
+    """Three engines went down, and each of two requests was on two of them: neither is the reason."""
+    suspect, other = suspicion(E1, E2), suspicion(E1, E3)
+    deaths = [death(E1, suspect, other), death(E2, suspect), death(E3, other)]
+    assert is_acquitted(suspect, deaths, NOW)
+    assert is_acquitted(other, deaths, NOW)
+
+
+@pytest.mark.fault(116)
+def test_an_engine_that_the_request_cost_before_acquits_it_not() -> None:
+    again = suspicion(E2, earlier=1)
+    before = death(E1, suspicion(E1))
+    assert not is_acquitted(again, [before, death(E2, again)], NOW)
+    assert is_acquitted(again, [before, death(E2, again), death(E3)], NOW)
+
+
+def test_who_is_acquitted_has_cost_nothing() -> None:
+    suspect = suspicion(E1, E2, earlier=1)
+    suspect.acquit()
+    assert suspect.engines(NOW) == 0
