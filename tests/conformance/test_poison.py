@@ -201,11 +201,15 @@ async def test_the_same_request_is_served_again_when_it_was_the_engines(deploy: 
     assert gateway.worker.gateway._parts.suspects.memory.is_empty
 
 
+def resumes(gateway: Deployment) -> float:
+    return sum(gateway.metrics("pdproxy_resumes_total").values())
+
+
 @pytest.mark.fault(116)
 @pytest.mark.parametrize("copies", [False, True], ids=["different", "copies"])
 async def test_engines_that_die_one_after_the_other_make_nobody_poison(deploy: Deploy, copies: bool) -> None:
     """Three of four decoders are killed while the answers of the one before are being continued."""
-    gateway = await deploy(2, 4, engine=PACE, resume=PATIENT, hearing_seconds=10.0)
+    gateway = await deploy(2, 4, engine=PACE, resume=PATIENT, hearing_seconds=5.0)
     gateway.expects_inexact_pins, gateway.may_stay_pinned = True, 100
 
     async def ask(number: int) -> Answer:
@@ -214,12 +218,9 @@ async def test_engines_that_die_one_after_the_other_make_nobody_poison(deploy: D
     asking = [asyncio.create_task(ask(number)) for number in range(48)]
     await until(lambda: all(engine.state.tokens_generated > 100 for engine in gateway.decoders), "tokens")
     for decoder, following in pairwise(gateway.decoders):
-        resumed = sum(gateway.metrics("pdproxy_resumes_total").values())
-        sent = following.state.tokens_generated
+        resumed, sent = resumes(gateway), following.state.tokens_generated
         await decoder.kill()
-        await until(
-            lambda resumed=resumed: sum(gateway.metrics("pdproxy_resumes_total").values()) > resumed, "a resume"
-        )
+        await until(lambda resumed=resumed: resumes(gateway) > resumed, "a resume")
         await following.wait_until(lambda state, sent=sent: state.tokens_generated > sent + 20)
     answers = await asyncio.gather(*asking)
     assert [answer.error for answer in answers if not answer.is_done] == []
@@ -230,7 +231,7 @@ async def test_engines_that_die_one_after_the_other_make_nobody_poison(deploy: D
 @pytest.mark.fault(116)
 async def test_a_request_that_is_served_meanwhile_is_acquitted(deploy: Deploy) -> None:
     """Both decoders that it was on died for another reason, as a copy of it shows."""
-    gateway = await deploy(1, 3, engine=PACE, resume=PATIENT, hearing_seconds=10.0)
+    gateway = await deploy(1, 3, engine=PACE, resume=PATIENT, hearing_seconds=5.0)
     gateway.expects_inexact_pins, gateway.may_stay_pinned = True, 10
     first, second, _ = gateway.decoders
     for decoder in (first, second):
