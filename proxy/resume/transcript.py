@@ -129,6 +129,8 @@ class Transcript:
                 self._content += text.encode()
             except (AttributeError, UnicodeEncodeError):
                 self._content += utf8(text_of(text, "text"))
+        elif delta.__class__ is not dict:  # to ask isinstance would be a call for each token
+            raise Unreadable("delta is no object")
         elif not self._take_delta(delta, before):
             return False
         self._chunk_start = before
