@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from proxy.wire.python_json import dumps
 from tests.canned import event_stream, http
 
-ODD: Final = st.sampled_from(
+ODD: Final[st.SearchStrategy[Any]] = st.sampled_from(
     [
         *(None, True, False, 0, -1, 7, 2**40, 10**25, 1.5, "", "x", " \n", "\ud83d", [], {}, [None], [[]], [7], ["x"]),
         *({"text": "a"}, [{"type": "text", "text": "a"}], [{"type": "image"}], {"type": "stop"}, {"a": {"b": []}}),
