@@ -175,3 +175,21 @@ async def test_of_several_samples_only_those_with_spoilt_calls_are_asked_for_aga
     told = [choice["message"]["tool_calls"][0]["function"]["arguments"] for choice in answer.json["choices"]]
     assert sorted(told) == ['{"q":1}', '{"q":2}']
     assert decoder.asked == [True, True, False]
+
+
+@pytest.mark.fault(124)
+async def test_a_whole_answer_keeps_what_streams_tell_beside_choices_and_usage(deploy: Deploy) -> None:
+    """VLLM tells the prompt's text with the first chunk, and a request's metrics with the usage."""
+    chunks: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}], "prompt_text": "<user>Hello there"},
+        {"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": "stop"}]},
+        {"choices": [], "usage": USAGE, "system_fingerprint": "f", "metrics": {"queue_time": 0.5}},
+    ]
+    decoder = Decoder(event_stream([*(data({"id": "x", "model": "m", **each}) for each in chunks), DONE_EVENT]), ())
+    answer, _ = await answered(deploy, decoder)
+    told = answer.json
+    assert (told["prompt_text"], told["metrics"], told["system_fingerprint"]) == (
+        "<user>Hello there",
+        {"queue_time": 0.5},
+        "f",
+    )
