@@ -144,7 +144,8 @@ class CountTokensApi:
             return await self._counted(backend, _TOKENIZE, body, headers, "count")
         except UpstreamError as error:
             is_sglang = self._settings.connector_traits.engine != "vLLM"
-            if not (is_sglang and counter.is_in_old_sglang) or error.engine_status not in range(400, 500):
+            is_refused = error.is_clients_fault or error.failure is Failure.BAD_ANSWER
+            if not (is_sglang and counter.is_in_old_sglang and is_refused):
                 raise
         return await self._counted(backend, counter.path, dumps(values), headers, "input_tokens")
 

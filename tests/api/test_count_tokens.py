@@ -10,7 +10,7 @@ import pytest
 
 from proxy.settings.client_keys import ClientKey
 from proxy.sim.engine import SimulatedEngine
-from tests.canned import CannedEngine, http, json_answer
+from tests.canned import CannedEngine, Received, http, json_answer
 from tests.dialects.messages import PATH as MESSAGES
 from tests.dialects.messages import TOOLS, ask, message, question, story
 from tests.dialects.responses import PATH as RESPONSES
@@ -103,6 +103,18 @@ async def test_sglang_counts_by_itself(deploy: Deploy) -> None:
     assert answer.json["input_tokens"] > 10
     asked = [seen.path for seen in gateway.prefillers[0].requests if "tok" in seen.path]
     assert asked == ["/tokenize", PATH] or not asked
+
+
+async def test_an_old_sglang_without_a_tokenizer_route_counts_by_itself(deploy: Deploy) -> None:
+    def answer(asked: Received) -> list[bytes]:
+        if asked.path == PATH:
+            return [json_answer({"input_tokens": 42})]
+        return [http(b'{"detail":"Not Found"}', "404 Not Found")]
+
+    engines = [CannedEngine(role, answer) for role in ("prefill", "decode")]
+    gateway = await deploy(engines[:1], engines[1:], connector="sglang_bootstrap")
+    answered = await ask(gateway, of(question()), path=PATH)
+    assert (answered.status, answered.json) == (200, {"input_tokens": 42})
 
 
 @pytest.mark.parametrize("answers", [1, 2])

@@ -362,6 +362,8 @@ def test_a_tool_of_an_unknown_type_with_a_schema_is_a_function() -> None:
 def test_servers_of_tools_are_left_out() -> None:
     asked, left_out = chat_and_left_out(mcp_servers=[{"type": "url", "url": "https://a.example", "name": "s"}])
     assert (asked, left_out) == (chat(), ("tool mcp_servers",))
+    with pytest.raises(BadRequest, match="demands a tool of type mcp_servers"):
+        chat(mcp_servers=[{"url": "https://a.example"}], tool_choice={"type": "any"})
 
 
 @pytest.mark.parametrize("kind", ["tool_addition", "tool_removal"])

@@ -30,6 +30,8 @@ def tools_of(values: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], l
     choice = object_in(values, "tool_choice")
     names = [function["function"]["name"] for function in functions]
     lacking = [tool for tool in tools if tool.get("name") not in names]
+    if values.get("mcp_servers"):
+        lacking.append({"type": "mcp_servers"})
     demanded = choice.get("name") if choice.get("type") == "tool" else None
     for tool in lacking:
         if (demanded is not None and tool.get("name") == demanded) or (choice.get("type") == "any" and not functions):
