@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Final
@@ -28,6 +29,11 @@ _SURELY_FIT_TOKENS: Final = 8192
 _SURELY_BEFORE_SECONDS: Final = 0.02
 # More answers than one in such a time teach nothing new.
 _LESSON_SECONDS: Final = 0.05
+# An answer teaches nothing if the event loop was late by more than this, or this share of what it took, meanwhile.
+_MOST_LAG_SECONDS: Final = 0.05
+_MOST_LAG_SHARE: Final = 0.1
+# Samples that wait until it is known whether the loop was late.
+_MOST_UNLEARNED: Final = 256
 # So many lessons are enough to tell by what a prompt takes what several take.
 _TAUGHT: Final = 16
 
@@ -47,6 +53,8 @@ class Prefillers:
         self._by_slot: dict[int, Prefiller] = {}
         self._candidates: Sequence[Candidate] = ()  # those that were asked about last, and what is known of them
         self._known: list[Prefiller] = []
+        self._lag_within = context.lag_within
+        self._unlearned: deque[tuple[Prefiller, Sample, float]] = deque()  # and when the sample was taken
         self._next_lesson = 0.0
         self._is_taught = False
 
@@ -79,7 +87,7 @@ class Prefillers:
         """Take in what other workers have told, if there are any."""
         if self._journal is not None and self._journal.has_news:
             for prefiller, sample in hear(self._journal, self._by_slot):
-                self.learn(prefiller, sample)
+                self.learn(prefiller, sample, self._clock())
 
     def of(self, backend: Backend) -> Prefiller:
         """Of one of them."""
@@ -99,18 +107,33 @@ class Prefillers:
         now = self._clock()
         sample = prefiller.end(sent, served, now, now >= self._next_lesson or prefiller.step is not None)
         if sample is not None:
-            self.learn(prefiller, sample)
+            self._unlearned.append((prefiller, sample, now))
+            self._learn_known()
 
-    def learn(self, prefiller: Prefiller, sample: Sample) -> None:
-        """How long a prompt has taken it."""
-        if self._clock() < self._next_lesson and prefiller.step is None and not sample.ahead and not sample.was_behind:
+    def _learn_known(self) -> None:
+        """Learn from samples once it is known whether the event loop was late meanwhile. Late ones teach nothing."""
+        unlearned = self._unlearned
+        while unlearned:
+            prefiller, sample, at = unlearned[0]
+            lag = self._lag_within(at - sample.whole, at)
+            if lag is None and len(unlearned) <= _MOST_UNLEARNED:
+                return
+            unlearned.popleft()
+            if lag is None or lag > min(_MOST_LAG_SECONDS, _MOST_LAG_SHARE * sample.whole):
+                self._close(prefiller, at)
+            else:
+                self.learn(prefiller, sample, at)
+
+    def learn(self, prefiller: Prefiller, sample: Sample, now: float) -> None:
+        """Learn how long a prompt has taken a prefiller, which has answered at the clock's time `now`."""
+        if now < self._next_lesson and prefiller.step is None and not sample.ahead and not sample.was_behind:
             return  # it would teach nothing
         concurrency = prefiller.concurrency
         concurrency.saw(sample)
         if not concurrency.is_orderly or concurrency.lanes > 1:
-            self._close(prefiller)
+            self._close(prefiller, now)
             if sample.ahead < (concurrency.lanes if concurrency.is_orderly else 1):  # it was computed at once
-                self._teach(prefiller, sample.uncached, sample.cached, sample.whole)
+                self._teach(prefiller, sample.uncached, sample.cached, sample.whole, now)
             return
         predicted = self.cost.seconds(sample.uncached, sample.cached) * prefiller.slowness
         is_together = sample.seconds < _TOGETHER * predicted
@@ -120,25 +143,23 @@ class Prefillers:
         if step is not None and is_together and not prefiller.works_on_one:
             prefiller.step = step.and_another(sample)
         else:
-            now = self._clock()
             if step is not None:
                 was_there = now - sample.whole < step.began - _SURELY_BEFORE_SECONDS
                 prefiller.note_step(step, left_out=sample.uncached if was_there else None)
-            self._close(prefiller)
+            self._close(prefiller, now)
             prefiller.step = Step(
                 sample.uncached, sample.attention, sample.seconds, began=now - sample.seconds, largest=sample.uncached
             )
         if not prefiller.under_way:
-            self._close(prefiller)
+            self._close(prefiller, now)
 
-    def _close(self, prefiller: Prefiller) -> None:
+    def _close(self, prefiller: Prefiller, now: float) -> None:
         """What was computed together is complete, and teaches as one."""
         step, prefiller.step = prefiller.step, None
         if step is not None and step.uncached > 0:
-            self._teach(prefiller, step.uncached, step.cached, step.seconds)
+            self._teach(prefiller, step.uncached, step.cached, step.seconds, now)
 
-    def _teach(self, prefiller: Prefiller, uncached: float, cached: float, seconds: float) -> None:
-        now = self._clock()
+    def _teach(self, prefiller: Prefiller, uncached: float, cached: float, seconds: float, now: float) -> None:
         if now >= self._next_lesson or not self._is_taught:
             self.cost.learn(prefiller.backend.key, uncached, cached, seconds)
             self._is_taught = self.cost.samples >= _TAUGHT

@@ -529,3 +529,28 @@ def test_long_prompts_that_are_computed_alone_do_not_show_that_all_are(prefiller
                 lease.tell(20 * PIECE, 0)
                 lease.__exit__(None, None, None)
     assert not any(prefiller.works_on_one for prefiller in prefillers.policy._prefillers.by_key.values())
+
+
+@pytest.mark.parametrize("lag", [0.2, 2.0])
+def test_answers_while_the_event_loop_was_late_teach_no_costs(balancer: Balancer, lag: float) -> None:
+    prefillers = Prefillers(balancer)
+    prefillers.teach()
+    candidates = prefillers.pool._chooser.candidates
+    before = prefillers.policy.work_seconds(candidates, prompt(*range(50, 70)))
+    prefillers.policy._prefillers._lag_within = lambda began, ended: lag
+    for number in range(60):
+        prefillers.serve(prompt(*range(start := 10**7 + 100 * number, start + 2)), seconds=1.024 + lag)
+    assert prefillers.policy.work_seconds(candidates, prompt(*range(50, 70))) == before
+
+
+def test_answers_teach_costs_once_it_is_known_that_the_event_loop_was_not_late(balancer: Balancer) -> None:
+    prefillers = Prefillers(balancer)
+    known_until = 0.0
+    prefillers.policy._prefillers._lag_within = lambda began, ended: 0.0 if ended <= known_until else None
+    prefillers.teach()
+    candidates = prefillers.pool._chooser.candidates
+    asked = prompt(*range(50, 70))
+    before = prefillers.policy.work_seconds(candidates, asked)
+    known_until = prefillers.clock.now
+    prefillers.serve(prompt(3))
+    assert prefillers.policy.work_seconds(candidates, asked) > 2 * before
