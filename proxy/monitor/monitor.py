@@ -11,12 +11,12 @@ import ctypes
 import gc
 import logging
 import time
-from collections import deque
 from contextlib import suppress
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final, Self
 
 from proxy import logs
+from proxy.monitor.loop_lag import LoopLag
 from proxy.monitor.usage import Memory, OpenFds
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ class Monitor:
         tick_seconds: float = _TICK_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         shrink_heap: Callable[[], object] | None = None,
+        loop_lag: LoopLag | None = None,
     ) -> None:
         """`every_tick` are called on the loop, each by itself. `is_ready` is what `was_ready` remembers."""
         self._metrics = metrics
@@ -87,8 +88,7 @@ class Monitor:
         self._shrink_heap = shrink_heap or _shrink_heap
         self._timer: asyncio.TimerHandle | None = None
         self._ticked_at = self._due = self._memory_at = self._fds_at = self._shrink_at = clock()
-        self._lags: deque[tuple[float, float]] = deque()
-        """When the loop was how late, in seconds, as far as it was never as late since: the longest delay first."""
+        self._loop_lag = loop_lag or LoopLag()
         self._cpu_seconds = 0.0
         self._told = logs.Lost()
         self._was_ready = False
@@ -151,13 +151,8 @@ class Monitor:
             self.became_ready.set()
 
     def _note_lag(self, now: float) -> None:
-        lags, lag = self._lags, max(0.0, now - self._due)
-        while lags and lags[-1][1] <= lag:
-            lags.pop()
-        lags.append((now, lag))
-        while lags[0][0] < now - _LAG_WINDOW_SECONDS:
-            lags.popleft()
-        self._metrics.loop_lag_seconds.set(lags[0][1])
+        self._loop_lag.note(now, max(0.0, now - self._due))
+        self._metrics.loop_lag_seconds.set(self._loop_lag.since(now - _LAG_WINDOW_SECONDS))
         self._ticked_at, self._due = now, now + self._tick_seconds
 
     def _note_memory(self, now: float) -> None:

@@ -128,6 +128,7 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
             Memory(basis.settings.workers),
             every_tick=(lambda: worker.look(), lambda: shared.heartbeats.beat(index), metrics.settle),
             is_ready=clients.probes.is_ready,
+            loop_lag=basis.loop_lag,
         )
         upstream = engines.lines.upstream
         worker = Worker(

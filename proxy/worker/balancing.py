@@ -85,6 +85,7 @@ def build_balancing(basis: Basis) -> Balancing:
             facts=lambda backend: health.of(backend).facts,
             journal=shared.journal.seat(basis.index) if shared.journal.rings > 1 else None,
             elsewhere=shared.scoreboard.elsewhere(row),
+            lag_within=basis.loop_lag.within,
         )
         current = live.current.settings
         policy = make_policy(_policy_name(current, role), context)

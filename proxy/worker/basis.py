@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from proxy.monitor import LoopLag
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,6 +48,8 @@ class Basis:
     """Which of the workers it is, from 0."""
     live: LiveSettings
     metrics: Metrics
+    loop_lag: LoopLag = field(default_factory=LoopLag)
+    """How late the worker's event loop was."""
     traces: Traces | None = None
     """Those of the sampled requests under way; None: nothing is traced."""
 

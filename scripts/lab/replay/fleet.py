@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from lab.replay.trace import Request
     from proxy.balancer.pick import Policy
+    from proxy.monitor import LoopLag
     from proxy.sim.hardware.machines import Machine
 
     MakePolicy = Callable[[PolicyContext, Mapping[Backend, Engine]], Policy]
@@ -162,11 +163,12 @@ class Replay:
         gateways: int = 1,
         replicas: Mapping[str, object] | None = None,
         kv_events: bool = False,
+        loop_lag: LoopLag | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """`tells_cached`: prefillers tell how much of a prompt they had in their caches. `workers`: of each gateway.
         Any of them gets a request. `replicas`: the options by which gateways share; None: they know nothing of each
-        other. `kv_events`: prefillers publish them. `on_end` is called at the end of each request.
+        other. `kv_events`: prefillers publish them. `loop_lag`: see Plan. `on_end`: called at each end.
         """
         self.courses: list[Course] = []
         """Of all requests, in the order of their arrival."""
@@ -190,6 +192,7 @@ class Replay:
             workers=workers,
             replicas=replicas,
             kv_events=kv_events,
+            loop_lag=loop_lag,
         )
         self._gateways = [Gateway(plan, f"gateway-{number}", self.engines, rng) for number in range(gateways)]
         self._is_shared = replicas is not None

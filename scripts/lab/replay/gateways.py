@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from proxy.balancer.engines.engine_facts import EngineFacts
     from proxy.balancer.pick import PickRequest, Policy
     from proxy.balancer.shared.fronts import WorkerFront
+    from proxy.monitor import LoopLag
 
     MakePolicy = Callable[[PolicyContext, Mapping[Backend, Engine]], Policy]
 
@@ -121,6 +122,8 @@ class Plan:
     workers: int = 1
     replicas: Mapping[str, object] | None = None
     """The options by which they share; None: they know nothing of each other."""
+    loop_lag: LoopLag | None = None
+    """How late the gateways' event loop was; None: never."""
     kv_events: bool = False
     """Prefillers publish them, and all gateways hear them."""
 
@@ -178,6 +181,7 @@ class Gateway:
             journal=self._journal.seat(worker) if self._journal.rings > 1 else None,
             role=role,
             elsewhere=self.scoreboard.elsewhere(row),
+            lag_within=self._plan.loop_lag.within if self._plan.loop_lag else lambda began, ended: 0.0,
         )
         return Pool(
             role,
