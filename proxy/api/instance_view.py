@@ -13,7 +13,7 @@ from proxy.balancer.roster import ADMIN
 from proxy.balancer.slow_start import FULL
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from proxy.backend import Backend
     from proxy.balancer.fitness.misfits import Misfits
@@ -40,7 +40,9 @@ class InstanceView:
         misfits: Misfits,
         joiner: Joiner,
         models: Models,
+        pool_of: Callable[[Backend], Pool] | None = None,
     ) -> None:
+        """`pool_of`: in which pool an instance is compared with others, if not in that of its role."""
         self._pools = pools
         self._roster = roster
         self._scoreboard = scoreboard
@@ -49,6 +51,7 @@ class InstanceView:
         self._misfits = misfits
         self._joiner = joiner
         self._models = models
+        self._pool_of = pool_of or (lambda backend: pools[backend.role])
         self.configured: Collection[Backend] = ()
         """Those in the configuration."""
 
@@ -84,6 +87,7 @@ class InstanceView:
                 "inflight": board.requests(backend.slot),
                 "running": running,
                 "max_running": self._pools[backend.role].limit(backend),
+                "learned_max_running": self._pool_of(backend).policy.most_running(backend),
                 "compute_tokens": charged.compute,
                 "kv_tokens": charged.kv,
                 "pinned_kv": pinned.count,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import re
 import shutil
 import sys
 from typing import TYPE_CHECKING, Final
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _WIDTH: Final = 120
 _LOOK_SECONDS: Final = 2.0
+_LEARNED: Final = re.compile(rb'^pdproxy_instance_knee\{address="([^"]*)"[^}]*\} (\S+)', re.MULTILINE)
 
 _DESCRIPTION: Final = """\
 Ask every instance of the configuration what it is, send one long prompt of ours through every pair of a prefiller and a
@@ -38,7 +40,9 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run it; returns the exit code. Raises SettingsError."""
     flags, rest = _parser().parse_known_args(argv)
     loaded = load(rest, environ)
-    found = check_gateway(Host(loaded=loaded, is_gateway=_is_gateway, cores=os.cpu_count() or 1))
+    cores = os.cpu_count() or 1
+    host = Host(loaded=loaded, is_gateway=_is_gateway, cores=cores, learned_limits=_learned_limits)
+    found = check_gateway(host)
     progress = Progress()
     examination = Examination(
         loaded,
@@ -114,3 +118,12 @@ def _is_gateway(host: str, port: int) -> bool:
         return blocking_http.get(reachable(host), port, "/livez", _LOOK_SECONDS).server == SERVER
     except blocking_http.NoAnswer:
         return False
+
+
+def _learned_limits(host: str, port: int) -> dict[str, int]:
+    """Return what the gateway there has learned, by the addresses of instances; empty if it does not tell."""
+    try:
+        page = blocking_http.get(reachable(host), port, "/metrics", _LOOK_SECONDS, wants_body=True).body
+    except blocking_http.NoAnswer:
+        return {}
+    return {match[1].decode(): int(float(match[2])) for match in _LEARNED.finditer(page)}

@@ -13,7 +13,7 @@ from proxy.terms import counted
 from proxy.worker.process import shortages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from proxy.settings import Loaded
@@ -28,6 +28,8 @@ class Host:
     loaded: Loaded
     is_gateway: Callable[[str, int], bool]
     cores: int
+    learned_limits: Callable[[str, int], Mapping[str, int]] = lambda host, port: {}
+    """Requests that instances get at most by what the gateway at a host and port has learned, by their addresses."""
 
 
 def check_gateway(host: Host) -> list[Finding]:
@@ -95,6 +97,10 @@ def check_ports(host: Host) -> Iterator[Finding]:
                 yield Finding(
                     Severity.NOTE, "port", _SUBJECT, words, "the running one is not asked about its state here"
                 )
+                for address, most in host.learned_limits(name, port).items():
+                    words = f"the gateway has learned that {address} should have at most {most} requests at a time"
+                    hint = "requests wait for that; balance.decode_policy: least_tokens does without"
+                    yield Finding(Severity.NOTE, "learned", f"decode {address}", words, hint)
             else:
                 hint = f"`ss -ltnp 'sport = :{port}'` names the program; stop it, or choose another {option}"
                 yield Finding(Severity.FAILURE, "port", _SUBJECT, str(error), hint)

@@ -52,6 +52,7 @@ def _routes(
         misfits=shared.misfits,
         joiner=engines.joiner,
         models=balancing.models,
+        pool_of=lambda backend: balancing.pool_of.find(backend),
     )
     instances = InstancesApi(
         pools=engines.pools,

@@ -52,6 +52,7 @@ async def test_all_instances_are_shown_with_what_is_known_of_them(gateway: Gatew
         "inflight": 0,
         "running": 0,
         "max_running": None,
+        "learned_max_running": None,
         "compute_tokens": 0,
         "kv_tokens": 0,
         "pinned_kv": 0,

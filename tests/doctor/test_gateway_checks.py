@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import resource
 import socket
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import TYPE_CHECKING
 
 import pytest
 
+from proxy.doctor.command import _learned_limits
 from proxy.doctor.findings import Severity
 from proxy.doctor.gateway import Host, check_gateway
 from proxy.settings import load
@@ -18,6 +21,9 @@ if TYPE_CHECKING:
 
     from proxy.doctor.findings import Finding
 
+PAGE = b"""# TYPE pdproxy_instance_knee gauge
+pdproxy_instance_knee{address="10.0.0.2:8200",role="decode"} 8.0
+"""
 ENGINES = ("--prefill", "127.0.0.1:7100", "--decode", "127.0.0.1:7200")
 
 
@@ -63,6 +69,37 @@ def test_a_gateway_that_runs_is_no_mistake(taken_port: int) -> None:
     found = check("--port", str(taken_port), is_gateway=True)
     assert bad(found) == []
     assert "port" in {finding.check for finding in found}
+
+
+def test_limits_that_a_running_gateway_has_learned_are_named(taken_port: int) -> None:
+    loaded = load([*ENGINES, "--port", str(taken_port)], {})
+    host = Host(
+        loaded=loaded,
+        is_gateway=lambda host, port: True,
+        cores=4,
+        learned_limits=lambda host, port: {"10.0.0.2:8200": 8} if port == taken_port else {},
+    )
+    (finding,) = [finding for finding in check_gateway(host) if finding.check == "learned"]
+    assert finding.severity is Severity.NOTE
+    assert finding.subject == "decode 10.0.0.2:8200"
+    assert "at most 8 requests" in finding.words
+
+
+@pytest.mark.parametrize("page", [b"", PAGE])
+def test_learned_limits_are_read_from_the_metrics_of_a_gateway(page: bytes) -> None:
+    class Metrics(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(page)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Metrics) as server, ThreadPoolExecutor(1) as threads:
+        threads.submit(server.handle_request)
+        assert _learned_limits("127.0.0.1", server.server_port) == ({"10.0.0.2:8200": 8} if page else {})
+    assert _learned_limits("127.0.0.1", server.server_port) == {}, "nobody answers"
 
 
 def test_an_address_of_another_host_is_named() -> None:

@@ -81,6 +81,7 @@ function instance(before, after, { role, address }, state, details) {
     isAway: ["draining", "disabled"].includes(details?.membership),
     inFlight: total(after, "pdproxy_instance_inflight", its),
     most: details?.load?.max_running ?? null,
+    learned: details?.load?.learned_max_running ?? null,
     compute: total(after, "pdproxy_instance_load_tokens", { ...its, kind: "compute" }),
     kv: total(after, "pdproxy_instance_load_tokens", { ...its, kind: "kv" }),
     requests,
@@ -117,7 +118,10 @@ class Pool {
     );
     const rows = instances.map((one) => {
       const bar = this._bars.get(one.address);
-      setText(bar.firstChild, one.most === null ? count(one.inFlight) : `${count(one.inFlight)} of ${count(one.most)}`);
+      const of = one.learned === null ? one.most : one.learned;
+      const words = of === null ? count(one.inFlight) : `${count(one.inFlight)} of ${count(of)}`;
+      // Requests wait for a learned limit although the engine would take them.
+      setText(bar.firstChild, one.learned === null ? words : `${words} (learned)`);
       setAttribute(bar.lastChild, "value", String(Math.min(1, one.inFlight / (one.most || most)).toFixed(2)));
       return { key: one.address, level: levelOf(one), cells: cellsOf(one, bar) };
     });
