@@ -99,6 +99,15 @@ class Program:
     def terminate(self) -> None:
         self._process.terminate()
 
+    def child(self, title: str) -> int:
+        """The id of the process of the session whose command line has this title."""
+        for directory in Path("/proc").glob("[0-9]*"):
+            pid = int(directory.name)
+            with suppress(OSError):  # processes come and go
+                if os.getsid(pid) == self._process.pid and title.encode() in (directory / "cmdline").read_bytes():
+                    return pid
+        raise ProcessLookupError(title)
+
     def wait(self) -> None:
         """Wait for the end of the process, at most STOP_SECONDS, and kill what is left of its session."""
         with suppress(subprocess.TimeoutExpired):

@@ -1,0 +1,119 @@
+"""Engines that are stopped while they work, as Kubernetes and systemd do it: by SIGTERM, and without notice.
+
+There are one prefiller and two decoders. Twenty answers are under way, streamed and whole, chats and completions, when
+one decoder gets the signal; those that it works on must be continued by the other one, and equal the single engine's.
+Each decoder is stopped once, so that about twenty answers are interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.real.answers import CHAT, COMPLETIONS, ask, assemble, assert_seamless, events, request
+from tests.real.cluster import total, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.real.answers import Answer
+    from tests.real.cluster import Cluster
+    from tests.real.programs import Program
+    from tests.real.report import Show
+
+ANSWERS = 20
+TOKENS = 1500
+BEGUN = 5
+"""How many chunks every stream has when the decoder is stopped."""
+
+
+def stop_server(program: Program) -> None:
+    """Stop the API server, which then stops its engine core. vLLM may leave its answers open without a word."""
+    program.terminate()
+
+
+def stop_core(program: Program) -> None:
+    """Stop the engine core alone, which then ends its answers with `abort`."""
+    os.kill(program.child("EngineCore"), signal.SIGTERM)
+
+
+def kill_core(program: Program) -> None:
+    """Kill the engine core: the API server ends its answers with an error."""
+    os.kill(program.child("EngineCore"), signal.SIGKILL)
+
+
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("stop", [stop_server, stop_core, kill_core])
+@pytest.mark.parametrize("resuming", ["auto"], indirect=True)
+def test_answers_of_a_decoder_that_is_stopped_are_continued(
+    resuming: Cluster, show: Show, stop: Callable[[Program], None]
+) -> None:
+    cluster = resuming
+    bodies = [body(number) for number in range(ANSWERS)]
+    alone = [ask(cluster.single.port, path, **fields) for path, fields in bodies]
+    seen = []
+    for victim in cluster.decoders:
+        seen.append(interrupt(cluster, bodies, alone, lambda victim=victim: stop(victim)))
+        print(f"  {victim.name}: {seen[-1]}", flush=True)
+        victim.kill()
+        victim.start()
+        victim.wait_until_ready("/health")
+        wait_until(cluster.all_are_up, "the gateway uses the engine again")
+    show(f"{len(seen)} x {ANSWERS} answers equal; {'; '.join(seen)}")
+
+
+def interrupt(
+    cluster: Cluster, bodies: list[tuple[str, dict[str, Any]]], alone: list[Answer], stop: Callable[[], None]
+) -> str:
+    """Ask for all answers at once, stop a decoder when all streams have begun, and compare; what was seen."""
+    before, times = resumes(cluster), [list[float]() for _ in bodies]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        asking = [
+            pool.submit(timed, cluster.gateway.port, path, fields, arrivals)
+            for (path, fields), arrivals in zip(bodies, times, strict=True)
+        ]
+        streams = [arrivals for (_, fields), arrivals in zip(bodies, times, strict=True) if fields["stream"]]
+        wait_until(lambda: all(len(arrivals) >= BEGUN for arrivals in streams), "all streams have begun")
+        stop()
+        stopped_at = time.monotonic()
+        answers = [task.result() for task in asking]
+    wrong = [number for number, answer in enumerate(answers) if answer != alone[number]]
+    assert not wrong, f"answers {wrong} differ"
+    resumed = resumes(cluster) - before
+    assert resumed, "the signal came too late"
+    gaps = [later - earlier for arrivals in streams for earlier, later in pairwise(arrivals) if later > stopped_at]
+    return f"{resumed:.0f} resumed, longest gap {max(gaps):.2f} s"
+
+
+def body(number: int) -> tuple[str, dict[str, Any]]:
+    """Path and body of a request: a chat or a completion, streamed or not, in turn."""
+    text = f"{number}: a proxy sends the prompt to a prefill engine. " * (1 + number % 5)
+    prompt = {"prompt": text} if number % 2 else {"messages": [{"role": "user", "content": text}]}
+    path = COMPLETIONS if number % 2 else CHAT
+    return path, {**prompt, "max_tokens": TOKENS, "ignore_eos": True, "stream": number % 4 < 2}
+
+
+def timed(port: int, path: str, fields: dict[str, Any], arrivals: list[float]) -> Answer:
+    """The answer to a request, as `ask` gives it; notes when each chunk arrived."""
+    if not fields["stream"]:
+        return ask(port, path, **fields)
+    asked = {"temperature": 0, "return_token_ids": True, **fields, "stream_options": {"include_usage": True}}
+    with request(port, path, asked) as response:
+        assert response.status == 200, json.dumps(fields)
+        chunks = []
+        for chunk in events(response):
+            chunks.append(chunk)
+            arrivals.append(time.monotonic())
+    assert_seamless(chunks)
+    return assemble(chunks)
+
+
+def resumes(cluster: Cluster) -> float:
+    return total([cluster.gateway], "pdproxy_resumes_total")
