@@ -226,6 +226,8 @@ class Parts(ABC):
         self._calls = ToolCalls()
         self._parts_of_calls: list[Part] = []
         self.has_begun = False
+        self.unsent: Sequence[bytes] = ()
+        """The events of a chunk before its member that cannot be read, which belong before the error event."""
 
     # What the port asks for
 
@@ -241,23 +243,27 @@ class Parts(ABC):
 
     def render(self, payload: dict[str, Any]) -> bytes:
         """See UnitRendering. Raises Unreadable."""
-        choice = _only_choice(payload)
-        delta = object_of(choice.get("delta"), "delta")
-        if not self.has_begun:
-            self._first = self._first or payload
         events: list[bytes] = []
-        if text := delta.get("reasoning") or delta.get("reasoning_content"):
-            self._say(Kind.REASONING, text if type(text) is str else text_of(text, "reasoning"), events)
-        if text := delta.get("content"):
-            self._say(Kind.TEXT, text if type(text) is str else text_of(text, "content"), events)
-        if calls := delta.get("tool_calls"):
-            for fragment in objects_of(calls, "tool_calls"):
-                self._say_of_call(fragment, events)
-        if choice.get("finish_reason") is not None:
-            self.finish_reason = _finish_reason(choice)
-            self.matched_stop = matched_stop(choice)
-            events.append(self._start())
-            self._advance(events, at_end=True)
+        try:
+            choice = _only_choice(payload)
+            delta = object_of(choice.get("delta"), "delta")
+            if not self.has_begun:
+                self._first = self._first or payload
+            if text := delta.get("reasoning") or delta.get("reasoning_content"):
+                self._say(Kind.REASONING, text if type(text) is str else text_of(text, "reasoning"), events)
+            if text := delta.get("content"):
+                self._say(Kind.TEXT, text if type(text) is str else text_of(text, "content"), events)
+            if calls := delta.get("tool_calls"):
+                for fragment in objects_of(calls, "tool_calls"):
+                    self._say_of_call(fragment, events)
+            if choice.get("finish_reason") is not None:
+                self.finish_reason = _finish_reason(choice)
+                self.matched_stop = matched_stop(choice)
+                events.append(self._start())
+                self._advance(events, at_end=True)
+        except Unreadable:
+            self.unsent = events
+            raise
         return b"".join(events)
 
     async def rest(self) -> bytes:

@@ -7,6 +7,7 @@ temporary folder; an input that fails is kept in `build/fuzz/`.
 from __future__ import annotations
 
 import argparse
+import random
 import re
 import subprocess
 import sys
@@ -32,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; all unless given")
     parser.add_argument("--seconds", type=float, default=60, help="for all of them together (60)")
     parser.add_argument(
-        "--seed", type=int, default=0, help="the same one tries the same inputs; 0: others each time (0)"
+        "--seed", type=int, default=0, help="the same one tries the same inputs; 0: one is drawn and printed (0)"
     )
     parser.add_argument("--replay", type=Path, metavar="FILE", help="try one input of one target, without atheris")
     options = parser.parse_args(argv)
@@ -45,7 +46,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"{target}: nothing is wrong with {options.replay}")
         return 0
     seconds = max(1, round(options.seconds / len(targets)))
-    return max(hunt(target, seconds, options.seed) for target in targets)
+    seed = options.seed or random.randrange(1, 2**31)
+    print(f"seed {seed}: scripts/fuzz --seconds {options.seconds:g} --seed {seed} repeats this run", flush=True)
+    return max(hunt(target, seconds, seed) for target in targets)
 
 
 def hunt(target: str, seconds: int, seed: int) -> int:

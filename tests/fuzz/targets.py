@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Final, cast
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-TARGETS: Final = ("events", "answers", "documents", "headers", "grammar", "options", "keys", "streams")
+TARGETS: Final = (
+    *("events", "answers", "documents", "headers", "grammar", "options", "keys", "streams"),
+    *("messages", "responses", "replicas", "kv_events"),
+)
 
 INSTRUMENTED: Final = ("proxy", "yaml")
 """Packages whose branches steer the search."""

@@ -126,7 +126,7 @@ class MessageEvents(Parts):
 
     def error_event(self, error: GatewayError) -> bytes:
         """`error`, in place of the end."""
-        return event("error", errors.error(error))
+        return b"".join((*self.unsent, event("error", errors.error(error))))
 
 
 def _head(call: Call, head: Head) -> dict[str, Any]:

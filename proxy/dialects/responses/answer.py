@@ -123,7 +123,8 @@ class ResponseEvents(Parts):
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         failed = {"status": "failed", "error": {"code": code, "message": words(error)}, "output": self._output}
         head = self._head or _head(self._call, self._asked, Head.read({}))
-        return self._event("response.failed", response={**head, **failed, "usage": None})
+        last = self._event("response.failed", response={**head, **failed, "usage": None})
+        return b"".join((*self.unsent, last))
 
     # Writing
 

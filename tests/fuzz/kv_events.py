@@ -1,0 +1,35 @@
+"""What engines, or somebody else, publish as events of their KV blocks."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from proxy.kv_events.messages import Told, Wanted
+from proxy.wire.kv_events import decode
+from tests.fuzz.cutting import spelled, words
+
+WORDS: Final = words(
+    r"""
+    \x93\xcb\x00\x00\x00\x00\x00\x00\x00\x00 \x91 \x92 \x93 \x95 \xabBlockStored \xacBlockRemoved
+    \xb0AllBlocksCleared \xc0 \x81 \x82 \xa6events \xa4type \xacblock_hashes \xaablock_size \x91\x01
+    \xcf\xff\xff\xff\xff\xff\xff\xff\xff \xc4\x01a \xa3GPU \xff \x91*300 \xdf\xff\xff\xff\xff \xdd\xff\xff\xff\xff
+    {"instance":"a" "sources":[ "endpoint":"tcp://a:1" "count": [1,2,true,3] "events":{ "words":{ "lost":1 } ] , {
+    """
+)
+
+
+def check_kv_events(data: bytes) -> None:
+    """A batch is events or a ValueError, and a line of the process that subscribes is a message or a ValueError."""
+    raw = spelled(data, WORDS)
+    try:
+        assert isinstance(decode(raw), list)
+    except ValueError as error:
+        assert str(error)  # noqa: PT017 either way is right
+    for kind in (Told, Wanted):
+        try:
+            message = msgspec.json.decode(raw, type=kind)
+        except (ValueError, RecursionError):
+            continue
+        assert msgspec.json.decode(msgspec.json.encode(message), type=kind) == message

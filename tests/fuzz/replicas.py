@@ -1,0 +1,28 @@
+"""What other gateways have put into the shared store, or somebody else has."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from proxy.replicas.told import added, decode, decode_news, encode, encode_news
+from tests.fuzz.cutting import spelled, words
+
+WORDS: Final = words(
+    r"""
+    {"turn":1 "turn": "instances": "keys": "front": "verdicts": {"127.0.0.1:1":[1,2,3]} [1,2] [-1,0,0] { } [ ] , :
+    "a" null 9007199254740993 -1 1.5 \x80 \x81 \x82 \xa2me \xa4turn \xa9instances \xa7prompts \xc4\x01a
+    \x93\x01\x02\x03 \xcf \xff [*300 ]*300 \xed\xa0\x80
+    """
+)
+
+
+def check_replicas(data: bytes) -> None:
+    """A message is read whole, and written as it was read, or is not understood; nothing is raised."""
+    raw = spelled(data, WORDS)
+    told = decode(raw)
+    if told is not None:
+        assert decode(encode(told)) == told
+        assert added([told.instances, {}]) == told.instances
+    news = decode_news(raw)
+    if news is not None:
+        assert decode_news(encode_news(news)) == news

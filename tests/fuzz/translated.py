@@ -1,0 +1,99 @@
+"""An API that is translated to chats: bodies of anything at all, and answers of engines that send anything at all."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import orjson
+
+from proxy.dialects.requests import read
+from proxy.dialects.segment import Meaning
+from proxy.dialects.translated import Completion, Parts
+from proxy.errors import BadRequest, GatewayError
+from proxy.settings import Cost
+from proxy.wire.chat_members import Unreadable
+from proxy.wire.python_json import dumps, loads
+from proxy.wire.sse import EventSplitter
+from tests.asking import Answer
+from tests.dialects.validators import check
+from tests.fuzz.cutting import spelled, words
+
+if TYPE_CHECKING:
+    from proxy.answers import AnsweredAttempt
+    from proxy.call import Call
+    from proxy.dialects.translated import Translated
+
+WORDS: Final = words(
+    r"""
+    data:\x20{"choices":[{"index":0, }]}\n\n "delta":{ "message":{ "content": "reasoning": "reasoning_content":
+    "tool_calls": [{"index":0,"id":"a","function":{"name":"f","arguments":" "}}]} "index": "id": "function": "name":
+    "arguments": "finish_reason": "stop" "length" "tool_calls" "abort" "stop_reason": "usage":
+    {"prompt_tokens":1,"completion_tokens":2} data:\x20{"choices":[],"usage":{"completion_tokens":2}}\n\n
+    data:\x20[DONE]\n\n {"type":"text","text":"a"} [{ }] "type": "text": "input": "messages": "role": "user"
+    "assistant" "model": "m" "max_tokens":5 "stream":true "tools": "tool_choice": "tool_use" "tool_result"
+    "document" "image" "input_schema": "parameters": "function_call" "custom" "namespace" "call_id": "output":
+    "system": "instructions": "thinking": "include": null true 0 -1 1.5 1e9 "" "a" { } [ ] , : \\n \\ud83d \xc3\xbc
+    \xff \n\n :\x20ping\n\n {"a":1} "created": "prompt_tokens_details": {"cached_tokens":1} 99999999999999999999
+    """
+)
+_ATTEMPT: Final = cast("AnsweredAttempt", SimpleNamespace(prompt_tokens=7, prompt_details=None))
+
+
+def check_translated(dialect: Translated, question: bytes, data: bytes) -> None:
+    """A body becomes a chat or is refused in words; an answer becomes a valid one, or an error."""
+    kind, raw = data[0] if data else 0, spelled(data[1:], WORDS)
+    if kind % 3 == 0:
+        _check_request(dialect, raw)
+        return
+    call = dialect.parse(read(question), Cost(), {})
+    if kind % 3 == 1:
+        _check_stream(dialect, call, raw)
+    else:
+        _check_whole(dialect, call, raw)
+
+
+def _check_request(dialect: Translated, raw: bytes) -> None:
+    try:
+        call = dialect.parse(read(raw), Cost(), {})
+    except BadRequest as refused:
+        assert refused.message  # noqa: PT017 either way is right
+        return
+    assert isinstance(call.values["messages"], list)
+
+
+def _check_stream(dialect: Translated, call: Call, raw: bytes) -> None:
+    rendering = dialect.rendering(call, dialect.split(call, Cost(), 1))
+    assert isinstance(rendering, Parts)
+    rendering.begin(_ATTEMPT, goes_on=False)
+    segment, output = dialect.new_segment(), []
+    try:
+        for event in EventSplitter().feed(raw):
+            if segment.read(event) is Meaning.CONTENT:
+                output.append(rendering.render(segment.payload))  # noqa: PERF401 what came before an error counts
+        if not segment.is_finished or not rendering.has_begun:
+            return
+        output.append(rendering.ending([segment.usage], {}))
+        is_whole = True
+    except Unreadable:
+        output.append(rendering.error_event(GatewayError("the answer cannot be read")))
+        is_whole = False
+    except GatewayError as error:
+        output.append(rendering.error_event(error))
+        is_whole = False
+    headers = {"content-type": "text/event-stream"}
+    check(dialect.path, Answer(200, headers, b"".join(output), is_whole), streams=True)
+
+
+def _check_whole(dialect: Translated, call: Call, raw: bytes) -> None:
+    try:
+        values: Any = loads(raw)
+    except orjson.JSONDecodeError:
+        return
+    if not isinstance(values, dict):
+        return
+    try:
+        told = dumps(dialect.answer(call, Completion.read(values)))
+    except (Unreadable, GatewayError):
+        return
+    check(dialect.path, Answer(200, {}, told, is_whole=True), streams=False)
