@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +17,7 @@ from proxy.balancer.pick import PickRequest
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits
 from proxy.balancer.roster import Roster
+from proxy.balancer.shared.back_offs import BackOffs
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.settings import POLICIES
@@ -204,6 +205,55 @@ class Pressed:
 
     def picked(self, avoid: tuple[Backend, ...] = ()) -> set[int]:
         return {self.pool.pick(avoid).port for _ in range(6)}
+
+
+class TwoWorkers:
+    """The decoders of two workers, which share what they know of back-offs, and a clock."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        scoreboard, back_offs = Scoreboard(workers=2, slots=3), BackOffs(slots=3)
+        roster = Roster([], [("d", port) for port in range(3)], scoreboard)
+        self.pools = [
+            Pool(
+                Role.DECODE,
+                policy=make_policy("least_tokens"),
+                scoreboard=scoreboard,
+                row=scoreboard.row(worker),
+                roster=roster,
+                health=Health(),
+                clock=lambda: self.now,
+                back_offs=back_offs,
+            )
+            for worker in range(2)
+        ]
+
+    def refused(self, worker: int, decoder: Backend) -> None:
+        with suppress(UpstreamError), self.pools[worker].lease(PickRequest.of(Load(), prefer=decoder)) as lease:
+            assert lease.backend == decoder
+            raise UpstreamError(Failure.STATUS, decoder, "busy", engine_status=503)
+
+    def picked(self, worker: int) -> set[int]:
+        return {self.pools[worker].pick().port for _ in range(6)}
+
+
+def test_a_refusal_is_known_to_all_workers() -> None:
+    workers = TwoWorkers()
+    zero, one, two = workers.pools[0].backends()
+    workers.refused(0, zero)
+    assert workers.picked(0) == workers.picked(1) == {1, 2}
+    workers.now += 1.0
+    # The turn that is due is taken once, by whichever worker.
+    with workers.pools[1].lease(PickRequest.of(Load(), prefer=zero)) as lease:
+        assert lease.backend == zero
+        assert workers.picked(0) == workers.picked(1) == {1, 2}
+    assert workers.picked(0) == workers.picked(1) == {0, 1, 2}
+    assert not any(pool.refuse_all() for pool in workers.pools)
+    for decoder in (zero, one, two):
+        workers.refused(1, decoder)
+    assert all(pool.refuse_all() and not pool.has_room() for pool in workers.pools)
+    workers.now += 1.0
+    assert all(not pool.refuse_all() and pool.has_room() for pool in workers.pools)
 
 
 def test_a_decoder_short_of_kv_memory_is_passed_over_for_a_while() -> None:

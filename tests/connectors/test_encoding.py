@@ -379,3 +379,25 @@ def test_media_is_what_an_encoder_works_on(messages: Any, items: list[Any]) -> N
 def _backend(gateway: Deployment, engine: Any) -> Any:
     pool = gateway.worker.pools.of(Role.ENCODE)
     return next(backend for backend in pool.backends() if backend.port == engine.port)
+
+
+@pytest.mark.fault(104)
+async def test_an_encoder_that_refuses_costs_no_request(encoders: Encoders) -> None:
+    gateway = await encoders.deploy(retry={"max_attempts": 2, "budget_share": 0.0, "budget_wait_seconds": 0.0})
+    bad, _ = encoders.engines
+    bad.faults.add("refuse_status", status=503)
+    for _ in range(20):
+        assert (await gateway.ask(body_with(IMAGE, AUDIO))).is_done
+    assert len(generations(bad)) <= 8
+
+
+@pytest.mark.fault(105)
+async def test_requests_wait_while_all_encoders_refuse(encoders: Encoders) -> None:
+    gateway = await encoders.deploy(admission={"wait_seconds": 60.0})
+    for engine in encoders.engines:
+        engine.faults.add("refuse_status", status=503)
+    waiting = [asyncio.create_task(gateway.ask(body_with(IMAGE))) for _ in range(3)]
+    await until(lambda: all(generations(engine) for engine in encoders.engines), "the refusals")
+    for engine in encoders.engines:
+        engine.faults.clear()
+    assert all(answer.is_done for answer in await asyncio.gather(*waiting))
