@@ -96,7 +96,9 @@ class BackOffs:
         seconds = _seconds(streak if doubles else 1)
         if retry_after_seconds is not None:
             seconds = min(max(retry_after_seconds, seconds if doubles else FIRST_SECONDS), LONGEST_SECONDS)
-        self._write(backend, standing._replace(until=now + seconds, streak=streak, turns=0, refused_at=now))
+        # A full engine refuses some that were sent before, and has room for as many as it completes all the same.
+        turns = standing.turns if streak == 1 else 0
+        self._write(backend, standing._replace(until=now + seconds, streak=streak, turns=turns, refused_at=now))
         return streak
 
     def take_turn(self, backend: Backend, now: float) -> None:

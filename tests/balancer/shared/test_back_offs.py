@@ -63,6 +63,9 @@ class Story:
         # one that it has completed makes room for one more, and so does one that ended otherwise
         ("refuse complete turn complete complete turn turn", "x.x...x"),
         ("refuse left turn", "x.x"),
+        # which a refusal of one that was sent before does not take back, but another one without an answer does
+        ("refuse complete complete refuse turn", "x...."),
+        ("refuse left 1s refuse", "x..x"),
         # and one that it has begun to answer makes no room
         ("refuse begin", "xx"),
         # it gets any number when it has served, and not refused for a while
