@@ -21,6 +21,7 @@ from proxy.balancer.policies.least_tokens import LeastTokens
 from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD
 from proxy.balancer.policies.prefiller import Prefiller
 from proxy.balancer.policies.prefillers import Prefillers
+from proxy.balancer.shared.fronts import AGEING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,6 +44,8 @@ _KIND_PIECES: Final = 8
 _MOST_CROWDING: Final = 6.0
 _MOST_BUSY: Final = _MOST_CROWDING / (1 + _MOST_CROWDING)
 _BUSY_STEP: Final = 0.02
+# A request waits no longer for a prefiller that computes in turn than this number of predicted waits.
+_HOLD_WAITS: Final = 2.0
 # Weights are 10 for a token of compute: see least_tokens.WEIGHTS.
 _SECONDS_PER_WEIGHT: Final = SECONDS_PER_LOAD / 10
 # Who is going to get a request: both, and the pieces that are cached there and the seconds that the rest takes.
@@ -65,6 +68,7 @@ class LeastSeconds(LeastTokens):
         self._prefillers = Prefillers(self.context)
         self._busy = 0.0
         self._asked: dict[int, Asked] = {}  # who waits, by the subject's id
+        self._waiting_seconds: dict[int, float] = {}  # what their prompts take
         self._decided: tuple[object, list[Prefiller]] | None = None  # for whom it is best to go where
         self._chosen: _Choice | None = None
 
@@ -200,12 +204,28 @@ class LeastSeconds(LeastTokens):
 
     def work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
         """What a prompt takes where it takes least. It waits from now on."""
-        asked = self._asked[id(request.subject or request)] = ask(request)
-        return min(self._prefillers.work(self._prefillers.known(candidates), asked))
+        subject = id(request.subject or request)
+        asked = self._asked[subject] = ask(request)
+        seconds = self._waiting_seconds[subject] = min(self._prefillers.work(self._prefillers.known(candidates), asked))
+        return seconds
 
     def waits_no_more(self, request: PickRequest) -> None:
         """What was worked out for it is not needed any more."""
         self._asked.pop(id(request.subject or request), None)
+        self._waiting_seconds.pop(id(request.subject or request), None)
+
+    def hold_seconds(self, request: PickRequest | None) -> float:
+        """See Policy: twice the wait that is predicted where engines compute in turn, as was learned of them.
+
+        It is the time until a prefiller is free, the work of all that wait, and that of later, shorter prompts.
+        """
+        prefillers = self._prefillers.last_known
+        if request is None or not prefillers:
+            return inf
+        loads = self._prefillers.reader.compute()
+        waits = self._waits(prefillers, loads, self.context.clock())
+        work = min(self._prefillers.work(prefillers, ask(request)))
+        return _HOLD_WAITS * (min(waits) + sum(self._waiting_seconds.values()) / len(prefillers) + work / AGEING)
 
     def first_to_go(self, candidates: Sequence[Candidate], waiting: Sequence[PickRequest]) -> int | None:
         """The first that is soonest done where there is room. Those before it wait for what they will be done sooner

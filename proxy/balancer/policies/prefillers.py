@@ -71,6 +71,11 @@ class Prefillers:
             self.listen()
         return self._known
 
+    @property
+    def last_known(self) -> Sequence[Prefiller]:
+        """Those that were asked about last."""
+        return self._known
+
     def _look_up(self, candidates: Sequence[Candidate]) -> None:
         self._candidates = candidates
         self._known = [self.of(candidate.backend) for candidate in candidates]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING
 
 import pytest
@@ -554,3 +555,21 @@ def test_answers_teach_costs_once_it_is_known_that_the_event_loop_was_not_late(b
     known_until = prefillers.clock.now
     prefillers.serve(prompt(3))
     assert prefillers.policy.work_seconds(candidates, asked) > 2 * before
+
+
+def test_a_request_is_held_for_about_twice_its_predicted_wait(prefillers: Prefillers) -> None:
+    assert prefillers.policy.hold_seconds(None) == inf
+    prefillers.teach()
+    one_at_a_time(prefillers)
+    for number in (1, 2):
+        prefillers.begin(prompt(*range(100 * number, 100 * number + 8)))
+    waiting = [prompt(*range(1000 * number, 1000 * number + 8)) for number in range(1, 5)]
+    for request in waiting:
+        prefillers.pool.work_seconds(request)
+    # Each prompt takes 4.1 s. One is under way at each prefiller, and two wait for it.
+    held = prefillers.pool.hold_seconds(waiting[0])
+    assert held == pytest.approx(2 * (4.1 + 2 * 4.1 + 3 * 4.1), rel=0.15)
+    for request in waiting:
+        prefillers.pool.waits_no_more(request)
+    assert prefillers.pool.hold_seconds(waiting[0]) < held - 12
+    assert prefillers.pool.would_take()
