@@ -109,7 +109,8 @@ class GenerationApi:
         admission.check(key.name)  # what will be refused anyhow is not read first
         with self._keys.enter(key), admission.hold(0) as held:
             listen = self._settings.listen
-            raw = await read_json(request, listen, held.resize)
+            readings = 2 if isinstance(dialect, Translated) else 1
+            raw = await read_json(request, listen, held.resize, readings=readings)
             is_long = len(raw) > LONG_BYTES
             document = read(raw)
             if is_long:

@@ -31,14 +31,15 @@ _PIECE_BYTES: Final = 256 * 1024
 _WHOLE_BYTES: Final = 1024 * 1024
 
 
-async def read_json(request: web.Request, listen: Listen, grow: Callable[[int], object]) -> bytes:
+async def read_json(request: web.Request, listen: Listen, grow: Callable[[int], object], *, readings: int = 1) -> bytes:
     """As `read_body`, for a body that is to be read as JSON: one that would take too long is refused with 413.
 
     `grow` is called with the most that the body may take in memory, if that is much; for the rest see `memory_bytes`.
-    What takes milliseconds is done piece by piece, so that tokens of others pass in between.
+    What takes milliseconds is done piece by piece, so that tokens of others pass in between. `readings`: how many times
+    the time of one reading the body takes in one go, as a body does that is translated and read again.
     """
     raw = await read_body(request, listen, grow)
-    most = listen.max_body_elements
+    most = listen.max_body_elements // readings
     if len(raw) <= SLIGHT_BYTES or is_light(raw, most):
         return raw
     if len(raw) <= LONG_BYTES:

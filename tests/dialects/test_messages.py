@@ -100,6 +100,16 @@ def test_a_tool_is_to_be_run_only_if_its_call_is_complete(
     assert (got["stop_reason"], got["stop_sequence"]) == (told, matched if told == "stop_sequence" else None)
 
 
+async def test_elements_of_a_translated_body_count_double(deploy: Deploy) -> None:
+    """It is read twice, and a chat once."""
+    gateway = await deploy(1, 1, listen={"max_body_elements": 8000})
+    messages = [{"role": "user", "content": "a"}] * 100  # 5,000 elements
+    chat = await gateway.ask({"model": "sim", "messages": messages, "max_tokens": 2})
+    assert chat.status == 200
+    refused = await ask(gateway, {"model": "sim", "messages": messages, "max_tokens": 2})
+    assert (refused.status, refused.json["type"]) == (413, "error")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_without_words_is_an_empty_text(deploy: Deploy, stream: bool) -> None:
     gateway = await deploy(1, 1)
