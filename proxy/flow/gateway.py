@@ -76,7 +76,7 @@ class Gateway:
             lower_priority_first=settings.connector_traits.lower_priority_first,
             front=front,
             would_take=self._would_take,
-            hold_seconds=pools.decode.hold_seconds,
+            hold_seconds=lambda request: min(pools.decode.hold_seconds(request), pools.prefill.hold_seconds(request)),
         )
         self._connector = connector
         self._pools = pools
@@ -227,9 +227,8 @@ class Gateway:
         return True
 
     def _would_take(self) -> bool:
-        """Return whether one more unit lacks room only because of what was learned of decoders. See Admission."""
-        decode = self._pools.decode
-        return decode.would_take() and all(pool.has_room() for pool in self._serving if pool is not decode)
+        """Return whether one more unit lacks room only because of what was learned of engines. See Admission."""
+        return all(pool.would_take() for pool in self._serving)
 
     def _full(self) -> Role | None:
         """A role in which there is no room, None if there is room in each."""

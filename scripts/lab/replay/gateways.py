@@ -100,8 +100,8 @@ class Worker:
             clock,
             line_up=pools.prefill,
             front=front,
-            would_take=lambda: pools.decode.would_take() and pools.prefill.has_room(),
-            hold_seconds=pools.decode.hold_seconds,
+            would_take=lambda: pools.decode.would_take() and pools.prefill.would_take(),
+            hold_seconds=lambda request: min(pools.decode.hold_seconds(request), pools.prefill.hold_seconds(request)),
         )
         for each in (pools.prefill, pools.decode):
             each.on_release = self.admission.notify
