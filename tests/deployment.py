@@ -51,12 +51,12 @@ _QUIET_WITHIN_SECONDS = 2.0
 _SETTINGS: dict[str, dict[str, object]] = {
     "retry": {"base_delay_seconds": 0.0, "max_delay_seconds": 0.0},
     "timeouts": {
-        "connect_seconds": 5.0,
-        "prefill_seconds": 5.0,
-        "handoff_seconds": 5.0,
-        "first_token_seconds": 5.0,
-        "answer_seconds": 5.0,
-        "idle_seconds": 5.0,
+        "connect_seconds": 30.0,
+        "prefill_seconds": 30.0,
+        "handoff_seconds": 30.0,
+        "first_token_seconds": 30.0,
+        "answer_seconds": 30.0,
+        "idle_seconds": 30.0,
     },
     "admission": {"wait_seconds": 0.5},
     "resume": {"deadline_seconds": 0.5},

@@ -252,7 +252,7 @@ def timeouts(connector: str, failure: Case) -> dict[str, Any]:
     if connector not in SEQUENTIAL and (names or failure.action == "missing_kv_params"):
         names = ["prefill", "handoff", "first_token", "answer", "idle"]
     # They are those of the request behind it, too, which is to be answered on a busy machine.
-    seconds = 0.08 if connector in SEQUENTIAL else 0.25
+    seconds = 0.5 if connector in SEQUENTIAL else 1.0
     sections: dict[str, Any] = {"timeouts": {f"{name}_seconds": seconds for name in names}}
     layerwise = {"layerwise": {"callback_seconds": seconds}}
     return sections | (layerwise if names and connector == "ascend_layerwise" else {})

@@ -165,7 +165,7 @@ async def test_what_fails_comes_to_the_same(
         gateway.expects_inexact_pins = True
         gateway.expects_resent = True
 
-    short = {f"{stage}_seconds": 0.1 for stage in ("prefill", "handoff", "first_token", "answer", "idle")}
+    short = {f"{stage}_seconds": 0.5 for stage in ("prefill", "handoff", "first_token", "answer", "idle")}
     await roads.take(
         *(talk, 2, 2),
         connector=connector,

@@ -41,16 +41,18 @@ async def test_each_connection_that_is_told_to_end_does_also_if_their_requests_h
     async def talk(clients: Clients) -> None:
         gateway = clients.gateway
         lines = [await clients.connect() for _ in range(2)]
-        gateway.prefillers[0].faults.add("slow_headers", seconds=0.05, times=2)
+        gateway.prefillers[0].faults.add("slow_headers", seconds=1.0, times=2)
         for number, line in enumerate(lines, 1):
             line.send(raw(body, X_Request_Id="r-0"))
             await gateway.prefillers[0].wait_until(lambda state, number=number: state.live == number)
-        gateway.worker.front.close_after_each_answer = True
+        gateway.worker.drain.is_draining = gateway.worker.front.close_after_each_answer = True  # as at its end
         for line in lines:
             await line.answer()
             await line.is_closed()
 
-    await roads.take(talk, is_fast=2, unordered=True, resume={"mode": "off"})
+    # A policy that holds no prompt back, so that both are under way at one time.
+    balance = {"prefill_policy": "least_tokens"}
+    await roads.take(talk, is_fast=2, unordered=True, resume={"mode": "off"}, balance=balance)
 
 
 @pytest.mark.parametrize("body", [STREAM, WHOLE], ids=["stream", "whole"])

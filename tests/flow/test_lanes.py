@@ -19,6 +19,8 @@ from tests.asking import until
 from tests.deployment import Deployment, generations, releases
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from proxy.backend import Backend
     from tests.conftest import Deploy
 
@@ -244,18 +246,26 @@ def models_asked(engine: SimulatedEngine) -> int:
     return sum(seen.path == "/v1/models" for seen in engine.requests)
 
 
+async def until_asked(gateway: Deployment, condition: Callable[[], bool]) -> None:
+    """Have the engines asked for their models until a condition holds. A round may have begun before."""
+    while not condition():
+        await gateway.worker.prober.refresh_models(is_patient=True)
+
+
 async def test_an_adapter_of_some_engines_is_found_where_others_differ_in_adapters(deploy: Deploy) -> None:
     """Names that engines do not list go to any engine there, and are no reason to wait."""
     prefillers, decoders = engines("prefill", "a", "a"), engines("decode", "a", "a")
     gateway = await deploy(prefillers, decoders)
     for engine in (prefillers[0], decoders[0]):
         engine.options.adapters.append("y")
-    await gateway.worker.prober.refresh_models(is_patient=True)
-    assert is_mixed(gateway)
+    await until_asked(gateway, lambda: is_mixed(gateway))
     assert (await gateway.ask(chat("anything"))).error["type"] == "NotFoundError", "an engine says so"
     for engine in (prefillers[1], decoders[1]):
         engine.options.adapters.append("x")
-    await gateway.worker.prober.refresh_models(is_patient=True)
+    asked = list(map(models_asked, gateway.engines))
+    await until_asked(
+        gateway, lambda: all(models_asked(e) > n + 1 for e, n in zip(gateway.engines, asked, strict=True))
+    )
     for _ in range(4):
         assert (await gateway.ask(chat("x"))).status == 200
     assert not seen_model(prefillers[0], "x")

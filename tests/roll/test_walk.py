@@ -29,7 +29,7 @@ PROBED: dict[str, Any] = {
     "rise": 1,
     "slow_start_seconds": 0.0,
 }
-SOON: dict[str, Any] = {"evacuate_after_seconds": 0.0, "ready_seconds": 10.0, "settle_seconds": 0.0}
+SOON: dict[str, Any] = {"evacuate_after_seconds": 0.0, "ready_seconds": 60.0, "settle_seconds": 0.0}
 BODY = request(Api.CHAT, stream=True, max_tokens=60)
 
 
@@ -63,7 +63,7 @@ class Roll:
         if self.fails:
             raise RollStopped("the hook failed")
         self.while_away()
-        asyncio.run_coroutine_threadsafe(self._engines[address].restart(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._engines[address].restart(), self._loop).result(60)
         self.restarts.append(address)
 
     async def goes(self, only: tuple[str, ...] = ()) -> None:
@@ -77,14 +77,14 @@ async def memberships(gateway: Deployment) -> list[str]:
 
 
 @asynccontextmanager
-async def load(gateway: Deployment, streams: int) -> AsyncIterator[list[Answer]]:
-    """So many clients that ask again and again until the end of the block; the answers so far."""
+async def load(gateway: Deployment, streams: int, **fields: Any) -> AsyncIterator[list[Answer]]:
+    """Clients that ask again and again until the end of the block; the answers so far."""
     answers: list[Answer] = []
     is_over = False
 
     async def client() -> None:
         while not is_over:
-            answers.append(await gateway.ask(BODY))
+            answers.append(await gateway.ask({**BODY, **fields}))
 
     clients = [asyncio.create_task(client()) for _ in range(streams)]
     await until(lambda: sum(engine.state.live for engine in gateway.decoders) == streams, "all streams")
@@ -123,7 +123,7 @@ async def test_it_is_stopped_while_an_instance_drains_and_is_taken_up_again(depl
     gateway = await deploy(1, [slow(), slow()], health=PROBED)
     first, second = map(name_of, gateway.decoders)
     roll = Roll(gateway, tmp_path / "state", evacuate_after_seconds=None)
-    async with load(gateway, 2):
+    async with load(gateway, 2, max_tokens=600):  # so long that the drain is seen on a slow machine, too
         going = asyncio.create_task(roll.goes((second,)))
         async with asyncio.timeout(60):
             while await memberships(gateway) != ["enabled", "disabled"]:
