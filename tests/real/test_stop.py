@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.real.answers import CHAT, COMPLETIONS, ask, assemble, assert_seamless, events, request
+from tests.real.answers import CHAT, COMPLETIONS, ask, assemble, assert_seamless, difference, events, request
 from tests.real.cluster import total, wait_until
 
 if TYPE_CHECKING:
@@ -60,12 +60,14 @@ def test_answers_of_a_decoder_that_is_stopped_are_continued(
     alone = [ask(cluster.single.port, path, **fields) for path, fields in bodies]
     seen = []
     for victim in cluster.decoders:
-        seen.append(interrupt(cluster, bodies, alone, lambda victim=victim: stop(victim)))
-        print(f"  {victim.name}: {seen[-1]}", flush=True)
-        victim.kill()
-        victim.start()
-        victim.wait_until_ready("/health")
-        wait_until(lambda: is_used_again(cluster), "the gateway uses the engine again")
+        try:
+            seen.append(interrupt(cluster, bodies, alone, lambda victim=victim: stop(victim)))
+            print(f"  {victim.name}: {seen[-1]}", flush=True)
+        finally:
+            victim.kill()
+            victim.start()
+            victim.wait_until_ready("/health")
+            wait_until(lambda: is_used_again(cluster), "the gateway uses the engine again")
     show(f"{len(seen)} x {ANSWERS} answers equal; {'; '.join(seen)}")
 
 
@@ -84,8 +86,10 @@ def interrupt(
         stop()
         stopped_at = time.monotonic()
         answers = [task.result() for task in asking]
-    wrong = [number for number, answer in enumerate(answers) if answer != alone[number]]
-    assert not wrong, f"answers {wrong} differ"
+    wrong = {
+        number: difference(answer, alone[number]) for number, answer in enumerate(answers) if answer != alone[number]
+    }
+    assert not wrong
     resumed = resumes(cluster) - before
     assert resumed, "the signal came too late"
     gaps = [later - earlier for arrivals in streams for earlier, later in pairwise(arrivals) if later > stopped_at]
