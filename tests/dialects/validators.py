@@ -208,17 +208,6 @@ def check_chat(told: Any) -> None:
     assert told["choices"]
 
 
-def check_assembled_chat(told: Any) -> None:
-    """Assert that a chat was put together whole."""
-    (choice,) = told["choices"]
-    message = choice["message"]
-    assert isinstance(message["content"], str | None)
-    for call in message.get("tool_calls") or ():
-        assert call["id"]
-        assert call["function"]["name"]
-        assert isinstance(call["function"]["arguments"], str)
-
-
 def check_chat_events(answer: Answer) -> None:
     """Assert that a stream ends with `[DONE]`, or with one error event. The engine's own events are not judged."""
     told = [event for event in answer.body.replace(b"\r\n", b"\n").split(b"\n\n") if event.startswith(b"data: ")]
