@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from proxy.roll.gateways import GatewayTrouble, lost_without
+from proxy.terms import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -156,7 +157,7 @@ class Walk:
         if self._is_stopping:
             raise RollStopped("stopped by hand")
         if (failures := self._gateways.failures()) > self._limits.max_failures:
-            raise RollStopped(f"clients have seen {failures} requests fail since it began")
+            raise RollStopped(f"clients have seen {counted(failures, 'request')} fail since it began")
 
     # What is looked at
 

@@ -274,7 +274,8 @@ def got(answer: Answer) -> Any:
         "last_counts": next((chunk.get("usage") for chunk in reversed(with_choices)), None),
         "usage_comes_last": all(chunk["choices"] for chunk in chunks[:-1]),
         "prompt_ids": [ids for chunk in chunks if (ids := chunk.get("prompt_token_ids"))],
-        "members": set().union(*chunks) - {"system_fingerprint"},  # comes with a finish, unless the gateway made it
+        # The first comes with a finish, unless the gateway made it, and the second is not for clients.
+        "members": set().union(*chunks) - {"system_fingerprint", "kv_transfer_params"},
     }
 
 

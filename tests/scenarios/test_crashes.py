@@ -29,7 +29,7 @@ async def test_an_answer_survives_a_decoder_that_is(
     async with AsyncExitStack() as stack:
         mortal = await stack.enter_async_context(mock_engine("decode", "--decode-step-ms", "2"))
         engines = ("--prefill", prefiller.url, "--decode", mortal.url, "--decode", decoder.url)
-        program = await stack.enter_async_context(gateway(*engines, PROXY_TIMEOUTS__IDLE_SECONDS="0.2"))
+        program = await stack.enter_async_context(gateway(*engines, PROXY_TIMEOUTS__IDLE_SECONDS="2"))
         async with session.post(program.url + Api.CHAT.path, json=BODY) as response:
             await response.content.readuntil(b"\n\n")
             mortal.signal(number)
