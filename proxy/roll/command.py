@@ -68,9 +68,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
             walk.run(planned)
         finally:
             signal.signal(signal.SIGINT, before)
-        print(
-            f"all {len(planned)} are restarted; clients have seen {counted(gateways.failures(), 'request')} fail meanwhile"
-        )
+        failed = counted(gateways.failures(), "request")
+        print(f"all {len(planned)} are restarted; clients have seen {failed} fail meanwhile")
         return 0
     except (RollStopped, GatewayTrouble) as error:
         return _tell_end(str(error), progress)
