@@ -17,7 +17,7 @@ from proxy.errors import BadRequest, UpstreamError
 from proxy.wire.chat_members import (
     ToolCall,
     ToolCalls,
-    Unreadable,
+    UnreadableMember,
     object_of,
     objects_of,
     reasoning_of,
@@ -91,7 +91,7 @@ class Translated(ChatCompletions):
         super().check_answer(response, values)
         try:
             Completion.read(values)
-        except Unreadable as odd:
+        except UnreadableMember as odd:
             raise response.unreadable(f"answered with a message that cannot be translated: {odd}") from None
 
     def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[Whole]) -> bytes:
@@ -105,7 +105,7 @@ class Translated(ChatCompletions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
+class CompletionHead:
     """The members of a chat completion that say which one it is. One of another type counts as missing."""
 
     name: str
@@ -115,7 +115,7 @@ class Head:
     """In seconds since 1970; 0: the engine did not tell."""
 
     @classmethod
-    def read(cls, payload: Mapping[str, Any]) -> Head:
+    def read(cls, payload: Mapping[str, Any]) -> CompletionHead:
         """Of a chat completion or one of its chunks."""
         name, model, created = payload.get("id"), payload.get("model"), payload.get("created")
         return cls(
@@ -129,7 +129,7 @@ class Head:
 class Completion:
     """A chat completion with one choice, whose members have the types that they should have."""
 
-    head: Head
+    head: CompletionHead
     reasoning: str
     content: str
     calls: Sequence[ToolCall]
@@ -140,12 +140,12 @@ class Completion:
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Completion:
-        """Read an engine's answer. Raises Unreadable."""
+        """Read an engine's answer. Raises UnreadableMember."""
         choice = _only_choice(values)
         told = object_of(choice.get("message"), "message")
         usage = values.get("usage")
         return cls(
-            head=Head.read(values),
+            head=CompletionHead.read(values),
             reasoning=reasoning_of(told),
             content=text_of(told.get("content"), "content"),
             calls=whole_calls(told.get("tool_calls")),
@@ -158,7 +158,7 @@ class Completion:
 def _only_choice(payload: Mapping[str, Any]) -> dict[str, Any]:
     choices = payload.get("choices")
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise Unreadable("choices is no list of one object")
+        raise UnreadableMember("choices is no list of one object")
     return choices[0]
 
 
@@ -242,7 +242,7 @@ class Parts(ABC):
             self.anew(attempt)
 
     def render(self, payload: dict[str, Any]) -> bytes:
-        """See UnitRendering. Raises Unreadable."""
+        """See UnitRendering. Raises UnreadableMember."""
         events: list[bytes] = []
         try:
             choice = _only_choice(payload)
@@ -261,7 +261,7 @@ class Parts(ABC):
                 self.matched_stop = matched_stop(choice)
                 events.append(self._start())
                 self._advance(events, at_end=True)
-        except Unreadable:
+        except UnreadableMember:
             self.unsent = events
             raise
         return b"".join(events)
@@ -354,7 +354,7 @@ class Parts(ABC):
             part = self._parts_of_calls[call.number]
         if part.has_ended:
             if text.strip():
-                raise Unreadable("a tool call went on after its arguments had ended")
+                raise UnreadableMember("a tool call went on after its arguments had ended")
             return
         if part is not self._open:
             part.held.append(text)
@@ -364,7 +364,7 @@ class Parts(ABC):
             self._advance(events)
 
     def _advance(self, events: list[bytes], *, at_end: bool = False) -> None:
-        """Give out the parts that wait, up to one that cannot end or begin yet. Raises Unreadable."""
+        """Give out the parts that wait, up to one that cannot end or begin yet. Raises UnreadableMember."""
         waiting = self._waiting
         while waiting:
             part, before = waiting[0], self._open
@@ -373,7 +373,7 @@ class Parts(ABC):
             if part.call is not None:
                 if not part.call.name:
                     if at_end:
-                        raise Unreadable("a tool call has no name")
+                        raise UnreadableMember("a tool call has no name")
                     return
                 part.id, part.name = call_id(part.call), part.call.name
             waiting.popleft()

@@ -14,7 +14,7 @@ from proxy.flow.token_clock import TokenClock
 from proxy.flow.whole_body import check_answer
 from proxy.resume.engine import Watch
 from proxy.resume.vllm import VLLM
-from proxy.wire.chat_members import Unreadable
+from proxy.wire.chat_members import UnreadableMember
 from proxy.wire.document import REMOVED, Document, joined
 from proxy.wire.openai import Api
 from proxy.wire.python_json import dumps, loads, utf8
@@ -179,7 +179,7 @@ class AssembledBody(_Relayed):
         await self._relay(Relay(attempt, self.delivery, guard), attempt)
         try:
             self._dialect.check_answer(attempt.response, self.values())
-        except Unreadable as odd:
+        except UnreadableMember as odd:
             raise attempt.response.unreadable(f"sent an answer that cannot be read: {odd}") from None
 
     @property

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from proxy.wire.chat_members import Unreadable, named, object_of
+from proxy.wire.chat_members import UnreadableMember, named, object_of
 from proxy.wire.ids import new_id
 from proxy.wire.openai import Api
 
@@ -29,7 +29,7 @@ class Assembly:
         self._logprobs: dict[str, list[Any]] | None = None
 
     def add(self, payload: dict[str, Any]) -> bytes:
-        """Take the next chunk. Nothing of it goes to the client yet. Raises Unreadable."""
+        """Take the next chunk. Nothing of it goes to the client yet. Raises UnreadableMember."""
         for choice in payload["choices"]:
             self._last_choice = choice
             if choice.get("logprobs") is not None:
@@ -88,9 +88,9 @@ class Assembly:
     def _add_logprobs(self, told: object) -> None:
         logprobs = object_of(told, "logprobs")
         if not all(entries is None or isinstance(entries, list) for entries in logprobs.values()):
-            raise Unreadable("a member of logprobs is no list")
+            raise UnreadableMember("a member of logprobs is no list")
         if not all(isinstance(token, str) for token in logprobs.get("tokens") or ()):
-            raise Unreadable("a token of logprobs is no text")
+            raise UnreadableMember("a token of logprobs is no text")
         if self._logprobs is None:
             self._logprobs = {name: list(entries) for name, entries in logprobs.items() if entries is not None}
             return

@@ -14,7 +14,7 @@ from proxy.resume.recomputed import unfinished, withhold, without_tool_calls
 from proxy.resume.transcript import Transcript
 from proxy.resume.vllm import VLLM
 from proxy.terms import Action
-from proxy.wire.chat_members import Unreadable
+from proxy.wire.chat_members import UnreadableMember
 from proxy.wire.openai import data_event, with_prompt_details
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ class Delivery:
         """
         try:
             return self.transcript.take(choice, ids)
-        except Unreadable:
+        except UnreadableMember:
             if self._whole is not None:
                 raise
             self.lose_track()

@@ -14,7 +14,7 @@ from proxy.errors import Failure
 from proxy.flow.bypass import Bypass
 from proxy.flow.guard import UNWRITABLE, report
 from proxy.resume.overlap import Mismatch
-from proxy.wire.chat_members import Unreadable
+from proxy.wire.chat_members import UnreadableMember
 from proxy.wire.engine_members import names_engine_members
 from proxy.wire.sse import EventSplitter, EventTooLong
 
@@ -176,7 +176,7 @@ class Relay(Bypass):
             except Mismatch:
                 fail = self._attempt.response.fail
                 self._end(fail(Failure.NOT_RESUMED, "did not continue the answer it was given"))
-            except Unreadable as odd:
+            except UnreadableMember as odd:
                 self._end_unreadable(f"sent an event that cannot be read: {odd}")
             except Exception as error:
                 report(error)

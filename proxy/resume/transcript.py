@@ -6,7 +6,7 @@ from array import array
 from typing import TYPE_CHECKING, Any
 
 from proxy.dialects.grammars import UNRECOGNISED, grammar_of
-from proxy.wire.chat_members import ToolCalls, Unreadable, objects_of, text_of
+from proxy.wire.chat_members import ToolCalls, UnreadableMember, objects_of, text_of
 from proxy.wire.python_json import utf8, utf8_text
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Transcript:
         return bool(self._texts or self._content or self._reasoning or self.tools)
 
     def take(self, choice: dict[str, Any], ids: list[int] | None) -> bool:
-        """Add one chunk's choice, which stands for these token ids. True when it shows anything. Raises Unreadable."""
+        """Add one chunk's choice with its token ids, and return whether it shows anything. Raises UnreadableMember."""
         if self._texts:
             self.settle()
         before = len(self._ids)
@@ -119,7 +119,7 @@ class Transcript:
                     self._offsets += offsets[-len(ids) :]
                     self._offset_end = offsets[-1] + len(choice["logprobs"]["tokens"][-1])
             except (AttributeError, LookupError, OverflowError, TypeError):
-                raise Unreadable("token_ids or logprobs are not those of tokens") from None
+                raise UnreadableMember("token_ids or logprobs are not those of tokens") from None
         delta = choice.get("delta")
         if delta is None:
             text = choice.get("text")
@@ -130,7 +130,7 @@ class Transcript:
             except (AttributeError, UnicodeEncodeError):
                 self._content += utf8(text_of(text, "text"))
         elif delta.__class__ is not dict:  # to ask isinstance would be a call for each token
-            raise Unreadable("delta is no object")
+            raise UnreadableMember("delta is no object")
         elif not self._take_delta(delta, before):
             return False
         self._chunk_start = before

@@ -22,7 +22,7 @@ _IN_STRING: Final = re.compile(rb'["\\]')
 _OUTSIDE: Final = re.compile(rb'["{}\[\]]')
 
 
-class Unreadable(Exception):
+class UnreadableMember(Exception):
     """A member of an engine's answer has a form that no engine is known to write; the message names the member."""
 
 
@@ -30,7 +30,7 @@ class Unreadable(Exception):
 
 
 def text_of(value: object, name: str) -> str:
-    """The text of the member `name`: a string, nothing, or parts that have text. Raises Unreadable."""
+    """The text of the member `name`: a string, nothing, or parts that have text. Raises UnreadableMember."""
     if type(value) is str:
         return value
     if value is None:
@@ -39,32 +39,32 @@ def text_of(value: object, name: str) -> str:
         return "".join(text_of(part, name) for part in value)
     if isinstance(value, dict) and isinstance(text := value.get("text"), str):
         return text
-    raise Unreadable(f"{name} is neither text nor parts with text")
+    raise UnreadableMember(f"{name} is neither text nor parts with text")
 
 
 def reasoning_of(told: Mapping[str, Any]) -> str:
-    """The reasoning of a message or delta, which engines give one of two names. Raises Unreadable."""
+    """The reasoning of a message or delta, which engines give one of two names. Raises UnreadableMember."""
     return text_of(told.get("reasoning") or told.get("reasoning_content"), "reasoning")
 
 
 def object_of(value: object, name: str) -> dict[str, Any]:
-    """The member `name`, which is an object or missing. Raises Unreadable."""
+    """The member `name`, which is an object or missing. Raises UnreadableMember."""
     if value is None:
         return {}
     if isinstance(value, dict):
         return value
-    raise Unreadable(f"{name} is no object")
+    raise UnreadableMember(f"{name} is no object")
 
 
 def objects_of(value: object, name: str) -> list[dict[str, Any]]:
-    """The member `name`, which is a list of objects, one object, or missing. Raises Unreadable."""
+    """The member `name`, which is a list of objects, one object, or missing. Raises UnreadableMember."""
     if value is None:
         return []
     if isinstance(value, dict):
         return [value] if value else []
     if isinstance(value, list) and all(isinstance(each, dict) for each in value):
         return value
-    raise Unreadable(f"{name} is no list of objects")
+    raise UnreadableMember(f"{name} is no list of objects")
 
 
 # Tool calls
@@ -153,7 +153,7 @@ class ToolCalls:
         """The latest call by index and id, and by index alone, which is the empty id."""
 
     def take(self, fragment: Mapping[str, Any]) -> tuple[ToolCall, str]:
-        """Add a fragment: its call, and what it adds to the arguments. Raises Unreadable."""
+        """Add a fragment: its call, and what it adds to the arguments. Raises UnreadableMember."""
         index = _index(fragment.get("index"))
         call_id = _id(fragment.get("id"))
         function = object_of(fragment.get("function"), "the function of a tool call")
@@ -161,7 +161,7 @@ class ToolCalls:
         if name is None:
             name = ""
         elif not isinstance(name, str):
-            raise Unreadable("the name of a tool call is not text")
+            raise UnreadableMember("the name of a tool call is not text")
         arguments = arguments_text(function.get("arguments"))
         latest = self._latest
         call = latest.get((index, call_id)) if call_id else None
@@ -171,7 +171,7 @@ class ToolCalls:
                 call = None
         if call is None:
             if len(self.calls) >= _MAX_TOOL_CALLS:
-                raise Unreadable(f"the answer has more than {_MAX_TOOL_CALLS} tool calls")
+                raise UnreadableMember(f"the answer has more than {_MAX_TOOL_CALLS} tool calls")
             call = ToolCall(len(self.calls), index, call_id, name)
             self.calls.append(call)
             latest[index, ""] = call
@@ -203,7 +203,7 @@ def _begins_another(call: ToolCall, index: int | None, call_id: str, name: str, 
 
 
 def whole_calls(told: object) -> list[ToolCall]:
-    """The tool calls of a whole message, each of which is an element of its own. Raises Unreadable."""
+    """The tool calls of a whole message, each of which is an element of its own. Raises UnreadableMember."""
     found: list[ToolCall] = []
     for each in objects_of(told, "tool_calls"):
         call, _ = ToolCalls().take(each)
@@ -213,33 +213,33 @@ def whole_calls(told: object) -> list[ToolCall]:
 
 
 def named(calls: list[ToolCall]) -> list[ToolCall]:
-    """The calls, each of which has a name. Raises Unreadable if one has none."""
+    """The calls, each of which has a name. Raises UnreadableMember if one has none."""
     for call in calls:
         if not call.name:
-            raise Unreadable("a tool call has no name")
+            raise UnreadableMember("a tool call has no name")
     return calls
 
 
 def _index(told: object) -> int | None:
-    """The index of a fragment, however it is spelled. Raises Unreadable."""
+    """The index of a fragment, however it is spelled. Raises UnreadableMember."""
     if told is None or type(told) is int:
         return told
     if isinstance(told, float) and told.is_integer():
         return int(told)
     if isinstance(told, str) and told.isascii() and told.isdecimal():
         return int(told[:18])
-    raise Unreadable("the index of a tool call is no number")
+    raise UnreadableMember("the index of a tool call is no number")
 
 
 def _id(told: object) -> str:
-    """The id of a fragment; empty: it has none. Raises Unreadable."""
+    """The id of a fragment; empty: it has none. Raises UnreadableMember."""
     if type(told) is str:
         return told
     if told is None:
         return ""
     if type(told) is int:
         return str(told)
-    raise Unreadable("the id of a tool call is no text")
+    raise UnreadableMember("the id of a tool call is no text")
 
 
 # Arguments

@@ -14,7 +14,7 @@ from proxy.dialects.segment import Meaning, Segment
 from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery
 from proxy.settings import Cost
-from proxy.wire.chat_members import Unreadable
+from proxy.wire.chat_members import UnreadableMember
 from proxy.wire.openai import Api
 from proxy.wire.sse import Event, EventSplitter
 from proxy.wire.token import Shape
@@ -69,7 +69,7 @@ def delivered(
                 continue
         try:
             output = b"".join(parsed(delivery, segment, event) for event in EventSplitter().feed(raw))
-        except Unreadable:  # the Relay ends such an answer
+        except UnreadableMember:  # the Relay ends such an answer
             client.written.append(b"odd")
             break
         if output and whole is None:

@@ -12,7 +12,7 @@ from proxy.dialects.segment import Meaning
 from proxy.dialects.translated import Completion, Parts
 from proxy.errors import BadRequest, GatewayError
 from proxy.settings import Cost
-from proxy.wire.chat_members import Unreadable
+from proxy.wire.chat_members import UnreadableMember
 from proxy.wire.python_json import dumps, loads
 from proxy.wire.sse import EventSplitter
 from tests.asking import Answer
@@ -75,7 +75,7 @@ def _check_stream(dialect: Translated, call: Call, raw: bytes) -> None:
             return
         output.append(rendering.ending([segment.usage], {}))
         is_whole = True
-    except Unreadable:
+    except UnreadableMember:
         output.append(rendering.error_event(GatewayError("the answer cannot be read")))
         is_whole = False
     except GatewayError as error:
@@ -94,6 +94,6 @@ def _check_whole(dialect: Translated, call: Call, raw: bytes) -> None:
         return
     try:
         told = dumps(dialect.answer(call, Completion.read(values)))
-    except (Unreadable, GatewayError):
+    except (UnreadableMember, GatewayError):
         return
     check(dialect.path, Answer(200, {}, told, is_whole=True), streams=False)

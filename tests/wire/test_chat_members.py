@@ -15,7 +15,7 @@ from proxy.wire.chat_members import (
     JsonNesting,
     LegalStrings,
     ToolCalls,
-    Unreadable,
+    UnreadableMember,
     as_object,
     text_of,
     whole_calls,
@@ -114,18 +114,18 @@ def test_tool_calls_collect_fragments_in_every_order(
     [fragment([0]), fragment(0, {}), fragment(0, "a", 7), {"index": 0, "function": "f"}, fragment(True), fragment(0.5)],
 )
 def test_tool_calls_reject_what_no_engine_writes(told: dict[str, Any]) -> None:
-    with pytest.raises(Unreadable):
+    with pytest.raises(UnreadableMember):
         collected(told)
 
 
 def test_tool_calls_are_bounded() -> None:
-    with pytest.raises(Unreadable):
+    with pytest.raises(UnreadableMember):
         collected(*(fragment(index, "a", "f") for index in range(5000)))
 
 
 @pytest.mark.parametrize("told", ["f", [7], [{"id": "a", "function": None}], [{"function": {"arguments": "{}"}}]])
 def test_whole_calls_need_a_name(told: Any) -> None:
-    with pytest.raises(Unreadable):
+    with pytest.raises(UnreadableMember):
         whole_calls(told)
 
 
@@ -145,7 +145,7 @@ def test_text_of_joins_parts(told: Any, expected: str) -> None:
 
 @pytest.mark.parametrize("told", [7, True, {}, {"text": 7}, [{"type": "image_url"}]])
 def test_text_of_rejects_members_without_text(told: Any) -> None:
-    with pytest.raises(Unreadable):
+    with pytest.raises(UnreadableMember):
         text_of(told, "content")
 
 

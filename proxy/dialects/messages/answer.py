@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from proxy.dialects.messages import errors
-from proxy.dialects.translated import Head, Kind, Part, Parts, call_id, event
+from proxy.dialects.translated import CompletionHead, Kind, Part, Parts, call_id, event
 from proxy.errors import UnknownFinish
 from proxy.usage import counts
 from proxy.wire.chat_members import JsonNesting, LegalStrings, as_object, is_object
@@ -78,7 +78,8 @@ class MessageEvents(Parts):
         usage = {**_usage(self._prompt_usage), "output_tokens": 0}
         unknown: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return event(
-            "message_start", {"type": "message_start", "message": {**_head(self._call, Head.read(payload)), **unknown}}
+            "message_start",
+            {"type": "message_start", "message": {**_head(self._call, CompletionHead.read(payload)), **unknown}},
         )
 
     def opened(self, part: Part) -> bytes:
@@ -129,7 +130,7 @@ class MessageEvents(Parts):
         return b"".join((*self.unsent, event("error", errors.error(error))))
 
 
-def _head(call: Call, head: Head) -> dict[str, Any]:
+def _head(call: Call, head: CompletionHead) -> dict[str, Any]:
     return {"id": f"msg_{head.name}", "type": "message", "role": "assistant", "model": call.model or head.model}
 
 

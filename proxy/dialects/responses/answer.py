@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy.dialects.responses.items import sealed
 from proxy.dialects.responses.tools import ToolKind, as_search, as_text
-from proxy.dialects.translated import Head, Kind, Part, Parts, call_id, event, words
+from proxy.dialects.translated import CompletionHead, Kind, Part, Parts, call_id, event, words
 from proxy.usage import counts
 from proxy.wire.finish import is_whole
 from proxy.wire.ids import new_id
@@ -60,7 +60,7 @@ class ResponseEvents(Parts):
 
     def started(self, payload: dict[str, Any]) -> bytes:
         """The response as far as it is known."""
-        self._head = _head(self._call, self._asked, Head.read(payload))
+        self._head = _head(self._call, self._asked, CompletionHead.read(payload))
         unknown = {**self._head, "status": "in_progress", "output": [], "error": None, "incomplete_details": None}
         unknown |= {"usage": None, "completed_at": None}
         return self._event("response.created", response=unknown) + self._event("response.in_progress", response=unknown)
@@ -122,7 +122,7 @@ class ResponseEvents(Parts):
         """`response.failed`."""
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         failed = {"status": "failed", "error": {"code": code, "message": words(error)}, "output": self._output}
-        head = self._head or _head(self._call, self._asked, Head.read({}))
+        head = self._head or _head(self._call, self._asked, CompletionHead.read({}))
         last = self._event("response.failed", response={**head, **failed, "usage": None})
         return b"".join((*self.unsent, last))
 
@@ -193,7 +193,7 @@ def _content(part: Part) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _head(call: Call, asked: Asked, head: Head) -> dict[str, Any]:
+def _head(call: Call, asked: Asked, head: CompletionHead) -> dict[str, Any]:
     model = call.model or head.model
     return {"id": f"resp_{head.name}", "object": "response", "created_at": head.created, "model": model, **asked.echo}
 
