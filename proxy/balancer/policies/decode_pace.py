@@ -143,13 +143,6 @@ class DecodePace:
         slowness = self._slowness.get(backend, 0.0)
         return 1.0 if abs(slowness) < _EQUAL_SPEED else math.exp(slowness)
 
-    def lost_seconds(self, answers: int) -> float:
-        """Return what a decoder's answers lose together per token when one is added to this number of them."""
-        rates = self.rates
-        last = len(PLACES) - 1
-        before, after = rates[PLACES[min(answers, last)]], rates[PLACES[min(answers + 1, last)]]
-        return max(1 / after, (answers + 1) / after - answers / before) if after else float(answers)
-
     def forget(self, backend: Hashable) -> None:
         """Forget a backend that has left."""
         self._slowness.pop(backend, None)

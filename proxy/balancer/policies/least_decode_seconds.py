@@ -49,9 +49,11 @@ _KV_SHARE: Final = 0.1
 _TIE: Final = 1e-3
 _BELOW: Final = 1 - _TIE
 _AS_GOOD: Final = 1 + _TIE
-# The score of a decoder that has as many answers as it should is at least this, so it is chosen only if all have.
-# A decoder without KV memory comes last.
-_FULL_SCORE: Final = 1e6
+# Candidates of a higher tier get an answer only if there is none of a lower one. They have as many answers as were
+# tried lately, have all that they should have, or lack KV memory.
+_IS_TRIED: Final = 1
+_IS_SATURATED: Final = 2
+_LACKS_KV: Final = 3
 # An answer shorter than this shows little of how fast the next will be.
 _LEAST_TOKENS: Final = 8
 # The mean lengths of answers are learned by their limits, in powers of two: over about the last _LENGTHS, and used from
@@ -138,8 +140,6 @@ class _Bounds:
     kv: list[float]
     """The most KV tokens that each should hold."""
     slowness: list[float]
-    scout: int
-    """The place of the decoder that finds out what is not known."""
     has_kv: bool = False
     is_open: bool = False
     """None of them has any bound for choosing."""
@@ -177,7 +177,7 @@ class LeastDecodeSeconds(LeastTokens):
         pace, share = self.pace, _KV_SHARE / held
         slope, step = 2 * pace.slope, pace.step + pace.slope
         slowness, is_open = bounds.slowness, bounds.is_open
-        least = _ANY
+        least, best_tier = _ANY, _LACKS_KV
         equal: list[Candidate] = []
         seconds: list[float] = []
         for place, candidate in enumerate(candidates):
@@ -188,15 +188,11 @@ class LeastDecodeSeconds(LeastTokens):
             if percent != FULL:
                 load = (load + 1) * FULL / percent - 1
                 score = (step + slope * load) * slowness[place]
-            if not is_open:
-                if self._lacks_kv(bounds, place, answers, weight):
-                    score += 4 * _FULL_SCORE
-                elif answers >= bounds.most[place]:
-                    # Rather the answers of one decoder get slow than those of all: the next costs that one less.
-                    lost = pace.lost_seconds(answers) * slowness[place]
-                    score = _FULL_SCORE * (2 + lost / (1 + lost))
-                elif answers >= bounds.preferred[place]:
-                    score += _FULL_SCORE if place == bounds.scout else 1.5 * _FULL_SCORE
+            tier = 0 if is_open else self._tier(bounds, place, answers, weight)
+            if tier > best_tier:
+                continue
+            if tier < best_tier:
+                best_tier, least = tier, _ANY
             if score < least * _BELOW:
                 least, equal = score, [candidate]
             elif score <= least * _AS_GOOD:
@@ -204,6 +200,14 @@ class LeastDecodeSeconds(LeastTokens):
         is_equal = len(equal) > 1
         self.noted = running, seconds, is_equal
         return self._take_turn(equal) if is_equal else equal[0]
+
+    def _tier(self, bounds: _Bounds, place: int, answers: int, held: int) -> int:
+        """Return how little a candidate should get one more answer. Within a tier the least loaded one gets it."""
+        if self._lacks_kv(bounds, place, answers, held):
+            return _LACKS_KV
+        if answers >= bounds.most[place]:
+            return _IS_SATURATED
+        return _IS_TRIED if answers >= bounds.preferred[place] else 0
 
     def reason(self, noted: _Noted, backend: Backend) -> str:
         """See Policy."""
@@ -409,5 +413,4 @@ class LeastDecodeSeconds(LeastTokens):
             preferred=list(map(min, preferred, limits)),
             kv=[_ANY if each is None or each.kv_tokens is None else _FULL * each.kv_tokens for each in facts],
             slowness=[pace.slowness(backend.name) for backend in backends],
-            scout=scout,
         )

@@ -236,16 +236,26 @@ class LeastSeconds(LeastTokens):
         now = self.context.clock()
         waits = self._waits(prefillers, loads, now)
         free = list(map(self._is_free, candidates, prefillers, waits, loads))
-        gathers = [self._gathers(prefiller, now) for prefiller in prefillers]
+        is_open = list(map(self._has_room_in_step, prefillers))
+        gathers = [
+            has_room and prefiller.is_ending(now) for has_room, prefiller in zip(is_open, prefillers, strict=True)
+        ]
         share = len(self._asked) / len(prefillers)
         for place, request in enumerate(waiting):
             asked = self._asked.get(id(request.subject or request)) or ask(request)
             work = self._prefillers.work(prefillers, asked)
             scores, near = self._scores(waits, work)
+            # Nothing is gained by waiting for another prefiller where the prompt takes as long everywhere.
+            is_same = max(work) <= min(work) * (1 + _TIE_SHARE)
             best = [
                 prefillers[at]
                 for at, score in enumerate(scores)
-                if score <= near and (free[at] or (gathers[at] and self._joins(prefillers[at], work[at], share)))
+                if score <= near
+                and (
+                    free[at]
+                    or (is_same and is_open[at])
+                    or (gathers[at] and self._joins(prefillers[at], work[at], share))
+                )
             ]
             if best:
                 self._decided = request.subject or request, best
@@ -275,12 +285,14 @@ class LeastSeconds(LeastTokens):
             prefiller.under_way < concurrency.wanted or (prefiller.is_busy and not prefiller.computing)
         )
 
-    def _gathers(self, prefiller: Prefiller, now: float) -> bool:
-        """Whether a prefiller computes several prompts in one step, is about to begin the next, and has room in it."""
+    def _has_room_in_step(self, prefiller: Prefiller) -> bool:
+        """Whether a prefiller computes several prompts in one step, one after the other, and has room in the next."""
+        concurrency = prefiller.concurrency
         return (
             prefiller.shared_seconds > 0
             and prefiller.behind_tokens < prefiller.step_tokens
-            and prefiller.is_ending(now)
+            and bool(concurrency.is_orderly)
+            and concurrency.lanes == 1
         )
 
     def _joins(self, prefiller: Prefiller, seconds: float, share: float) -> bool:
@@ -307,9 +319,7 @@ class LeastSeconds(LeastTokens):
         free = list(map(self._is_free, candidates, prefillers, waits, loads))
         if False not in free:
             return True
-        if True in free or (self._asked and any(self._gathers(prefiller, now) for prefiller in prefillers)):
-            return None
-        return False
+        return None if True in free or any(map(self._has_room_in_step, prefillers)) else False
 
     @property
     def _crowding(self) -> float:

@@ -255,9 +255,3 @@ def test_answer_without_tokens_or_in_next_to_no_time_teaches_nothing() -> None:
     pace.learn("d", [], 5, 0.0)
     pace.learn("d", [(1, 1.0)], 0, 0.0)
     assert not pace.samples
-
-
-def test_answer_added_beyond_the_saturation_point_costs_less_where_there_are_some_already() -> None:
-    pace = taught(on_an_a3, 1, 12)
-    assert pace.lost_seconds(9) < pace.lost_seconds(8) / 2
-    assert DecodePace().lost_seconds(3) < DecodePace().lost_seconds(4), "nothing is known: fewest go first"

@@ -136,12 +136,21 @@ def test_decoder_at_its_saturation_point_has_no_room(decoders: Decoders) -> None
     assert decoders.begin().backend == leases[0].backend
 
 
-def test_requests_beyond_the_saturation_point_of_all_go_to_one_decoder(decoders: Decoders) -> None:
-    """An answer more costs a decoder least that is beyond its saturation point already."""
+def test_requests_beyond_the_saturation_point_of_all_are_spread(decoders: Decoders) -> None:
     decoders.teach()
     leases = [decoders.begin() for _ in range(19)]
     counts = [sum(lease.backend == backend for lease in leases) for backend in {lease.backend for lease in leases}]
-    assert sorted(counts) == [8, 11]
+    assert sorted(counts) == [9, 10]
+
+
+def test_requests_are_spread_where_all_decoders_have_what_was_tried(decoders: Decoders) -> None:
+    """The decoder that is to have fewer answers does not get all others."""
+    for _ in range(10):
+        decoders.write(4)
+    assert decoders.policy.pace.scout_prefers < 4
+    leases = [decoders.begin() for _ in range(60)]
+    counts = [sum(lease.backend == backend for lease in leases) for backend in {lease.backend for lease in leases}]
+    assert max(counts) <= 31
 
 
 def test_the_streams_of_other_workers_count(decoders: Decoders) -> None:

@@ -192,6 +192,8 @@ def test_requests_one_behind_the_other_are_not_thought_to_take_as_long_as_they_w
 
 def test_there_is_room_where_work_is_almost_done(prefillers: Prefillers) -> None:
     prefillers.teach()
+    for _ in range(20):
+        burst(prefillers, together=False)
     one_at_a_time(prefillers)
     assert prefillers.pool.has_room()
     for number in (1, 2):
@@ -480,12 +482,24 @@ def test_who_waits_goes_along_with_one_that_begins_next_if_that_spares_more_than
     for number in (3, 4):
         assert prefillers.pool.has_room()
         prefillers.begin(prompt(*range(100 * number, 100 * number + 4)))
-    assert not prefillers.pool.has_room(), "nobody waits whom that could spare anything"
-    waiting = prompt(*range(500, 500 + pieces))
+    waiting = prompt(*range(100, 104), *range(500, 500 + pieces))  # it takes less where the first one went
     prefillers.pool.work_seconds(waiting)
     assert prefillers.pool.has_room()
     assert (prefillers.pool.first_to_go([waiting]) == 0) is goes
     prefillers.pool.waits_no_more(waiting)
+
+
+def test_a_prompt_that_takes_as_long_everywhere_is_sent_into_the_next_step(prefillers: Prefillers) -> None:
+    """It would only come too late for that step if it waited in the gateway."""
+    teach_steps(prefillers)
+    one_at_a_time(prefillers)
+    for number in (1, 2):
+        prefillers.begin(prompt(*range(100 * number, 100 * number + 4)))
+    sent = 0
+    while prefillers.pool.first_to_go([prompt(start := 10**6 + 100 * sent, start + 1)]) == 0:
+        prefillers.begin(prompt(start, start + 1))
+        sent += 1
+    assert sent * 2 * PIECE >= 2 * 16_384, "until the next step of both has no room"
 
 
 def test_that_is_found_out_anew_now_and_then_and_of_a_new_process(prefillers: Prefillers) -> None:
