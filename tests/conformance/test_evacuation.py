@@ -230,7 +230,7 @@ async def test_an_engine_says_that_it_is_leaving(deploy: Deploy, is_heeded: bool
 async def test_a_sick_or_busy_engine_does_not_say_that_it_leaves(
     deploy: Deploy, failure: str, fields: dict[str, Any], times: int | None
 ) -> None:
-    gateway = await deploy(1, [slow(), slow()], health={**PROBED, "timeout_seconds": 0.05})
+    gateway = await deploy(1, [slow(), slow()], health={**PROBED, "timeout_seconds": 0.5})
     sick = gateway.decoders[0]
     body = request(Api.CHAT, stream=True, **LONG)
     asked = await answers_to(gateway, *[body] * 4)
