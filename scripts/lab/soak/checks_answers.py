@@ -52,6 +52,11 @@ def right_answers(evidence: Evidence) -> list[str]:
     finished -= Counter(
         leg.user for leg in decodes if leg.is_finished and leg.sent < last.get(leg.user, 0.0) <= leg.ended + skew
     )
+    # A whole answer is asked for again, once, if the engine's parser for streams has spoilt its tool calls.
+    whole = {answer.id for answer in evidence.answers if not answer.stream}
+    for line in evidence.ends:
+        if line["id"] in whole and line["units"] == units[line["id"]] + 1:
+            units[line["id"]] += 1
     wrong = [f"{a.id}: {a.problem}" for a in evidence.answers if a.outcome is Outcome.WRONG]
     return wrong + [
         f"{user}: {times} decodes succeeded for {units[user]} sequences"
