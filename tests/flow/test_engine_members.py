@@ -25,7 +25,7 @@ BODIES: dict[str, dict[str, Any]] = {
     messages.PATH: messages.story(),
     responses.PATH: responses.story(),
 }
-NAMES = (b"transfer_params", b"remote_", b"10.1.2.3", b"5600")
+NAMES = (b"transfer_params", b"remote_", b"10.1.2.3")
 FIELDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "ids": {"return_token_ids": True},
