@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 # The OpenAI SDK keeps to the millisecond what it is told: those who are refused together must not return together.
 RETRY_AFTER_SECONDS: Final = (1.0, 2.0)
 
+LONGEST_RETRY_AFTER_SECONDS: Final = 3600.0
+"""The longest Retry-After of an engine that is believed and passed on."""
+
 
 class GatewayError(Exception):
     """A failure with an HTTP answer. `retry_after_seconds` None means that retrying cannot help."""
@@ -209,7 +212,7 @@ class UpstreamError(GatewayError):
             self.retry_after_seconds = 1.0
         told = self.headers.get("retry-after", "")
         if self.is_backpressure and told.isascii() and told.isdigit():  # it could also be a date, which no engine sends
-            self.retry_after_seconds = float(told[:9])
+            self.retry_after_seconds = min(float(told), LONGEST_RETRY_AFTER_SECONDS)
 
     def as_given_up(self, reason: str, *, keeps_body: bool) -> UpstreamError:
         """This error as the client is told of it when its answer had begun and cannot be completed.

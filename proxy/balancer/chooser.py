@@ -52,6 +52,8 @@ class Chooser:
         self.use(policy)
         self.pressure_seconds = 0.0
         """How long a backend that ran out of KV memory is passed over."""
+        self.queues_refused = True
+        """Requests wait while all candidates refuse. Otherwise they go to one of them and get its refusal."""
         self.candidates: tuple[Candidate, ...] = ()
         self.looked: Looked | str = ""
         """What led to the last choice; see choice.Pick."""
@@ -69,6 +71,7 @@ class Chooser:
         self._open: tuple[Candidate, ...] = ()  # those that are not passed over, until `_open_until`
         self._open_until = math.inf
         self._refusing: frozenset[Backend] = frozenset()
+        self._closed_until = 0.0
         self._is_any_slow = False
 
     def consider(self, backends: Sequence[Backend], limits: Sequence[int | None]) -> None:
@@ -88,6 +91,9 @@ class Chooser:
         now, of = self._clock(), self.back_offs.of
         standings = [(candidate, of(candidate.backend)) for candidate in self.candidates]
         self._refusing = frozenset(candidate.backend for candidate, standing in standings if standing.refuses(now))
+        self._closed_until = min(
+            (s.closed_until for each, s in standings if each.backend in self._refusing), default=0.0
+        )
         self._open = tuple(
             candidate
             for candidate, standing in standings
@@ -120,6 +126,10 @@ class Chooser:
         """Whether all candidates would probably refuse a request now. False if there are none."""
         return not self._open_now and bool(self.candidates) and len(self._refusing) == len(self.candidates)
 
+    def refused_until(self) -> float:
+        """Return until when all candidates refuse requests by their own Retry-After; 0: some may take one sooner."""
+        return self._closed_until if self.refuse_all else 0.0
+
     def takes(self, avoid: Collection[Backend]) -> bool:
         """Whether some candidate that is not to be avoided would probably take a request now."""
         if self._open_now and not avoid:
@@ -145,7 +155,7 @@ class Chooser:
         """
         candidates: Sequence[Candidate] = self.candidates
         if (self.passes_over or self.changes[0] != self.seen_changes) and candidates:
-            if self.refuse_all:
+            if self.queues_refused and self.refuse_all:
                 return False
             candidates = self._not_passed_over(candidates)
         if self.holds_queue and candidates:
@@ -159,7 +169,7 @@ class Chooser:
         if not candidates:
             return True
         if self.passes_over or self.changes[0] != self.seen_changes:
-            if self.refuse_all:
+            if self.queues_refused and self.refuse_all:
                 return False
             candidates = self._not_passed_over(candidates)
         return self.policy.would_take(candidates)

@@ -50,6 +50,8 @@ class PoolLimits:
     """How long a backend that ran out of KV memory is passed over."""
     restart_seconds: float = 0.0
     """How long they are waited for when all are gone, see `Pool.is_restarting`."""
+    queues_refused: bool = True
+    """Whether requests wait while all of them refuse. Otherwise they go to one of them and get its refusal."""
 
 
 class Pool:
@@ -126,6 +128,7 @@ class Pool:
         """Take changed settings for the leases from now on."""
         self._limits = limits
         self._chooser.pressure_seconds = limits.pressure_seconds
+        self._chooser.queues_refused = limits.queues_refused
         self._on_change()
 
     @property
@@ -182,7 +185,15 @@ class Pool:
             return None
         is_refusing = self._chooser.back_offs.refuses
         now = self._clock()
-        return next((each for each in members.awaiting_trial if each not in avoid and not is_refusing(each, now)), None)
+        takes_any = not (members.eligible or self._limits.queues_refused)
+        return next(
+            (
+                backend
+                for backend in members.awaiting_trial
+                if backend not in avoid and (takes_any or not is_refusing(backend, now))
+            ),
+            None,
+        )
 
     def choose(self, request: PickRequest) -> Backend:
         """An eligible backend, of which nothing is to be told. Raises NoBackendAvailable."""
@@ -255,7 +266,7 @@ class Pool:
             if not self._all_on_probation_refuse():
                 return True
             if not members.eligible:
-                return False
+                return not self._limits.queues_refused
         return self._chooser.has_room(request)
 
     def refuse_all(self) -> bool:
@@ -265,6 +276,20 @@ class Pool:
         if members.awaiting_trial and not self._all_on_probation_refuse():
             return False
         return self._chooser.refuse_all if members.eligible else bool(members.awaiting_trial)
+
+    def refused_until(self) -> float:
+        """Return until when all backends that may get requests refuse them by their own Retry-After.
+
+        Returns:
+            Seconds of the clock; 0: some backend may take a request sooner, or there is none.
+        """
+        if not self.refuse_all():
+            return 0.0
+        of = self._chooser.back_offs.of
+        times = [of(backend).closed_until for backend in self._members.awaiting_trial]
+        if self._members.eligible:
+            times.append(self._chooser.refused_until())
+        return min(times)
 
     def takes(self, avoid: Collection[Backend]) -> bool:
         """Whether some eligible backend that is not to be avoided would probably take a request now."""

@@ -17,7 +17,7 @@ from proxy.errors import overloaded
 from proxy.flow.buffers import BodyBuffers
 from proxy.flow.lateness import Deadlines, DrainRate
 from proxy.flow.order import InTurn, Order, Waiter
-from proxy.flow.refusals import queue_full, queue_timeout, too_late, too_long_a_wait
+from proxy.flow.refusals import all_refuse, queue_full, queue_timeout, too_late, too_long_a_wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -74,13 +74,15 @@ class Admission:
         front: WorkerFront | None = None,
         would_take: Callable[[], bool] = lambda: False,
         hold_seconds: Callable[[PickRequest | None], float] = lambda _: math.inf,
+        refusing: Callable[[], tuple[Role, float] | None] = lambda: None,
     ) -> None:
         """`on_wait`: called with True when a first unit waits, and with False when none does any longer. Only
         in between `notify` has to be called. `line_up`: who says in which order they go; None: they go in turn.
         `answer_seconds`: what an answer probably takes of a decoder's time, for which its key is charged, too.
         `lower_priority_first`: so do engines read the body's `priority`. `front`: by which several queues are served as
         if they were one; None: there is no other. `would_take`: whether only a limit that was learned leaves no room.
-        Such a limit never refuses a unit, and `hold_seconds` says how long at most a request waits for it.
+        Such a limit never refuses a unit, and `hold_seconds` says how long at most a request waits for it. `refusing`:
+        a role all of whose backends refuse requests, and the clock's time until which they do so by their own words.
         """
         self._has_room = has_room
         self._absent = absent
@@ -92,6 +94,7 @@ class Admission:
         self._front = front
         self._would_take = would_take
         self._hold_seconds = hold_seconds
+        self._refusing = refusing
         self._let_go_at = -math.inf  # when to look again for units that have waited for too long
         self._metrics = metrics
         self._clock = clock
@@ -282,6 +285,9 @@ class Admission:
         """Why one that has just come need not wait; None: it may."""
         if waiter.late_at <= waiter.arrived:
             return too_late(waiter.wanted_seconds or 0.0)
+        refusing = self._refusing()
+        if refusing is not None and refusing[1] > waiter.arrived + self._wait_seconds:
+            return all_refuse(refusing[0], refusing[1] - waiter.arrived)
         if self._max_predicted_seconds is None or not self._lines or self._would_take():
             return None
         predicted = self._drain_rate.seconds(self._order.ahead(waiter), waiter.arrived)
@@ -374,10 +380,16 @@ class Admission:
 
     def _tick(self) -> None:
         self._timer = None
-        latest = self._clock() - self._wait_seconds
+        now = self._clock()
+        latest = now - self._wait_seconds
+        refusing = self._refusing()
+        # Who came before this waits in vain.
+        useless = latest if refusing is None else max(latest, refusing[1] - self._wait_seconds)
         try:
-            for waiter in list(takewhile(lambda waiter: waiter.arrived <= latest, self._queue)):
-                if self._would_take():
+            for waiter in list(takewhile(lambda waiter: waiter.arrived <= useless, self._queue)):
+                if refusing is not None and waiter.arrived > latest:
+                    self._refuse(waiter, all_refuse(refusing[0], refusing[1] - now))
+                elif self._would_take():
                     self._let_go(waiter)
                 # A unit that was let go has its turn before all others, and that time once more.
                 elif not waiter.is_let_go or waiter.arrived <= latest - self._wait_seconds:

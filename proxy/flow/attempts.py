@@ -99,7 +99,9 @@ class AttemptLoop:
                 raise error if self._refusal is None else self._refusal from None
             except (NoBackendAvailable, UpstreamError) as error:
                 if self._is_refused(error):
-                    if record.clock() >= waits_until:
+                    # It also waits in vain for instances that say themselves that they refuse for longer.
+                    refused_until = self._parts.pools.of(_role_of(error)).refused_until()
+                    if max(record.clock(), refused_until) >= waits_until:
                         raise
                     self._refusal = error if isinstance(error, UpstreamError) else self._refusal
                 elif not self._is_absence(error):

@@ -77,6 +77,7 @@ class Gateway:
             front=front,
             would_take=self._would_take,
             hold_seconds=lambda request: min(pools.decode.hold_seconds(request), pools.prefill.hold_seconds(request)),
+            refusing=self._refusing,
         )
         self._connector = connector
         self._pools = pools
@@ -237,6 +238,11 @@ class Gateway:
     def _absent(self) -> Role | None:
         """A role of which all are gone that were there, None if there is none."""
         return next((role for role in self._connector.roles if self._pools.of(role).is_gone()), None)
+
+    def _refusing(self) -> tuple[Role, float] | None:
+        """The role all of whose backends refuse requests for the longest by their own words, and until when."""
+        until, role = max((pool.refused_until(), pool.role) for pool in self._serving)
+        return (role, until) if until else None
 
     def _units(self, dialect: Dialect, call: Call) -> list[Unit]:
         self._connector.check(call)

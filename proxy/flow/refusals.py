@@ -31,6 +31,15 @@ def queue_timeout(wait_seconds: float, absent: Role | None) -> Overloaded | NoBa
     return overloaded("queue_timeout", f"no instance had room for this request within {wait_seconds:g} s")
 
 
+def all_refuse(role: Role, seconds: float) -> Overloaded:
+    """For a unit that would wait in vain: all instances of a role refuse requests by their own Retry-After, the first
+    one for this time.
+    """
+    error = Overloaded(f"all {role.value} instances refuse requests, for another {seconds:.0f} s", code="all_refuse")
+    error.retry_after_seconds = seconds * random.uniform(1.0, 1.0 + _SPREAD)
+    return error
+
+
 def too_late(wanted_seconds: float) -> GatewayError:
     """Its first token cannot come any more when the client wants it: to repeat it as it is cannot help."""
     message = f"the first token cannot come within {wanted_seconds:g} s any more, as x-ttft-deadline-ms asks for"

@@ -191,7 +191,8 @@ class Retry(Section):
     """What happens when an instance fails before the client has any of the answer."""
 
     max_attempts: Attempts = 3
-    """Most attempts per stage (prefill, decode), the first one included; 0 counts as 1."""
+    """Most attempts per stage (prefill, decode), the first one included; 0 counts as 1. With 1 a client also gets an
+    engine's 429 or 503 at once, without waiting in the queue."""
     base_delay_seconds: Delay = 0.025
     """Longest wait before the second attempt. It doubles with each further attempt, and the actual wait is a random
     part of it."""

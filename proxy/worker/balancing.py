@@ -214,4 +214,5 @@ def _limits(settings: Settings, role: Role) -> PoolLimits:
         max_running=max_running.get(role),  # of encoders as many as they say
         pressure_seconds=settings.resume.pressure_seconds,
         restart_seconds=admission.wait_seconds,
+        queues_refused=settings.retry.max_attempts > 1,
     )

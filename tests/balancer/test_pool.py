@@ -17,10 +17,10 @@ from proxy.balancer.pick import PickRequest
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits
 from proxy.balancer.roster import Roster
-from proxy.balancer.shared.back_offs import BackOffs
+from proxy.balancer.shared.back_offs import LONGEST_SECONDS, BackOffs
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
-from proxy.settings import POLICIES
+from proxy.settings import POLICIES, HealthChecks
 
 if TYPE_CHECKING:
     from tests.balancer.conftest import Balancer
@@ -254,6 +254,39 @@ def test_a_refusal_is_known_to_all_workers() -> None:
     assert all(pool.refuse_all() and not pool.has_room() for pool in workers.pools)
     workers.now += 1.0
     assert all(not pool.refuse_all() and pool.has_room() for pool in workers.pools)
+
+
+def test_a_pool_refuses_for_as_long_as_all_backends_say() -> None:
+    (pool, _), now = (workers := TwoWorkers()).pools, workers.now
+    for decoder, seconds, until in zip(pool.backends(), (600.0, 700.0, 500.0), (0.0, 0.0, now + 500.0), strict=True):
+        error = UpstreamError(Failure.STATUS, decoder, "busy", engine_status=429)
+        error.retry_after_seconds = seconds
+        pool.outcomes.report(decoder, error)
+        assert workers.pools[1].refused_until() == until
+    workers.now += LONGEST_SECONDS
+    assert pool.refused_until() == 0.0, "one of them is tried"
+
+
+def test_nothing_waits_for_the_last_backend_if_refusals_are_not_queued() -> None:
+    """It was ejected because it refused, and the others have gone since."""
+    workers = TwoWorkers()
+    pool, (last, *others) = workers.pools[0], workers.pools[0].backends()
+    health = pool._health
+    refusal = UpstreamError(Failure.STATUS, last, "busy", engine_status=503)
+    for refusals in (1, 2, 3):
+        health.on_outcome(last, refusal, pool.backends(), refusals=refusals)
+        health.on_outcome(others[0], None, pool.backends())
+    health.on_outcome(last, refusal, pool.backends(), refusals=4)
+    for other in others * HealthChecks().fall:
+        health.on_probe(other, False, "gone")
+    health.relieve(pool.backends())
+    pool.outcomes.report(last, refusal)
+    assert health.of(last).awaits_trial
+    assert not pool.has_room()
+    pool.configure(PoolLimits(queues_refused=False))
+    assert pool.has_room()
+    with pool.lease(PickRequest.of(Load())) as lease:
+        assert lease.backend == last
 
 
 def test_a_decoder_short_of_kv_memory_is_passed_over_for_a_while() -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import orjson
 import pytest
 
 from proxy.wire.openai import Api
-from tests.asking import answer_alone, request, until
+from tests.asking import answer_alone, read, request, until
 from tests.deployment import generations
 
 if TYPE_CHECKING:
     from proxy.sim.engine import SimulatedEngine
+    from tests.asking import Answer
     from tests.conftest import Deploy
     from tests.deployment import Deployment
 
@@ -139,6 +141,106 @@ async def test_a_request_that_all_refuse_gets_the_engines_words_when_its_wait_is
     assert (answer.status, answer.error["message"]) == (429, "full")
     later = await gateway.ask(request(Api.CHAT))
     assert later.status in (429, 503)
+
+
+QUESTIONS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "Hi", "max_tokens": 5},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5},
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 5},
+}
+
+
+async def ask_all(gateway: Deployment) -> list[tuple[str, Answer]]:
+    """What clients of all APIs get, streamed and not, with the path."""
+    answers = []
+    for path, body in QUESTIONS.items():
+        for stream in (True, False):
+            raw = orjson.dumps({"model": "sim", "stream": stream, **body})
+            async with gateway.session.post(gateway.url + path, data=raw) as response:
+                answers.append((path, await read(response)))
+    return answers
+
+
+@pytest.mark.fault(150)
+@pytest.mark.parametrize("is_fast", [True, False], ids=["fast", "slow"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("status", "told", "expected"),
+    [(429, "99999999999999", "3600"), (429, "7", "7"), (503, "-5", None), (503, None, None)],
+)
+async def test_without_retries_clients_get_the_refusal_at_once(
+    deploy: Deploy, status: int, told: str | None, expected: str | None, role: str, is_fast: bool
+) -> None:
+    gateway = await deploy(
+        1,
+        1,
+        retry={**STRICT, "max_attempts": 1},
+        admission={"wait_seconds": 3600.0},
+        listen={"fast_path": is_fast},
+    )
+    gateway.may_stay_pinned, gateway.expects_inexact_pins = 100, True
+    (engine,) = engines_of(gateway, role)
+    body = {"error": {"message": "I am full"}}
+    headers = {} if told is None else {"Retry-After": told}
+    engine.faults.add("refuse_status", status=status, body=body, headers=headers)
+    answers = await ask_all(gateway) + await ask_all(gateway)
+    for path, answer in answers:
+        assert (answer.status, answer.headers.get("retry-after")) == (status, expected)
+        if path == "/v1/messages":
+            kind = {429: "rate_limit_error", 503: "overloaded_error"}[status]
+            assert answer.json == {"type": "error", "error": {"type": kind, "message": "I am full"}}
+        else:
+            assert answer.json == body
+    assert asked(engine) == len(answers)
+    assert not gateway.metrics("pdproxy_queue_waits_total")
+    engine.faults.clear()
+    assert (await gateway.ask(request(Api.CHAT))).is_done
+
+
+@pytest.mark.fault(150)
+async def test_without_retries_requests_go_to_instances_that_do_not_refuse(deploy: Deploy) -> None:
+    gateway = await deploy(1, 3, retry={**STRICT, "max_attempts": 1}, admission={"wait_seconds": 60.0})
+    gateway.may_stay_pinned, gateway.expects_inexact_pins = 100, True
+    bad = gateway.decoders[0]
+    bad.faults.add("refuse_status", status=429, headers={"Retry-After": "30"})
+    statuses = [(await gateway.ask(request(Api.CHAT))).status for _ in range(20)]
+    assert statuses.count(429) == asked(bad) == 1
+    assert statuses.count(200) == 19
+
+
+@pytest.mark.fault(151)
+@pytest.mark.parametrize("is_fast", [True, False], ids=["fast", "slow"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_nothing_waits_for_instances_that_refuse_for_longer(deploy: Deploy, role: str, is_fast: bool) -> None:
+    gateway = await deploy(2, 2, retry=STRICT, admission={"wait_seconds": 60.0}, listen={"fast_path": is_fast})
+    gateway.may_stay_pinned, gateway.expects_inexact_pins = 100, True
+    engines = engines_of(gateway, role)
+    for engine, seconds in zip(engines, ("700", "900"), strict=True):
+        body = {"error": {"message": "in a while"}}
+        engine.faults.add("refuse_status", status=429, body=body, headers={"Retry-After": seconds})
+    first = await gateway.ask(request(Api.CHAT))
+    assert (first.status, first.headers["retry-after"], first.error["message"]) == (429, "700", "in a while")
+    # The engines are known by now, and are not asked.
+    later = await ask_all(gateway)
+    for path, answer in later:
+        assert answer.status == 503
+        assert 690 < int(answer.headers["retry-after"]) <= 841
+        kinds = {"/v1/messages": {"type": "overloaded_error"}}
+        assert answer.json["error"].items() >= kinds.get(path, {"code": "all_refuse"}).items()
+    assert list(map(asked, engines)) == [1, 1]
+    assert gateway.metrics("pdproxy_rejected_total") == {("all_refuse",): len(later)}
+    for engine in engines:  # so that decoders release what was computed for the first request
+        engine.faults.clear()
+
+
+@pytest.mark.fault(151)
+async def test_a_request_waits_if_one_instance_may_take_it_in_time(deploy: Deploy) -> None:
+    gateway = await deploy(1, 2, retry=STRICT, admission={"wait_seconds": 60.0})
+    gateway.may_stay_pinned, gateway.expects_inexact_pins = 100, True
+    for engine, seconds in zip(gateway.decoders, ("700", "1"), strict=True):
+        engine.faults.add("refuse_status", status=503, headers={"Retry-After": seconds}, times=1)
+    assert (await gateway.ask(request(Api.CHAT))).is_done
 
 
 @pytest.mark.fault(106)

@@ -74,9 +74,17 @@ class Gate:
         self.metrics = Metrics()
         self.places = self.taken = self.asked = 0
         self.absent: Role | None = None
+        self.refusing: tuple[Role, float] | None = None
         self.listens = False
         self.admission = Admission(
-            Limits(), self.has_room, self.metrics, clock, lambda: self.absent, on_wait=self._on_wait, front=front
+            Limits(),
+            self.has_room,
+            self.metrics,
+            clock,
+            lambda: self.absent,
+            on_wait=self._on_wait,
+            front=front,
+            refusing=lambda: self.refusing,
         )
         self.units: list[Unit] = []
         self.admitted: list[Unit] = []
@@ -295,6 +303,33 @@ async def test_who_has_waited_for_a_restart_is_told_that_there_is_nobody(gate: G
     assert (refused.value.code, refused.value.status) == ("no_healthy_decode", 503)
     assert refused.value.retry_after_seconds is not None
     assert 1 <= refused.value.retry_after_seconds <= 2
+
+
+async def test_who_would_wait_in_vain_for_instances_that_refuse_is_refused(gate: Gate) -> None:
+    gate.limit(wait_seconds=10)
+    start = gate.clock.now
+    (early,) = await gate.arrive("-")
+    gate.clock.now += 5
+    (late,) = await gate.arrive("-")
+    (patient,) = await gate.arrive("-", patient=True)
+    gate.refusing = (Role.DECODE, start + 12)  # the first of these would have to wait for 12 s
+    error = await early.refusal()
+    assert (error.status, error.code) == (503, "all_refuse")
+    assert error.message == "all decode instances refuse requests, for another 7 s"
+    assert error.retry_after_seconds is not None
+    assert 7 <= error.retry_after_seconds <= 7 * 1.2
+    assert gate.admission.waiting == 2
+    gate.refusing = (Role.DECODE, start + 16)
+    assert (await late.refusal()).code == "all_refuse"
+    assert not patient.task.done()
+    gate.refusing = (Role.DECODE, gate.clock.now + 10.1)
+    assert (await gate.unit("-").refusal()).code == "all_refuse"
+    gate.refusing = (Role.DECODE, gate.clock.now + 10)
+    (newcomer,) = await gate.arrive("-")
+    gate.refusing = None
+    await gate.open(2)
+    assert patient.is_in
+    assert newcomer.is_in
 
 
 async def test_a_shorter_wait_holds_for_those_who_wait_already(gate: Gate) -> None:

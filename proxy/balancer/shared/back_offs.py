@@ -25,7 +25,7 @@ LONGEST_SECONDS: Final = 30.0
 _REOPENS_AFTER_SECONDS: Final = 5.0
 _MOST_DOUBLINGS: Final = 8
 _CELL_BYTES: Final = 8
-_OWNER, _REFUSED_AT, _UNTIL, _STREAK, _TURNS, _PRESSED_UNTIL = range(6)
+_OWNER, _REFUSED_AT, _UNTIL, _STREAK, _TURNS, _PRESSED_UNTIL, _CLOSED_UNTIL = range(7)
 _CELLS_PER_SLOT: Final = 8
 _TICKS_PER_SECOND: Final = 1_000_000
 
@@ -43,6 +43,8 @@ class Standing(NamedTuple):
     """When it refused last; 0: it did not."""
     pressed_until: float = 0.0
     """Until when it lacks KV memory."""
+    closed_until: float = 0.0
+    """Until when it takes no request by its own Retry-After, however long that is; 0: it did not say."""
 
     def takes_turns(self, now: float) -> bool:
         """Whether it gets one request at a time: it refused, and has not served for long enough since."""
@@ -81,6 +83,7 @@ class BackOffs:
             cells[first + _TURNS],
             cells[first + _REFUSED_AT] / _TICKS_PER_SECOND,
             cells[first + _PRESSED_UNTIL] / _TICKS_PER_SECOND,
+            cells[first + _CLOSED_UNTIL] / _TICKS_PER_SECOND,
         )
 
     def refuses(self, backend: Backend, now: float) -> bool:
@@ -94,11 +97,17 @@ class BackOffs:
         if not streak or now >= standing.refused_at + _seconds(streak):
             streak += 1
         seconds = _seconds(streak if doubles else 1)
+        closed_until = 0.0 if retry_after_seconds is None else now + retry_after_seconds
         if retry_after_seconds is not None:
             seconds = min(max(retry_after_seconds, seconds if doubles else FIRST_SECONDS), LONGEST_SECONDS)
         # A full engine refuses some that were sent before, and has room for as many as it completes all the same.
         turns = standing.turns if streak == 1 else 0
-        self._write(backend, standing._replace(until=now + seconds, streak=streak, turns=turns, refused_at=now))
+        self._write(
+            backend,
+            standing._replace(
+                until=now + seconds, streak=streak, turns=turns, refused_at=now, closed_until=closed_until
+            ),
+        )
         return streak
 
     def take_turn(self, backend: Backend, now: float) -> None:
@@ -116,7 +125,7 @@ class BackOffs:
         """A backend has begun to answer a request; `is_complete`: or has completed one, so that it has room for one."""
         standing = self.of(backend)
         if standing.takes_turns(now):
-            self._write(backend, standing._replace(streak=0, turns=standing.turns + is_complete))
+            self._write(backend, standing._replace(streak=0, turns=standing.turns + is_complete, closed_until=0.0))
 
     def make_room(self, backend: Backend, now: float) -> None:
         """A request on a backend has ended otherwise, and may leave room for another."""
@@ -141,6 +150,7 @@ class BackOffs:
         cells[first + _TURNS] = standing.turns
         cells[first + _REFUSED_AT] = _ticks(standing.refused_at)
         cells[first + _PRESSED_UNTIL] = _ticks(standing.pressed_until)
+        cells[first + _CLOSED_UNTIL] = _ticks(standing.closed_until)
         cells[0] = time.monotonic_ns()
 
 

@@ -103,3 +103,16 @@ def test_every_write_is_a_change() -> None:
         story.tell(word)
         seen.append(story.back_offs.changes[0])
     assert len(set(seen)) == 4
+
+
+def test_a_backend_says_itself_until_when_it_is_closed() -> None:
+    story = Story()
+    for words, closed_until in (
+        ("refuse", 0.0),
+        ("refuse:600", 1600.0),
+        ("30s refuse:100", 1130.0),
+        ("turn begin", 0.0),
+        ("refuse:600 refuse", 0.0),
+    ):
+        story.tell(words)
+        assert story.back_offs.of(A).closed_until == closed_until, words
