@@ -89,8 +89,10 @@ def merge_answers(units: Sequence[Unit], answers: Sequence[dict[str, Any]], alia
         for choice in answer["choices"]
     ]
     usage = merge_usage(units, [answer.get("usage") for answer in answers])
-    named = {} if alias is None else {"model": alias}
-    return dumps({**answers[0], **named, "choices": choices, "usage": usage})
+    changes: dict[str, Any] = {} if alias is None else {"model": alias}
+    if "metrics" in answers[0]:
+        changes["metrics"] = None  # they are those of one sequence, and vLLM tells none where there are several
+    return dumps({**answers[0], **changes, "choices": choices, "usage": usage})
 
 
 def merge_usage(units: Sequence[Unit], usages: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final
 
+from proxy.balancer.engines.capabilities import ROUTED_EXPERTS
 from proxy.connectors.base import parse_answer
 from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery
@@ -162,7 +163,7 @@ class AssembledBody(_Relayed):
         self._dialect = dialect
         self._values: dict[str, Any] | None = None
         self._own = dialect.watched_whole(call)
-        self._assembly = Assembly()
+        self._assembly = Assembly(has_routed_experts=parts.fleet.has_where_told(ROUTED_EXPERTS))
         delivery = Delivery(
             call,
             dialect.watched_segment if prompt is None else partial(prompt.segment, call),

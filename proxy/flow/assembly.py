@@ -21,10 +21,14 @@ class Assembly:
     What it makes is what an engine would have answered to the same call, so it is in the shape of the call's `api`: a
     dialect cannot tell which of both it is given.
 
-    The result has the members of the engine's ChatCompletionResponse and CompletionResponse in their order.
+    The result has the members of the engine's ChatCompletionResponse and CompletionResponse in their order. Streams do
+    not have `routed_experts`, so it is null, and the call that asks for them is not answered from a stream. Nor do they
+    have `metrics` that are null.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_routed_experts: bool = False) -> None:
+        """`has_routed_experts`: whole answers of these engines have both; see ROUTED_EXPERTS."""
+        self._has_routed_experts = has_routed_experts
         self._last_choice: dict[str, Any] = {}
         self._logprobs: dict[str, list[Any]] | None = None
 
@@ -75,7 +79,10 @@ class Assembly:
             rest = {"prompt_logprobs": None, "prompt_token_ids": prompt_ids, **delivery.tail}
         else:
             choice = engine.whole_choice({"text": transcript.content}, ending, prompt_ids)
-            rest = delivery.tail
+            rest = {**delivery.tail}
+        if self._has_routed_experts:
+            choice["routed_experts"] = None
+            rest.setdefault("metrics", None)
         return {
             "id": head.pop("id", None),
             "object": "chat.completion" if call.api is Api.CHAT else "text_completion",

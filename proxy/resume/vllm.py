@@ -51,6 +51,8 @@ class Vllm(Engine):
         values = call.values
         if values.get("prompt_logprobs") is not None or values.get("echo"):
             return Watch.NOT  # it refuses the one with `stream`, the other with `return_token_ids` for a prompt of ids
+        if not call.stream and "routed_experts_prompt_start" in values:
+            return Watch.NOT  # streams do not have what this asks for (chat_completion/protocol.py)
         # It hides what belongs to reasoning, and which that is only it knows; and without reasoning to be shown a
         # grammar begins at once (vLLM `resolve_reasoning_ended`).
         hides = values.get("include_reasoning") is False

@@ -38,6 +38,8 @@ class Profile:
     """Tool calls change only the finish reason "stop"; in older versions any."""
     has_prompt_text: bool = True
     """The role chunk has a `prompt_text`."""
+    has_routed_experts: bool = False
+    """Whole answers have `metrics`, and their choices `routed_experts`: null unless the engine is started otherwise."""
     has_fingerprint: bool = True
     has_json_reset: bool = True
     has_waiting_by_reason: bool = True
@@ -110,6 +112,7 @@ _V27: Final = Profile(
     nixl_releases_unused=True,
     mooncake_releases_unused=False,
     chat_prompt_ids="replace",
+    has_routed_experts=True,
 )
 _V30: Final = Profile(
     name="v0.30",
@@ -120,6 +123,7 @@ _V30: Final = Profile(
     mooncake_releases_unused=True,
     chat_prompt_ids="replace",
     counts_reasoning=True,
+    has_routed_experts=True,
 )
 _V33: Final = Profile(
     name="v0.33",
@@ -134,6 +138,7 @@ _V33: Final = Profile(
     keeps_length_finish=True,
     streams_kv_params=True,
     tells_kv_events=True,
+    has_routed_experts=True,
 )
 
 _SGLANG: Final = Profile(

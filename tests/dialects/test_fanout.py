@@ -195,6 +195,13 @@ def test_answers_are_merged_in_the_order_of_their_units() -> None:
     assert merged["usage"] == {"prompt_tokens": 10, "total_tokens": 18, "completion_tokens": 8}
 
 
+def test_metrics_of_one_sequence_are_not_those_of_several() -> None:
+    units = split_up(chat(n=2))
+    answers = [{**answer(name, usage=usage(5, 2)), "metrics": {"queue_time_ms": 1.5}} for name in "ab"]
+    assert json.loads(merge_answers(units, answers))["metrics"] is None
+    assert "metrics" not in json.loads(merge_answers(units, [answer("a"), answer("b")]))
+
+
 def test_answers_without_usage_are_merged_without() -> None:
     units = split_up(chat(n=2))
     assert json.loads(merge_answers(units, [answer("a", usage=usage(5, 2)), answer("b")]))["usage"] is None

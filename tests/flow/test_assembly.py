@@ -17,10 +17,11 @@ from proxy.resume.resumption import Resumption
 from proxy.resume.seam import Seam
 from proxy.resume.vllm import VLLM
 from proxy.sim.engine import SimulatedEngine
+from proxy.sim.profile import ALL_PROFILES
 from proxy.terms import Action
 from proxy.wire.document import joined
 from proxy.wire.openai import OPENAI_APIS, Api
-from tests.asking import Answer, ask, request
+from tests.asking import Answer, ask, request, until
 from tests.canned import CannedEngine, data, http, json_answer
 from tests.flow.test_delivery import ENGINE, STEPS, THINKING, TOOLS, VERSIONS, call_of, chunk, take
 
@@ -167,9 +168,9 @@ def _is_watched(body: dict[str, Any]) -> bool:
     return VLLM.watch(call_of(body), lambda _: True) is Watch.IDS
 
 
-def put_together(body: dict[str, Any], stream: bytes) -> Any:
+def put_together(body: dict[str, Any], stream: bytes, profile: str = "v0.33") -> Any:
     """The answer to an unstreamed request out of an engine's stream."""
-    whole = Assembly()
+    whole = Assembly(has_routed_experts=ALL_PROFILES[profile].has_routed_experts)
     delivery = Delivery(call_of(body), is_observed=True, whole=whole)
     assert take(delivery, stream)[0] == b""
     assert not delivery.has_output
@@ -194,10 +195,50 @@ async def test_an_answer_out_of_a_stream_is_that_of_an_engine(what: str, how: st
     ):
         expected = await ask(session, engine.url, body)
         stream = await ask(session, engine.url, orjson.loads(joined(VLLM.observed(call_of(body)).body({}))))
-    got = put_together(body, stream.body)
+    got = put_together(body, stream.body, profile)
     assert comparable(got) == comparable(expected.json)
     assert list(got["choices"][0]) == list(expected.json["choices"][0])
     assert (got["id"][:5], type(got["created"])) == (expected.json["id"][:5], int)
+
+
+@pytest.mark.parametrize("profile", ["v0.18", "v0.33"])
+@pytest.mark.parametrize("api", OPENAI_APIS)
+async def test_whole_answers_of_the_gateway_have_the_members_of_an_engines(
+    deploy: Deploy, api: Api, profile: str
+) -> None:
+    gateway = await deploy(1, 1, engine={"profile_name": profile}, resume={"repeat_up_to_tokens": 0})
+    # Profiles tell what they are once they have passed a health check.
+    facts = gateway.worker.pools.decode.facts
+    await until(lambda: all(map(facts, gateway.worker.pools.decode.backends())), "the engine's version")
+    answer = await gateway.ask(request(api))
+    async with SimulatedEngine(profile_name=profile) as engine, aiohttp.ClientSession() as session:
+        expected = await ask(session, engine.url, request(api))
+    assert list(answer.json) == [name for name in expected.json if name != "kv_transfer_params"]
+    assert list(answer.json["choices"][0]) == list(expected.json["choices"][0])
+    is_new = profile == "v0.33"
+    assert ("metrics" in answer.json, "routed_experts" in answer.json["choices"][0]) == (is_new, is_new)
+
+
+@pytest.mark.parametrize("is_fast", [True, False], ids=["fast", "slow"])
+async def test_an_answer_that_is_to_tell_routed_experts_is_the_engines_own(deploy: Deploy, is_fast: bool) -> None:
+    told = json_answer({"choices": [{**CHOICE, "routed_experts": "AAEC"}], "metrics": {"queue_time_ms": 1.5}})
+    prefiller, decoder = CannedEngine("prefill", [json_answer(PREFILLED)]), CannedEngine("decode", [told])
+    gateway = await deploy([prefiller], [decoder], resume={"repeat_up_to_tokens": 0}, listen={"fast_path": is_fast})
+    answer = await gateway.ask(request(Api.COMPLETIONS, routed_experts_prompt_start=0))
+    assert answer.json["choices"][0]["routed_experts"] == "AAEC"
+    assert answer.json["metrics"] == {"queue_time_ms": 1.5}
+    assert not orjson.loads(decoder.received[0].body).get("stream")
+
+
+def test_metrics_of_a_part_are_not_those_of_a_resumed_answer() -> None:
+    whole = Assembly(has_routed_experts=True)
+    delivery = Delivery(call_of(request(Api.CHAT)), is_observed=True, whole=whole)
+    take(delivery, data(_told(7, "a")))
+    delivery.go_on(Resumption(Action.CHAT_TOKENS, None, Seam(Api.CHAT, delivery.head, delivery.transcript, kept=1), 1))
+    usage = {"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 1}, "metrics": {"queue_time_ms": 1.5}}
+    take(delivery, data(_told(9, "c", "stop")) + data(usage))
+    values = whole.values(delivery)
+    assert (values["metrics"], values["choices"][0]["message"]["content"]) == (None, "ac")
 
 
 async def test_a_tool_call_that_ends_anywhere_is_told_as_an_engine_tells_it() -> None:

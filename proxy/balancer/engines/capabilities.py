@@ -70,6 +70,9 @@ LENGTH_BESIDE_TOOL_CALLS: Final = Capability((0, 32), in_sglang=(0, 5))
 """An answer that ends for length says so even if it calls tools (chat_completion/serving.py)."""
 REASONING_USAGE: Final = Capability((0, 30))
 """The usage of a chat counts reasoning tokens, if the engine has a parser for them."""
+ROUTED_EXPERTS: Final = Capability((0, 27))
+"""Whole answers have `metrics`, and each of their choices `routed_experts` (chat_completion/protocol.py). Both are null
+unless the engine runs with `--enable-per-request-metrics` or `--enable-return-routed-experts`."""
 TRAILING_BLANKS_HELD: Final = Capability((0, 27))
 """White space at the end of reasoning is held back until it is known what follows (parser/engine/parser_engine.py)."""
 FORCED_TOOL_PREFILL: Final = Capability((0, 23), if_unknown=True)

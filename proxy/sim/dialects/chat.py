@@ -138,6 +138,7 @@ class ChatAnswer(Answer):
             "prompt_token_ids": self.ask.prompts[0] if self.ask.return_token_ids else None,
             **({"prompt_text": None} if self.options.profile.has_prompt_text else {}),
             "kv_transfer_params": self.own_kv_params() if kv_params is None else kv_params,
+            **({"metrics": None} if self.options.profile.has_routed_experts else {}),
         }
 
     def _whole_choice(self, delta: Delta) -> dict[str, Any]:
@@ -165,4 +166,5 @@ class ChatAnswer(Answer):
             "finish_reason": "tool_calls" if calls_tools and not self.ask.names_tool else delta.finish_reason,
             "stop_reason": delta.stop_reason,
             "token_ids": delta.token_ids if self._shows_token_ids() else None,
+            **({"routed_experts": None} if self.options.profile.has_routed_experts else {}),
         }

@@ -72,11 +72,15 @@ class CompletionAnswer(Answer):
             choice = self._choice(delta)
             token_ids, prompt_ids = choice.pop("token_ids"), choice.pop("prompt_token_ids")
             told = self.prompt_logprobs(self.ask.prompts[delta.index // self.ask.samples])
-            choices.append(choice | {"token_ids": token_ids, "prompt_logprobs": told, "prompt_token_ids": prompt_ids})
+            choice |= {"token_ids": token_ids, "prompt_logprobs": told, "prompt_token_ids": prompt_ids}
+            if self.options.profile.has_routed_experts:
+                choice["routed_experts"] = None
+            choices.append(choice)
         return self.head(self.kind) | {
             "choices": choices,
             "service_tier": None,
             "system_fingerprint": fingerprint(self.options),
             "usage": self._whole_usage(sequences, cached_tokens),
             "kv_transfer_params": self.own_kv_params() if kv_params is None else kv_params,
+            **({"metrics": None} if self.options.profile.has_routed_experts else {}),
         }
