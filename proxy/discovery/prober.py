@@ -273,7 +273,8 @@ class Prober(BackgroundOwner):
         if transition is not None:
             self._on_transition(transition)
         health = self._health.of(backend)
-        if problem or not health.is_confirmed:
+        # An instance on probation is asked, too: after its first request it receives its full share at once.
+        if problem or not health.passes_probes:
             return
         if health.facts is None:
             self._told_at[backend] = asyncio.get_running_loop().time()

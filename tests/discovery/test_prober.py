@@ -190,6 +190,23 @@ async def test_an_engine_that_comes_back_is_asked_again_and_not_before_it_is_up(
     assert (asked["/version"], asked["/v1/models"]) == (1, 1)
 
 
+async def test_prober_asks_facts_of_an_engine_on_probation(session: aiohttp.ClientSession, engine: Engine) -> None:
+    """Its first request ends the probation, and the requests behind it depend on the facts."""
+    gateway = Gateway([engine.port, unused_port()])
+    pool = gateway.pools[Role.PREFILL]
+    backend, other = pool.backends()
+    async with gateway.prober(session):
+        await until(lambda: gateway.health.of(backend).facts is not None)
+        gateway.health.forget(other)
+        for _ in range(5):
+            pool.outcomes.report(backend, UpstreamError(Failure.BROKEN, backend, "broken"))
+        engine.status = 503
+        await until(lambda: gateway.health.of(backend).state is HealthState.DOWN)
+        engine.answers["/version"], engine.status = {"version": "0.30.0"}, 200
+        await until(lambda: gateway.health.of(backend).facts == EngineFacts((0, 30), 4096))
+        assert gateway.health.of(backend).state in (HealthState.EJECTED, HealthState.PROBATION)
+
+
 async def test_an_engine_may_say_how_much_it_works_on_at_a_time(session: aiohttp.ClientSession, engine: Engine) -> None:
     engine.answers["/server_info"] = {"internal_states": [{"effective_max_running_requests_per_dp": 8}] * 2}
     gateway = Gateway([engine.port])

@@ -83,6 +83,11 @@ class BackendHealth:
         return self.state is HealthState.UP
 
     @property
+    def passes_probes(self) -> bool:
+        """Whether its health checks pass and it accepts connections, even if it is ejected or on probation."""
+        return self.verdict is HealthState.UP and not self.breaker.ends_with_connection
+
+    @property
     def has_served(self) -> bool:
         """Whether a request has ever gone well there."""
         return self.served_at > 0

@@ -265,8 +265,8 @@ class Health:
         return [transition for transition in released if transition is not None]
 
     def note_facts(self, backend: Backend, facts: EngineFacts) -> None:
-        """Keep what an engine that is up said, until it goes down: it may come back as another version."""
-        if self.of(backend).is_confirmed:
+        """Keep what an engine said that passes its health checks, until it goes down. Its version may then change."""
+        if self.of(backend).passes_probes:
             self._condition(backend).facts = facts
             self.version += 1
 

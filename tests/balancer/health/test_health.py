@@ -735,7 +735,16 @@ def test_an_engine_that_refused_connections_may_come_back_as_another() -> None:
     assert story.health.of(A).facts is None
 
 
-@pytest.mark.parametrize("words", ["- - -", "stall"])
+@pytest.mark.parametrize("words", ["stall", "stall - - - + +", "stall 30s"])
+def test_facts_of_an_ejected_engine_that_passes_its_health_checks_are_kept(words: str) -> None:
+    story = Story()
+    story.states(words)
+    story.health.note_facts(A, FACTS)
+    assert not story.health.of(A).is_confirmed
+    assert story.health.of(A).facts == FACTS
+
+
+@pytest.mark.parametrize("words", ["- - -", "refused refused"])
 def test_what_an_engine_says_counts_only_while_it_is_up(words: str) -> None:
     """The answer may come after it went down, or has left."""
     story = Story()
