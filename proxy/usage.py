@@ -49,8 +49,8 @@ class Usage:
     """The prefiller's `prompt_tokens_details`; None when it does not tell."""
     cached_tokens: int | None = None
     """Prompt tokens that were found in the prefix cache; None when that is not known."""
-    counts_reasoning: bool = False
-    """The prefiller counts reasoning tokens, so a decoder does so in a chat."""
+    counts_reasoning: bool | None = None
+    """Whether the prefiller counts reasoning tokens, so a decoder does so in a chat. None: it sent no usage."""
     is_resumed: bool = False
     """The attempt under way goes on with an answer that another one began: what engines tell of the prompt is not about
     the client's."""

@@ -143,11 +143,14 @@ class Resuming:
     def _situation(self) -> Situation:
         delivery, fleet = self._delivery, self._parts.fleet
         # The prefiller's answer tells it, but with connector plain there is none.
+        counts = self._timeline.usage.counts_reasoning
         delivery.counts_reasoning |= (
-            self._timeline.usage.counts_reasoning
+            bool(counts)
             or (delivery.told or {}).get("completion_tokens_details") is not None
             or (bool(delivery.transcript.reasoning) and fleet.has_where_told(REASONING_USAGE))
         )
+        # An engine that would count reasoning and does not has no parser for it.
+        is_unparsed = counts is False and fleet.has_where_told(REASONING_USAGE)
         prompt = self._answer.prompt
         if prompt is not None:
             chats = ChatTokens.COMPLETIONS
@@ -168,6 +171,7 @@ class Resuming:
             keeps_length=fleet.has_where_told(LENGTH_BESIDE_TOOL_CALLS),
             shows_blanks=prompt is None and not fleet.has_where_told(TRAILING_BLANKS_HELD),
             seeds_repeat=fleet.has(SEEDS_REPEAT),
+            parses_reasoning=True if delivery.counts_reasoning else False if is_unparsed else None,
             chat_sampling=None if prompt is None else prompt.sampling,
             max_model_len=fleet.max_model_len(),
         )

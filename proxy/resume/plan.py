@@ -106,12 +106,14 @@ def _continue_raw(situation: Situation) -> Steps[Resumption]:
     if calls_tools(call) and not grammar.has_tools:
         raise CannotResume("the tool calls of this model are not known here")
     tail = yield from prompt_tail(transcript)
+    opens_reasoning = bool(grammar.opens_reasoning(tail))
+    if _is_unparsed(situation, opens_reasoning=opens_reasoning):
+        return (yield from _continue_verbatim(situation))
     kept = len(transcript.ids)
     while (text := (yield from text_of(transcript, kept))).endswith(UNFINISHED):
         kept -= 1
         if kept < max(0, len(transcript.ids) - _MAX_BYTES_OF_CHARACTER):
             raise CannotResume("the answer's token ids end in something that is no text")
-    opens_reasoning = bool(grammar.opens_reasoning(tail))
     begins_in_reasoning = transcript.began_in_reasoning if transcript.has_text else opens_reasoning
     try:
         if opens_reasoning and not begins_in_reasoning and not transcript.tools:
@@ -122,13 +124,31 @@ def _continue_raw(situation: Situation) -> Steps[Resumption]:
         # There may be no parser at all: then what the client has is the text without special tokens.
         if transcript.reasoning or transcript.tools:
             raise CannotResume("the token ids do not match the text the client has") from None
-        cut = yield from find_cut(situation, lambda text: (beyond(transcript, {"content": text}), ""))
-        return from_tokens(situation, Action.RAW_TOKENS, cut, parser=Verbatim())
+        return (yield from _continue_verbatim(situation))
     action = Action.SUFFIX if transcript.tools and parser.in_tools else Action.RAW_TOKENS
     channel = "content" if "content" in pending else _last_channel(transcript)
     held = pending.pop(channel, "") if call.stops and "tool_calls" not in pending else ""
     cut = Cut(kept, held, channel=channel, known=known)
     return from_tokens(situation, action, cut, pending=pending, parser=parser, late=len(parser.unsaid))
+
+
+def _is_unparsed(situation: Situation, *, opens_reasoning: bool) -> bool:
+    """Whether engines show this chat's text as it is, without special tokens.
+
+    Engines without a reasoning parser do unless the request has tools. Before vLLM had its parser engine (0.27), a
+    reasoning parser left alone what was no reasoning.
+    """
+    transcript = situation.transcript
+    if transcript.reasoning or transcript.tools or calls_tools(situation.call) or situation.parses_reasoning:
+        return False
+    return situation.parses_reasoning is False or (situation.shows_blanks and not opens_reasoning)
+
+
+def _continue_verbatim(situation: Situation) -> Steps[Resumption]:
+    """Go on as a completion whose text is the chat's content."""
+    transcript = situation.transcript
+    cut = yield from find_cut(situation, lambda text: (beyond(transcript, {"content": text}), ""))
+    return from_tokens(situation, Action.RAW_TOKENS, cut, parser=Verbatim())
 
 
 def _parsed(

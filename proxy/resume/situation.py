@@ -54,5 +54,7 @@ class Situation:
     """The same request with the same seed has the same answer."""
     max_model_len: int | None
     """Tokens that fit into a sequence; None when engines do not tell."""
+    parses_reasoning: bool | None = None
+    """Whether engines have a reasoning parser, which shows special tokens as text. None: that is not known."""
     chat_sampling: Mapping[str, float] | None = None
     """What the engines sample chats by that do not say so themselves; None: it is not known."""

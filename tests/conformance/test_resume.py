@@ -17,6 +17,7 @@ from proxy.sim.model.tokenizer import (
     ARGUMENT_BEGIN,
     CALL_BEGIN,
     CALL_END,
+    END,
     SECTION_BEGIN,
     SECTION_END,
     THINK_END,
@@ -786,6 +787,18 @@ async def test_how_chats_go_on_may_be_configured(profile: str, chats: str, does:
         gateway.decoders[0].faults.add("recompute", tokens=50)
         assert not unlike(got(await gateway.ask(body)), expected)
         assert actions(gateway) == does
+
+
+@pytest.mark.parametrize(("profile", "parser"), [("v0.33", ""), ("v0.33", "kimi_k2"), ("v0.23", "kimi_k2")])
+@pytest.mark.parametrize("thinking", [False, True])
+async def test_raw_tokens_show_special_tokens_as_the_chat_does(profile: str, parser: str, thinking: bool) -> None:
+    """An answer with `ignore_eos` has ends in its middle, which are text only where a parser reads them."""
+    body = thoughts(**WITH_USAGE) if thinking else chat(**WITH_USAGE)
+    body |= {"ignore_eos": True, "max_tokens": 350, **IDS}
+    engine = {"reasoning_parser": parser}
+    expected = await uninterrupted(profile, body, engine=engine)
+    assert expected["choices"][0]["token_ids"][60:].count(END) > 1
+    assert not await differences(profile, body, (5, 60, 90, 160), engine=engine, chats="completions")
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -40,6 +40,8 @@ def read_ask(body: Any, *, is_chat: bool, options: Options, headers: dict[str, s
     tools = is_chat and bool(body.get("tools")) and body.get("tool_choice") != "none"
     thinking = is_chat and thinking_asked(body) and bool(options.reasoning_parser)
     calls_tools = tools and bool(options.tool_call_parser)
+    # The parser engine asks for special tokens in every chat (vLLM 0.32 `parser/engine/parser_engine.py`).
+    is_read = is_chat and bool(options.reasoning_parser) and options.profile.has_parser_engine
     return Ask(
         is_chat=is_chat,
         model=body.get("model") or options.model,
@@ -51,7 +53,7 @@ def read_ask(body: Any, *, is_chat: bool, options: Options, headers: dict[str, s
         stop_token_ids=frozenset(body.get("stop_token_ids") or ()),
         include_stop=bool(body.get("include_stop_str_in_output")),
         ignore_eos=bool(body.get("ignore_eos")),
-        keep_markers=body.get("skip_special_tokens") is False or thinking or calls_tools,
+        keep_markers=body.get("skip_special_tokens") is False or thinking or calls_tools or is_read,
         spaces_markers=not is_chat and body.get("spaces_between_special_tokens") is not False,
         stream=bool(body.get("stream")),
         include_usage=bool(stream_options.get("include_usage")),
