@@ -53,7 +53,8 @@ VLLM: Final = Family(
             "--host": HOST,
             "--dtype": "float32",
             "--max-model-len": "4096",
-            "--max-num-seqs": "16",
+            # One decoder takes all answers that another one had, or they would wait for each other.
+            "--max-num-seqs": "32",
             "--kv-cache-memory-bytes": str(64 << 20),
             "--block-size": str(BLOCK_SIZE),
             "--enforce-eager": "",
