@@ -11,7 +11,7 @@ import orjson
 from proxy.sim.state import State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from types import TracebackType
 
 
@@ -63,6 +63,8 @@ class CannedEngine:
     sent_bytes: int = 0
     pause_seconds: float = 0.0
     """Behind each piece."""
+    pages: Mapping[str, bytes] = field(default_factory=dict)
+    """Whole answers to GET, by path; empty ones to all others."""
     state: State = field(default_factory=State)
     pins: dict[str, Any] = field(default_factory=dict)
     requests: list[Any] = field(default_factory=list)
@@ -111,7 +113,7 @@ class CannedEngine:
         body = await reader.readexactly(int(headers.get("content-length", "0")))
         method, path, _ = first.split(" ")
         if method == "GET":
-            writer.write(http(b""))
+            writer.write(self.pages.get(path.partition("?")[0], http(b"")))
             return True
         received = Received(path, headers, body)
         self.received.append(received)

@@ -46,7 +46,7 @@ class Events(Segment):
         except orjson.JSONDecodeError:
             return Meaning.MALFORMED
         if told := error_of(payload):
-            self.payload = loads(told.body)
+            self.payload, self.data = loads(told.body), told.body
             return Meaning.ERROR
         usage = sglang.usage_of(payload)
         if usage is None:
@@ -75,29 +75,22 @@ class WatchedEvents(Events):
         """The text so far ends in the first half of a surrogate pair."""
 
     def read(self, event: Event) -> Meaning:
-        """See Segment. What has not the whole answer has no choice either, which no reader expects."""
+        """See Segment. An event without the whole answer cannot be read, as it does not say what it adds."""
         meaning = super().read(event)
         if meaning not in (Meaning.CONTENT, Meaning.ABORTED):
             return meaning
-        payload, self.payload = self.payload, {}
+        payload = self.payload
         meta, text, ids = payload["meta_info"], payload.get("text"), payload.get("output_ids")
         if not (isinstance(text, str) and isinstance(ids, list)) or len(text) < self._text or len(ids) < self._ids:
+            if meaning is Meaning.CONTENT:
+                return Meaning.MALFORMED
+            self.is_mute = True
+            self.payload = _chunk(meta, "", [], {})
             return meaning
-        reason = meta.get("finish_reason")
-        reason = reason if isinstance(reason, dict) else {}
         told = {name: meta[name][self._ids :] for name in sglang.OUTPUT_LOGPROBS if isinstance(meta.get(name), list)}
-        choice = {
-            "index": 0,
-            "text": self._other_half(text) + text[self._text :],
-            "logprobs": {name: entries for name, entries in told.items() if entries} or None,
-            "finish_reason": reason.get("type"),
-            "matched_stop": reason.get("matched"),
-            "token_ids": ids[self._ids :],
-            "meta_info": meta,
-        }
+        self.payload = _chunk(meta, self._other_half(text) + text[self._text :], ids[self._ids :], told)
         self.is_mute = len(text) == self._text and len(ids) == self._ids
         self._text, self._ids, self._is_half = len(text), len(ids), _ends_in_half(text)
-        self.payload = {"choices": [choice]}
         return meaning
 
     def _other_half(self, text: str) -> str:
@@ -105,6 +98,22 @@ class WatchedEvents(Events):
         if not self._is_half or (character := ord(text[self._text - 1])) < _FIRST_PAIR:
             return ""
         return chr(0xDC00 + (character - _FIRST_PAIR) % 0x400)
+
+
+def _chunk(meta: dict[str, Any], text: str, ids: list[Any], logprobs: dict[str, list[Any]]) -> dict[str, Any]:
+    """Return what an event adds to an answer in the shape of a completion's chunk."""
+    reason = meta.get("finish_reason")
+    reason = reason if isinstance(reason, dict) else {}
+    choice = {
+        "index": 0,
+        "text": text,
+        "logprobs": {name: entries for name, entries in logprobs.items() if entries} or None,
+        "finish_reason": reason.get("type"),
+        "matched_stop": reason.get("matched"),
+        "token_ids": ids,
+        "meta_info": meta,
+    }
+    return {"choices": [choice]}
 
 
 def _ends_in_half(text: str) -> bool:

@@ -72,7 +72,7 @@ class Answer(ABC):
         """
 
     def close(self, timeline: Timeline) -> None:
-        """End an answer that no engine ends."""
+        """End an answer that no engine ends. Raises UnreadableMember if it cannot be put together."""
         self._end(timeline)
         timeline.usage.saw_completion(self.delivery.usage)
 
@@ -182,6 +182,11 @@ class AssembledBody(_Relayed):
             self._dialect.check_answer(attempt.response, self.values())
         except UnreadableMember as odd:
             raise attempt.response.unreadable(f"sent an answer that cannot be read: {odd}") from None
+
+    def close(self, timeline: Timeline) -> None:
+        """See Answer. Raises UnreadableMember."""
+        super().close(timeline)
+        self.values()
 
     @property
     def has_spoilt_calls(self) -> bool:

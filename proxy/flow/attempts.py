@@ -11,6 +11,8 @@ from proxy.flow.resuming import Resuming
 from proxy.flow.retry import backoff_seconds, may_retry
 from proxy.flow.unit_guard import UnitGuard
 from proxy.terms import Stage
+from proxy.upstream import upstream_error
+from proxy.wire.chat_members import UnreadableMember
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -219,7 +221,11 @@ class AttemptLoop:
         self._failures.clear()
         self._avoid = {error.backend}
         if resumption.call is None:
-            self._answer.close(self._timeline)
+            try:
+                self._answer.close(self._timeline)
+            except UnreadableMember as odd:
+                message = f"sent an answer that cannot be read: {odd}"
+                raise upstream_error(Failure.BAD_ANSWER, error.backend, message) from None
             return True
         self._call = resumption.call
         if not await self._permit.acquire(self._settings.resume.deadline_seconds):

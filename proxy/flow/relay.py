@@ -239,7 +239,7 @@ class Relay(Bypass):
             self._is_over = True
             attempt.response.limit_silence(END_MARK_SECONDS)
         elif meaning is Meaning.ERROR:
-            self._end(_engine_error(attempt, segment.payload, event.data))
+            self._end(_engine_error(attempt, segment.payload, segment.data))
         elif meaning is Meaning.RECOMPUTED:
             part = self._read_last_words()
             given_up = attempt.response.fail(Failure.RECOMPUTED, "gave up the request for lack of KV memory")

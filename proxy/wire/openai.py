@@ -83,6 +83,17 @@ def error_body(error: GatewayError) -> bytes:
     )
 
 
+def is_error_body(body: bytes) -> bool:
+    """Whether a body is an error as this API tells one: an object with an `error` that has a message."""
+    try:
+        told = loads(body)
+    except orjson.JSONDecodeError:
+        return False
+    told = told.get("error") if isinstance(told, dict) else None
+    message = told.get("message") if isinstance(told, dict) else None
+    return isinstance(message, str) and bool(message)
+
+
 def error_event(error: GatewayError) -> bytes:
     """The event that tells a client in the middle of a stream that the answer is not complete.
 

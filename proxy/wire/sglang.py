@@ -207,9 +207,17 @@ class PrefilledParts:
                 merged[name] = first + second
         first, second = self._meta.get("routed_experts"), meta.get("routed_experts")
         if isinstance(first, str) and isinstance(second, str):
-            of_prompt = b64decode(first)
-            merged["routed_experts"] = b64encode(of_prompt + b64decode(second)[len(of_prompt) :]).decode()
+            merged["routed_experts"] = _joined_experts(first, second)
         return {**payload, "meta_info": {**meta, **merged}}
+
+
+def _joined_experts(of_prompt: str, of_all: str) -> str:
+    """Return the experts of a prompt, and behind them those of its answer. What is not base64 is left as it is."""
+    try:
+        first, second = b64decode(of_prompt), b64decode(of_all)
+    except ValueError:
+        return of_all
+    return b64encode(first + second[len(first) :]).decode()
 
 
 class LoneAnswer:

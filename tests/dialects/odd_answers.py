@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from hypothesis import strategies as st
 
 from proxy.wire.python_json import dumps
 from tests.canned import event_stream, http
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ODD: Final[st.SearchStrategy[Any]] = st.sampled_from(
     [
@@ -18,9 +22,20 @@ ODD: Final[st.SearchStrategy[Any]] = st.sampled_from(
 ABSENT: Final = object()
 
 
+def mostly(
+    strategy: st.SearchStrategy[Any], *others: st.SearchStrategy[Any], times: int = 30
+) -> st.SearchStrategy[Any]:
+    """So many times what the strategy draws, and once what one of the others does, by default something odd.
+
+    To `one_of` a strategy that it is given several times is one.
+    """
+    rest = st.one_of(*(others or (ODD,)))
+    return st.sampled_from([True] * times + [False]).flatmap(lambda is_usual: strategy if is_usual else rest)
+
+
 def usually(*values: Any) -> st.SearchStrategy[Any]:
     """One of the values, or something odd, or nothing at all."""
-    return st.one_of(*[st.sampled_from(values)] * 20, ODD, st.just(ABSENT))
+    return mostly(st.sampled_from(values), ODD, st.just(ABSENT), times=20)
 
 
 def members(**strategies: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
@@ -30,11 +45,24 @@ def members(**strategies: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str,
     )
 
 
-def mostly(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """What the strategy draws, and now and then something odd."""
-    return st.one_of(*[strategy] * 30, ODD)
-
-
+ERRORS: Final = (
+    *(b'{"message":"out of order","code":500}', b'{"message":7}', b'{"message":"no","type":[],"code":"400"}'),
+    *(b'"no"', b"7", b"[]", b"{}", b"null", b"true"),
+)
+REFUSALS: Final = (
+    *(b'{"error":%b}' % each for each in ERRORS),
+    *(
+        b'{"object":"error","message":"no","code":400}',
+        b"",
+        b"null",
+        b"[7]",
+        b'"no"',
+        b"\xff",
+        b"<html>no</html>",
+        b"{",
+    ),
+)
+"""Bodies of engines' errors."""
 ARGUMENTS: Final = st.sampled_from(
     [
         "",
@@ -81,22 +109,31 @@ USAGE: Final = mostly(
     )
 )
 HEAD: Final = {
-    "id": st.one_of(*[st.just("chatcmpl-1")] * 50, ODD),
+    "id": mostly(st.just("chatcmpl-1"), times=50),
     "object": st.just("chat.completion.chunk"),
-    "created": st.one_of(*[st.just(1_700_000_000)] * 50, ODD),
-    "model": st.one_of(*[st.just("sim")] * 50, ODD),
+    "created": mostly(st.just(1_700_000_000), times=50),
+    "model": mostly(st.just("sim"), times=50),
 }
 
 
+IDS: Final = mostly(st.sampled_from([ABSENT, [5], [6, 7], []]), times=40)
+OFTEN: Final = st.sampled_from([True] * 14 + [False])
+
+
+def seldom(value: Any = None) -> st.SearchStrategy[Any]:
+    """Something odd, but mostly this value, or by default no member at all."""
+    return mostly(st.just(ABSENT if value is None else value), times=40)
+
+
 def chunk(delta: st.SearchStrategy[Any], finish: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """A chunk with mostly one choice."""
+    """A chunk of a chat with mostly one choice."""
     choice = members(
-        index=st.one_of(*[st.just(0)] * 40, ODD),
+        index=seldom(0),
         delta=mostly(delta),
         finish_reason=finish,
-        logprobs=st.one_of(*[st.just(ABSENT)] * 40, ODD),
-        token_ids=st.one_of(*[st.sampled_from([ABSENT, [5], [6, 7], []])] * 40, ODD),
-        stop_reason=st.one_of(*[st.just(ABSENT)] * 40, ODD),
+        logprobs=seldom(),
+        token_ids=IDS,
+        stop_reason=seldom(),
     )
     return st.fixed_dictionaries({**HEAD, "choices": mostly(st.lists(choice, min_size=1, max_size=1))})
 
@@ -105,12 +142,12 @@ def event(payload: Any) -> bytes:
     return b"data: " + dumps(payload) + b"\n\n"
 
 
-UNFINISHED: Final = st.one_of(*[st.none()] * 50, ODD)
+UNFINISHED: Final = mostly(st.none(), times=50)
 CHUNKS: Final = chunk(DELTA, UNFINISHED).map(event)
 STRANGE: Final = st.sampled_from(
     [
         *(b": ping\n\n", b"data: {}\n\n", b"data: [1]\n\n", b"data: nonsense\n\n", b"data: null\n\n", b"event: x\n\n"),
-        b'data: {"error":{"message":"out of order","code":500}}\n\n',
+        *(b'data: {"error":%b}\n\n' % each for each in ERRORS),
         b'data: {"choices":{}}\n\n',
         b"data: [DONE]\n\n",
     ]
@@ -120,23 +157,54 @@ USAGES: Final = st.fixed_dictionaries({**HEAD, "choices": st.just([]), "usage": 
 
 @st.composite
 def streams(draw: st.DrawFn) -> list[bytes]:
-    """The pieces of a stream, which usually ends as it should."""
+    """The pieces of a streamed chat, which usually ends as it should."""
     events = [draw(chunk(members(role=usually("assistant"), content=usually("")), st.none())) for _ in range(1)]
     pieces = [event(each) for each in events][: draw(st.integers(0, 1))]
-    pieces += draw(st.lists(st.one_of(*[CHUNKS] * 20, STRANGE, USAGES), max_size=8))
-    often = st.sampled_from([True] * 14 + [False])
-    if draw(often):
-        pieces.append(event(draw(chunk(st.one_of(*[st.just({})] * 4, DELTA), FINISHES))))
-    if draw(often):
+    last = chunk(mostly(st.just({}), DELTA, times=4), FINISHES).map(event)
+    return draw(ended(pieces, CHUNKS, last))
+
+
+@st.composite
+def ended(
+    draw: st.DrawFn, pieces: list[bytes], chunks: st.SearchStrategy[bytes], last: st.SearchStrategy[bytes]
+) -> list[bytes]:
+    """The pieces of a stream that begins with these."""
+    pieces = pieces + draw(st.lists(mostly(chunks, STRANGE, USAGES, times=20), max_size=8))
+    if draw(OFTEN):
+        pieces.append(draw(last))
+    if draw(OFTEN):
         pieces.append(draw(USAGES))
-    if draw(often):
+    if draw(OFTEN):
         pieces.append(b"data: [DONE]\n\n")
     return event_stream(pieces, is_whole=True)
 
 
-@st.composite
-def wholes(draw: st.DrawFn) -> list[bytes]:
-    """A whole chat completion."""
+KV_PARAMS: Final = mostly(
+    members(
+        do_remote_prefill=usually(True),
+        do_remote_decode=usually(False),
+        remote_engine_id=usually("engine-1"),
+        remote_block_ids=usually([[1, 2]]),
+        remote_host=usually("127.0.0.1"),
+        remote_port=usually(5600),
+        remote_request_id=usually("r-1"),
+        tp_size=usually(2, ABSENT),
+        remote_pcp_size=usually(1, ABSENT, ABSENT),
+    )
+)
+"""What a prefiller of vLLM names for a decoder to fetch."""
+PREFILL_FINISHES: Final = usually("length", "length", "length", "stop", "abort")
+
+
+def body(payload: st.SearchStrategy[Any]) -> st.SearchStrategy[list[bytes]]:
+    """A whole answer, which is mostly this."""
+    return mostly(payload).map(lambda told: [http(dumps(told))])
+
+
+def whole_chat(
+    finishes: st.SearchStrategy[Any] = FINISHES, **beside: st.SearchStrategy[Any]
+) -> st.SearchStrategy[list[bytes]]:
+    """A whole chat completion, with these members beside its choices."""
     message = members(
         role=usually("assistant"),
         content=TEXTS,
@@ -144,7 +212,151 @@ def wholes(draw: st.DrawFn) -> list[bytes]:
         tool_calls=st.one_of(st.just(ABSENT), mostly(st.lists(CALL, max_size=3))),
     )
     choice = members(
-        index=usually(0), message=mostly(message), finish_reason=FINISHES, stop_reason=usually(None, ABSENT)
+        index=usually(0), message=mostly(message), finish_reason=finishes, stop_reason=usually(None, ABSENT)
     )
-    told = st.fixed_dictionaries({**HEAD, "choices": mostly(st.lists(choice, min_size=1, max_size=1)), "usage": USAGE})
-    return [http(dumps(draw(mostly(told))))]
+    return body(
+        st.fixed_dictionaries(
+            {**HEAD, "choices": mostly(st.lists(choice, min_size=1, max_size=1)), "usage": USAGE, **beside}
+        )
+    )
+
+
+# Completions
+
+COMPLETION_HEAD: Final = {**HEAD, "object": st.just("text_completion")}
+TOKEN_LOGPROBS: Final = usually(
+    None,
+    ABSENT,
+    {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{"a": -0.5}], "text_offset": [0]},
+    {"tokens": [None], "token_logprobs": ["x"], "text_offset": None},
+)
+
+
+def completion(finish: st.SearchStrategy[Any], **beside: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """A completion, or a chunk of one, with mostly one choice."""
+    choice = members(
+        index=seldom(0),
+        text=TEXTS,
+        finish_reason=finish,
+        logprobs=TOKEN_LOGPROBS,
+        stop_reason=seldom(),
+        token_ids=IDS,
+        prompt_token_ids=mostly(st.sampled_from([ABSENT, None, [1, 2, 3]]), times=40),
+    )
+    return st.fixed_dictionaries(
+        {**COMPLETION_HEAD, "choices": mostly(st.lists(choice, min_size=1, max_size=1)), **beside}
+    )
+
+
+# SGLang's /generate
+
+NATIVE_FINISHES: Final = usually(
+    *({"type": "stop", "matched": 7}, {"type": "length", "length": 3}, {"type": "stop"}, {"type": "length"}),
+    {"type": "abort", "message": "no", "status_code": 500},
+    {"type": "abort"},
+)
+NATIVE_LOGPROBS: Final = usually(ABSENT, [[-0.5, 5, None]], [[-0.5, 5, "a"], [-0.1, 6, "b"]], [])
+"""Lists that grow with the answer."""
+
+
+def meta_info(finish: st.SearchStrategy[Any], tokens: int) -> st.SearchStrategy[Any]:
+    """What is told of an answer of so many tokens."""
+    return mostly(
+        members(
+            id=usually("r-1"),
+            finish_reason=finish,
+            prompt_tokens=usually(7),
+            completion_tokens=usually(tokens),
+            cached_tokens=usually(4),
+            input_token_logprobs=NATIVE_LOGPROBS,
+            output_token_logprobs=NATIVE_LOGPROBS,
+            routed_experts=usually(ABSENT, "AAECAw==", "AAECAwQF", "x"),
+        )
+    )
+
+
+def native(text: str, finish: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """An answer, or what there is of it so far, with a token for each character."""
+    ids = [5] * len(text)
+    return members(text=usually(text), output_ids=usually(ids), meta_info=meta_info(finish, len(ids)))
+
+
+@st.composite
+def native_streams(draw: st.DrawFn) -> list[bytes]:
+    """The pieces of an answer whose events have all of it so far."""
+    parts = draw(st.lists(st.sampled_from(["Hello", " there", "\n", "ü🙂", "", "\ud83d"]), max_size=6))
+    pieces = [draw(native(text, st.none()).map(event)) for text in accumulate(parts)]
+    for _ in range(draw(st.sampled_from([0] * 6 + [1]))):
+        pieces.insert(draw(st.integers(0, len(pieces))), draw(STRANGE))
+    if draw(OFTEN):
+        pieces.append(draw(native("".join(parts), NATIVE_FINISHES).map(event)))
+    if draw(OFTEN):
+        pieces.append(b"data: [DONE]\n\n")
+    return event_stream(pieces, is_whole=True)
+
+
+# What engines of a pair answer
+
+REFUSED: Final = st.builds(
+    lambda body, status, content_type: [http(body, status, content_type)],
+    st.sampled_from(REFUSALS),
+    st.sampled_from(["400 Bad Request", "404 Not Found", "422 Unprocessable", "500 Broken", "502 Bad Gateway"]),
+    st.sampled_from(["application/json", "text/html; charset=utf-8", "text/event-stream", "x"]),
+)
+
+
+class Told(NamedTuple):
+    """What engines answer on one of their routes."""
+
+    stream: list[bytes]
+    """The decoder, if it is asked for a stream."""
+    whole: list[bytes]
+    prefill: list[bytes]
+    """The prefiller of vLLM."""
+    prefill_of_sglang: list[bytes]
+    """That of SGLang, which is asked as the decoder is."""
+
+
+def told(
+    stream: st.SearchStrategy[list[bytes]],
+    whole: Callable[..., st.SearchStrategy[list[bytes]]],
+) -> st.SearchStrategy[Told]:
+    """What engines answer; `whole` makes whole answers with a finish reason and members beside it."""
+    of_vllm = whole(PREFILL_FINISHES, kv_transfer_params=KV_PARAMS)
+    return st.builds(
+        Told,
+        mostly(stream, whole(), REFUSED, times=20),
+        mostly(whole(), stream, REFUSED, times=20),
+        mostly(of_vllm, stream, REFUSED, times=20),
+        mostly(st.one_of(stream, whole()), REFUSED, times=20),
+    )
+
+
+def _whole_completion(
+    finish: st.SearchStrategy[Any] = FINISHES, **beside: st.SearchStrategy[Any]
+) -> st.SearchStrategy[list[bytes]]:
+    return body(completion(finish, usage=USAGE, **beside))
+
+
+def _whole_native(
+    finish: st.SearchStrategy[Any] = NATIVE_FINISHES, **beside: st.SearchStrategy[Any]
+) -> st.SearchStrategy[list[bytes]]:
+    return body(native("Hello", finish))
+
+
+CHATS: Final = told(streams(), whole_chat)
+COMPLETIONS: Final = told(
+    ended([], completion(UNFINISHED).map(event), completion(FINISHES).map(event)), _whole_completion
+)
+NATIVE: Final = told(native_streams(), _whole_native)
+CALLBACK: Final = members(
+    token_ids=usually([]),
+    do_remote_prefill=usually(False),
+    do_remote_decode=seldom(True),
+    remote_block_ids=usually([[1, 2, 3]]),
+    remote_engine_id=usually("5f1c"),
+    remote_host=usually("127.0.0.1"),
+    remote_port=usually(30100),
+    remote_cached_tokens=seldom(0),
+)
+"""What a decoder of vLLM-Ascend posts, beside the id of its request."""

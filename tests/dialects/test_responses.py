@@ -11,6 +11,7 @@ import pytest
 from proxy.settings.client_keys import ClientKey
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, request
+from tests.canned import CannedEngine, http
 from tests.deployment import generations
 from tests.dialects.responses import PATH, TOOLS, ask, events, question, response, story
 
@@ -172,6 +173,27 @@ async def test_a_response_is_not_there_afterwards(gateway: Deployment, method: s
     answer = await ask(gateway, b"", method, "/v1/responses/resp_1")
     assert (answer.status, answer.error["code"]) == (404, "not_found")
     assert "responses are not kept here" in answer.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"error":{"message":"too long","code":400}}', "too long"),
+        (b"<html>no</html>", "<html>no</html>"),
+        (b'{"error":{"message":7}}', "decode instance: answered with status 400"),
+        (b'{"error":true}', "decode instance: answered with status 400"),
+        (b'{"object":"error","message":"too long"}', "too long"),
+        (b"", "decode instance: answered with status 400"),
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_engines_error_is_one_of_this_api(deploy: Deploy, body: bytes, message: str, stream: bool) -> None:
+    engine = CannedEngine("both", [http(body, "400 Bad Request", "text/html")])
+    gateway = await deploy(decoders=[engine], connector="plain")
+    answer = await ask(gateway, question(stream=stream))
+    assert (answer.status, answer.error["message"]) == (400, message)
+    if message == "too long" and b"object" not in body:
+        assert answer.body == body
 
 
 async def test_a_key_is_needed_as_everywhere(deploy: Deploy) -> None:

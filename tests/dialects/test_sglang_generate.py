@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -231,6 +232,24 @@ async def test_experts_of_the_prompt_are_the_prefillers(start: Opener) -> None:
     assert told["meta_info"]["routed_experts"] == "AAEC/w=="
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("of_prefiller", "of_decoder"), [("x", "AAEC"), ("AAEC", "x"), ("\ud83d", "AAEC"), (7, "AAEC")]
+)
+async def test_experts_that_cannot_be_joined_are_the_decoders(
+    start: Opener, of_prefiller: Any, of_decoder: str, stream: bool
+) -> None:
+    def acts(experts: Any) -> Act:
+        told = {"text": "x", "meta_info": {"finish_reason": {"type": "stop"}, "routed_experts": experts}}
+        written = json.dumps(told).encode()
+        return streams(b"data: " + written + b"\n\n", DONE) if stream else says(written)
+
+    site = await start.acting(acts(of_prefiller), acts(of_decoder))
+    answer = await site.ask({**BODY, "return_routed_experts": True, "stream": stream})
+    told = answer.events[0] if stream else answer.json
+    assert told["meta_info"]["routed_experts"] == of_decoder
+
+
 async def test_what_is_not_a_clients_to_say_is_not_passed_on(start: Opener) -> None:
     site = await start()
     mine = {"rid": "mine", "bootstrap_room": 5, "bootstrap_host": "10.6.6.6", "http_worker_ipc": "ipc://x"}
@@ -337,7 +356,7 @@ async def test_an_abort_before_the_first_token_is_an_error(start: Opener, role: 
     answer = await site.ask({**BODY, "stream": stream})
     assert answer.status == 500
     assert not answer.is_stream
-    assert b"transfer failed" in answer.body
+    assert "transfer failed" in answer.error["message"]
     failed = site.gateway.prefillers[0] if role == "prefill" else site.gateway.decoders[0]
     results = site.gateway.metrics("pdproxy_instance_requests_total")
     assert results[f"{failed.host}:{failed.port}", "status", role] == 1

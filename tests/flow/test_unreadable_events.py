@@ -290,6 +290,44 @@ def test_a_native_answer_that_is_watched_has_half_a_surrogate_pair() -> None:
 
 
 @pytest.mark.fault(121)
-@pytest.mark.parametrize("data", [b"{no", b'{"text":"Do not","output_ids":[7,8]}', b"[1]", b'{"output_ids":[]}'])
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(b"{no", b'{"text":"Do not","output_ids":[7,8]}', b"[1]", b'{"output_ids":[]}'),
+        *(b'{"meta_info":{}}', b'{"text":7,"output_ids":[],"meta_info":{}}', b'{"text":"a","meta_info":{}}'),
+    ],
+)
 def test_a_native_event_that_cannot_be_read_is_malformed(data: bytes) -> None:
     assert WatchedEvents().read(Event(data, data)) is Meaning.MALFORMED
+
+
+@pytest.mark.fault(121)
+def test_a_native_event_with_less_than_the_one_before_is_malformed() -> None:
+    segment, (first, *_) = WatchedEvents(), native()
+    assert segment.read(Event(first, first[6:-2])) is Meaning.CONTENT
+    less = b'{"text":"D","output_ids":[7],"meta_info":{}}'
+    assert segment.read(Event(less, less)) is Meaning.MALFORMED
+
+
+@pytest.mark.fault(121)
+def test_a_native_answer_that_is_aborted_keeps_what_was_read() -> None:
+    segment, so_far, (first, *_) = WatchedEvents(), AnswerSoFar(), native()
+    aborted = b'{"text":null,"meta_info":{"finish_reason":{"type":"abort"}}}'
+    assert segment.read(Event(first, first[6:-2])) is Meaning.CONTENT
+    so_far.add(segment.payload)
+    assert segment.read(Event(aborted, aborted)) is Meaning.ABORTED
+    assert segment.is_mute
+    so_far.add(segment.payload)
+    assert (so_far.values()["text"], so_far.values()["output_ids"]) == ("Do ", [7])
+
+
+@pytest.mark.fault(121)
+async def test_a_call_without_a_name_is_an_error_also_where_the_stream_is_cut(deploy: Deploy) -> None:
+    """The answer has its finish reason, so that it is closed without another decoder."""
+    call = b'{"index":0,"delta":{"tool_calls":[{"index":0,"id":"a","function":{"arguments":"{}"}}]},"finish_reason":%b}'
+    told = b'data: {"id":"x","choices":[%b]}\n\n' % (call % b'"tool_calls"')
+    pieces = [*event_stream([told], is_whole=False), b"not a chunk"]
+    gateway = await deploy(decoders=[CannedEngine("both", pieces)], connector="plain")
+    answer = await ask(gateway, CHAT, BODIES[CHAT])
+    assert (answer.status, answer.error["code"]) == (502, "decode_bad_answer")
+    assert "a tool call has no name" in answer.error["message"]

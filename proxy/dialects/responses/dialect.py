@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from proxy.dialects.responses.answer import ResponseEvents, response
 from proxy.dialects.responses.request import Asked, chat_of
-from proxy.dialects.translated import Translated
+from proxy.dialects.translated import Translated, words
+from proxy.errors import UpstreamError
+from proxy.wire.openai import error_type, is_error_body
+from proxy.wire.python_json import dumps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
     from proxy.dialects.base import Rendering, Unit
     from proxy.dialects.left_out import LeftOut
     from proxy.dialects.translated import Completion
+    from proxy.errors import GatewayError
 
 
 class Responses(Translated):
@@ -38,3 +42,11 @@ class Responses(Translated):
     def rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
         """See Dialect."""
         return ResponseEvents(call, call.asked)
+
+    def error_body(self, error: GatewayError) -> bytes | None:
+        """See Dialect. Engines' errors have the form of this API's, but not the pages of proxies in front of them."""
+        told = error.body if isinstance(error, UpstreamError) else None
+        if told is None or is_error_body(told):
+            return None
+        said = {"message": words(error), "type": error_type(error.status), "param": None, "code": error.code}
+        return dumps({"error": said})
