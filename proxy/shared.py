@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CELL_BYTES: Final = 8
+_LEFT_OUT_BYTES: Final = 128 * 1024  # about a thousand lines
 EXCHANGER: Final = 0
 """The worker that writes the rows of guests: what other gateways tell."""
 REASONS: Final = ("died", "frozen")
@@ -117,6 +118,8 @@ class Shared:
     roster: Roster
     key_usage: KeyUsage
     bulletin: Bulletin = field(default_factory=Bulletin)
+    left_out: Bulletin = field(default_factory=lambda: Bulletin(_LEFT_OUT_BYTES))
+    """What was logged of requests. Apart from the other subjects, as clients choose its names."""
     misfits: Misfits = field(default_factory=Misfits)
     sources: SourceStates = field(default_factory=SourceStates)
     heartbeats: Heartbeats = field(default_factory=Heartbeats)

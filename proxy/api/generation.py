@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Kinds are names that clients choose: no more are remembered, and then some are logged again.
-_MAX_LOGGED_KINDS: Final = 1024
-
 # Request headers that mean the same to the engines, beside the client's credential. Everything else is rebuilt or
 # dropped: hop-by-hop headers, and those that steer an engine, such as X-data-parallel-rank, which an endpoint per rank
 # answers with 400.
@@ -57,15 +54,15 @@ class GenerationApi:
         drain: Drain,
         settings: Settings,
         observers: Observers,
+        is_news: Callable[[str, str], bool],
     ) -> None:
-        """`dialects`: those that the engines can serve."""
+        """`dialects`: those that the engines can serve. `is_news`: whether no worker has logged this of a subject."""
         self._dialects = dialects
         self._lanes = lanes
         self._keys = keys
         self._drain = drain
         self._observers = observers
-        self._logged: set[tuple[str, str, str]] = set()
-        """Paths, names of client keys and kinds of which a warning was logged that they are left out."""
+        self._is_news = is_news
         self.configure(settings)
 
     def configure(self, settings: Settings) -> None:
@@ -141,15 +138,11 @@ class GenerationApi:
     def _log_left_out(self, path: str, key: str, kinds: Sequence[str]) -> None:
         """Log once for each client key what its requests contain that no engine can serve."""
         for kind in kinds:
-            if (path, key, kind) in self._logged:
-                continue
-            if len(self._logged) >= _MAX_LOGGED_KINDS:
-                self._logged.clear()
-            self._logged.add((path, key, kind))
-            logger.warning(
-                "left out of requests to %s by client key %s: %s, which no engine can serve; logged once",
-                *(path, key, kind),
-            )
+            if self._is_news(f"{path} {key} {kind}", "left out"):
+                logger.warning(
+                    "left out of requests to %s by client key %s: %s, which no engine can serve; logged once",
+                    *(path, key, kind),
+                )
 
     def _passed_on(self, request: web.Request) -> dict[str, str]:
         """The headers that reach the engines."""

@@ -79,7 +79,7 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
     probes = ProbeApi(lanes, drain)
     api_keys = _client_keys(basis, lanes)
     keys = KeyAuth(api_keys)
-    generation = GenerationApi(dialects, lanes, keys, drain, basis.settings, observers)
+    generation = GenerationApi(dialects, lanes, keys, drain, basis.settings, observers, basis.shared.left_out.is_news)
     basis.live.add(generation.configure)
     counting = CountTokensApi(
         lanes=lanes,

@@ -68,7 +68,7 @@ async def serving(gateway: Deployment) -> AsyncIterator[Site]:
     keys = KeyAuth(ApiKeys(KeyUsage()))
     observers = Observers((RequestMetrics(worker.metrics, ("generate",)), AccessLog()))
     dialects = [dialect for dialect in DIALECTS if worker.gateway.speaks(dialect)]
-    api = GenerationApi(dialects, worker.lanes, keys, worker.drain, worker.settings, observers)
+    api = GenerationApi(dialects, worker.lanes, keys, worker.drain, worker.settings, observers, lambda *_: True)
     app = web.Application()
     replies.install(app, worker.metrics)
     app.add_routes(api.routes())

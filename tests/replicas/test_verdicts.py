@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
@@ -22,6 +22,7 @@ from tests.deployment import generations
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from proxy.sim.engine import SimulatedEngine
     from tests.conftest import Deploy
     from tests.deployment import Deployment
 
@@ -69,7 +70,7 @@ def _backends(deployment: Deployment) -> list[Backend]:
 
 
 def _state(deployment: Deployment, backend: Backend) -> HealthState:
-    deployment.worker.pools.decode.eligible()  # a look at what is due
+    deployment.worker.pools.of(backend.role).eligible()  # a look at what is due
     return deployment.worker.health.of(backend).state
 
 
@@ -103,6 +104,49 @@ async def test_what_another_gateway_says_of_an_instance_that_is_well_costs_a_pro
         assert sum(1 for engine in deployment.decoders if generations(engine)) == 2
         await another.finds(backend)  # with another number: it has found so once more
         await until(lambda: _state(deployment, backend) is PROBATION, "another trial")
+
+
+class Lent:
+    """An engine that runs for another deployment."""
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """It goes on."""
+
+
+@pytest.mark.fault(104)
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+async def test_an_instance_that_refuses_one_gateway_is_tried_with_care_by_another(
+    store_port: int, deploy: Deploy, role: Role
+) -> None:
+    here = await deploy(3, 3, replicas=_replicas(store_port))
+    lent: list[Any] = [[Lent(engine) for engine in engines] for engines in (here.prefillers, here.decoders)]
+    there = await deploy(*lent, replicas=_replicas(store_port))
+    for gateway in (here, there):
+        gateway.may_stay_pinned, gateway.expects_inexact_pins = 100, True
+    bad = (here.prefillers if role is Role.PREFILL else here.decoders)[0]
+    bad.faults.add("refuse_status", status=503)
+    while not (ejected := here.metrics("pdproxy_instance_ejected_total")):
+        assert (await here.ask(request(Api.CHAT))).status == 200
+    name = f"127.0.0.1:{bad.port}"
+    assert ejected == {(name, "refuses", role.value): 1.0}
+    await until(lambda: there.metrics("pdproxy_instance_ejected_total"), "the finding of the other gateway")
+    assert there.metrics("pdproxy_instance_ejected_total") == {(name, "other_gateway", role.value): 1.0}
+    (backend,) = [each for each in there.worker.pools.of(role).backends() if each.name == name]
+    await until(lambda: _state(there, backend) is PROBATION, "a trial")  # its health check has passed
+    before = len(generations(bad))
+    for _ in range(8):
+        assert (await there.ask(request(Api.CHAT))).status == 200
+    # The first one is its trial. Others come when its back-off ends, and after the third refusal none.
+    assert 1 <= len(generations(bad)) - before <= 3
 
 
 async def test_a_verdict_of_others_on_all_instances_leaves_those_that_are_needed(

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -14,12 +15,11 @@ import pytest
 
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
-from tests.asking import answer_alone, read, request
+from tests.asking import answer_alone, read, request, until
 from tests.scenarios.program import Program, gateway
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
 
 @pytest.fixture
@@ -159,6 +159,28 @@ async def test_load_instances_and_metrics_are_shared(
         async with session.post(program.url + "/instances/remove", json=instance) as response:
             assert response.status == 200
         await everywhere(program, "/healthcheck", prefill_instances=1)
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+async def test_what_is_left_out_is_logged_by_one_worker(program: Program, path: str) -> None:
+    asked: dict[str, Any] = {"model": "sim", "tools": [{"type": "web_search_20250305", "name": "web_search"}]}
+    asked |= (
+        {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3} if "messages" in path else {"input": "Hi"}
+    )
+    await program.counts("pdproxy_workers 2.0")
+    first, second = program.children()
+    for resting in (first, second):
+        os.kill(resting, signal.SIGSTOP)  # so that the other one serves
+        stat = Path(f"/proc/{resting}/stat")
+        await until(lambda stat=stat: ") T " in stat.read_text(), "the worker to stand still")
+        for _ in range(2):
+            async with aiohttp.ClientSession() as one, one.post(program.url + path, json=asked) as response:
+                assert (await read(response)).status == 200
+        os.kill(resting, signal.SIGCONT)
+    program.signal(signal.SIGTERM)
+    assert await program.ended() == 0
+    line = f"left out of requests to {path} by client key -: tool web_search_20250305"
+    assert program.output.count(line) == 1
 
 
 async def cancelled(task: asyncio.Task[Any]) -> None:

@@ -15,8 +15,9 @@ _CAPACITY_BYTES: Final = 1024 * 1024  # 1,024 instances with the longest names t
 class Bulletin:
     """The last word on each subject, such as an instance and its state of health."""
 
-    def __init__(self) -> None:
-        self._shared = SharedValue("bulletin", _CAPACITY_BYTES)
+    def __init__(self, capacity_bytes: int = _CAPACITY_BYTES) -> None:
+        """`capacity_bytes`: of all subjects and words as JSON. When they do not fit, only the newest is kept."""
+        self._shared = SharedValue("bulletin", capacity_bytes)
         self._shared.write({})
         self._read_version = -1
         self._words: dict[str, str] = {}

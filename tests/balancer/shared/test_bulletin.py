@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
-from proxy.balancer.shared import bulletin as module
 from proxy.balancer.shared.bulletin import Bulletin
 from tests.forking import in_child
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def test_the_same_word_on_a_subject_is_news_once() -> None:
@@ -50,9 +45,8 @@ def test_of_many_processes_that_find_out_at_once_one_tells() -> None:
     os.close(begin)
 
 
-def test_a_full_bulletin_tells_again_and_does_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CAPACITY_BYTES", 100)
-    bulletin = Bulletin()
+def test_a_full_bulletin_tells_again_and_does_not_fail() -> None:
+    bulletin = Bulletin(100)
     assert all(bulletin.is_news(f"decode 10.0.0.1:{port}", "up") for port in range(7100, 7110))
     assert not bulletin.is_news("decode 10.0.0.1:7109", "up")
     assert bulletin.is_news("decode 10.0.0.1:7100", "up")
