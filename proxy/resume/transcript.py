@@ -107,8 +107,11 @@ class Transcript:
         """Is there anything that a client can see?"""
         return bool(self._texts or self._content or self._reasoning or self.tools)
 
-    def take(self, choice: dict[str, Any], ids: list[int] | None) -> bool:
-        """Add one chunk's choice with its token ids, and return whether it shows anything. Raises UnreadableMember."""
+    def take(self, choice: dict[str, Any], ids: Any) -> bool:
+        """Add one chunk's choice with its token ids, and return whether it shows anything. Raises UnreadableMember.
+
+        `ids`: the member of the engine's answer, whatever it holds.
+        """
         if self._texts:
             self.settle()
         before = len(self._ids)
