@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 from xxhash import xxh3_64_intdigest as hashed
@@ -65,7 +64,7 @@ _NONE: Final = (b"", b"null", b"[]")
 class _Said(msgspec.Struct):
     """Of a message, what tells whether a turn ends with it."""
 
-    role: str | None = None
+    role: Any = None
     tool_calls: msgspec.Raw = msgspec.Raw()
 
 
@@ -73,8 +72,7 @@ _said_in = msgspec.json.Decoder(list[_Said]).decode
 _messages_in = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixKeys:
+class PrefixKeys(NamedTuple):
     """`keys[i]` names the prompt up to the end of its piece `i`, in 64 bits that are the same in every process and on
     every host; `sizes[i]` is how many bytes of JSON that is. Both are empty when there is no single prompt.
     """

@@ -46,8 +46,11 @@ def compilable(source: str, has_subclasses: Collection[str] = ()) -> str:
         for decorator in node.decorator_list:
             if _name(decorator) == "dataclass":
                 _rewrite(node, decorator, lines, known)
-        if _TOLD.intersection(map(_name, node.bases)):
+        bases = set(map(_name, node.bases))
+        if bases & _TOLD:
             for field in _fields(node):
+                if "Struct" in bases and isinstance(field.annotation, ast.BinOp):
+                    raise Refused(f"{node.name}.{ast.unparse(field.target)} would not be a union: let it be Any")
                 _quote(field.annotation, lines)
         if node.name in has_subclasses:
             first = min([node.lineno, *[decorator.lineno for decorator in node.decorator_list]])

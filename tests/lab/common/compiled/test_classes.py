@@ -90,6 +90,12 @@ def test_what_mypyc_would_evaluate_in_vain_is_refused() -> None:
         compilable(source)
 
 
+def test_a_union_in_a_struct_is_refused() -> None:
+    source = "class Message(msgspec.Struct):\n    role: str | None = None\n"
+    with pytest.raises(Refused, match=r"Message\.role"):
+        compilable(source)
+
+
 def test_what_is_compiled_is_there_and_can_be() -> None:
     for path in MODULES:
         assert compilable(Path(path).read_text())
