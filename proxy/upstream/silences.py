@@ -39,7 +39,7 @@ _GONE: Final = frozenset({errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.EHOSTDOW
 """What connecting fails with where nobody listens. Other failures may be of this host."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SilenceChecks:
     """What is known of engines elsewhere, and who is told."""
 
@@ -53,7 +53,7 @@ class SilenceChecks:
     """Called when a backend makes no progress. Returns whether its answers are to be taken away from it."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Moves:
     """What the streams of one backend did since the last look."""
 
@@ -64,7 +64,7 @@ class Moves:
     timed_seconds: float = 0.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Watched:
     pace: Pace = field(default_factory=Pace)
     seen_at: float = 0.0

@@ -42,7 +42,7 @@ class PoolOf:
         """Replaced once there is somebody who knows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Balancing:
     """It does no IO."""
 

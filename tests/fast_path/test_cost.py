@@ -5,32 +5,24 @@ What is done for many requests at once, 200 ms apart, is counted apart: how many
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
 import sys
-from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from proxy.fast_path.connection import FastConnection
-from proxy.fast_path.request import FastRequest
-from proxy.observe.observers import Observers, RequestListener
-from proxy.upstream.connection import Connection
-from proxy.wire.openai import Api
-from tests.asking import request
-from tests.fast_path.roads import Clients, raw
+from proxy.observe.observers import RequestListener
+from tests.fast_path.calls import BATCH, ask, connected, counting
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Iterator, Sequence
-    from types import CodeType, FrameType
+    from collections.abc import Sequence
 
     from proxy.observe.record import RequestRecord
     from tests.conftest import Deploy
-    from tests.deployment import Deployment
+    from tests.fast_path.calls import Calls
     from tests.fast_path.roads import Line
 
 CONNECTIONS: Final = 16
@@ -53,67 +45,20 @@ BOUNDS: Final = {
 # Blocks of memory that are still there when a request is over and counted. A few caches may grow for other reasons.
 LEFT_BLOCKS: Final = 1.0
 
-_BATCH: Final = Observers.settle.__code__
-_ROOTS: Final = {FastConnection.data_received.__code__, Connection.data_received.__code__, FastRequest._look.__code__}
-
 
 @dataclass
-class Calls:
-    """How many calls there were."""
+class Cost:
+    """How many calls there were, of one of many."""
 
     python: float = 0
     c: float = 0
 
-
-@contextmanager
-def counting(roots: Collection[CodeType] = _ROOTS, left_out: CodeType | None = _BATCH) -> Iterator[Calls]:
-    """Count the calls of the gateway's own code that follow from what has arrived, without what timers do."""
-    calls = Calls()
-    root: FrameType | None = None
-    batch: FrameType | None = None
-
-    def count(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal root, batch
-        if root is None:
-            if event != "call" or frame.f_code not in roots:
-                return
-            root = frame
-        if batch is not None:
-            if event == "return" and frame is batch:
-                batch = None
-        elif event == "call" and frame.f_code is left_out:
-            batch = frame
-        elif event in ("call", "c_call"):
-            name = frame.f_code.co_filename
-            if "/proxy/" in name and "/proxy/sim/" not in name:
-                if event == "call":
-                    calls.python += 1
-                else:
-                    calls.c += 1
-        elif event == "return" and frame is root:
-            root = None
-
-    sys.setprofile(count)
-    try:
-        yield calls
-    finally:
-        sys.setprofile(None)
+    @classmethod
+    def of(cls, calls: Calls, count: int) -> Cost:
+        return cls(calls.functions.total() / count, calls.c / count)
 
 
-async def ask(lines: list[Line], rounds: int, **fields: Any) -> None:
-    data = raw(request(Api.CHAT, **fields))
-
-    async def one(line: Line) -> None:
-        for _ in range(rounds):
-            line.send(data)
-            await line.answer()
-
-    await asyncio.gather(*map(one, lines))
-    answers = {(head[: len("HTTP/1.1 200")], ending) for line in lines for head, _, ending in line.received}
-    assert answers == {("HTTP/1.1 200", "whole")}
-
-
-async def per_request(lines: list[Line], **fields: Any) -> Calls:
+async def per_request(lines: list[Line], **fields: Any) -> Cost:
     """The calls of one request, when everything has happened before: the least of some measurements, as now and then
     something is done that is done once in a while.
     """
@@ -122,26 +67,16 @@ async def per_request(lines: list[Line], **fields: Any) -> Calls:
     for _ in range(MEASUREMENTS):
         with counting() as calls:
             await ask(lines, ROUNDS, **fields)
-        count = len(lines) * ROUNDS
-        found.append(Calls(calls.python / count, calls.c / count))
-    return min(found, key=lambda calls: calls.python)
+        found.append(Cost.of(calls, len(lines) * ROUNDS))
+    return min(found, key=lambda cost: cost.python)
 
 
-@asynccontextmanager
-async def connected(gateway: Deployment, count: int = CONNECTIONS) -> AsyncIterator[list[Line]]:
-    """Clients, which leave at the end of the block."""
-    clients = Clients(gateway)
-    yield [await clients.connect() for _ in range(count)]
-    for line in clients.lines:
-        line.writer.close()
-
-
-def check(what: str, calls: Calls) -> None:
+def check(what: str, cost: Cost) -> None:
     python, c = BOUNDS[what]
-    told = f"{what} takes {calls.python:.1f} Python calls and {calls.c:.1f} C calls"
-    assert calls.python <= python, told
-    assert calls.c <= c, told
-    assert calls.python > python / 2, f"{told}: lower the bound"
+    told = f"{what} takes {cost.python:.1f} Python calls and {cost.c:.1f} C calls"
+    assert cost.python <= python, told
+    assert cost.c <= c, told
+    assert cost.python > python / 2, f"{told}: lower the bound"
 
 
 @pytest.mark.parametrize("what", [STREAM, WHOLE, PAIR])
@@ -160,10 +95,10 @@ async def test_a_token_takes_no_more_calls_than_it_did(deploy: Deploy) -> None:
         for _ in range(MEASUREMENTS):  # a busy machine reads two tokens at once, which takes more
             few = await per_request(lines, stream=True, max_tokens=5)
             many = await per_request(lines, stream=True, max_tokens=45)
-            found.append(Calls((many.python - few.python) / 40, (many.c - few.c) / 40))
+            found.append(Cost((many.python - few.python) / 40, (many.c - few.c) / 40))
             if found[-1].python <= BOUNDS[TOKEN][0] and found[-1].c <= BOUNDS[TOKEN][1]:
                 break
-    check(TOKEN, min(found, key=lambda calls: calls.c))
+    check(TOKEN, min(found, key=lambda cost: cost.c))
 
 
 class Ended(RequestListener):
@@ -185,15 +120,15 @@ async def test_what_follows_from_a_request_takes_no_more_calls_than_it_did(
     gateway = await deploy()
     observers, ended = gateway.worker.observers, Ended()
     observers.add(ended)
-    async with connected(gateway) as lines:
+    async with connected(gateway, CONNECTIONS) as lines:
         await ask(lines, ROUNDS, stream=True, max_tokens=1)
         # However busy the machine is: all of them once more, at one time.
         records = tuple(ended.records)
-        with observers.in_batches(lambda *_, **__: None), counting({_BATCH}, None) as calls:
+        with observers.in_batches(lambda *_, **__: None), counting({BATCH}, None) as calls:
             for record in records:
                 observers.end(record)
             observers.settle()
-    check(SETTLED, Calls(calls.python / len(records), calls.c / len(records)))
+    check(SETTLED, Cost.of(calls, len(records)))
 
 
 @pytest.mark.parametrize("stream", [True, False])

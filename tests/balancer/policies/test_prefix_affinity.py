@@ -66,6 +66,7 @@ async def test_the_turns_of_a_conversation_go_to_one_prefiller(deploy: Deploy) -
     assert policy_of(gateway).under_way == 0
 
 
+@pytest.mark.interpreted
 async def test_the_samples_of_a_request_share_the_keys_of_its_prompt(
     deploy: Deploy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,6 +87,7 @@ async def test_the_samples_of_a_request_share_the_keys_of_its_prompt(
     assert has == [set(keys.keys)] * len(has)
 
 
+@pytest.mark.interpreted
 async def test_policies_that_do_not_look_at_prompts_pay_nothing_for_their_keys(
     deploy: Deploy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,79 @@
+"""Everything that a plain request and its tokens run through is compiled, but for what cannot be."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import pytest
+
+from lab.common.compiled.modules import MODULES
+from proxy.wire.openai import Api
+from tests.asking import request
+from tests.fast_path.calls import BATCH, ROOTS, SWEEP, ask, connected, counting
+from tests.fast_path.roads import raw
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.conftest import Deploy
+    from tests.fast_path.calls import Calls
+
+REQUESTS: Final = 40
+STREAMS: Final = 20
+NOT_COMPILED: Final = {
+    "proxy/dialects/openai.py": "compiled code would read the attributes of the base class instead of a dialect's",
+    "proxy/listener/drain.py": "aiohttp sets an attribute of its middleware, which a compiled function does not have",
+    "proxy/listener/replies.py": "aiohttp sets an attribute of its middleware, which a compiled function does not have",
+    "proxy/observe/metrics.py": "its classes have bases in prometheus-client, which is not compiled",
+}
+"""The modules that a plain request runs through and mypyc cannot compile, and why."""
+
+
+def interpreted(calls: Calls, count: int) -> Iterator[str]:
+    """Name the functions that are not compiled and were called for at least every second of `count` events."""
+    root = f"{Path.cwd()}/"
+    for function, number in sorted(calls.functions.items(), key=lambda item: item[0].co_filename):
+        module = function.co_filename.removeprefix(root)
+        if number >= count / 2 and module not in MODULES and module not in NOT_COMPILED:
+            yield f"{module}: {function.co_qualname}"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("connector", ["vllm_pull", "sglang_bootstrap"])
+async def test_a_plain_request_runs_through_compiled_modules(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture, connector: str, stream: bool
+) -> None:
+    caplog.set_level(logging.WARNING, "proxy")  # the tests' own handler would write the lines
+    gateway = await deploy(connector=connector, decoder={"decode_step_ms": 1.0})
+    observers = gateway.worker.observers
+    async with connected(gateway, 1) as lines:
+        await ask(lines, 2, stream=stream, max_tokens=16)
+        # All requests are settled in one batch, so that what is done once in a batch does not count.
+        with observers.in_batches(lambda *_, **__: None), counting(ROOTS | {BATCH}, None) as calls:
+            await ask(lines, REQUESTS, stream=stream, max_tokens=16)
+            observers.settle()
+    assert list(interpreted(calls, REQUESTS)) == []
+
+
+async def test_a_look_at_silent_streams_runs_through_compiled_modules(deploy: Deploy) -> None:
+    gateway = await deploy(decoder={"decode_step_ms": 20.0})
+    upstream = gateway.worker.upstream
+    async with connected(gateway, STREAMS) as lines:
+        for line in lines:
+            line.send(raw(request(Api.CHAT, stream=True, max_tokens=40)))
+        for line in lines:
+            await line.has(b"data: ")
+        upstream.sweep()
+        with counting({SWEEP}, None) as calls:
+            upstream.sweep()  # nothing can have arrived since the last one
+        assert upstream.busy_connections == STREAMS
+        for line in lines:
+            await line.has(b"data: [DONE]")
+    assert list(interpreted(calls, STREAMS)) == []
+
+
+def test_modules_that_are_excepted_are_not_compiled() -> None:
+    assert not set(NOT_COMPILED).intersection(MODULES)
+    assert all(Path(path).is_file() for path in NOT_COMPILED)
