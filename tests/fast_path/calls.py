@@ -16,14 +16,14 @@ from proxy.upstream.connection import Connection
 from proxy.upstream.upstream import Upstream
 from proxy.wire.openai import Api
 from tests.asking import request
-from tests.fast_path.roads import Clients, raw
+from tests.talking import Clients, raw
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Iterator
     from types import CodeType, FrameType
 
     from tests.deployment import Deployment
-    from tests.fast_path.roads import Line
+    from tests.talking import Line
 
 BATCH: Final = Observers.settle.__code__
 """Begins what is done for many requests at once. How many depends on the machine."""

@@ -7,24 +7,22 @@ arrived at once.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 from collections import defaultdict
-from dataclasses import dataclass, field
 from difflib import unified_diff
 from pprint import pformat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import orjson
 import pytest
 
 from proxy.fast_path import connection
 from proxy.listener.replies import accepted_id
 from proxy.observe.observers import RequestListener
-from tests.asking import api_of, until
+from tests.asking import until
 from tests.canned import CannedEngine
 from tests.deployment import generations, releases
+from tests.talking import Clients
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -55,87 +53,6 @@ _UNTOLD_METRICS: Final = re.compile(
 _CHUNK: Final = re.compile(r"(^|\r\n)[0-9a-f]+\r\n")
 _OF_READS: Final = "pdproxy_inter_token_seconds_count []"
 _UNTOLD_FIELDS: Final = re.compile(r"t_.*|dur|ttft|p_seconds")
-
-
-@dataclass
-class Line:
-    """A client's connection."""
-
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    received: list[tuple[str, str, str]]
-    """Head, body, and how it ended, of each answer."""
-
-    def send(self, data: bytes) -> None:
-        self.writer.write(data)
-
-    async def ask(self, body: dict[str, Any], **headers: str) -> None:
-        """Send a request, and read its answer."""
-        self.send(raw(body, **headers))
-        await self.answer()
-
-    async def answer(self) -> None:
-        """Read an answer to its end, be that what it may."""
-        head, body, ending = b"", bytearray(), "whole"
-        try:
-            head = await self.reader.readuntil(b"\r\n\r\n")
-            if (length := re.search(rb"\r\nContent-Length: (\d+)", head)) is not None:
-                body += await self.reader.readexactly(int(length[1]))
-            elif b"Transfer-Encoding: chunked" in head:
-                await self._chunks(body)
-            else:
-                body += await self.reader.read()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            ending = "cut"
-        self.received.append((head.decode(), body.decode(), ending))
-
-    async def _chunks(self, body: bytearray) -> None:
-        while size := int(await self.reader.readuntil(b"\r\n"), 16):
-            body += (await self.reader.readexactly(size + 2))[:-2]
-        assert await self.reader.readexactly(2) == b"\r\n"
-
-    async def is_closed(self) -> None:
-        """Read the end, and what comes before it."""
-        try:
-            rest = await self.reader.read()
-        except ConnectionError:
-            rest = b""
-        self.received.append(("", rest.decode(), "closed"))
-
-    async def has(self, data: bytes) -> None:
-        """Read until this has come."""
-        await self.reader.readuntil(data)
-
-    def leave(self) -> None:
-        self.writer.transport.abort()
-
-
-def raw(body: dict[str, Any] | bytes, path: str = "", **headers: str) -> bytes:
-    """A request as most clients send it."""
-    if isinstance(body, dict):
-        path = path or api_of(body).path
-        body = orjson.dumps(body)
-    lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
-    head = f"POST {path} HTTP/1.1\r\nHost: gateway\r\nContent-Type: application/json\r\n{lines}"
-    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
-
-
-@dataclass
-class Clients:
-    """Those of one gateway."""
-
-    gateway: Deployment
-    lines: list[Line] = field(default_factory=list)
-
-    async def connect(self) -> Line:
-        host, port = self.gateway.url.removeprefix("http://").split(":")
-        line = Line(*await asyncio.open_connection(host, int(port)), [])
-        self.lines.append(line)
-        return line
-
-    async def rest(self) -> None:
-        """Wait until the gateway has nothing to do."""
-        await until(lambda: not self.gateway.leaks(), "the gateway to rest")
 
 
 class _Access(RequestListener):

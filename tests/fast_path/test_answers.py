@@ -12,7 +12,8 @@ from tests.asking import request
 
 if TYPE_CHECKING:
     from tests.deployment import Deployment
-    from tests.fast_path.roads import Clients, Roads
+    from tests.fast_path.roads import Roads
+    from tests.talking import Clients
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 

@@ -14,8 +14,8 @@ from proxy.fast_path.connection import FastConnection
 from proxy.wire.openai import Api
 from tests.asking import request
 from tests.canned import CannedEngine, data, event_stream, json_answer
-from tests.fast_path.roads import Clients, raw
 from tests.fuzz.cutting import cut
+from tests.talking import Clients, raw
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -9,12 +9,13 @@ import pytest
 
 from proxy.wire.openai import Api
 from tests.asking import request, until
-from tests.fast_path.roads import raw
+from tests.talking import raw
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tests.fast_path.roads import Clients, Roads
+    from tests.fast_path.roads import Roads
+    from tests.talking import Clients
 
 STREAM: Final = request(Api.CHAT, stream=True)
 WHOLE: Final = request(Api.COMPLETIONS, stream=False)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from proxy.observe.record import RequestRecord
     from tests.conftest import Deploy
     from tests.fast_path.calls import Calls
-    from tests.fast_path.roads import Line
+    from tests.talking import Line
 
 CONNECTIONS: Final = 16
 ROUNDS: Final = 5  # few, so that on a slow machine, too, some measurement is without what is done now and then

@@ -9,7 +9,7 @@ import pytest
 from proxy.wire.openai import Api
 from tests.asking import request, until
 from tests.deployment import generations
-from tests.fast_path.roads import Clients, raw
+from tests.talking import Clients, raw
 
 if TYPE_CHECKING:
     from tests.fast_path.roads import Roads

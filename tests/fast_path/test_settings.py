@@ -8,10 +8,11 @@ import pytest
 
 from proxy.wire.openai import Api
 from tests.asking import request
-from tests.fast_path.roads import raw
+from tests.talking import raw
 
 if TYPE_CHECKING:
-    from tests.fast_path.roads import Clients, Roads
+    from tests.fast_path.roads import Roads
+    from tests.talking import Clients
 
 STREAM = request(Api.CHAT, stream=True)
 WHOLE = request(Api.COMPLETIONS, stream=False)

@@ -9,13 +9,14 @@ import pytest
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import request, until
-from tests.fast_path.roads import raw
+from tests.talking import raw
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tests.deployment import Deployment
-    from tests.fast_path.roads import Clients, Roads
+    from tests.fast_path.roads import Roads
+    from tests.talking import Clients
 
 BODIES = pytest.mark.parametrize(
     "body",

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from proxy.flow.relay import Relay
     from tests.canned import Received
     from tests.conftest import Deploy
-    from tests.fast_path.roads import Clients, Roads
+    from tests.fast_path.roads import Roads
+    from tests.talking import Clients
 
 STREAMS: Final = 60
 USAGE: Final[dict[str, Any]] = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}

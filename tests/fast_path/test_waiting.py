@@ -9,11 +9,12 @@ import pytest
 from proxy.fast_path.request import FastRequest
 from proxy.wire.openai import Api
 from tests.asking import request, until
-from tests.fast_path.roads import Clients, raw
+from tests.talking import Clients, raw
 
 if TYPE_CHECKING:
     from tests.conftest import Deploy
-    from tests.fast_path.roads import Line, Roads
+    from tests.fast_path.roads import Roads
+    from tests.talking import Line
 
 STREAM: Final = request(Api.CHAT, "waits", stream=True, max_tokens=2)
 WHOLE: Final = request(Api.COMPLETIONS, "waits", stream=False, max_tokens=2)

@@ -12,7 +12,7 @@ from lab.common.compiled.modules import MODULES
 from proxy.wire.openai import Api
 from tests.asking import request
 from tests.fast_path.calls import BATCH, ROOTS, SWEEP, ask, connected, counting
-from tests.fast_path.roads import raw
+from tests.talking import raw
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
