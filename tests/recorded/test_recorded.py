@@ -1,0 +1,28 @@
+"""What clients and engines get, what is counted and what is logged, is as it was when it was recorded."""
+
+from __future__ import annotations
+
+from difflib import unified_diff
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.recorded.recording import COMMAND, DIRECTORY, file, recording
+from tests.recorded.table import CONVERSATIONS
+
+if TYPE_CHECKING:
+    from tests.recorded.conversation import Conversation
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS, ids=lambda conversation: conversation.name)
+async def test_conversation_is_as_recorded(conversation: Conversation) -> None:
+    recorded = file(conversation).read_text(encoding="utf-8").splitlines()
+    now = (await recording(conversation)).splitlines()
+    if differences := list(unified_diff(recorded, now, "recorded", "now", lineterm="", n=2)):
+        command = f"{COMMAND} {conversation.name}"
+        pytest.fail("\n".join([*differences, f"If it is meant to change: {command}"]), pytrace=False)
+
+
+def test_recordings_are_those_of_the_table() -> None:
+    assert len({conversation.name for conversation in CONVERSATIONS}) == len(CONVERSATIONS)
+    assert sorted(DIRECTORY.iterdir()) == sorted(map(file, CONVERSATIONS))
