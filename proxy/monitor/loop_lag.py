@@ -28,7 +28,10 @@ class LoopLag:
 
     def since(self, at: float) -> float:
         """Return the longest delay that was noted since a time."""
-        return next((lag for noted_at, lag in self._lags if noted_at >= at), 0.0)
+        for noted_at, lag in self._lags:
+            if noted_at >= at:
+                return lag
+        return 0.0
 
     def within(self, began: float, ended: float) -> float | None:
         """Return the longest delay between two times, or None if it was not measured after the second one yet.
