@@ -301,10 +301,15 @@ class Policy(ABC):
         """Return whether an engine would take a request now: some candidate is below its limit, learned ones aside."""
         return any(candidate.has_room for candidate in candidates)
 
-    def hold_seconds(self, request: PickRequest | None) -> float:
-        """Return how long at most a request should wait because of a limit that was learned; infinite: no such bound.
+    def hold_seconds(self, request: PickRequest | None, waiting: int) -> float:
+        """Return how long at most a request should wait because of a limit that was learned.
 
-        `request`: None if it is not known.
+        Args:
+            request: None if it is not known.
+            waiting: The requests that wait, this one included.
+
+        Returns:
+            Seconds since it began to wait; infinite if no such limit makes it wait now.
         """
         return math.inf
 

@@ -308,12 +308,9 @@ class Pool:
             return False
         return self._chooser.would_take()
 
-    def hold_seconds(self, request: PickRequest | None) -> float:
-        """Return how long at most a request should wait because of a limit that was learned; infinite: no such bound.
-
-        `request`: None if it is not known.
-        """
-        return self.policy.hold_seconds(request)
+    def hold_seconds(self, request: PickRequest | None, waiting: int) -> float:
+        """Return how long at most a request should wait because of a limit that was learned, see Policy."""
+        return self.policy.hold_seconds(request, waiting)
 
     def work_seconds(self, request: PickRequest) -> float:
         """What a request takes where it takes least, by the policy; 0: it does not know."""

@@ -73,7 +73,7 @@ class Admission:
         lower_priority_first: bool = True,
         front: WorkerFront | None = None,
         would_take: Callable[[], bool] = lambda: False,
-        hold_seconds: Callable[[PickRequest | None], float] = lambda _: math.inf,
+        hold_seconds: Callable[[PickRequest | None, int], float] = lambda _, waiting: math.inf,
         refusing: Callable[[], tuple[Role, float] | None] = lambda: None,
     ) -> None:
         """`on_wait`: called with True when a first unit waits, and with False when none does any longer. Only
@@ -81,8 +81,9 @@ class Admission:
         `answer_seconds`: what an answer probably takes of a decoder's time, for which its key is charged, too.
         `lower_priority_first`: so do engines read the body's `priority`. `front`: by which several queues are served as
         if they were one; None: there is no other. `would_take`: whether only a limit that was learned leaves no room.
-        Such a limit never refuses a unit, and `hold_seconds` says how long at most a request waits for it. `refusing`:
-        a role all of whose backends refuse requests, and the clock's time until which they do so by their own words.
+        Such a limit never refuses a unit, and `hold_seconds` says how long at most one of some that wait waits for it.
+        `refusing`: a role all of whose backends refuse requests, and the clock's time until which they do so by their
+        own words.
         """
         self._has_room = has_room
         self._absent = absent
@@ -330,12 +331,14 @@ class Admission:
         if now < self._let_go_at or not self._would_take():
             return
         self._let_go_at = now + _LET_GO_SECONDS
+        waiting = self.waiting
         overdue = [
             waiter
             for line in self._lines.values()
             for waiter in line.waiters
             # With a deadline at the latest half of the time before it.
-            if now - waiter.arrived > min(self._hold_seconds(waiter.request), (waiter.late_at - waiter.arrived) / 2)
+            if now - waiter.arrived
+            > min(self._hold_seconds(waiter.request, waiting), (waiter.late_at - waiter.arrived) / 2)
         ]
         for waiter in overdue:
             self._let_go(waiter)

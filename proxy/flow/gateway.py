@@ -76,7 +76,7 @@ class Gateway:
             lower_priority_first=settings.connector_traits.lower_priority_first,
             front=front,
             would_take=self._would_take,
-            hold_seconds=lambda request: min(pools.decode.hold_seconds(request), pools.prefill.hold_seconds(request)),
+            hold_seconds=lambda *waits: min(pools.decode.hold_seconds(*waits), pools.prefill.hold_seconds(*waits)),
             refusing=self._refusing,
         )
         self._connector = connector

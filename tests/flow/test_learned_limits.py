@@ -39,7 +39,7 @@ class Engines:
             Metrics(),
             self._loop.time,
             would_take=lambda: self.taken < self.engine_places,
-            hold_seconds=lambda request: hold_seconds,
+            hold_seconds=lambda request, waiting: hold_seconds,
         )
 
     async def ask(self, at: float) -> None:

@@ -105,7 +105,7 @@ class DecodePace:
         self.most_seen = math.inf
         """The most answers at a time of which enough was seen."""
         self.gain_seconds = 0.0
-        """What each token takes longer beyond the saturation point than at it; 0.0 where none is known."""
+        """Decoder seconds that a token takes more beyond the saturation point than at it; 0.0 where none is known."""
         self.step, self.slope = _FIRST_STEPS, 1.0
         """Seconds that a token takes: without other answers, and more for each answer. A straight line below the
         saturation point. Only the ratio counts as long as nothing is known."""
@@ -247,8 +247,7 @@ class DecodePace:
             self._since = math.inf
             return
         self.most = self.scout_most = float(SIZES[good])
-        rates = self.rates
-        self.gain_seconds = max(0.0, 1 / rates[first] - 1 / rates[good])
+        self.gain_seconds = max(0.0, 1 / made[first] - 1 / made[good])
         if now - max(self._seen_at[first:]) > TRUSTED_SECONDS:
             self.scout_most = float(SIZES[first])
 

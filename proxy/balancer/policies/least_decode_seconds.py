@@ -248,10 +248,18 @@ class LeastDecodeSeconds(LeastTokens):
             for place, (answers, tokens) in enumerate(zip(running, held, strict=True))
         )
 
-    def hold_seconds(self, request: PickRequest | None) -> float:
-        """See Policy: twice what the answer is predicted to gain."""
+    def hold_seconds(self, request: PickRequest | None, waiting: int) -> float:
+        """See Policy: twice what the answer is predicted to gain.
+
+        Without the limit the answer would share its decoder with all that wait, too. So it gains the time that each
+        token of these saves.
+        """
         gain = self.pace.gain_seconds
-        return _HOLD_GAINS * gain * self._likely_tokens(request) if gain else _ANY
+        if not gain or not self._candidates or self._has_free(self._bounds):
+            return _ANY
+        bounds = self._bounds
+        sharing = (sum(bounds.reader.running()) + waiting) / len(bounds.most)
+        return _HOLD_GAINS * gain * sharing * self._likely_tokens(request)
 
     def most_running(self, backend: Backend) -> int | None:
         """Return the answers at the saturation point."""

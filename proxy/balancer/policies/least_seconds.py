@@ -214,16 +214,18 @@ class LeastSeconds(LeastTokens):
         self._asked.pop(id(request.subject or request), None)
         self._waiting_seconds.pop(id(request.subject or request), None)
 
-    def hold_seconds(self, request: PickRequest | None) -> float:
+    def hold_seconds(self, request: PickRequest | None, waiting: int) -> float:
         """See Policy: twice the wait that is predicted where engines compute in turn, as was learned of them.
 
         It is the time until a prefiller is free, the work of all that wait, and that of later, shorter prompts.
         """
-        prefillers = self._prefillers.last_known
+        candidates, prefillers = self._prefillers.last_candidates, self._prefillers.last_known
         if request is None or not prefillers:
             return inf
         loads = self._prefillers.reader.compute()
         waits = self._waits(prefillers, loads, self.context.clock())
+        if any(map(self._is_free, candidates, prefillers, waits, loads)):
+            return inf  # it waits for decoders
         work = min(self._prefillers.work(prefillers, ask(request)))
         return _HOLD_WAITS * (min(waits) + sum(self._waiting_seconds.values()) / len(prefillers) + work / AGEING)
 

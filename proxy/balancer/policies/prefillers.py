@@ -72,6 +72,11 @@ class Prefillers:
         return self._known
 
     @property
+    def last_candidates(self) -> Sequence[Candidate]:
+        """The candidates that were asked about last."""
+        return self._candidates
+
+    @property
     def last_known(self) -> Sequence[Prefiller]:
         """Those that were asked about last."""
         return self._known

@@ -101,7 +101,7 @@ class Worker:
             line_up=pools.prefill,
             front=front,
             would_take=lambda: pools.decode.would_take() and pools.prefill.would_take(),
-            hold_seconds=lambda request: min(pools.decode.hold_seconds(request), pools.prefill.hold_seconds(request)),
+            hold_seconds=lambda *waits: min(pools.decode.hold_seconds(*waits), pools.prefill.hold_seconds(*waits)),
         )
         for each in (pools.prefill, pools.decode):
             each.on_release = self.admission.notify

@@ -33,7 +33,6 @@ LEARNS_NOTHING: Final = "least_tokens"
 _STEP_SECONDS: Final = 0.02
 _LINEAR_SHARE: Final = 0.02
 _KNEED: Final = MACHINES["kimi-k2-thinking-a3"]
-_MAX_ANSWERS: Final = 512
 _KV_TOKENS: Final = 10_000_000
 
 # The answers that a decoder writes at a time, on the average, where the engines have no saturation point.
@@ -67,6 +66,8 @@ class World:
     """The gateway's event loop stands still now and then."""
     load: float = 0.7
     """Where the engines have a saturation point: the share of the tokens per second there that requests ask for."""
+    max_answers: int = 512
+    """The most answers that an engine writes at a time."""
     prompt_tokens: int = 500
     block_tokens: int = BLOCK_TOKENS
     """Tokens in one block of the engines' KV cache."""
@@ -85,7 +86,7 @@ class World:
             self.step,
             cost,
             prefill=Shape(64, 16_384, _KV_TOKENS, self.block_tokens),
-            decode=Shape(_MAX_ANSWERS, 8192, _KV_TOKENS, self.block_tokens),
+            decode=Shape(self.max_answers, 8192, _KV_TOKENS, self.block_tokens),
         )
 
     @property

@@ -60,3 +60,11 @@ def test_decode_policy_is_better_where_a_saturation_point_matters(lengths: str) 
     ours, plain = compared(world, decode="least_load")
     assert ours.served >= plain.served - 0.001
     assert ours.answer_seconds < 0.7 * plain.answer_seconds
+
+
+def test_decode_policy_keeps_its_throughput_while_many_requests_wait() -> None:
+    """Requests let go beyond the saturation point would make all others wait longer, which are let go in turn."""
+    world = World(step="kneed", lengths="similar", max_answers=12, decoders=4, requests=1500, load=0.97)
+    ours, plain = compared(world, decode="least_load")
+    assert ours.served == plain.served == 1.0
+    assert ours.answer_seconds < 0.3 * plain.answer_seconds
