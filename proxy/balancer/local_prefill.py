@@ -3,16 +3,24 @@
 That is so for short prompts, and for long ones of which the decoder has nearly all in its cache: after an answer it
 has the prompt and the answer, so that of the next turn of a loop of tool calls only the result is new to it. How long
 decoders take is learned from those prompts that they were left with, how long a hand-over takes from hand-overs.
+
+What was learned must prove itself: the decoders must take less time for the prompts that they compute than prefillers
+would have taken, by the prediction at that time. Otherwise all prompts go to prefillers for an hour.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import deque
+from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.policies.cache_count import CacheCount
 from proxy.balancer.policies.prefill_cost import PrefillCost
 from proxy.balancer.policies.prefill_records import Kind, kind_and_slot, unpacked
 from proxy.balancer.policies.prefixes import CachedPrefixes
+from proxy.balancer.policies.unlearned import Unlearned
 
 if TYPE_CHECKING:
     from proxy.backend import Backend
@@ -21,16 +29,62 @@ if TYPE_CHECKING:
     from proxy.balancer.pool import Pool
     from proxy.balancer.shared.journal import Seat
 
+logger = logging.getLogger(__name__)
+
 # Each answer that is being written there waits meanwhile: it counts as this part of what the prompt takes.
 _HARM: Final = 0.25
 _HANDOVER_STEP: Final = 0.1
-# A decoder is not left with more than twice what one has computed before, and at first with no more than this: of short
-# prompts cannot be learned what long ones take.
+# A decoder is not left with more than twice what one has computed sooner than prefillers would have, and at first with
+# no more than this: of short prompts cannot be learned what long ones take.
 _FIRST_TOKENS: Final = 512.0
 # One that does not tell what was cached, and takes so many times as long as predicted, had nothing.
 _MUCH_LONGER: Final = 3.0
 # Up to this part of a decoder's KV memory it may be given a prompt that the policy has not sent there.
 _MOST_KV: Final = 0.9
+# The last prompts that decoders have computed, and the number of them that is enough for the proof.
+_PROOFS: Final = 32
+_ENOUGH_PROOFS: Final = 8
+DOUBT_SECONDS: Final = 3600.0
+"""Prompts go to prefillers for this time after decoders were not sooner."""
+# A first token teaches nothing if the event loop was late by more than this, or this share of what it took, meanwhile.
+_MOST_LAG_SECONDS: Final = 0.05
+_MOST_LAG_SHARE: Final = 0.1
+# First tokens that wait until it is known whether the loop was late.
+_MOST_UNLEARNED: Final = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LocalChoice:
+    """A prompt that a decoder is to compute by itself."""
+
+    decoder: Backend
+    asked: Asked
+    harm: float
+    """The time of the answers that wait meanwhile, as a share of what the prompt takes."""
+    instead_seconds: float
+    """Predicted until the first token by a prefiller and a hand-over."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The first token of an answer."""
+
+    at: float
+    """When it came, on the clock of the pools."""
+    seconds: float
+    """What it took since the decoder was asked, or since the prefiller answered."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Computed:
+    """A prompt that a decoder has computed."""
+
+    name: str
+    """The decoder's."""
+    uncached: float
+    cached: float
+    seconds: float
+    choice: LocalChoice
 
 
 class LocalPrefill:
@@ -47,19 +101,31 @@ class LocalPrefill:
         """From the end of a prefill to the first token; None: none was seen."""
         self._eligible: tuple[Backend, ...] = ()
         self._cached: dict[str, CachedPrefixes] = {}  # of those, by their names
+        context = prefill.policy.context
+        self._clock = context.clock
+        self._unlearned: Unlearned[_Computed | float] = Unlearned(
+            context, most_lag_seconds=_MOST_LAG_SECONDS, most_lag_share=_MOST_LAG_SHARE, capacity=_MOST_UNLEARNED
+        )
+        """Prompts that decoders have computed, and seconds of hand-overs."""
+        self._proofs: deque[tuple[float, float]] = deque(maxlen=_PROOFS)
+        """What these prompts took, the harm included, and what they would have taken by the prediction."""
+        self._doubted_until = -inf
 
-    def sooner(self, asked: Asked, max_tokens: int) -> Backend | None:
+    def sooner(self, asked: Asked, max_tokens: int) -> LocalChoice | None:
         """The decoder that would be the first to have the prompt, sooner than any prefiller; None: there is none, it is
         not known, or it is not free to choose. None of them is at its knee, or short of KV memory, or would have to
         compute more than `max_tokens` of the prompt.
         """
         request = asked.request
+        self._learn()
         if request.subject is None or request.avoid or request.prefer is not None or self.handover_seconds is None:
             return None
         soonest = self._prefill.soonest_seconds(request)
-        if soonest is None:
+        if soonest is None or self._clock() < self._doubted_until:
             return None
-        best, least = None, soonest + self.handover_seconds
+        best: Backend | None = None
+        best_harm = 0.0
+        instead = least = soonest + self.handover_seconds
         most_tokens = min(max_tokens, 2 * self._tried_tokens)
         for backend in self._known():
             streams = self._decode.in_flight(backend)
@@ -72,37 +138,44 @@ class LocalPrefill:
                 continue
             cached *= prefixes.trust
             seconds = self.cost.seconds(asked.tokens - cached, cached) * self.cost.slowness(backend.name)
-            if seconds * (1 + _HARM * streams) < least:
-                best, least = backend, seconds * (1 + _HARM * streams)
-        return best
+            harm = _HARM * streams
+            if seconds * (1 + harm) < least:
+                best, best_harm, least = backend, harm, seconds * (1 + harm)
+        if best is None:
+            return None
+        return LocalChoice(decoder=best, asked=asked, harm=best_harm, instead_seconds=instead)
 
-    def handed_over(self, decoder: str, asked: Asked, seconds: float | None, answer_tokens: int) -> None:
-        """A decoder of this name got the prompt from a prefiller, and has answered. `seconds`: from the prefiller's
-        answer to its first token; None: that is not known.
+    def handed_over(self, decoder: str, asked: Asked, first_token: FirstToken | None, answer_tokens: int) -> None:
+        """A decoder of this name got the prompt from a prefiller, and has answered.
+
+        `first_token`: since the prefiller's answer; None: that is not known.
         """
-        if seconds is not None:
-            before = self.handover_seconds
-            self.handover_seconds = seconds if before is None else before + _HANDOVER_STEP * (seconds - before)
+        if first_token is not None:
+            self._unlearned.add(first_token.seconds, first_token.at - first_token.seconds, first_token.at)
+            self._learn()
         if (prefixes := self._cached_by(decoder)) is not None:
             prefixes.use(asked.keys, asked.ends, asked.tokens + answer_tokens)
 
     def served(
         self,
         decoder: str,
-        asked: Asked,
-        seconds: float | None,
+        choice: LocalChoice,
+        first_token: FirstToken | None,
         answer_tokens: int,
         told: tuple[int, int] | None,
     ) -> None:
-        """A decoder has computed the prompt by itself, and answered. `seconds`: until its first token; None: not known.
-        `told`: tokens of the prompt, and those of them that were cached; None: it does not tell.
+        """A decoder has computed the prompt by itself, and answered.
+
+        `first_token`: None if it is not known. `told`: tokens of the prompt, and those of them that were cached; None:
+        it does not tell.
         """
         if (prefixes := self._cached_by(decoder)) is None:
             return
+        asked = choice.asked
         hit = prefixes.hit(asked.keys)
         expected = prefixes.found(asked.ends, hit, asked.tokens)
         predicted = self.cost.seconds(asked.tokens - expected, expected) * self.cost.slowness(decoder)
-        if told is None and seconds is not None and seconds > _MUCH_LONGER * predicted:
+        if told is None and first_token is not None and first_token.seconds > _MUCH_LONGER * predicted:
             told = asked.tokens, 0
         there = expected if told is None else asked.tokens * told[1] / max(1, told[0])
         odometer = prefixes.odometer
@@ -112,9 +185,41 @@ class LocalPrefill:
         if asked.keys:
             prefixes.learn(known, odometer, asked.ends, expected, there)
         tokens, cached = (float(asked.tokens), expected) if told is None else (float(told[0]), float(told[1]))
-        self._tried_tokens = max(self._tried_tokens, tokens - cached)
-        if seconds is not None:
-            self.cost.learn(decoder, tokens - cached, cached, seconds)
+        if first_token is not None:
+            computed = _Computed(decoder, tokens - cached, cached, first_token.seconds, choice)
+            self._unlearned.add(computed, first_token.at - first_token.seconds, first_token.at)
+            self._learn()
+
+    def _learn(self) -> None:
+        """Learn from first tokens as far as it is known whether the event loop was late."""
+        for sample, ended, is_timely in self._unlearned.known():
+            if not is_timely:
+                continue
+            if isinstance(sample, _Computed):
+                self._take_in(sample, ended)
+            else:
+                before = self.handover_seconds
+                self.handover_seconds = sample if before is None else before + _HANDOVER_STEP * (sample - before)
+
+    def _take_in(self, computed: _Computed, ended: float) -> None:
+        """Learn from a prompt that a decoder has computed. All go to prefillers if decoders are not sooner."""
+        self.cost.learn(computed.name, computed.uncached, computed.cached, computed.seconds)
+        if ended < self._doubted_until:
+            return
+        took, instead = computed.seconds * (1 + computed.choice.harm), computed.choice.instead_seconds
+        if took < instead:
+            self._tried_tokens = max(self._tried_tokens, computed.uncached)
+        self._proofs.append((took, instead))
+        all_took = sum([took for took, _ in self._proofs])
+        all_instead = sum([instead for _, instead in self._proofs])
+        if len(self._proofs) >= _ENOUGH_PROOFS and all_took >= all_instead:
+            self._doubted_until = ended + DOUBT_SECONDS
+            self._tried_tokens = _FIRST_TOKENS / 2
+            self._proofs.clear()
+            logger.warning(
+                "skip_prefill: prompts go to prefillers for an hour: decoders were not sooner",
+                extra={"fields": {"seconds": round(all_took, 3), "prefill_seconds": round(all_instead, 3)}},
+            )
 
     def _has_time(self, backend: Backend, streams: int, request: PickRequest) -> bool:
         """Whether it is below its limit and its knee, and has KV memory to spare, as far as they are known."""

@@ -16,7 +16,7 @@ import orjson
 
 from proxy.backend import Role
 from proxy.balancer.fitness.handovers import LEAST_TOKENS
-from proxy.balancer.local_prefill import LocalPrefill
+from proxy.balancer.local_prefill import FirstToken, LocalPrefill
 from proxy.balancer.policies.asked import ask
 from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds, refusal
@@ -118,22 +118,18 @@ class Sequential(Disaggregated):
             yield from self._both(call, request, timeline)
             return
         asked = ask(request)
-        decoder = local.sooner(asked, self._kv.local_max_tokens)
-        if decoder is None:
+        choice = local.sooner(asked, self._kv.local_max_tokens)
+        if choice is None:
             yield from self._both(call, request, timeline)
-            seconds = timeline.seconds
-            first_token = seconds.get(Stage.FIRST_TOKEN)
             if timeline.kv != "local" and not usage.is_resumed:
-                took = None if first_token is None else seconds.get(Stage.HANDOFF, 0.0) + first_token
-                local.handed_over(timeline.decoder, asked, took, usage.completion_tokens or 0)
+                local.handed_over(timeline.decoder, asked, _first_token(timeline), usage.completion_tokens or 0)
             return
         self._metrics.prefills_skipped_total.inc()
-        chosen = replace(request, prefer=decoder)
+        chosen = replace(request, prefer=choice.decoder)
         yield from self._one_engine.decoder.legs(call, chosen, timeline)
         tokens, cached = usage.prompt_tokens, usage.cached_tokens
         told = None if tokens is None or cached is None else (tokens, cached)
-        took = timeline.seconds.get(Stage.FIRST_TOKEN)
-        local.served(timeline.decoder, asked, took, usage.completion_tokens or 0, told)
+        local.served(timeline.decoder, choice, _first_token(timeline), usage.completion_tokens or 0, told)
 
     def _both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         with KvHandoff(self._context, call, request, timeline, self.least_tokens) as handoff:
@@ -261,6 +257,16 @@ class Sequential(Disaggregated):
         except NoBackendAvailable:
             return False
         return True
+
+
+def _first_token(timeline: Timeline) -> FirstToken | None:
+    """Return when the first token came and what it took since the decoder was asked; None if that is not known."""
+    stages, times = timeline.stages, timeline.times
+    if _FIRST_TOKEN not in stages[:-1]:
+        return None
+    at = times[stages.index(_FIRST_TOKEN) + 1]
+    seconds = timeline.seconds
+    return FirstToken(at, seconds.get(_HANDOFF, 0.0) + seconds[_FIRST_TOKEN])
 
 
 def _kept_kv(answer: Prefilled, call: Call, prefiller: Backend) -> tuple[bytes | None, PrefilledKv | None]:

@@ -8,7 +8,7 @@ import pytest
 
 from proxy.backend import Backend, Load
 from proxy.balancer.engines.engine_facts import EngineFacts
-from proxy.balancer.local_prefill import LocalPrefill
+from proxy.balancer.local_prefill import DOUBT_SECONDS, FirstToken, LocalChoice, LocalPrefill
 from proxy.balancer.pick import PickRequest
 from proxy.balancer.policies.asked import ask
 from proxy.balancer.policies.cache_count import CacheCount
@@ -18,6 +18,9 @@ from tests.balancer.policies.test_least_seconds import PIECE, Prefillers, prompt
 
 if TYPE_CHECKING:
     from tests.balancer.conftest import Balancer
+
+
+MOST = 4096
 
 
 class Both:
@@ -33,20 +36,39 @@ class Both:
         self.first, self.second = self.decoders.eligible()
 
     def hand_over(self, request: PickRequest, decoder: Backend | None = None, seconds: float | None = 0.2) -> None:
-        self.local.handed_over((decoder or self.first).name, ask(request), seconds, 100)
+        first_token = None if seconds is None else FirstToken(self.balancer.clock.now, seconds)
+        self.local.handed_over((decoder or self.first).name, ask(request), first_token, 100)
+
+    def sooner(self, request: PickRequest, max_tokens: int = MOST) -> Backend | None:
+        choice = self.local.sooner(ask(request), max_tokens)
+        return None if choice is None else choice.decoder
+
+    def serve(
+        self,
+        request: PickRequest,
+        seconds: float,
+        told: tuple[int, int] | None,
+        *,
+        decoder: Backend | None = None,
+        instead_seconds: float = 100.0,
+    ) -> None:
+        """Let a decoder compute a prompt, for which a prefiller would have taken `instead_seconds`."""
+        backend = decoder or self.first
+        choice = LocalChoice(decoder=backend, asked=ask(request), harm=0.0, instead_seconds=instead_seconds)
+        self.local.served(backend.name, choice, FirstToken(self.balancer.clock.now, seconds), 1, told)
 
     def trust(self, decoder: Backend) -> None:
         """It says that it has what it should."""
         for _ in range(20):
             uncached = TURN.prompt_tokens - 19 * PIECE
-            self.local.served(decoder.name, ask(TURN), 1.0, 1, (TURN.prompt_tokens, TURN.prompt_tokens - uncached))
+            self.serve(TURN, 1.0, (TURN.prompt_tokens, TURN.prompt_tokens - uncached), decoder=decoder)
 
     def learn(self, seconds_per_token: float) -> None:
         """What decoders take."""
         for number in range(40):
             tokens = 100 * (1 + number % 9)
-            short = ask(PickRequest(Load(), Load(), prompt(10**8 + number).subject))
-            self.local.served(self.first.name, short, 0.02 + tokens * seconds_per_token, 1, (tokens, 0))
+            short = PickRequest(Load(), Load(), prompt(10**8 + number).subject)
+            self.serve(short, 0.02 + tokens * seconds_per_token, (tokens, 0))
 
 
 @pytest.fixture
@@ -54,7 +76,6 @@ def both(balancer: Balancer) -> Both:
     return Both(balancer)
 
 
-MOST = 4096
 TURN = prompt(*range(1, 20), 99)  # of which a decoder has all but the last piece
 
 
@@ -62,8 +83,8 @@ def test_the_next_turn_goes_where_the_turn_before_was_answered(both: Both) -> No
     both.learn(0.002)
     both.hand_over(prompt(*range(1, 20)), both.second)
     # At the decoder that has the beginning it takes 1 s, if that is true; with any prefiller 10 s.
-    assert both.local.sooner(ask(TURN), MOST) == both.second
-    assert both.local.sooner(ask(prompt(*range(500, 520))), MOST) is None
+    assert both.sooner(TURN) == both.second
+    assert both.sooner(prompt(*range(500, 520))) is None
 
 
 def test_a_prefiller_that_has_the_beginning_too_and_is_faster_is_asked(both: Both) -> None:
@@ -72,10 +93,10 @@ def test_a_prefiller_that_has_the_beginning_too_and_is_faster_is_asked(both: Bot
     both.prefillers.serve(prompt(*range(1, 20)))
     for _ in range(30):  # it is known that what is expected to be cached is
         both.prefillers.serve(prompt(*range(1, 20)), cached=19 * PIECE - 1)
-    assert both.local.sooner(ask(TURN), MOST) is None
+    assert both.sooner(TURN) is None
     both.prefillers.begin(prompt(*range(3000, 3050)))
     both.prefillers.begin(prompt(*range(4000, 4050)))  # now it would have to wait
-    assert both.local.sooner(ask(TURN), MOST) == both.second
+    assert both.sooner(TURN) == both.second
 
 
 @pytest.mark.parametrize(("seconds_per_token", "is_sooner"), [(0.0005, True), (0.01, False)])
@@ -84,29 +105,29 @@ def test_short_prompts_go_to_decoders_that_take_no_longer_than_a_hand_over(
 ) -> None:
     both.hand_over(prompt(8))
     both.learn(seconds_per_token)
-    assert (both.local.sooner(ask(prompt(7)), MOST) is not None) is is_sooner
+    assert (both.sooner(prompt(7)) is not None) is is_sooner
 
 
 def test_nothing_is_left_to_a_decoder_before_a_hand_over_was_seen(both: Both) -> None:
     both.learn(0.0001)
     both.hand_over(prompt(*range(1, 20)), seconds=None)
-    assert both.local.sooner(ask(TURN), MOST) is None
+    assert both.sooner(TURN) is None
     both.hand_over(prompt(*range(1, 20)))
-    assert both.local.sooner(ask(TURN), MOST) is not None
+    assert both.sooner(TURN) is not None
 
 
 def test_who_is_not_free_to_choose_or_not_known_goes_the_usual_way(both: Both) -> None:
     both.learn(0.0001)
     both.hand_over(prompt(*range(1, 20)))
-    assert both.local.sooner(ask(TURN), MOST) == both.first
-    assert both.local.sooner(ask(TURN.avoiding([both.second])), MOST) is None
-    assert both.local.sooner(ask(PickRequest(TURN.prefill, TURN.decode, TURN.subject, (), both.second)), MOST) is None
-    assert both.local.sooner(ask(PickRequest.of(Load(1, 1))), MOST) is None
+    assert both.sooner(TURN) == both.first
+    assert both.sooner(TURN.avoiding([both.second])) is None
+    assert both.sooner(PickRequest(TURN.prefill, TURN.decode, TURN.subject, (), both.second)) is None
+    assert both.sooner(PickRequest.of(Load(1, 1))) is None
 
 
 def test_where_nothing_is_predicted_of_prefillers_nothing_is_skipped(both: Both, balancer: Balancer) -> None:
     local = LocalPrefill(balancer.prefillers, both.decoders)  # they count tokens
-    local.handed_over(both.first.name, ask(prompt(*range(1, 20))), 5.0, 100)
+    local.handed_over(both.first.name, ask(prompt(*range(1, 20))), FirstToken(0.0, 5.0), 100)
     assert local.sooner(ask(TURN), MOST) is None
 
 
@@ -115,7 +136,7 @@ def test_the_busier_a_decoder_is_the_less_it_is_left_with(both: Both) -> None:
     both.hand_over(prompt(*range(1, 20)), both.first)
     both.trust(both.first)
     leases = []
-    while both.local.sooner(ask(TURN), MOST) is not None:
+    while both.sooner(TURN) is not None:
         for backend in (both.first, both.second):
             lease = both.decoders.lease(PickRequest.of(Load(1, 1), prefer=backend))
             lease.__enter__()
@@ -134,7 +155,7 @@ def test_a_decoder_that_has_as_much_as_it_should_is_left_alone(
     both.learn(0.0001)
     both.hand_over(prompt(*range(1, 20)))
     with both.decoders.lease(PickRequest.of(Load(1, 1000), prefer=both.first)):
-        assert both.local.sooner(ask(TURN), MOST) == both.first
+        assert both.sooner(TURN) == both.first
         if bound == "limit":
             monkeypatch.setattr(both.decoders, "limit", lambda _: 1)
         elif bound == "knee":
@@ -142,18 +163,18 @@ def test_a_decoder_that_has_as_much_as_it_should_is_left_alone(
         else:
             tokens = TURN.decode.kv + 1000
             monkeypatch.setattr(both.decoders, "facts", lambda _: EngineFacts(kv_tokens=tokens))
-        assert both.local.sooner(ask(TURN), MOST) != both.first
+        assert both.sooner(TURN) != both.first
 
 
 def test_a_decoder_that_was_gone_has_nothing_in_its_cache(both: Both, balancer: Balancer) -> None:
     both.learn(0.002)
     both.hand_over(prompt(*range(1, 20)), both.second)
     balancer.eject(both.second)
-    assert both.local.sooner(ask(TURN), MOST) is None
+    assert both.sooner(TURN) is None
     balancer.clock.now += 1.2 * balancer.checks.eject_seconds
     with both.decoders.lease(PickRequest.of(Load(1, 1), prefer=both.second)):
         pass
-    assert both.local.sooner(ask(TURN), MOST) is None
+    assert both.sooner(TURN) is None
 
 
 def test_a_decoder_is_left_with_twice_of_what_one_has_computed_at_most(both: Both) -> None:
@@ -162,30 +183,30 @@ def test_a_decoder_is_left_with_twice_of_what_one_has_computed_at_most(both: Bot
         both.hand_over(prompt(*range(1, 20)))
         both.prefillers.begin(prompt(*range(5000, 5050)))
         both.prefillers.begin(prompt(*range(6000, 6050)))  # 25 s of work each
-        assert both.local.sooner(ask(prompt(*range(7000, 7000 + 2 * pieces))), MOST) is None
-        assert both.local.sooner(ask(cold), MOST) is not None
-        both.local.served(both.first.name, ask(cold), 0.1, 1, (cold.prompt_tokens, 0))
-    assert both.local.sooner(ask(prompt(*range(7000, 7009))), MOST) is None  # more than 4,096 tokens
-    assert both.local.sooner(ask(prompt(*range(7000, 7009))), 5000) is not None
+        assert both.sooner(prompt(*range(7000, 7000 + 2 * pieces))) is None
+        assert both.sooner(cold) is not None
+        both.serve(cold, 0.1, (cold.prompt_tokens, 0))
+    assert both.sooner(prompt(*range(7000, 7009))) is None  # more than 4,096 tokens
+    assert both.sooner(prompt(*range(7000, 7009)), 5000) is not None
 
 
 def test_one_that_does_not_tell_is_judged_by_how_long_it_takes(both: Both) -> None:
     both.learn(0.002)
     both.hand_over(prompt(*range(1, 20)), both.first)
     for _ in range(10):
-        both.local.served(both.first.name, ask(TURN), 1.1, 1, None)
-    assert both.local.sooner(ask(TURN), MOST) == both.first
+        both.serve(TURN, 1.1, None)
+    assert both.sooner(TURN) == both.first
     for _ in range(10):
-        both.local.served(both.first.name, ask(TURN), 30.0, 1, None)
-    assert both.local.sooner(ask(TURN), MOST) is None
+        both.serve(TURN, 30.0, None)
+    assert both.sooner(TURN) is None
 
 
 def test_what_is_told_not_to_be_cached_is_not_counted_on(both: Both) -> None:
     both.learn(0.002)
     both.hand_over(prompt(*range(1, 20)), both.first)
     for _ in range(10):
-        both.local.served(both.first.name, ask(TURN), 20.0, 1, (TURN.prompt_tokens, 0))
-    assert both.local.sooner(ask(TURN), MOST) is None
+        both.serve(TURN, 20.0, (TURN.prompt_tokens, 0))
+    assert both.sooner(TURN) is None
 
 
 def test_a_decoder_that_tells_that_its_cache_is_empty_is_believed(both: Both) -> None:
@@ -196,11 +217,67 @@ def test_a_decoder_that_tells_that_its_cache_is_empty_is_believed(both: Both) ->
     for cleared, decoder in ((3, both.second), (4, None)):
         for backend in (both.first, both.second):
             write_count(events, backend.slot, CacheCount(stored=20_000, reach=10**6, evicts=0, cleared=cleared))
-        assert both.local.sooner(ask(TURN), MOST) == decoder
+        assert both.sooner(TURN) == decoder
 
 
 def test_a_decoder_that_tells_what_it_evicts_has_no_more(both: Both) -> None:
     both.learn(0.002)
     both.hand_over(prompt(*range(1, 20)), both.second)
     write_count(both.journal.seat(1), both.second.slot, CacheCount(stored=20_000, reach=500, evicts=1, cleared=0))
-    assert both.local.sooner(ask(TURN), MOST) is None
+    assert both.sooner(TURN) is None
+
+
+@pytest.mark.parametrize(("seconds", "is_kept"), [(9.0, True), (11.0, False)])
+def test_prompts_go_to_prefillers_for_an_hour_if_decoders_were_not_sooner(
+    both: Both, seconds: float, is_kept: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    both.hand_over(prompt(*range(1, 20)), both.second)
+    for _ in range(8):
+        assert both.sooner(TURN) == both.second
+        both.serve(TURN, seconds, (TURN.prompt_tokens, TURN.prompt_tokens), decoder=both.second, instead_seconds=10.0)
+    assert (both.sooner(TURN) == both.second) is is_kept
+    assert ["skip_prefill" in message for message in caplog.messages] == [True] * (not is_kept)
+    both.balancer.clock.now += DOUBT_SECONDS + 1
+    assert both.sooner(TURN) == both.second
+
+
+def test_answers_that_wait_for_a_prompt_count_in_the_proof(both: Both) -> None:
+    both.hand_over(prompt(*range(1, 20)), both.second)
+    for _ in range(4):
+        both.decoders.lease(PickRequest.of(Load(1, 1), prefer=both.second)).__enter__()
+    choice = both.local.sooner(ask(TURN), MOST)
+    assert choice is not None
+    assert choice.harm == 1.0
+    for _ in range(8):
+        first_token = FirstToken(both.balancer.clock.now, 0.6 * choice.instead_seconds)
+        both.local.served(both.second.name, choice, first_token, 1, None)
+    assert both.sooner(TURN) is None
+
+
+def test_longer_prompts_are_only_tried_after_shorter_ones_were_sooner(both: Both) -> None:
+    both.hand_over(prompt(8))
+    two, cold = prompt(*range(1000, 1002)), prompt(*range(2000, 2002))
+    one = prompt(1)
+    both.serve(one, 0.2, (one.prompt_tokens, 0), instead_seconds=0.1)
+    assert both.sooner(two) is None
+    both.serve(one, 0.2, (one.prompt_tokens, 0), instead_seconds=0.3)
+    assert both.sooner(cold) is not None
+
+
+def test_first_tokens_while_the_event_loop_was_late_teach_nothing(both: Both) -> None:
+    both.hand_over(prompt(8))
+    context = both.prefillers.policy.context
+    lag: float | None = 0.2
+    context.lag_within = lambda began, ended: lag
+    one = prompt(1)
+    for _ in range(8):
+        both.hand_over(prompt(8), seconds=0.4)
+        both.serve(one, 20.0, (one.prompt_tokens, 0), instead_seconds=0.1)
+    assert (both.local.handover_seconds, both.local.cost.samples) == (0.2, 0)
+    assert both.sooner(one) is not None
+    lag = None  # it is not known yet
+    both.hand_over(prompt(8), seconds=0.4)
+    assert both.local.handover_seconds == 0.2
+    lag = 0.0
+    both.sooner(one)
+    assert both.local.handover_seconds > 0.2

@@ -98,6 +98,7 @@ async def test_a_request_that_failed_there_goes_the_usual_way(deploy: Deploy) ->
 async def test_what_both_take_is_learned_from_answers(deploy: Deploy, fast_path: bool) -> None:
     gateway = await deploy(1, 1, kv={"skip_prefill": True}, listen={"fast_path": fast_path}, engine={"block_size": 16})
     local = gateway.worker.gateway._parts.connector._local_prefill  # type: ignore[attr-defined]
+    gateway.worker.pools.prefill.policy.context.lag_within = lambda began, ended: 0.0
     await gateway.ask(turn(LONG, stream=True))
     assert 0 < local.handover_seconds < 5
     local.handover_seconds = 1000.0

@@ -5,15 +5,26 @@ from __future__ import annotations
 from proxy.monitor import LoopLag
 
 
-def test_lag_within_two_times_is_the_longest_that_was_noted_since_the_first() -> None:
+def test_lag_within_two_times_is_the_longest_that_was_noted_between_them() -> None:
     lag = LoopLag()
     lag.note(1.0, 0.5)
     lag.note(2.0, 0.1)
     lag.note(3.0, 0.2)
     lag.note(4.0, 0.0)
+    lag.note(5.0, 0.9)
     assert lag.within(0.5, 3.5) == 0.5
     assert lag.within(1.5, 3.5) == 0.2
     assert lag.within(3.5, 4.0) == 0.0
+
+
+def test_lag_that_was_noted_first_after_the_second_time_counts() -> None:
+    lag = LoopLag()
+    lag.note(1.0, 0.0)
+    lag.note(2.0, 0.4)
+    lag.note(3.0, 0.7)
+    assert lag.within(0.5, 1.9) == 0.4
+    assert lag.within(0.5, 2.0) == 0.4
+    assert lag.within(0.5, 2.1) == 0.7
 
 
 def test_lag_is_not_known_before_it_was_measured_after_the_second_time() -> None:

@@ -8,7 +8,6 @@ learned and fails open: see DecodePace, and `would_take` and `hold_seconds` belo
 from __future__ import annotations
 
 import logging
-from collections import deque
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Final
@@ -18,6 +17,7 @@ from proxy.balancer.choice import EQUAL, LEAST_SECONDS
 from proxy.balancer.pick import Tracker
 from proxy.balancer.policies.decode_pace import PLACES, SIZES, TRUSTED_SECONDS, DecodePace
 from proxy.balancer.policies.least_tokens import LeastTokens
+from proxy.balancer.policies.unlearned import Unlearned
 from proxy.balancer.shared.scoreboard import SlotReader
 from proxy.balancer.slow_start import FULL
 
@@ -92,8 +92,6 @@ class _Ended:
     spent: Sequence[float]
     """The same when it ended."""
     tokens: int
-    began: float
-    ended: float
 
 
 class _Answer(Tracker):
@@ -161,7 +159,9 @@ class LeastDecodeSeconds(LeastTokens):
         super().__init__(context)
         self.pace = DecodePace()
         self._decoders: dict[str, _Decoder] = {}  # by name, which has the cheaper hash
-        self._unlearned: deque[_Ended] = deque(maxlen=_MOST_UNLEARNED)
+        self._unlearned: Unlearned[_Ended] = Unlearned(
+            self.context, most_lag_seconds=_MOST_LAG_SECONDS, most_lag_share=_MOST_LAG_SHARE, capacity=_MOST_UNLEARNED
+        )
         self._lengths: dict[int, tuple[float, int]] = {}  # mean and number, by the limit's bit length
         self._held = 0.0  # KV tokens of one answer, over the last ones
         self._candidates: Sequence[Candidate] = ()
@@ -341,8 +341,8 @@ class LeastDecodeSeconds(LeastTokens):
                     number += 1
                 self._lengths[length] = mean + 1 / number * (tokens - mean), number
             if tokens >= _LEAST_TOKENS:
-                spent = decoder.spent.copy()
-                self._unlearned.append(_Ended(backend.name, answer.spent_before, spent, tokens, answer.began_at, now))
+                ended = _Ended(backend.name, answer.spent_before, decoder.spent.copy(), tokens)
+                self._unlearned.add(ended, answer.began_at, now)
                 if len(self._unlearned) % _MOST_ENDED == 0:
                     self._learn()
         if now >= self._due:
@@ -388,18 +388,11 @@ class LeastDecodeSeconds(LeastTokens):
 
     def _learn(self) -> None:
         """Learn from the answers that ended, in their order, as far as it is known whether the event loop was late."""
-        unlearned, lag_within = self._unlearned, self.context.lag_within
-        while unlearned:
-            ended = unlearned[0]
-            lag = lag_within(ended.began, ended.ended)
-            if lag is None:
-                break
-            unlearned.popleft()
-            if lag > min(_MOST_LAG_SECONDS, _MOST_LAG_SHARE * (ended.ended - ended.began)):
-                continue
-            both = zip_longest(ended.spent_before, ended.spent, fillvalue=0.0)
-            spent = [(place, after - before) for place, (before, after) in enumerate(both) if after > before]
-            self.pace.learn(ended.name, spent, ended.tokens - 1, ended.ended)
+        for ended, at, is_timely in self._unlearned.known():
+            if is_timely:
+                both = zip_longest(ended.spent_before, ended.spent, fillvalue=0.0)
+                spent = [(place, after - before) for place, (before, after) in enumerate(both) if after > before]
+                self.pace.learn(ended.name, spent, ended.tokens - 1, at)
 
     def _bounds_of(self, candidates: Sequence[Candidate]) -> _Bounds:
         pace = self.pace

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Final
@@ -11,6 +10,7 @@ from proxy.balancer.policies.concurrency import Concurrency
 from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD, PrefillCost
 from proxy.balancer.policies.prefill_samples import Step
 from proxy.balancer.policies.prefiller import Prefiller, hear
+from proxy.balancer.policies.unlearned import Unlearned
 from proxy.balancer.shared.scoreboard import SlotReader
 
 if TYPE_CHECKING:
@@ -53,8 +53,9 @@ class Prefillers:
         self._by_slot: dict[int, Prefiller] = {}
         self._candidates: Sequence[Candidate] = ()  # those that were asked about last, and what is known of them
         self._known: list[Prefiller] = []
-        self._lag_within = context.lag_within
-        self._unlearned: deque[tuple[Prefiller, Sample, float]] = deque()  # and when the sample was taken
+        self._unlearned: Unlearned[tuple[Prefiller, Sample]] = Unlearned(
+            context, most_lag_seconds=_MOST_LAG_SECONDS, most_lag_share=_MOST_LAG_SHARE, capacity=_MOST_UNLEARNED
+        )
         self._next_lesson = 0.0
         self._is_taught = False
 
@@ -117,22 +118,16 @@ class Prefillers:
         now = self._clock()
         sample = prefiller.end(sent, served, now, now >= self._next_lesson or prefiller.step is not None)
         if sample is not None:
-            self._unlearned.append((prefiller, sample, now))
+            self._unlearned.add((prefiller, sample), now - sample.whole, now)
             self._learn_known()
 
     def _learn_known(self) -> None:
         """Learn from samples once it is known whether the event loop was late meanwhile. Late ones teach nothing."""
-        unlearned = self._unlearned
-        while unlearned:
-            prefiller, sample, at = unlearned[0]
-            lag = self._lag_within(at - sample.whole, at)
-            if lag is None and len(unlearned) <= _MOST_UNLEARNED:
-                return
-            unlearned.popleft()
-            if lag is None or lag > min(_MOST_LAG_SECONDS, _MOST_LAG_SHARE * sample.whole):
-                self._close(prefiller, at)
-            else:
+        for (prefiller, sample), at, is_timely in self._unlearned.known():
+            if is_timely:
                 self.learn(prefiller, sample, at)
+            else:
+                self._close(prefiller, at)
 
     def learn(self, prefiller: Prefiller, sample: Sample, now: float) -> None:
         """Learn how long a prompt has taken a prefiller, which has answered at the clock's time `now`."""

@@ -552,7 +552,7 @@ def test_answers_while_the_event_loop_was_late_teach_no_costs(balancer: Balancer
     prefillers.teach()
     candidates = prefillers.pool._chooser.candidates
     before = prefillers.policy.work_seconds(candidates, prompt(*range(50, 70)))
-    prefillers.policy._prefillers._lag_within = lambda began, ended: lag
+    prefillers.policy.context.lag_within = lambda began, ended: lag
     for number in range(60):
         prefillers.serve(prompt(*range(start := 10**7 + 100 * number, start + 2)), seconds=1.024 + lag)
     assert prefillers.policy.work_seconds(candidates, prompt(*range(50, 70))) == before
@@ -561,7 +561,7 @@ def test_answers_while_the_event_loop_was_late_teach_no_costs(balancer: Balancer
 def test_answers_teach_costs_once_it_is_known_that_the_event_loop_was_not_late(balancer: Balancer) -> None:
     prefillers = Prefillers(balancer)
     known_until = 0.0
-    prefillers.policy._prefillers._lag_within = lambda began, ended: 0.0 if ended <= known_until else None
+    prefillers.policy.context.lag_within = lambda began, ended: 0.0 if ended <= known_until else None
     prefillers.teach()
     candidates = prefillers.pool._chooser.candidates
     asked = prompt(*range(50, 70))
