@@ -14,6 +14,7 @@ from lab.bench.chart import chart
 from lab.bench.course import Course
 from lab.bench.duel import fight, ratios, verdict
 from lab.bench.figures import FIGURES, Measurements
+from lab.bench.kinds import compare
 from lab.bench.report import NOTES, table
 from lab.bench.scenarios import Scenario, scenarios
 from lab.bench.targets import judged
@@ -36,6 +37,9 @@ def main() -> None:
         there = compiled() if options.compiled else None
     except NotCompiled as error:
         sys.exit(f"--compiled: {error}")
+    if options.kinds:
+        compare(options.rounds, there)
+        return
     if options.duel:
         _duel(options, base, there, [scenario for scenario in chosen if not scenario.saturates])
         return
@@ -88,6 +92,12 @@ def _options() -> argparse.Namespace:
         help="this gateway as scripts/compile makes it, which takes five minutes once",
     )
     parser.add_argument(
+        "--kinds",
+        action="store_true",
+        help="only this gateway: what a request of each API, with n = 2, resumed, queued or read by aiohttp costs, as a"
+        " multiple of a chat",
+    )
+    parser.add_argument(
         "--connector",
         choices=("vllm_pull", "sglang_bootstrap"),
         default="vllm_pull",
@@ -97,7 +107,9 @@ def _options() -> argparse.Namespace:
         "--without-token-ids", action="store_true", help="in a duel, the engines do not tell the ids of tokens"
     )
     parser.add_argument("--seconds", type=float, default=3.0, help="length of each measurement (default: 3)")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of which the median counts (default: 3)")
+    parser.add_argument(
+        "--rounds", type=int, help="measurements of which the median counts (default: 3; 15 with --kinds)"
+    )
     parser.add_argument("--quick", action="store_true", help="one round of one second")
     names = [scenario.name for scenario in scenarios(1.0)]
     parser.add_argument("--scenario", action="append", choices=names, help="only this one (repeatable)")
@@ -106,7 +118,9 @@ def _options() -> argparse.Namespace:
     )
     options = parser.parse_args()
     if options.quick:
-        options.seconds, options.rounds = 1.0, 1
+        options.seconds, options.rounds = 1.0, 3 if options.kinds else 1
+    elif options.rounds is None:
+        options.rounds = 15 if options.kinds else 3
     if not 0.5 <= options.seconds <= 60 or not 1 <= options.rounds <= 20:
         parser.error("--seconds must be 0.5 to 60 and --rounds 1 to 20")
     return options

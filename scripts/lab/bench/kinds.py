@@ -1,0 +1,253 @@
+"""What other kinds of requests cost beside a chat: CPU time of the gateway for the same prompt and 16 tokens.
+
+The gateways have a core for themselves, and simulated engines (`pdproxy mock-engine`) and the clients have another one.
+Each round asks all kinds one after the other, a fraction of a second each, and every figure is compared with one of the
+same round. So a machine that changes its speed changes it for all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+from statistics import median, quantiles
+from typing import TYPE_CHECKING, Any, Final
+from urllib.request import Request, urlopen
+
+import uvloop
+
+from lab.bench.client import Client
+from lab.bench.histogram import Histogram
+from lab.common.gateways import figure
+from lab.common.peers import ours
+from lab.common.proc import cpu_seconds
+from lab.common.processes import HOST, free_ports, running, wait_until_ready
+from lab.common.table import aligned
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+TOKENS: Final = 16
+_STEP_MS: Final = "1"
+"""Time between two tokens of an engine, so that each token is read and written by itself."""
+_CONNECTIONS: Final = 16
+_RUNNING: Final = 4
+"""As many run at a time where others wait."""
+_REQUESTS: Final = 96
+"""Of each kind in a round."""
+_NUMBER: Final = b"000000"
+_TEXT: Final = 'The "quick" brown fox jumps over the lazy dog.\n' * 8 + _NUMBER.decode()
+"""The prompt. Its last word is another one in each request, as a gateway remembers requests that broke an engine."""
+_LOST: Final = "loses its decoder"
+"""The member `user` of requests whose decoder resets the connection after half of the tokens."""
+_ALONE: Final = "chat, one at a time"
+_FEW: Final = f"chat, {_RUNNING} at a time"
+_DEFAULT, _RESUMING, _WAITING, _AIOHTTP, _SGLANG = "default", "resuming", "waiting", "aiohttp", "sglang"
+_SETTINGS: Final[Mapping[str, Mapping[str, str]]] = {
+    _DEFAULT: {},
+    _RESUMING: {"HEALTH__EJECT_AFTER": "1000000", "RESUME__REPEAT_UP_TO_TOKENS": "0"},
+    _WAITING: {"ADMISSION__MAX_RUNNING_DECODE": str(_RUNNING)},
+    _AIOHTTP: {"LISTEN__FAST_PATH": "false"},
+    _SGLANG: {"CONNECTOR": "sglang_bootstrap"},
+}
+"""The gateways, each with its variables."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kind:
+    """One kind of request, in one form."""
+
+    title: str
+    stream: bool
+    gateway: str = _DEFAULT
+    path: str = "/v1/chat/completions"
+    prompt: str = "messages"
+    """The member that has the prompt."""
+    fields: Mapping[str, Any] = field(default_factory=lambda: {"max_tokens": TOKENS})
+    connections: int = _CONNECTIONS
+    beside: tuple[str, int] = ("chat", 1)
+    """The kind that it is compared with, and how many requests of that."""
+
+    @property
+    def requests(self) -> int:
+        """So many in a round."""
+        return _REQUESTS if self.connections > 1 else _REQUESTS // 4
+
+    def request(self, port: int) -> bytes:
+        """Head and body, with `_NUMBER` in it."""
+        prompt: Any = [{"role": "user", "content": _TEXT}] if self.prompt == "messages" else _TEXT
+        asked = {"model": "sim", self.prompt: prompt, "stream": self.stream, **self.fields}
+        if self.path == "/generate":
+            del asked["model"]
+        body = json.dumps(asked, separators=(",", ":")).encode()
+        head = f"POST {self.path} HTTP/1.1\r\nHost: {HOST}:{port}\r\nContent-Type: application/json\r\n"
+        return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def kinds() -> list[Kind]:
+    """All of them; a kind that others are compared with comes before these."""
+    generate = {"sampling_params": {"max_new_tokens": TOKENS}}
+    two = {"max_tokens": TOKENS, "n": 2}
+    lost = {"max_tokens": TOKENS, "user": _LOST}
+    return [
+        kind
+        for stream in (True, False)
+        for kind in (
+            Kind("chat", stream),
+            Kind("/v1/completions", stream, path="/v1/completions", prompt="prompt"),
+            Kind("/v1/messages", stream, path="/v1/messages"),
+            Kind("/v1/responses", stream, path="/v1/responses", prompt="input", fields={"max_output_tokens": TOKENS}),
+            Kind("chat with n = 2", stream, fields=two),
+            Kind(_FEW, stream, _WAITING, connections=_RUNNING, beside=(_FEW, 1)),
+            Kind("chat that waited in the queue", stream, _WAITING, beside=(_FEW, 1)),
+            Kind("chat with listen.fast_path: false", stream, _AIOHTTP),
+            Kind(_ALONE, stream, _RESUMING, connections=1, beside=(_ALONE, 1)),
+            Kind("chat whose decoder is lost", stream, _RESUMING, fields=lost, connections=1, beside=(_ALONE, 2)),
+            Kind("chat with SGLang", stream, _SGLANG),
+            Kind("/generate", stream, _SGLANG, "/generate", "text", generate, beside=("chat with SGLang", 1)),
+        )
+    ]
+
+
+class Figures:
+    """CPU time in µs of one request, by kind and round."""
+
+    def __init__(self) -> None:
+        self._taken: dict[Kind, list[float]] = {}
+
+    def add(self, kind: Kind, microseconds: float) -> None:
+        self._taken.setdefault(kind, []).append(microseconds)
+
+    def table(self) -> str:
+        """A line for each kind: µs and the multiple of what it is compared with, with the middle half of the rounds."""
+        rows: list[tuple[str, ...]] = [("", "streamed, µs", "", "not streamed, µs", "", "compared with")]
+        for title in dict.fromkeys(kind.title for kind in self._taken):
+            forms = [kind for kind in self._taken if kind.title == title]
+            cells = [cell for kind in forms for cell in (f"{median(self._taken[kind]):.0f}", self._ratio(kind))]
+            base, times = forms[0].beside
+            rows.append((title, *cells, "" if title == base else f"{times} × {base}"))
+        return aligned(rows)
+
+    def ratios(self, kind: Kind) -> list[float]:
+        """One for each round."""
+        base, times = kind.beside
+        (other,) = (each for each in self._taken if (each.title, each.stream) == (base, kind.stream))
+        return [own / (times * of) for own, of in zip(self._taken[kind], self._taken[other], strict=True)]
+
+    def _ratio(self, kind: Kind) -> str:
+        if kind.title == kind.beside[0]:
+            return ""
+        found = self.ratios(kind)
+        low, _, high = quantiles(found, n=4) if len(found) > 1 else found * 3
+        return f"× {median(found):.2f} ({low:.2f} to {high:.2f})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Gateway:
+    port: int
+    pid: int
+
+
+class _Site:
+    """Engines and gateways, each gateway on the same core. All of it ends with `stack`."""
+
+    def __init__(self, stack: ExitStack, directory: Path, there: Path | None) -> None:
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) < 2:
+            sys.exit("--kinds needs two cores: one for the gateways, one for the engines and the clients")
+        os.sched_setaffinity(0, cores[1:])
+        self._gateways: dict[str, _Gateway] = {}
+        prefill, self._decode, bootstrap, sglang_prefill, sglang_decode = free_ports(5)
+        engines = [
+            ("prefill", prefill, ()),
+            ("decode", self._decode, ()),
+            ("prefill", sglang_prefill, ("--profile", "sglang", "--bootstrap-port", str(bootstrap))),
+            ("decode", sglang_decode, ("--profile", "sglang")),
+        ]
+        for role, port, words in engines:
+            command = [sys.executable, "-m", "proxy", "mock-engine", "--role", role, "--port", str(port), *words]
+            command += ["--decode-step-ms", _STEP_MS] if role == "decode" else []
+            stack.enter_context(running(f"the engine on port {port}", command, port, directory / f"{port}.log"))
+        for (name, settings), port in zip(_SETTINGS.items(), free_ports(len(_SETTINGS)), strict=True):
+            addresses = ["--prefill", f"{HOST}:{prefill}", "--decode", f"{HOST}:{self._decode}"]
+            if name == _SGLANG:
+                addresses = ["--prefill", f"{HOST}:{sglang_prefill} {bootstrap}", "--decode", f"{HOST}:{sglang_decode}"]
+            variables = [f"PROXY_{variable}={value}" for variable, value in settings.items()]
+            command = ["taskset", "-c", str(cores[0]), "env", *variables, *ours(there).words, "--port", str(port)]
+            log = directory / f"gateway-{name}.log"
+            pid = stack.enter_context(running(f"the gateway ({name})", [*command, *addresses], port, log))
+            wait_until_ready(name, port, "/readyz")
+            self._gateways[name] = _Gateway(port, pid)
+        self._numbers = count()
+
+    def lose_decoders(self) -> None:
+        """Have the decoder reset the connection of each second request that asks for it: the first attempt."""
+        rule = {"action": "reset_after_tokens", "tokens": TOKENS // 2, "user": _LOST, "every": 2, "skip": -1}
+        with urlopen(Request(f"http://{HOST}:{self._decode}/_mock/faults", json.dumps(rule).encode())):
+            pass
+
+    async def microseconds(self, kind: Kind) -> float:
+        """The gateway's CPU time for a request of this kind."""
+        gateway = self._gateways[kind.gateway]
+        request = kind.request(gateway.port)
+        before = cpu_seconds(gateway.pid)
+        share = kind.requests // kind.connections
+        await asyncio.gather(*(self._client(gateway.port, kind, request, share) for _ in range(kind.connections)))
+        return 1e6 * (cpu_seconds(gateway.pid) - before) / kind.requests
+
+    async def _client(self, port: int, kind: Kind, request: bytes, times: int) -> None:
+        transport, client = await asyncio.get_running_loop().create_connection(partial(Client, Histogram()), HOST, port)
+        for _ in range(times):
+            status, body = await client.ask(request.replace(_NUMBER, b"%06d" % next(self._numbers)))
+            if wrong := problem(kind, status, body):
+                sys.exit(f"{kind.title}, {'streamed' if kind.stream else 'not streamed'}: {wrong}")
+        transport.close()
+
+    def problems(self, rounds: int) -> Iterator[str]:
+        """Name what did not happen that was to be measured."""
+        lost = 2 * rounds * (_REQUESTS // 4)
+        waited = 2 * rounds * _REQUESTS
+        for name, gateway, least in (("resumes_total", _RESUMING, lost), ("queue_waits_total", _WAITING, waited / 2)):
+            found = figure(self._gateways[gateway].port, name)
+            if found < least:
+                yield f"pdproxy_{name} is {found:g}, and not at least {least:g}"
+
+
+def problem(kind: Kind, status: int, body: bytes) -> str | None:
+    """What is wrong with an answer; None when nothing is."""
+    if status != 200:
+        return f"status {status}: {body[:300].decode(errors='replace')}"
+    if b'"error":{' in body:
+        return f"an error in the answer: {body[-300:].decode(errors='replace')}"
+    return None if not kind.stream or body.count(b"data: ") > TOKENS // 2 else "hardly any events"
+
+
+async def _measure(site: _Site, figures: Figures, chosen: Sequence[Kind], rounds: int) -> None:
+    for number in range(rounds + 1):
+        for kind in chosen:
+            microseconds = await site.microseconds(kind)
+            if number:  # the first round warms up
+                figures.add(kind, microseconds)
+        print(f"round {number} of {rounds}", file=sys.stderr, flush=True)
+
+
+def compare(rounds: int, there: Path | None) -> None:
+    """Measure all kinds and print the table. `there`: the directory that has the gateway; None: the project's."""
+    figures = Figures()
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        site = _Site(stack, directory, there)
+        site.lose_decoders()
+        uvloop.run(_measure(site, figures, kinds(), rounds))
+        problems = list(site.problems(rounds))
+    print(f"CPU of the gateway for a request of {TOKENS} tokens, median of {rounds} rounds (middle half).\n")
+    print(figures.table())
+    if problems:
+        sys.exit("\n".join(problems))
