@@ -1,7 +1,8 @@
 """Engines that are stopped while they work, as Kubernetes and systemd do it: by SIGTERM, and without notice.
 
 There are one prefiller and two decoders. Twenty answers are under way, streamed and whole, chats and completions, when
-one decoder gets the signal; those that it works on must be continued by the other one, and equal the single engine's.
+one decoder has written a few hundred tokens and gets the signal. Those that it works on must be continued by the other
+one, and equal the single engine's.
 Each decoder is stopped once, so that about twenty answers are interrupted.
 """
 
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 
 ANSWERS = 20
 TOKENS = 1500
-BEGUN = 5
-"""How many chunks every stream has when the decoder is stopped."""
+WRITTEN = 500
+"""How many tokens of its answers the decoder has written when it is stopped: a third of one, if it has no other."""
 
 
 def stop_server(program: Program) -> None:
@@ -61,7 +62,7 @@ def test_answers_of_a_decoder_that_is_stopped_are_continued(
     seen = []
     for victim in cluster.decoders:
         try:
-            seen.append(interrupt(cluster, bodies, alone, lambda victim=victim: stop(victim)))
+            seen.append(interrupt(cluster, victim, stop, bodies, alone))
             print(f"  {victim.name}: {seen[-1]}", flush=True)
         finally:
             victim.kill()
@@ -72,18 +73,22 @@ def test_answers_of_a_decoder_that_is_stopped_are_continued(
 
 
 def interrupt(
-    cluster: Cluster, bodies: list[tuple[str, dict[str, Any]]], alone: list[Answer], stop: Callable[[], None]
+    cluster: Cluster,
+    victim: Program,
+    stop: Callable[[Program], None],
+    bodies: list[tuple[str, dict[str, Any]]],
+    alone: list[Answer],
 ) -> str:
-    """Ask for all answers at once, stop a decoder when all streams have begun, and compare; what was seen."""
+    """Ask for all answers at once, stop a decoder in the middle of its own, and compare. Return what was seen."""
     before, times = resumes(cluster), [list[float]() for _ in bodies]
+    tokens = written(cluster, victim)
     with ThreadPoolExecutor(len(bodies)) as pool:
         asking = [
             pool.submit(timed, cluster.gateway.port, path, fields, arrivals)
             for (path, fields), arrivals in zip(bodies, times, strict=True)
         ]
-        streams = [arrivals for (_, fields), arrivals in zip(bodies, times, strict=True) if fields["stream"]]
-        wait_until(lambda: all(len(arrivals) >= BEGUN for arrivals in streams), "all streams have begun")
-        stop()
+        wait_until(lambda: written(cluster, victim) >= tokens + WRITTEN, "the decoder is in the middle of its answers")
+        stop(victim)
         stopped_at = time.monotonic()
         answers = [task.result() for task in asking]
     wrong = {
@@ -92,6 +97,7 @@ def interrupt(
     assert not wrong
     resumed = resumes(cluster) - before
     assert resumed, "the signal came too late"
+    streams = [arrivals for (_, fields), arrivals in zip(bodies, times, strict=True) if fields["stream"]]
     gaps = [later - earlier for arrivals in streams for earlier, later in pairwise(arrivals) if later > stopped_at]
     return f"{resumed:.0f} resumed, longest gap {max(gaps):.2f} s"
 
@@ -125,6 +131,11 @@ def timed(port: int, path: str, fields: dict[str, Any], arrivals: list[float]) -
             arrivals.append(time.monotonic())
     assert_seamless(chunks)
     return assemble(chunks)
+
+
+def written(cluster: Cluster, decoder: Program) -> float:
+    """Tokens that an engine has generated since it was started."""
+    return total([decoder], cluster.stack.family.generation_tokens, if_none=0)
 
 
 def resumes(cluster: Cluster) -> float:
