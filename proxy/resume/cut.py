@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy.resume.overlap import Mismatch
 from proxy.resume.resumption import CannotResume
-from proxy.resume.token_text import text_of
+from proxy.resume.token_text import hidden_ids, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,6 +45,7 @@ def find_cut(
     *,
     channel: str = "content",
     may_lag: bool = False,
+    may_hide: bool = False,
 ) -> Steps[Cut]:
     """How many ids to keep.
 
@@ -52,7 +53,8 @@ def find_cut(
     stop strings that it may be the beginning of, since a chunk had several ids, or since an engine shows a part of a
     token's text, only the ids' text can tell.
     `compare`: what of a text the client does not have, and what is deferred; raises Mismatch where the answer cannot be
-    cut. `channel`: where the answer broke off. `may_lag`: the text may do so for another reason.
+    cut. `channel`: where the answer broke off. `may_lag`: the text may do so for another reason. `may_hide`: it may
+    lack special tokens.
     """
     transcript, stops = situation.transcript, situation.call.stops
     may_hold = max(map(len, stops), default=0) > 1
@@ -68,8 +70,9 @@ def find_cut(
     kept, least = (len(transcript.ids), 0) if may_hold else (transcript.settled, transcript.chunk_start)
     # What the engine held back, and what this gateway did where answers were joined before.
     most_held = 2 * max(map(len, stops), default=1) - 2
+    hidden: set[int] = set()
     while kept >= max(least, len(transcript.ids) - _MAX_QUESTIONS):
-        text = yield from text_of(transcript, kept)
+        text = yield from text_of(transcript, kept, hidden=hidden)
         if situation.engine.shows_half_tokens and not text.endswith(UNFINISHED) and shown.startswith(text):
             return Cut(kept, channel=channel, known=shown[len(text) :])
         with suppress(Mismatch):
@@ -77,5 +80,10 @@ def find_cut(
             held = new.pop(channel, "")
             if not new and len(held) <= most_held and not text.endswith(UNFINISHED):
                 return Cut(kept, held, deferred, channel)
+        if may_hide:
+            may_hide = False
+            hidden = yield from hidden_ids(transcript, kept, text, shown)
+            if hidden:
+                continue
         kept -= 1
     raise CannotResume("the token ids do not match the text the client has")

@@ -73,7 +73,7 @@ def _continue(situation: Situation) -> Steps[Resumption]:
 
 
 def _continue_completion(situation: Situation) -> Steps[Resumption]:
-    cut = yield from find_cut(situation, lambda text: (beyond(situation.transcript, {"content": text}), ""))
+    cut = yield from _find_verbatim_cut(situation)
     return from_tokens(situation, Action.COMPLETION_TOKENS, cut)
 
 
@@ -93,7 +93,10 @@ def _continue_chat(situation: Situation) -> Steps[Resumption]:
 
     # A token may end in white space that the engine shows only if the reasoning goes on.
     may_lag = channel != "content" and not situation.shows_blanks
-    cut = yield from find_cut(situation, compare, channel=channel, may_lag=may_lag)
+    if _is_unparsed(situation, opens_reasoning=in_reasoning):
+        cut = yield from _find_verbatim_cut(situation)
+    else:
+        cut = yield from find_cut(situation, compare, channel=channel, may_lag=may_lag)
     is_in_tool_call = not set(transcript.grammar.tools_begin_ids).isdisjoint(transcript.ids[cut.kept :])
     so_far = (yield from text_of(transcript, cut.kept)) if situation.engine.wants_text else ""
     return from_tokens(situation, Action.ROLL_BACK if is_in_tool_call else Action.CHAT_TOKENS, cut, so_far=so_far)
@@ -146,9 +149,14 @@ def _is_unparsed(situation: Situation, *, opens_reasoning: bool) -> bool:
 
 def _continue_verbatim(situation: Situation) -> Steps[Resumption]:
     """Go on as a completion whose text is the chat's content."""
-    transcript = situation.transcript
-    cut = yield from find_cut(situation, lambda text: (beyond(transcript, {"content": text}), ""))
+    cut = yield from _find_verbatim_cut(situation)
     return from_tokens(situation, Action.RAW_TOKENS, cut, parser=Verbatim())
+
+
+def _find_verbatim_cut(situation: Situation) -> Steps[Cut]:
+    """Find the cut of an answer whose text no parser has read."""
+    transcript = situation.transcript
+    return (yield from find_cut(situation, lambda text: (beyond(transcript, {"content": text}), ""), may_hide=True))
 
 
 def _parsed(

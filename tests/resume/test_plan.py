@@ -356,6 +356,28 @@ def test_text_that_does_not_match_the_ids_cannot_go_on() -> None:
         decided(situation(COMPLETION, [], transcript=chunked(("Hello", "Hallo"))))
 
 
+@pytest.mark.parametrize("fields", [{}, {"stop": ["STOP"]}], ids=["", "stop"])
+@pytest.mark.parametrize("said", ["so<|im_end|>it was<|im_end|>", "<think>a [b] <c></think>so it was"])
+@pytest.mark.parametrize("body", [COMPLETION, CHAT], ids=["completion", "chat"])
+def test_answer_whose_text_lacks_special_tokens_goes_on(
+    body: dict[str, Any], said: str, fields: dict[str, Any]
+) -> None:
+    """The last chunk has two ids, or a stop string may begin in it, so the text tells where it ends."""
+    ids = [*encode("word " * 100), *encode(said), *encode(" and more")]
+    transcript = Transcript()
+    transcript.prompt_ids = orjson.dumps(PROMPT)
+    detokenizer = Detokenizer()
+    for end in range(2 - len(ids) % 2, len(ids) + 1, 2):
+        chunk = ids[max(0, end - 2) : end]
+        text = "".join(map(detokenizer.feed, chunk))
+        transcript.take({"delta": {"content": text}} if body is CHAT else {"text": text}, chunk)
+    here = situation(body | fields | {"max_tokens": 600}, [], transcript=transcript, parses_reasoning=False)
+    resumption, asked = decided(here)
+    assert resumption.action is (Action.CHAT_TOKENS if body is CHAT else Action.COMPLETION_TOKENS)
+    assert resumption.kept == len(ids)
+    assert asked < 30
+
+
 def test_what_an_engine_that_died_held_back_is_found_out() -> None:
     """It has told the ids but not yet the text, in which a stop string may begin."""
     transcript = Transcript()
