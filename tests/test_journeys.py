@@ -1,0 +1,24 @@
+"""How many functions of the gateway a reader has to know to follow a request."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.journeys import travel
+
+BOUNDS = {"chat": 263, "message": 453, "two-deaths": 625}
+"""Functions of each journey. Who makes one run through fewer lowers its bound."""
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", BOUNDS)
+async def test_journey_runs_no_more_functions_than_it_did(name: str) -> None:
+    trace = await travel(name)
+    assert len(trace.calls) <= BOUNDS[name], "\n".join(trace.lines())
+
+
+@pytest.mark.interpreted
+async def test_functions_of_a_journey_are_in_the_order_of_their_first_calls() -> None:
+    names = [code.co_qualname for code in (await travel("chat")).calls]
+    course = ["FastConnection.data_received", "Intake.begin", "Lease.__init__", "KvHandoff.__exit__"]
+    assert [name for name in names if name in course] == course
