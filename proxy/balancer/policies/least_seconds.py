@@ -255,7 +255,7 @@ class LeastSeconds(LeastTokens):
                 if score <= near
                 and (
                     free[at]
-                    or (is_same and is_open[at])
+                    or (is_same and is_open[at] and prefillers[at].fits_in_step(asked.tokens))
                     or (gathers[at] and self._joins(prefillers[at], work[at], share))
                 )
             ]

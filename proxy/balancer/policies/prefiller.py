@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # So many prompts that could have been computed together and were not show that the backend works on one at a time; that
 # is believed for so many more, and then found out once more.
-_ENOUGH_ALONE: Final = 12
+_ENOUGH_ALONE: Final = 3
 _BELIEVED: Final = 1000
 # Of shorter ones the order does not matter.
 _LEAST_SECONDS: Final = 0.1
@@ -109,6 +109,10 @@ class Prefiller:
             self.step_tokens = step.uncached + 1
         elif left_out is not None and step.uncached + left_out < self.step_tokens:
             self.step_tokens += _STEP_TOKENS_STEP * (step.uncached + left_out - self.step_tokens)
+
+    def fits_in_step(self, tokens: float) -> bool:
+        """Return whether the next step has room for all tokens of a prompt."""
+        return self.behind_tokens + tokens <= self.step_tokens
 
     @property
     def under_way(self) -> int:

@@ -499,7 +499,17 @@ def test_a_prompt_that_takes_as_long_everywhere_is_sent_into_the_next_step(prefi
     while prefillers.pool.first_to_go([prompt(start := 10**6 + 100 * sent, start + 1)]) == 0:
         prefillers.begin(prompt(start, start + 1))
         sent += 1
-    assert sent * 2 * PIECE >= 2 * 16_384, "until the next step of both has no room"
+    assert sent * 2 * PIECE == 2 * 16_384, "until the next step of both has no room"
+
+
+def test_a_prompt_that_does_not_fit_into_the_next_step_waits(prefillers: Prefillers) -> None:
+    """It would not be computed sooner, and a prompt that comes later may take less time there."""
+    teach_steps(prefillers)
+    one_at_a_time(prefillers)
+    for number in (1, 2):
+        prefillers.begin(prompt(*range(100 * number, 100 * number + 4)))
+    assert prefillers.pool.first_to_go([prompt(*range(10**6, 10**6 + 33))]) is None
+    assert prefillers.pool.first_to_go([prompt(*range(10**6, 10**6 + 32))]) == 0
 
 
 def test_that_is_found_out_anew_now_and_then_and_of_a_new_process(prefillers: Prefillers) -> None:
