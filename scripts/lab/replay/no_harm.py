@@ -6,17 +6,15 @@ with the policies under test, and with `least_tokens`, which learns nothing.
 
 from __future__ import annotations
 
-import asyncio
 import random
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from lab.replay import virtual_time
+from lab.replay import late_loop
 from lab.replay.fleet import Fleet, Replay
 from lab.replay.trace import BLOCK_TOKENS, Request
 from proxy.balancer.policies.least_tokens import make_policy
-from proxy.monitor import LoopLag
 from proxy.sim.hardware.cost import Cost
 from proxy.sim.hardware.machines import MACHINES, Machine
 from proxy.sim.hardware.work import Shape
@@ -26,6 +24,7 @@ if TYPE_CHECKING:
 
     from lab.replay.fleet import MakePolicy
     from proxy.balancer.pick import Policy, PolicyContext
+    from proxy.monitor import LoopLag
 
 LEARNS_NOTHING: Final = "least_tokens"
 
@@ -43,11 +42,6 @@ LENGTHS: Final[Mapping[str, tuple[int, int]]] = {"equal": (128, 128), "similar":
 ARRIVALS: Final = ("poisson", "closed loop", "bursts", "at once")
 STEPS: Final = ("constant", "linear", "kneed")
 _BURST: Final = 64
-
-# A late loop stands still for so long, after it has run for so long.
-_STALLS: Final = (0.2, 1.0)
-_RUNS: Final = (0.5, 3.0)
-_TICK_SECONDS: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,52 +129,21 @@ class Outcome:
     """Until the last token."""
 
 
-class _LateLoop(virtual_time.VirtualLoop):
-    """Now and then it stands still, and everything that was due in the meantime comes late."""
-
-    def __init__(self, seed: int) -> None:
-        self._rng = random.Random(seed)
-        self._next_stall = self._rng.uniform(*_RUNS)
-        super().__init__()
-
-    def jump(self, seconds: float) -> None:
-        """See VirtualLoop."""
-        super().jump(seconds)
-        if self.time() >= self._next_stall:
-            stall = self._rng.uniform(*_STALLS)
-            super().jump(stall)
-            # By the time that was meant: all runs of a world stand still at about the same times.
-            self._next_stall += stall + self._rng.uniform(*_RUNS)
-
-
-async def _measure(loop_lag: LoopLag) -> None:
-    """Measure how late the loop is, as proxy.monitor does."""
-    loop = asyncio.get_running_loop()
-    while True:
-        due = loop.time() + _TICK_SECONDS
-        await asyncio.sleep(_TICK_SECONDS)
-        loop_lag.note(loop.time(), loop.time() - due)
-
-
 def outcome(world: World, prefill_policy: str, decode_policy: str) -> tuple[Outcome, Replay]:
     """Run a world to its end."""
     made: list[Replay] = []
 
-    async def course() -> None:
+    async def course(loop_lag: LoopLag | None) -> None:
         policies = _named(prefill_policy), _named(decode_policy)
-        loop_lag = LoopLag() if world.is_late else None
         replay = Replay(world.fleet, *policies, seed=world.seed, loop_lag=loop_lag)
         made.append(replay)
         requests = world.requests_in_order()
-        measuring = None if loop_lag is None else asyncio.create_task(_measure(loop_lag))
         if world.arrivals == "closed loop":
             await replay.run_closed(requests, clients=world.answers)
         else:
             await replay.run(requests)
-        if measuring is not None:
-            measuring.cancel()
 
-    virtual_time.run(course(), _LateLoop(world.seed) if world.is_late else virtual_time.VirtualLoop())
+    late_loop.run(course, is_late=world.is_late, seed=world.seed)
     return _outcome_of(made[0]), made[0]
 
 

@@ -10,9 +10,9 @@ import random
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from lab.replay import late_loop
 from lab.replay.fleet import Fleet, Replay
 from lab.replay.policies import policies
-from lab.replay.sweep import replayed
 from lab.replay.trace import BLOCK_TOKENS, Request
 from proxy.sim.hardware.cost import Cost
 from proxy.sim.hardware.machines import MACHINES, Machine
@@ -20,6 +20,9 @@ from proxy.sim.hardware.work import Shape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from lab.replay.fleet import Course
+    from proxy.monitor import LoopLag
 
 _H200: Final = MACHINES["kimi-k2.5-h200"]
 _A3: Final = MACHINES["kimi-k2-thinking-a3"]
@@ -74,6 +77,8 @@ class PrefillWorld:
     requests: int = 1000
     workers: int = 1
     """Of the gateway."""
+    is_late: bool = False
+    """The gateway's event loop stands still now and then."""
     seed: int = 1
 
     @property
@@ -127,16 +132,16 @@ def prefilled(world: PrefillWorld, policy: str) -> Prefilled:
     """Run a world with this policy for prefillers, and one for decoders that learns nothing."""
     both = policies(world.fleet, "least_tokens")[policy]
     clients = _CLIENTS.get(world.arrivals)
+    courses: list[Course] = []
 
-    class Course(Replay):
-        async def run(self, requests: list[Request]) -> None:  # type: ignore[override]
-            if clients is None:
-                await super().run(requests)
-            else:
-                await self.run_closed(requests, clients * world.count)
+    async def course(loop_lag: LoopLag | None) -> None:
+        replay = Replay(world.fleet, *both, seed=world.seed, workers=world.workers, loop_lag=loop_lag)
+        if clients is None:
+            await replay.run(world.requests_in_order())
+        else:
+            await replay.run_closed(world.requests_in_order(), clients * world.count)
+        courses.extend(replay.courses)
 
-    replay = replayed(
-        lambda: Course(world.fleet, *both, seed=world.seed, workers=world.workers), world.requests_in_order()
-    )
-    times = sorted(seconds for course in replay.courses if (seconds := course.first_token_seconds) is not None)
-    return Prefilled(len(times) / len(replay.courses), sum(times) / len(times), times[int(0.99 * (len(times) - 1))])
+    late_loop.run(course, is_late=world.is_late, seed=world.seed)
+    times = sorted(seconds for course in courses if (seconds := course.first_token_seconds) is not None)
+    return Prefilled(len(times) / len(courses), sum(times) / len(times), times[int(0.99 * (len(times) - 1))])
