@@ -20,8 +20,9 @@ PinnedKv     KV cache that prefillers keep although no decoder will fetch it
 Dialect      one API that clients speak: how its requests become calls, and answers become its bytes
 Call         one parsed client request; immutable, knows its cost
 Admission    the queue in front of the pools: calls wait there until there is room for them
-FastRequest  a plain request, driven by the callbacks of its connections as far as nothing is to be waited for
-AttemptLoop  one unit's attempts: the only place that repeats or resumes
+Request      one client request, from its body to the end of its answer; callbacks of connections drive it
+LegDriver    sends the legs of one attempt from the callbacks of their connections
+AttemptLoop  one unit's further attempts, in a task: the only place that repeats or resumes
 Connector    one KV-transfer protocol: which payloads, in which order, both in one file
 Attempt      one try at a call: the decoder's open response, and the KvHandoff behind it
 Leg          one request to one engine; an attempt is a generator of them, or of a Pair at a time, which somebody drives

@@ -285,3 +285,9 @@ def _until_room_ms(limit: int, previous: int, current: int, elapsed_ms: int) -> 
     # previous × left < (limit - current) × minute, for whole milliseconds that are left of this minute
     most_left_ms = ((limit - current) * _MINUTE_MS - 1) // previous
     return max(0, _MINUTE_MS - elapsed_ms - most_left_ms)
+
+
+def credential_for_engines(authorization: str | None, x_api_key: str | None) -> str | None:
+    """Return the Authorization of engines for a client's headers; None: the client shows no credential."""
+    # The second as Anthropic's clients show it, and no engine reads it.
+    return authorization or (None if x_api_key is None else f"Bearer {x_api_key}")

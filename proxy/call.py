@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.settings import Cost
     from proxy.wire.document import Body, Document
-    from proxy.wire.shape import ShapedDocument
 
 # What a request costs a prefiller besides its tokens. vllm-ascend's example estimates a prefill as
 # 0.0345 ms per token + 120 ms, and 120.0745 / 0.0345 = 3480 tokens.
@@ -46,6 +45,11 @@ PRIORITY_HEADER: Final = "x-request-priority"
 
 # What the client calls a conversation, see Call.session.
 SESSION_HEADER: Final = "x-session-id"
+
+PASSED_ON: Final = (*CONTEXT_HEADERS, FIRST_TOKEN_HEADER, PRIORITY_HEADER, SESSION_HEADER)
+"""Request headers that mean the same to the engines, beside the client's credential. Everything else is rebuilt or
+dropped: hop-by-hop headers, and those that steer an engine, such as X-data-parallel-rank, which an endpoint per rank
+answers with 400."""
 
 
 @dataclass(slots=True, eq=False)
@@ -267,12 +271,6 @@ def measured_prompt(document: Document, cost: Cost) -> tuple[int, Prompt]:
             text, length = document.excerpt("prompt")
             ids = text_tokens(text, cost, length)
         total += ids
-    return total or 1, Prompt(document, None, has_reasoning, has_media)
-
-
-def measured_chat(document: ShapedDocument, messages: list[Any], cost: Cost) -> tuple[int, Prompt]:
-    """As `measured_prompt`, of a document whose prompt is its messages alone."""
-    total, has_reasoning, has_media = _measured_messages(messages, cost, text_bytes)
     return total or 1, Prompt(document, None, has_reasoning, has_media)
 
 

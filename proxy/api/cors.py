@@ -35,13 +35,19 @@ class Cors:
 
     async def on_prepare(self, request: web.Request, response: web.StreamResponse) -> None:
         """Tell the browser that the page may read an answer. For the application's `on_response_prepare`."""
+        response.headers.extend(self.fields(request))
+
+    def fields(self, request: web.Request) -> list[tuple[str, str]]:
+        """Return the headers by which a browser lets a page read the answer to a request."""
         if not self._origins or not self._is_clients(request.path):
-            return
+            return []
+        fields: list[tuple[str, str]] = []
         if ANY not in self._origins:
-            response.headers.add(hdrs.VARY, hdrs.ORIGIN)  # in every answer: caches must not mix them up
+            fields.append((hdrs.VARY, hdrs.ORIGIN))  # in every answer: caches must not mix them up
         if (origin := self._allowed(request)) is not None:
-            response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = origin
-            response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = _SHOWN
+            fields.append((hdrs.ACCESS_CONTROL_ALLOW_ORIGIN, origin))
+            fields.append((hdrs.ACCESS_CONTROL_EXPOSE_HEADERS, _SHOWN))
+        return fields
 
     def preflight(self, request: web.Request) -> web.Response | None:
         """The answer to a browser that asks whether it may send a request at all; None: it is none, or may not."""

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from aiohttp import web
-
 from proxy.balancer.choice import reason
-from proxy.observe.record import RequestRecord, longest
+from proxy.observe.record import longest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from aiohttp import web
+
     from proxy.api.administrators import Administrators
     from proxy.balancer.choice import Pick
+    from proxy.observe.record import RequestRecord
 
 ASKS: Final = "X-PDProxy-Debug"
-RECORD: Final = web.RequestKey("record", RequestRecord)
-"""Where a route leaves what is known of its request."""
 
 
 class DebugHeaders:
@@ -28,17 +27,15 @@ class DebugHeaders:
     def __init__(self, administrators: Administrators) -> None:
         self._administrators = administrators
 
-    async def on_prepare(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Add what is known when the head of the answer goes out. For the application's `on_response_prepare`."""
-        if ASKS not in request.headers:
-            return
-        record = request.get(RECORD)
-        if record is not None and await self._administrators.admits(request):
-            response.headers.update(_told(record))
+    async def admits(self, request: web.Request) -> bool:
+        """Return whether the client asks for these headers, and may have them."""
+        return ASKS in request.headers and await self._administrators.admits(request)
 
 
-def _told(record: RequestRecord) -> Iterator[tuple[str, str]]:
-    """As in the access line: the instances of the first unit's last attempt, the longest stages, all attempts."""
+def debug_fields(record: RequestRecord) -> Iterator[tuple[str, str]]:
+    """Yield the headers, with the figures of the access log: the instances of the first unit's last attempt, the
+    longest stages, all attempts.
+    """
     timelines = record.timelines
     if timelines:
         first = timelines[0]

@@ -1,46 +1,36 @@
-"""The routes that generate, one for each dialect: bytes in, Call, gateway, answer"""
+"""The routes that generate, for requests that aiohttp reads."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, cast
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
-from proxy.api.debug_headers import RECORD
-from proxy.call import CONTEXT_HEADERS, FIRST_TOKEN_HEADER, PRIORITY_HEADER, SESSION_HEADER
-from proxy.dialects.model_names import ModelNames
-from proxy.dialects.priorities import bounded
+from proxy.api.debug_headers import debug_fields
+from proxy.call import PASSED_ON
 from proxy.dialects.requests import read
-from proxy.dialects.system_first import SystemFirst
-from proxy.dialects.translated import Translated
-from proxy.errors import ClientStalled, GatewayError
-from proxy.flow.client import ClientStream
 from proxy.listener.body import memory_bytes, read_json
-from proxy.listener.replies import REQUEST_ID, count_rejection
+from proxy.listener.replies import REQUEST_ID
 from proxy.wire.weight import LONG_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from proxy.api.cors import Cors
+    from proxy.api.debug_headers import DebugHeaders
     from proxy.api.key_auth import KeyAuth
-    from proxy.call import Call
     from proxy.dialects.base import Dialect
-    from proxy.flow.gateway import Gateway
+    from proxy.errors import GatewayError
+    from proxy.fast_path.intake import Intake
+    from proxy.fast_path.request import Request
     from proxy.flow.lanes import Lanes
+    from proxy.listener.connection import Connection
     from proxy.listener.drain import Drain
     from proxy.observe.observers import Observers
     from proxy.observe.record import RequestRecord
     from proxy.settings import Settings
-
-logger = logging.getLogger(__name__)
-
-# Request headers that mean the same to the engines, beside the client's credential. Everything else is rebuilt or
-# dropped: hop-by-hop headers, and those that steer an engine, such as X-data-parallel-rank, which an endpoint per rank
-# answers with 400.
-PASSED_ON: Final = (*CONTEXT_HEADERS, FIRST_TOKEN_HEADER, PRIORITY_HEADER, SESSION_HEADER)
 
 
 class GenerationApi:
@@ -54,25 +44,26 @@ class GenerationApi:
         drain: Drain,
         settings: Settings,
         observers: Observers,
-        is_news: Callable[[str, str], bool],
+        cors: Callable[[], Cors],
+        debug_headers: DebugHeaders,
     ) -> None:
-        """`dialects`: those that the engines can serve. `is_news`: whether no worker has logged this of a subject."""
+        """`dialects`: those that the engines can serve. `intake` is set before the first request comes."""
+        self.intake: Intake
         self._dialects = dialects
         self._lanes = lanes
         self._keys = keys
         self._drain = drain
         self._observers = observers
-        self._is_news = is_news
+        self._cors = cors
+        self._debug_headers = debug_headers
         self.configure(settings)
 
     def configure(self, settings: Settings) -> None:
         """Take changed settings for requests that come from now on."""
-        self._settings = settings
-        self._names = ModelNames(settings.models.aliases)
-        self._system_first = SystemFirst(settings.models.system_first)
+        self._listen = settings.listen
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """One for each dialect and method."""
+        """Return one for each dialect and method."""
         return [
             web.route(method, dialect.path, partial(self._serve, dialect))
             for dialect in self._dialects
@@ -80,7 +71,7 @@ class GenerationApi:
         ]
 
     def error_bodies(self) -> Mapping[str, Callable[[GatewayError], bytes | None]]:
-        """What each route says in place of OpenAI's error bodies; see replies.ERROR_BODIES."""
+        """Return what each route says in place of OpenAI's error bodies; see replies.ERROR_BODIES."""
         return {dialect.path: dialect.error_body for dialect in self._dialects}
 
     def request_id_headers(self) -> Mapping[str, str]:
@@ -88,91 +79,132 @@ class GenerationApi:
         return {dialect.path: dialect.request_id_header for dialect in self._dialects}
 
     async def _serve(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
-        """One access line and one set of observations per request, however it ends."""
-        record = request[RECORD] = self._observers.begin(dialect.label, request[REQUEST_ID], request.headers)
+        """Serve a request with one line in the access log and one set of observations, however it ends."""
+        record = self._observers.begin(dialect.label, request[REQUEST_ID], request.headers)
+        client = _Client(request, partial(self._fields, request, record))
         try:
             with self._drain:
-                return await self._answer(dialect, request, record)
+                await self._begin(dialect, request, client, record)
         except BaseException as error:
-            record.error = error
+            if not client.has_begun:
+                record.error = error
+                self._observers.end(record)
             raise
-        finally:
-            self._observers.end(record)
+        return client.response
 
-    async def _answer(self, dialect: Dialect, request: web.Request, record: RequestRecord) -> web.StreamResponse:
+    async def _begin(self, dialect: Dialect, request: web.Request, client: _Client, record: RequestRecord) -> None:
+        """Read a request, and serve it. Raises what comes before its Request has begun."""
         key = self._keys.identify(request)
         record.key = key.name
         admission = self._lanes.whole.gateway.admission
         admission.check(key.name)  # what will be refused anyhow is not read first
+        client.shows_debug = await self._debug_headers.admits(request)
         with self._keys.enter(key), admission.hold(0) as held:
-            listen = self._settings.listen
-            readings = 2 if isinstance(dialect, Translated) else 1
-            raw = await read_json(request, listen, held.resize, readings=readings)
+            readings = 1 if dialect.speaks_as_engines else 2
+            raw = await read_json(request, self._listen, held.resize, readings=readings)
             is_long = len(raw) > LONG_BYTES
             document = read(raw)
             if is_long:
                 await asyncio.sleep(0)  # tokens of others have come meanwhile
-            call = dialect.parse(document, self._settings.cost, self._passed_on(request))
+            call = self.intake.call(dialect, document, self._passed_on(request), key)
             held.resize(memory_bytes(raw, document.read_values))
             del raw, document  # the call has what it needs of them, which may be another document
-            if record.context is not None:
-                call = call.in_context(record.context)
-            if key.slot is not None:
-                call = bounded(call, key.priority, lower_first=self._settings.connector_traits.lower_priority_first)
-            call = self._names.translated(call)
-            if isinstance(dialect, Translated):
-                call = self._system_first.arranged(call)
-            if call.left_out:
-                self._log_left_out(dialect.path, key.name, call.left_out)
+            record.stream, record.model = call.stream, call.model
             if is_long:
                 await asyncio.sleep(0)  # the legs' bodies cost time, too
-            record.stream, record.model = call.stream, call.model
             lane = await self._lanes.find(call.served_model)
-            record.served_model = self._lanes.known(call.served_model)
-            with lane.explaining():
-                if call.stream:
-                    return await self._stream(dialect, call, request, record, lane.gateway)
-                body = await lane.gateway.complete(dialect, call, record)
-            return web.Response(body=body, content_type="application/json")
+            task = asyncio.current_task()
+            assert task is not None
+            with self._drain.counted_otherwise(task):
+                await client.serve(self.intake.request(client, dialect, call, key, lane), record)
 
-    def _log_left_out(self, path: str, key: str, kinds: Sequence[str]) -> None:
-        """Log once for each client key what its requests contain that no engine can serve."""
-        for kind in kinds:
-            if self._is_news(f"{path} {key} {kind}", "left out"):
-                logger.warning(
-                    "left out of requests to %s by client key %s: %s, which no engine can serve; logged once",
-                    *(path, key, kind),
-                )
+    def _fields(self, request: web.Request, record: RequestRecord, shows_debug: bool) -> Iterable[tuple[str, str]]:
+        """Return the headers that only the answer to this request has."""
+        return [*self._cors().fields(request), *(debug_fields(record) if shows_debug else ())]
 
     def _passed_on(self, request: web.Request) -> dict[str, str]:
-        """The headers that reach the engines."""
+        """Return the headers that reach the engines."""
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
         credential = self._keys.credential(request)
         return headers if credential is None else {"authorization": credential, **headers}
 
-    async def _stream(
-        self, dialect: Dialect, call: Call, request: web.Request, record: RequestRecord, gateway: Gateway
-    ) -> web.StreamResponse:
-        settings, headers = self._settings, {"X-Request-Id": record.request_id}
-        client = ClientStream(
-            request, headers, settings.listen.write_timeout_seconds, settings.stream, dialect.keep_alive
-        )
+
+class _Client:
+    """The ClientConnection of a request that aiohttp has read."""
+
+    def __init__(self, request: web.Request, fields: Callable[[bool], Iterable[tuple[str, str]]]) -> None:
+        """`fields`: returns the headers of the answer, with those for debugging or without."""
+        self._connection = cast("Connection", request.protocol)
+        self._fields = fields
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._closes = False
+        """Whether the gateway ends the connection, and says so."""
+        self.shows_debug = False
+        """Whether the answer has the headers for debugging."""
+        self.has_begun = False
+        """Whether a Request serves it."""
+        self.transport = self._connection.door
+        self.knows_chunks = request.version >= HttpVersion11
+        self.response = _Written(keeps_alive=bool(request.keep_alive))
+
+    async def serve(self, handed: Request, record: RequestRecord) -> None:
+        """Start a request, and wait until it is over."""
+        self.has_begun = True
+        handed.start(record)
         try:
-            try:
-                with self._drain:
-                    await gateway.stream(dialect, call, client, record)
-            except GatewayError as error:
-                if not client.has_output:
-                    raise
-                # What decoders wrote counts as sent, so it is, even if the answer broke off in the same moment.
-                await client.attend()
-                record.error = error
-                if not client.has_answer:
-                    count_rejection(gateway.metrics, error)
-                client.break_off(error)
-        except ClientStalled as stalled:
-            record.error = stalled
-        finally:
-            client.close()
-            record.committed = client.is_committed
-        return client.response
+            await self._over
+        except asyncio.CancelledError:
+            handed.left()
+            raise
+
+    @property
+    def is_paused(self) -> bool:
+        """See ClientConnection."""
+        return self._connection.writing_paused
+
+    @property
+    def on_full(self) -> Callable[[], None] | None:
+        """See ClientConnection."""
+        return self._connection.on_full
+
+    @on_full.setter
+    def on_full(self, called: Callable[[], None] | None) -> None:
+        self._connection.on_full = called
+
+    def head_fields(self) -> bytes:
+        """See ClientConnection."""
+        fields = [*self._fields(self.shows_debug)]
+        if self.response.keep_alive and not self.knows_chunks:
+            fields.append(("Connection", "keep-alive"))
+        elif not self.response.keep_alive and self.knows_chunks and not self._closes:
+            fields.append(("Connection", "close"))
+        return b"".join(f"{name}: {value}\r\n".encode("utf-8", "surrogateescape") for name, value in fields)
+
+    async def drained(self) -> None:
+        """See ClientConnection."""
+        await self._connection.drained()
+
+    def end_after_answer(self) -> None:
+        """See ClientConnection."""
+        self._closes = True
+        self.response.force_close()
+
+    def done(self, now: float) -> None:
+        """See ClientConnection."""
+        self._connection.on_full = None
+        if not self._over.done():
+            self._over.set_result(None)
+
+
+class _Written(web.StreamResponse):
+    """Stands for an answer that its Request has written to the connection."""
+
+    def __init__(self, *, keeps_alive: bool) -> None:
+        super().__init__()
+        self._keep_alive = keeps_alive
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        """Do nothing."""
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """Do nothing."""

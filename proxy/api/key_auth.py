@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
-from proxy.api_keys import ANONYMOUS
+from proxy.api_keys import ANONYMOUS, credential_for_engines
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -48,9 +48,3 @@ class KeyAuth:
         if request.get(API_KEY) != ANONYMOUS.name:
             return None
         return credential_for_engines(request.headers.get("Authorization"), request.headers.get("X-Api-Key"))
-
-
-def credential_for_engines(authorization: str | None, x_api_key: str | None) -> str | None:
-    """The Authorization that a client's headers come to, None for a header it did not send. None: it shows none."""
-    # The second as Anthropic's clients show it, and no engine reads it.
-    return authorization or (None if x_api_key is None else f"Bearer {x_api_key}")

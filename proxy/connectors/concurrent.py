@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from proxy.errors import Failure, UpstreamError
+from proxy.connectors.leg_driver import abort_decode
+from proxy.errors import UpstreamError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
 
-    from proxy.connectors.legs import Pair
     from proxy.upstream import Response
 
 
@@ -44,13 +44,6 @@ class PrefillLeg:
     def __init__(self, task: asyncio.Task[None]) -> None:
         self._task = task
 
-    @classmethod
-    def of(cls, pair: Pair, leg: Coroutine[Any, Any, None]) -> Self:
-        """Begin that of a pair, which stops it. It has to be waited for, too: see `end`."""
-        under_way = cls(_begun(leg))
-        pair.stop, pair.ended = under_way._task.cancel, under_way.ended
-        return under_way
-
     async def race(
         self, opening: Coroutine[Any, Any, Response], is_served: Callable[[], bool] = lambda: False
     ) -> Response:
@@ -74,15 +67,6 @@ class PrefillLeg:
             raise
         self._task.add_done_callback(lambda task: None if is_served() else _abort_if_failed(task, response))
         return response
-
-    async def ended(self) -> None:
-        """Wait for it. Raises what it raises."""
-        await asyncio.wait([self._task])  # to await the task itself would cancel it together with the waiting task
-        self._task.result()
-
-    async def end(self) -> None:
-        """Give it up if it is under way, and wait until it has ended, well or not."""
-        await _end(self._task)
 
 
 def _begun(leg: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -113,12 +97,3 @@ def _abort_if_failed(task: asyncio.Task[None], response: Response) -> None:
     error = _error(task)
     if error is not None:
         abort_decode(response, error)
-
-
-def abort_decode(response: Response, error: BaseException) -> None:
-    """End the decode leg in the middle, as the prefill leg has failed: the decoder would wait for KV that does not
-    come. A mistake of the program is told by what the decode leg's error gives way to, see `running` and Pair.
-    """
-    if not isinstance(error, UpstreamError):
-        error = response.fail(Failure.BROKEN, "the prefill leg failed")
-    response.abort(error)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Role
-from proxy.connectors.driver import opened
+from proxy.connectors.leg_driver import opened
 from proxy.connectors.single_leg import SingleLeg
 from proxy.errors import BadRequest
 

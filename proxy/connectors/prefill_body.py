@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.engines.capabilities import FORCED_TOOL_PREFILL
 from proxy.wire.document import REMOVED
-from proxy.wire.shape import Constant
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,8 +39,8 @@ class Prefill:
         """`kv_params` are the protocol's own."""
         self._kv_params = kv_params
         changes = {**_CHANGES, "kv_transfer_params": kv_params}
-        self._changes = Constant(changes)
-        self._limited = Constant({**changes, **_LIMITED})
+        self._changes = changes
+        self._limited = {**changes, **_LIMITED}
 
     def body(self, call: Call, pool: Pool, prefiller: Backend) -> Body:
         """The body of the leg to a prefiller of this pool."""

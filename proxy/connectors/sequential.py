@@ -21,15 +21,14 @@ from proxy.balancer.policies.asked import ask
 from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds, refusal
 from proxy.connectors.disaggregated import Disaggregated
-from proxy.connectors.driver import opened
 from proxy.connectors.handoff import DECODER, KvHandoff, KvSource
 from proxy.connectors.kv_transfer import PrefilledKv, kv_params_in
+from proxy.connectors.leg_driver import opened
 from proxy.connectors.legs import Leg
 from proxy.connectors.one_engine import RARE
 from proxy.connectors.prefill_body import Prefill
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.terms import Stage
-from proxy.wire.shape import UNCHANGED
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -288,4 +287,4 @@ def _decode_body(call: Call, params: bytes | None) -> Body:
     if call.kv_params:
         members = orjson.dumps(dict(call.kv_params))
         params = members if params is None else params[:-1] + b"," + members[1:]
-    return call.body(UNCHANGED) if params is None else call.body_with_kv(params)
+    return call.body({}) if params is None else call.body_with_kv(params)

@@ -15,8 +15,8 @@ from proxy.backend import Role
 from proxy.connectors.aborts import Aborts
 from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import Connector, first_byte_seconds, new_attempt_id, prefill_seconds, refusal
-from proxy.connectors.driver import opened
 from proxy.connectors.handoff import KvHandoff
+from proxy.connectors.leg_driver import opened
 from proxy.connectors.legs import Leg, Pair
 from proxy.connectors.one_engine import asks_for_echoed_logprobs, echo_refused
 from proxy.connectors.ranks import Ranks

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from proxy.backend import Role
 from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import first_byte_seconds, new_attempt_id, prefill_seconds, refusal
-from proxy.connectors.driver import opened
 from proxy.connectors.handoff import LocalKv
+from proxy.connectors.leg_driver import opened
 from proxy.connectors.legs import Leg
 from proxy.terms import Stage
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from proxy.wire.openai import Api
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Unit:
     """One prompt and one sample of a client request. `index` is the choice's index in the client's answer."""
 
@@ -96,24 +96,20 @@ class Dialect(ABC):
 
     api: ClassVar[Api]
     """The engines' API that serves it."""
+    path: ClassVar[str]
+    """The route on the gateway."""
+    label: ClassVar[str]
+    """The metric label, and `api` in the access log."""
     methods: ClassVar[Sequence[str]] = ("POST",)
     """Of HTTP, by which it is asked."""
     request_id_header: ClassVar[str] = "X-Request-Id"
     """The header in which its clients look for the id of their request."""
+    speaks_as_engines: ClassVar[bool] = False
+    """Whether requests and single answers pass as they are."""
     done_event: ClassVar[bytes] = DONE_EVENT
     """The last bytes of a complete stream."""
     keep_alive: ClassVar[bytes] = b": keep-alive\n\n"
     """What a stream has that is silent; see KeepAlive."""
-
-    @property
-    def path(self) -> str:
-        """The route on the gateway."""
-        return self.api.path
-
-    @property
-    def label(self) -> str:
-        """The metric label, and `api` in the access line."""
-        return self.api.value
 
     # Requests
 
@@ -156,10 +152,18 @@ class Dialect(ABC):
         """The usage object in an engine's whole answer, as OpenAI's; whatever it really is."""
 
     @abstractmethod
-    async def corrections(self, call: Call, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
-        """The members of an engine's whole answer that the client gets otherwise, REMOVED for those it does not get.
-        Raises UpstreamError when what they are made of does not come.
+    def corrected(self, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
+        """Return the members of an engine's whole answer that the client gets otherwise, REMOVED for those it does not
+        get.
         """
+
+    def waits_for_prefiller(self, call: Call) -> bool:
+        """Return whether an answer has parts of the prefiller's, which may come later than the decoder's."""
+        return False
+
+    async def completed(self, call: Call, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
+        """Return what `corrected` does for an answer that waits for the prefiller. Raises UpstreamError."""
+        return self.corrected(values, attempt)
 
     # What clients get
 

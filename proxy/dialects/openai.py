@@ -51,8 +51,7 @@ _COMPLETION_READINGS: Final[Mapping[str, Reading]] = {**_READINGS, "logprobs": W
 class OpenAi(Dialect):
     """What both have in common."""
 
-    speaks_as_engines: ClassVar[bool] = True
-    """Requests and single answers pass as they are."""
+    speaks_as_engines = True
     readings: ClassVar[Mapping[str, Reading]]
     """Of the fields that the gateway acts on."""
 
@@ -114,12 +113,8 @@ class OpenAi(Dialect):
         """As it stands there."""
         return values.get("usage")
 
-    async def corrections(self, call: Call, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
-        """Nothing is to be waited for."""
-        return self.corrected(values, attempt)
-
     def corrected(self, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
-        """As `corrections`. Members for engines are left out. Of the prompt's cached tokens only prefillers know."""
+        """Leave out members for engines, and take the prompt's cached tokens from the prefiller. See Dialect."""
         corrections: dict[str, Any] = {name: REMOVED for name in ENGINE_MEMBERS if name in values}
         usage = values.get("usage")
         if attempt.kv_handed_over and isinstance(usage, dict):
@@ -146,6 +141,7 @@ class ChatCompletions(OpenAi):
     """POST /v1/chat/completions."""
 
     api = Api.CHAT
+    path = Api.CHAT.path
     label = "chat"
     readings = _CHAT_READINGS
 
@@ -161,6 +157,7 @@ class Completions(OpenAi):
     """POST /v1/completions."""
 
     api = Api.COMPLETIONS
+    path = Api.COMPLETIONS.path
     label = "completions"
     readings = _COMPLETION_READINGS
 

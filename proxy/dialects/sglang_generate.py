@@ -38,6 +38,8 @@ class SglangGenerate(Dialect):
     """Only where engines speak it."""
 
     api = Api.GENERATE
+    path = Api.GENERATE.path
+    label = Api.GENERATE.value
     methods = ("POST", "PUT")
 
     def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
@@ -108,8 +110,16 @@ class SglangGenerate(Dialect):
         """What `meta_info` counts."""
         return sglang.usage_of(values)
 
-    async def corrections(self, call: Call, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
-        """What the prefiller's answer adds."""
+    def corrected(self, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
+        """See Dialect. The decoder's answer has all that is asked for."""
+        return {}
+
+    def waits_for_prefiller(self, call: Call) -> bool:
+        """See Dialect."""
+        return _needs_prefiller(call)
+
+    async def completed(self, call: Call, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
+        """See Dialect."""
         parts = _parts(call, attempt)
         if parts is None:
             return {}

@@ -125,7 +125,7 @@ class CompletionHead:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
     """A chat completion with one choice, whose members have the types that they should have."""
 

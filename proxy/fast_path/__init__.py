@@ -1,8 +1,7 @@
-"""The fast path: a plain request is one object that things happen to, from its first byte to the last of its answer.
+"""The road of every request that is generated for: from the client's bytes to the end of its answer.
 
-No task, no future, and none of aiohttp. What is not plain takes the road of all other requests: a connection on which
-anything else comes than plain requests for the hot routes is aiohttp's until the next one of these, and what has to
-wait, an attempt that fails, or a client that reads slowly is the attempt loop's (`flow/attempts.py`). Both roads are
-built of the same parts, so only the order of the steps around them is written twice; `tests/fast_path` holds the two
-equal.
+* Connection: reads plain requests from a client. aiohttp reads all others (api/generation.py).
+* Intake: turns a body into a Call, and a Call into a Request.
+* Request: serves one request, driven by the callbacks of its connections.
+* RequestParts: what the requests of one lane are made of.
 """

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from proxy.errors import GatewayError
     from proxy.fast_path.head import Head
     from proxy.fast_path.intake import Intake
-    from proxy.fast_path.request import FastRequest
+    from proxy.fast_path.request import Request
     from proxy.listener.http_listener import HttpListener
 
 # A body that takes longer than this has the deadlines of a slow one, which are aiohttp's road's.
@@ -32,7 +32,18 @@ class FastConnection(FirstProtocol):
 
     __slots__ = (
         *("_body", "_closes", "_drained", "_head", "_held_bytes", "_last", "_listener", "_missing_bytes", "_intake"),
-        *("_odd", "_owes_head", "_pending", "_request", "_since", "door", "is_paused", "on_full", "transport"),
+        *(
+            "_odd",
+            "_owes_head",
+            "_pending",
+            "_request",
+            "_since",
+            "door",
+            "is_paused",
+            "knows_chunks",
+            "on_full",
+            "transport",
+        ),
     )
 
     def __init__(self, intake: Intake, listener: HttpListener) -> None:
@@ -43,7 +54,9 @@ class FastConnection(FirstProtocol):
         """The client reads slower than we write."""
         self.on_full: Callable[[], None] | None = None
         """Called when it begins to."""
-        self._request: FastRequest | None = None
+        self.knows_chunks = True
+        """See ClientConnection: all plain requests are of HTTP/1.1."""
+        self._request: Request | None = None
         """Whose answer is under way."""
         self._since: float | None = None
         """Since when nothing is being answered, or a body is on its way; None: otherwise."""
@@ -176,7 +189,11 @@ class FastConnection(FirstProtocol):
         self._lose()
         self._listener.forget(self)
 
-    # What a FastRequest asks for
+    # ClientConnection
+
+    def head_fields(self) -> bytes:
+        """See ClientConnection."""
+        return b""
 
     async def drained(self) -> None:
         """Wait until the client has read enough."""
@@ -223,7 +240,8 @@ class FastConnection(FirstProtocol):
             self._odd += 1
             return False
         self._odd = 0
-        request.start(accepted_id(head.fields.get("x-request-id", "")), since)
+        request_id = accepted_id(head.fields.get("x-request-id", ""))
+        request.start(self._intake.parts.observers.begin(request.label, request_id, head.passed_on, since))
         return True
 
     def _keep(self, data: bytes) -> None:

@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from proxy.api.generation import PASSED_ON
-from proxy.api.key_auth import credential_for_engines
+from proxy.api_keys import credential_for_engines
+from proxy.call import PASSED_ON
 
 MAX_HEAD_BYTES: Final = 8 * 1024
 """A longer head is not plain. aiohttp takes longer ones, but no longer line."""

@@ -1,4 +1,4 @@
-"""What the requests on the fast path of one worker are made of, and how their answers begin."""
+"""What the requests of one worker are made of, and how their answers begin."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from proxy.connectors.base import Connector
-    from proxy.dialects.openai import OpenAi
+    from proxy.dialects.base import Dialect
     from proxy.errors import GatewayError
-    from proxy.fast_path.stream import Client
+    from proxy.flow.client_writer import ClientConnection
     from proxy.flow.gateway import Gateway
     from proxy.flow.lanes import Lane, Lanes
     from proxy.flow.suspects import Suspects
@@ -29,28 +29,28 @@ if TYPE_CHECKING:
     from proxy.settings import Settings, Streaming
     from proxy.upstream import Upstream
 
-# Around the id of the request; the moment's date is put in once a second.
+_ID_HEADER: Final = "X-Request-Id"
+_ID_FIELD: Final = b"X-Request-Id: "
 _STREAM_HEAD: Final = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
-    b"X-Accel-Buffering: no\r\nX-Request-Id: "
+    b"X-Accel-Buffering: no\r\n" + _ID_FIELD
 )
-_BEHIND_STREAM_ID: Final = b"\r\nTransfer-Encoding: chunked\r\nDate: %%b\r\nServer: %b\r\n" % SERVER.encode()
-_BODY_HEAD: Final = (
-    b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %%d\r\nDate: %%b\r\nServer: %b\r\n"
-    b"X-Request-Id: %%b\r\n%%b\r\n"
-) % SERVER.encode()
+_BODY_HEAD: Final = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
+# For clients of HTTP/1.0.
+_OLD_STREAM_HEAD: Final = _STREAM_HEAD.replace(b"HTTP/1.1", b"HTTP/1.0")
+_OLD_BODY_HEAD: Final = _BODY_HEAD.replace(b"HTTP/1.1", b"HTTP/1.0")
 _CLOSE: Final = b"Connection: close\r\n"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class FastParts:
-    """One worker's. Only what is configured ever changes."""
+class RequestParts:
+    """The parts of one lane in one worker. Only what is configured ever changes."""
 
     gateway: Gateway
     connector: Connector
     suspects: Suspects
     lane: Lane
-    """That of these three."""
+    """The lane of these three."""
     lanes: Lanes
     upstream: Upstream
     drain: Drain
@@ -61,13 +61,10 @@ class FastParts:
     loop: asyncio.AbstractEventLoop
     clock: Callable[[], float] = time.monotonic
     """Seconds of the clock that request records have."""
-    _date: bytes = field(default=b"", init=False)
-    _date_second: int = field(default=-1, init=False)
-    _behind_stream_id: bytes = field(default=b"", init=False)
+    _common: bytes = field(default=b"", init=False)
+    """The header lines that all answers of this second have."""
+    _second: int = field(default=-1, init=False)
     write_timeout_seconds: float = field(default=0.0, init=False)
-    """This and the two below are of the settings, which take longer to read."""
-    first_token_seconds: float = field(default=0.0, init=False)
-    idle_seconds: float = field(default=0.0, init=False)
     keep_alive: Streaming | None = field(default=None, init=False)
     """How silent streams are kept alive; None: they are not."""
 
@@ -78,37 +75,37 @@ class FastParts:
         """Take changed settings for requests that come from now on."""
         self.settings = settings
         self.write_timeout_seconds = settings.listen.write_timeout_seconds
-        self.first_token_seconds = settings.timeouts.first_token_seconds
-        self.idle_seconds = settings.timeouts.idle_seconds
         self.keep_alive = settings.stream if settings.stream.keeps_alive else None
 
-    def of(self, lane: Lane) -> FastParts:
-        """The same in another lane."""
+    def of(self, lane: Lane) -> RequestParts:
+        """Return the same parts for another lane."""
         return replace(self, gateway=lane.gateway, connector=lane.connector, suspects=lane.suspects, lane=lane)
 
-    # What a request writes to its client, as aiohttp would. An answer says that its connection ends with it once the
-    # listener is closing; one that had begun before may be followed by another request, which is told.
+    # The heads of answers. An answer says that its connection ends with it once the listener is closing.
 
-    def stream_head(self, request_id: str, client: Client) -> bytes:
-        """The head of a streamed answer."""
-        if int(self.clock()) != self._date_second:
-            self._tick()
-        closing = _closing(client) + b"\r\n" if self.listener.is_closing else b"\r\n"
-        return _STREAM_HEAD + request_id.encode() + self._behind_stream_id + closing
+    def stream_head(self, id_header: str, request_id: str, client: ClientConnection) -> bytes:
+        """Return the head of a streamed answer. `id_header`: see Dialect.request_id_header."""
+        begin, framing = _STREAM_HEAD, b"Transfer-Encoding: chunked\r\n"
+        if not client.knows_chunks:
+            begin, framing = _OLD_STREAM_HEAD, b""
+        closing = self._closing(client, has_end=client.knows_chunks)
+        ids, more = request_id.encode(), _more_fields(id_header, request_id, client)
+        return b"%b%b\r\n%b%b%b%b\r\n" % (begin, ids, framing, self._date_lines(), more, closing)
 
-    def body_head(self, request_id: str, client: Client, body_bytes: int) -> bytes:
-        """The head of an answer that is one JSON body."""
-        if int(self.clock()) != self._date_second:
-            self._tick()
-        closing = _closing(client) if self.listener.is_closing else b""
-        return _BODY_HEAD % (body_bytes, self._date, request_id.encode(), closing)
+    def body_head(self, id_header: str, request_id: str, client: ClientConnection, body_bytes: int) -> bytes:
+        """Return the head of an answer that is one JSON body."""
+        begin = (_BODY_HEAD if client.knows_chunks else _OLD_BODY_HEAD) % body_bytes
+        closing = self._closing(client)
+        ids, more = request_id.encode(), _more_fields(id_header, request_id, client)
+        return b"%b%b%b%b\r\n%b%b\r\n" % (begin, self._date_lines(), _ID_FIELD, ids, more, closing)
 
-    def error_answer(self, dialect: OpenAi, error: GatewayError, request_id: str, client: Client) -> bytes:
-        """The whole answer in place of one that failed, which is counted as refused if it was."""
+    def error_answer(self, dialect: Dialect, error: GatewayError, request_id: str, client: ClientConnection) -> bytes:
+        """Return the whole answer in place of one that failed, which is counted as refused if it was."""
         self.refused(error)
         response = replies.error_response(error, dialect.error_body(error))
-        closes = bool(self.listener.is_closing and _closing(client))
-        return replies.written(response, request_id, closes=closes)
+        closes = bool(self._closing(client))
+        more = _more_fields(dialect.request_id_header, request_id, client)
+        return replies.written(response, request_id, closes=closes, more=more)
 
     def refused(self, error: GatewayError) -> None:
         """Count a request that was refused before it had an answer. If no instance was there, the error says why."""
@@ -116,16 +113,31 @@ class FastParts:
             self.lane.explain(error)
         replies.count_rejection(self.metrics, error)
 
-    def unexpected(self, dialect: OpenAi, error: BaseException) -> GatewayError:
-        """Log what nobody expected; the error for the client."""
+    def unexpected(self, dialect: Dialect, error: BaseException) -> GatewayError:
+        """Log an unforeseen error; return the error for the client."""
         return replies.unexpected("POST", dialect.path, error)
 
-    def _tick(self) -> None:
-        self._date_second, self._date = int(self.clock()), formatdate(usegmt=True).encode()
-        self._behind_stream_id = _BEHIND_STREAM_ID % self._date
+    def _date_lines(self) -> bytes:
+        """Return the header lines that all answers of this second have."""
+        second = int(self.clock())
+        if second != self._second:
+            self._second = second
+            self._common = f"Date: {formatdate(usegmt=True)}\r\nServer: {SERVER}\r\n".encode()
+        return self._common
+
+    def _closing(self, client: ClientConnection, *, has_end: bool = True) -> bytes:
+        """Return the header of an answer with which the connection ends, and see to that; empty: it does not.
+
+        `has_end`: the client can tell where the body ends.
+        """
+        if has_end and not self.listener.is_closing:
+            return b""
+        client.end_after_answer()
+        return _CLOSE
 
 
-def _closing(client: Client) -> bytes:
-    """The header that says so, with which the connection is bound to end."""
-    client.end_after_answer()
-    return _CLOSE
+def _more_fields(id_header: str, request_id: str, client: ClientConnection) -> bytes:
+    """Return the header lines that not all answers have."""
+    if id_header == _ID_HEADER:
+        return client.head_fields()
+    return b"%b: %b\r\n%b" % (id_header.encode(), request_id.encode(), client.head_fields())

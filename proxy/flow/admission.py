@@ -13,7 +13,7 @@ import time
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
-from proxy.errors import overloaded
+from proxy.errors import GatewayError, overloaded
 from proxy.flow.buffers import BodyBuffers
 from proxy.flow.lateness import Deadlines, DrainRate
 from proxy.flow.order import InTurn, Order, Waiter
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from proxy.backend import Role
     from proxy.balancer.pick import PickRequest
     from proxy.balancer.shared.fronts import WorkerFront
-    from proxy.errors import GatewayError
     from proxy.flow.buffers import Hold
     from proxy.flow.order import LineUp
     from proxy.observe.metrics import Metrics
@@ -174,6 +173,21 @@ class Admission:
         """
         return Entry(self, key, patient, on_wait, request, since)
 
+    def queue(
+        self, key: str, request: Callable[[], PickRequest], since: float, on_turn: Callable[[GatewayError | None], None]
+    ) -> QueuedUnit:
+        """Queue a unit that `lets_in` does not let in. Raises as `admit`.
+
+        Args:
+            key: The name of its client key.
+            request: What it will lease.
+            since: The clock's time from which on its client waits.
+            on_turn: Called once, with the error of a unit that is refused. Otherwise it must `enter` and lease at once.
+        """
+        self._count_wait()
+        waiter = self._join(Entry(self, key, is_patient=False, on_wait=None, request=request, since=since))
+        return QueuedUnit(self, waiter, on_turn)
+
     def enter(self, key: str) -> None:
         """Let a unit in that would find room at once; see `lets_in`. To be left by `leave`."""
         self._running[key] = self._running.get(key, 0) + 1
@@ -210,23 +224,34 @@ class Admission:
 
     async def _wait(self, entry: Entry) -> None:
         """Return when there is room and it is this one's turn."""
-        loop = asyncio.get_running_loop()
         waiter = self._join(entry)
         try:
-            while True:
+            await waiter.turn
+            while not self._take_turn(waiter):
                 await waiter.turn
-                if waiter.refusal is not None:
-                    raise waiter.refusal
-                if self._has_room() or (waiter.is_let_go and self._would_take()):
-                    break
-                # It was taken by somebody who does not ask here, or in another worker. The place in front is kept.
-                waiter.turn = loop.create_future()
-            self._order.serve(waiter)
-            self._drain_rate.serve(waiter.amount, self._clock())
-        finally:
-            if not waiter.is_refused:  # who refuses it has taken it out
-                self._part(waiter)
-        self._metrics.queue_seconds.observe(self._clock() - waiter.arrived)
+        except asyncio.CancelledError:
+            self._give_up(waiter)
+            raise
+
+    def _take_turn(self, waiter: Waiter) -> bool:
+        """Leave the queue if there is still room. Raises the error of a unit that was refused."""
+        if waiter.refusal is not None:  # it was taken out of the queue then
+            raise waiter.refusal
+        if not self._has_room() and not (waiter.is_let_go and self._would_take()):
+            # A unit of another worker took the room, or one that does not queue. The place in front is kept.
+            waiter.turn = asyncio.get_running_loop().create_future()
+            return False
+        now = self._clock()
+        self._order.serve(waiter)
+        self._drain_rate.serve(waiter.amount, now)
+        self._part(waiter)
+        self._metrics.queue_seconds.observe(now - waiter.arrived)
+        return True
+
+    def _give_up(self, waiter: Waiter) -> None:
+        """Take a unit out of the queue that does not wait any longer."""
+        if not waiter.is_refused:
+            self._part(waiter)
 
     def _join(self, entry: Entry) -> Waiter:
         gives_way = None
@@ -401,6 +426,38 @@ class Admission:
         finally:  # an error in one look must not end the looks at all others
             if self._lines:
                 self._timer = asyncio.get_running_loop().call_later(_LOOK_AGAIN_SECONDS, self._tick)
+
+
+class QueuedUnit:
+    """A unit in the queue that has no task. Get it from `Admission.queue`."""
+
+    __slots__ = ("_admission", "_on_turn", "_waiter")
+
+    def __init__(self, admission: Admission, waiter: Waiter, on_turn: Callable[[GatewayError | None], None]) -> None:
+        self._admission = admission
+        self._waiter = waiter
+        self._on_turn: Callable[[GatewayError | None], None] | None = on_turn
+        waiter.turn.add_done_callback(self._look)
+
+    def leave(self) -> None:
+        """Leave the queue: the unit does not wait any longer."""
+        if self._on_turn is not None:
+            self._on_turn = None
+            self._admission._give_up(self._waiter)
+
+    def _look(self, _: asyncio.Future[None]) -> None:
+        on_turn = self._on_turn
+        if on_turn is None:
+            return
+        refusal: GatewayError | None = None
+        try:
+            if not self._admission._take_turn(self._waiter):
+                self._waiter.turn.add_done_callback(self._look)
+                return
+        except GatewayError as error:
+            refusal = error
+        self._on_turn = None
+        on_turn(refusal)
 
 
 class Entry:

@@ -1,10 +1,11 @@
-"""One unit's answer in the making: how it is taken from an engine, and what becomes of it."""
+"""The answer to one unit: read from a decoder, passed on or put together, and completed."""
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from proxy.balancer.engines.capabilities import ROUTED_EXPERTS
 from proxy.connectors.base import parse_answer
@@ -12,64 +13,125 @@ from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery
 from proxy.flow.relay import Relay
 from proxy.flow.token_clock import TokenClock
-from proxy.flow.whole_body import check_answer
 from proxy.resume.engine import Watch
 from proxy.resume.vllm import VLLM
 from proxy.wire.chat_members import UnreadableMember
-from proxy.wire.document import REMOVED, Document, joined
+from proxy.wire.document import REMOVED, SHORT_BYTES, Document, joined
+from proxy.wire.long_answer import LongAnswer
 from proxy.wire.openai import Api
 from proxy.wire.python_json import dumps, loads, utf8
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from proxy.call import Call
     from proxy.connectors.attempt import Attempt
     from proxy.dialects.base import Dialect, UnitRendering
-    from proxy.flow.client import ClientWriter
+    from proxy.errors import UpstreamError
+    from proxy.flow.client_writer import ClientWriter
     from proxy.flow.parts import FlowParts
-    from proxy.flow.relay import OutputListener
+    from proxy.flow.relay import AnswerOwner
     from proxy.flow.unit_guard import UnitGuard
     from proxy.observe.record import RequestRecord
     from proxy.observe.timeline import Timeline
     from proxy.resume.chat_as_completion import ChatPrompt
     from proxy.resume.engine import Watching
-    from proxy.resume.transcript import Transcript
 
 
 class Answer(ABC):
     """What the attempts of one unit work on."""
 
+    call: Call
+    """The call as it is sent to the engines."""
+
     def __init__(
         self,
         delivery: Delivery,
         watching: Watching,
-        client: ClientWriter | None = None,
+        writer: ClientWriter | None = None,
         prompt: ChatPrompt | None = None,
     ) -> None:
-        """`client` None: the answer is not streamed. `prompt`: of a chat that is asked for as a completion."""
+        """Prepare the answer.
+
+        Args:
+            delivery: What the client gets of it.
+            watching: How closely the engine's stream is watched.
+            writer: The client's stream; None: the answer is not streamed.
+            prompt: The prompt of a chat that engines get as a completion; None: they get the chat.
+        """
         self.delivery = delivery
         self.prompt = prompt
         self.engine = watching.engine
-        """What works on it."""
-        self._client = client
-        self._watching = watching
-
-    @cached_property
-    def call(self) -> Call:
-        """The call as it is sent to the engines. Only an attempt loop asks, which most answers do without."""
-        return self._watching.observed(self.delivery.call)
+        """The kind of engine that works on it."""
+        self.call = watching.observed(delivery.call)
+        self.writer = writer
 
     def sent(self, call: Call) -> Call:
-        """A call at this answer as engines get it."""
+        """Return a call for this answer as engines get it."""
         return call if self.prompt is None or call.api is not Api.CHAT else self.prompt.completion(call)
 
-    @abstractmethod
-    async def take(self, attempt: Attempt, guard: UnitGuard) -> None:
-        """Take an attempt's whole answer; the guard is told of its first output.
+    @property
+    def has_spoilt_calls(self) -> bool:
+        """Whether the answer says that it calls tools and does not, or calls one with arguments that are no JSON."""
+        return False
 
-        Raises UpstreamError, ClientStalled.
-        """
+    @property
+    def lacks_calls(self) -> bool:
+        """Whether the answer says that it calls tools and does not."""
+        return False
+
+    def body(self) -> bytes:
+        """See Whole: only an answer that is not streamed has it."""
+        raise NotImplementedError
+
+    def values(self) -> dict[str, Any]:
+        """See Whole: only an answer that is not streamed has it."""
+        raise NotImplementedError
+
+    # Reading the answer of one attempt
+
+    @abstractmethod
+    def begin(self, attempt: Attempt, owner: AnswerOwner) -> None:
+        """Read the answer of an attempt."""
+
+    @property
+    @abstractmethod
+    def is_ended(self) -> bool:
+        """Whether all of the attempt's answer has arrived, or no more of it will."""
+
+    @abstractmethod
+    def go_on(self) -> None:
+        """Read on after `AnswerOwner.on_full`."""
+
+    @abstractmethod
+    def let_go(self) -> None:
+        """Stop reading: the attempt is over."""
+
+    @abstractmethod
+    def complete(self, attempt: Attempt) -> None:
+        """Check the answer after its end. Raises UpstreamError if it is not whole."""
+
+    @abstractmethod
+    async def settle(self, attempt: Attempt) -> None:
+        """Wait for the parts of a complete answer that come from other engines. Raises UpstreamError."""
+
+    async def take(self, attempt: Attempt, guard: UnitGuard) -> None:
+        """Read an attempt's whole answer. Raises UpstreamError, ClientStalled."""
+        waiting = _Waiting(guard)
+        self.begin(attempt, waiting)
+        try:
+            while True:
+                await waiting.event.wait()
+                waiting.event.clear()
+                if self.is_ended:
+                    break
+                assert self.writer is not None
+                await self.writer.attend()
+                self.go_on()
+        finally:
+            self.let_go()
+        self.complete(attempt)
+        await self.settle(attempt)
+
+    # An answer that no engine ends
 
     def close(self, timeline: Timeline) -> None:
         """End an answer that no engine ends. Raises UnreadableMember if it cannot be put together."""
@@ -78,36 +140,91 @@ class Answer(ABC):
 
     def _end(self, timeline: Timeline) -> None:
         ending = self.delivery.closing(timeline.usage.prompt_details)
-        if self._client is not None:
-            self._client.write(ending)
+        if self.writer is not None:
+            self.writer.write(ending)
+
+
+class _Waiting:
+    """The AnswerOwner of a task."""
+
+    def __init__(self, guard: UnitGuard) -> None:
+        self.event = asyncio.Event()
+        self._guard = guard
+
+    def on_first_output(self) -> None:
+        self._guard.first_output()
+
+    def on_full(self) -> None:
+        self.event.set()
+
+    def on_end(self) -> None:
+        self.event.set()
+
+    def on_end_soon(self) -> None:
+        self.event.set()
 
 
 class EngineBody(Answer):
-    """Read whole, and passed on as the engine wrote it, but for the dialect's corrections."""
-
-    has_spoilt_calls: Final = False
-    lacks_calls: Final = False
+    """An answer that is not streamed. It passes as the engine wrote it, except for the dialect's corrections."""
 
     def __init__(self, call: Call, dialect: Dialect) -> None:
         super().__init__(Delivery(call, is_observed=False), VLLM.watching[Watch.NOT])
         self._dialect = dialect
         self._raw = b""
-        self._answer: Document | None = None
+        self._error: UpstreamError | None = None
+        self._is_ended = False
+        self._owner: AnswerOwner | None = None
+        self._answer: Document | LongAnswer | None = None
         self._corrections: dict[str, Any] = {}
 
-    async def take(self, attempt: Attempt, guard: UnitGuard) -> None:
-        """See Answer. An answer that comes in one piece has no first output before its end."""
-        self._raw = await attempt.response.read()
+    def begin(self, attempt: Attempt, owner: AnswerOwner) -> None:
+        """See Answer. An answer in one piece has no first output before its end."""
+        self._is_ended = False
+        self._owner = owner
+        attempt.response.collect(self._on_body)
+
+    @property
+    def is_ended(self) -> bool:
+        """See Answer."""
+        return self._is_ended
+
+    def go_on(self) -> None:
+        """See Answer. The client gets nothing before the end."""
+
+    def let_go(self) -> None:
+        """See Answer."""
+        self._owner = None
+
+    def complete(self, attempt: Attempt) -> None:
+        """See Answer."""
+        self._owner = None
+        if self._error is not None:
+            raise self._error
+        dialect, response, raw = self._dialect, attempt.response, self._raw
         attempt.kv_arrived()
-        self._answer = parse_answer(Document, attempt.response, self._raw)
+        if len(raw) > SHORT_BYTES and dialect.speaks_as_engines:
+            self._answer = parse_answer(LongAnswer, response, raw)
+        else:
+            self._answer = parse_answer(Document, response, raw)
         values = dict(self._answer.values)
-        check_answer(attempt, values, self._dialect)
-        self._corrections = await self._dialect.corrections(self.call, values, attempt)
+        dialect.check_answer(response, values)
+        attempt.saw_usage(dialect.usage(values))
+        if not dialect.waits_for_prefiller(self.call):
+            self._corrections = dialect.corrected(values, attempt)
+
+    async def settle(self, attempt: Attempt) -> None:
+        """See Answer."""
+        if self._dialect.waits_for_prefiller(self.call):
+            assert self._answer is not None
+            self._corrections = await self._dialect.completed(self.call, dict(self._answer.values), attempt)
 
     def body(self) -> bytes:
         """See Whole."""
+        if not self._corrections:
+            return self._raw
         assert self._answer is not None
-        return joined(self._answer.with_changes(self._corrections)) if self._corrections else self._raw
+        changed = self._answer.with_changes(self._corrections)
+        return joined(Document(self._raw).with_changes(self._corrections) if changed is None else changed)
 
     def values(self) -> dict[str, Any]:
         """See Whole."""
@@ -115,36 +232,60 @@ class EngineBody(Answer):
         values = {**self._answer.values, **self._corrections}
         return {name: value for name, value in values.items() if value is not REMOVED}
 
+    def _on_body(self, body: bytes, error: UpstreamError | None) -> None:
+        owner = self._owner
+        if owner is not None:
+            self._raw, self._error, self._is_ended = body, error, True
+            owner.on_end()
+
 
 class _Relayed(Answer):
-    """Taken from a stream, event by event."""
+    """Read from a stream, event by event."""
 
     def __init__(
         self,
         delivery: Delivery,
         parts: FlowParts,
         watching: Watching,
-        client: ClientWriter | None = None,
+        writer: ClientWriter | None = None,
         prompt: ChatPrompt | None = None,
     ) -> None:
-        super().__init__(delivery, watching, client, prompt)
+        super().__init__(delivery, watching, writer, prompt)
         self._metrics = parts.metrics
         self._timeouts = parts.settings.timeouts
+        self._relay: Relay | None = None
+        """The reader of the present attempt's stream."""
+        self._clock: TokenClock | None = None
+        """Times the tokens of an answer that is streamed to the client."""
 
-    async def _relay(self, relay: Relay, attempt: Attempt) -> None:
-        try:
-            await relay.run(self._timeouts)
-        finally:
-            self.count_malformed(relay)
-        self.ended(relay, attempt)
+    def begin(self, attempt: Attempt, owner: AnswerOwner) -> None:
+        """See Answer."""
+        self._relay = Relay(attempt, self.delivery, owner, self.writer, self._clock)
+        self._relay.begin(self._timeouts)
 
-    def count_malformed(self, relay: Relay) -> None:
-        """A stream has ended, well or not."""
+    @property
+    def is_ended(self) -> bool:
+        """See Answer."""
+        return self._relay is not None and self._relay.is_ended
+
+    def go_on(self) -> None:
+        """See Answer."""
+        assert self._relay is not None
+        self._relay.go_on()
+
+    def let_go(self) -> None:
+        """See Answer."""
+        if self._relay is not None:
+            self._relay.let_go()
+
+    def complete(self, attempt: Attempt) -> None:
+        """See Answer."""
+        relay, self._relay = self._relay, None
+        assert relay is not None
         if relay.malformed_events:
             self._metrics.sse_bad_events_total.inc(relay.malformed_events)
-
-    def ended(self, relay: Relay, attempt: Attempt) -> None:
-        """A stream has ended with the whole answer."""
+        if relay.error is not None:
+            raise relay.error
         delivery, segment = self.delivery, relay.segment
         if not segment.has_usage_chunk:
             attempt.saw_usage(delivery.of_all(segment.usage))
@@ -153,9 +294,12 @@ class _Relayed(Answer):
             self._end(attempt.timeline)
         attempt.saw_usage(delivery.usage)
 
+    async def settle(self, attempt: Attempt) -> None:
+        """See Answer. Nothing comes from other engines."""
+
 
 class AssembledBody(_Relayed):
-    """Streamed by the engine, so that it can be continued, and put together here."""
+    """An answer that is not streamed to the client. The engine streams it, so that another one can continue it."""
 
     def __init__(
         self, call: Call, dialect: Dialect, parts: FlowParts, watching: Watching, prompt: ChatPrompt | None = None
@@ -174,10 +318,14 @@ class AssembledBody(_Relayed):
         )
         super().__init__(delivery, parts, watching, prompt=prompt)
 
-    async def take(self, attempt: Attempt, guard: UnitGuard) -> None:
+    def begin(self, attempt: Attempt, owner: AnswerOwner) -> None:
         """See Answer."""
         self._values = None
-        await self._relay(Relay(attempt, self.delivery, guard), attempt)
+        super().begin(attempt, owner)
+
+    def complete(self, attempt: Attempt) -> None:
+        """See Answer."""
+        super().complete(attempt)
         try:
             self._dialect.check_answer(attempt.response, self.values())
         except UnreadableMember as odd:
@@ -190,16 +338,16 @@ class AssembledBody(_Relayed):
 
     @property
     def has_spoilt_calls(self) -> bool:
-        """Whether the answer says that it calls tools and does not, or calls one with arguments that are no JSON."""
+        """See Answer."""
         return self.lacks_calls or any(map(_is_broken, self._calls()))
 
     @property
     def lacks_calls(self) -> bool:
-        """Whether the answer says that it calls tools and does not."""
+        """See Answer."""
         return self._assembly.finish_reason == "tool_calls" and not self.delivery.transcript.tools
 
     def _calls(self) -> list[dict[str, Any]]:
-        """The tool calls that the model has completed."""
+        """Return the tool calls that the model has completed."""
         if not self.delivery.transcript.tools or not self._assembly.is_complete(self.engine.stop_member):
             return []
         calls: list[dict[str, Any]] = self.values()["choices"][0]["message"]["tool_calls"]
@@ -217,7 +365,7 @@ class AssembledBody(_Relayed):
 
 
 def _is_broken(call: dict[str, Any]) -> bool:
-    """Whether the arguments of a tool call are no JSON, not even for a tolerant parser."""
+    """Return whether the arguments of a tool call are no JSON, not even for a tolerant parser."""
     try:
         loads(utf8(call["function"]["arguments"]))
     except ValueError:
@@ -226,13 +374,13 @@ def _is_broken(call: dict[str, Any]) -> bool:
 
 
 class StreamedAnswer(_Relayed):
-    """Streamed to the client."""
+    """An answer that is streamed to the client."""
 
     def __init__(
         self,
         call: Call,
         dialect: Dialect,
-        client: ClientWriter,
+        writer: ClientWriter,
         record: RequestRecord,
         parts: FlowParts,
         *,
@@ -241,10 +389,19 @@ class StreamedAnswer(_Relayed):
         shares_client: bool,
         prompt: ChatPrompt | None = None,
     ) -> None:
-        """`rendering` None: the client gets the engine's own bytes. `shares_client`: other units' answers go there,
-        too.
+        """Prepare the stream.
+
+        Args:
+            call: The unit.
+            dialect: The API of the client.
+            writer: The client's stream.
+            record: What is noted of the request.
+            parts: Those of the worker.
+            watching: How closely the engine's stream is watched.
+            rendering: Writes the events of the client; None: the client gets those of the engine.
+            shares_client: Whether answers of other units go to the same stream.
+            prompt: See Answer.
         """
-        rewrite = None if rendering is None else rendering.render
         new_segment = dialect.watched_segment if watching.is_close else dialect.new_segment
         delivery = Delivery(
             call,
@@ -253,48 +410,23 @@ class StreamedAnswer(_Relayed):
             keeps_bytes=prompt is None,
             tells_ids=watching.watch is Watch.IDS,
             engine=watching.engine,
-            rewrite=rewrite,
+            rewrite=None if rendering is None else rendering.render,
         )
-        super().__init__(delivery, parts, watching, client, prompt)
-        self._stream = client
-        self._record = record
-        self._clock: TokenClock | None = None
-        """None before the first stream."""
+        super().__init__(delivery, parts, watching, writer, prompt)
+        self._clock = TokenClock(record, parts.metrics)
         self._rendering = rendering
         self._shares_client = shares_client
-        self._begun: Relay | None = None
 
-    def go_on(
-        self,
-        attempt: Attempt,
-        guard: OutputListener,
-        wake: Callable[[], None],
-        seen: bytes,
-        clock: TokenClock,
-        transcript: Transcript | None = None,
-    ) -> Relay:
-        """Go on, without a task, with the answer of an attempt of which this much was seen already, and timed by this
-        clock. `transcript`: see Relay.begin. `take` goes on with it.
-        """
-        self._clock = clock
-        self._begun = Relay(attempt, self.delivery, guard, self._stream, clock)
-        self._begun.begin(self._timeouts, wake, seen, transcript)
-        return self._begun
-
-    async def take(self, attempt: Attempt, guard: UnitGuard) -> None:
+    def begin(self, attempt: Attempt, owner: AnswerOwner) -> None:
         """See Answer."""
-        rendering = self._rendering
-        if rendering is not None:
-            rendering.begin(attempt, goes_on=self.delivery.goes_on)
-        relay, self._begun = self._begun, None
-        if relay is None or not relay.is_of(attempt):
-            if self._clock is None:
-                self._clock = TokenClock(self._record, self._metrics)
-            relay = Relay(attempt, self.delivery, guard, self._stream, self._clock)
-        else:
-            relay.hand_over(guard)
-        await self._relay(relay, attempt)
-        if rendering is not None:
-            self._stream.write(await rendering.rest())
+        if self._rendering is not None:
+            self._rendering.begin(attempt, goes_on=self.delivery.goes_on)
+        super().begin(attempt, owner)
+
+    async def settle(self, attempt: Attempt) -> None:
+        """See Answer."""
+        assert self.writer is not None
+        if self._rendering is not None:
+            self.writer.write(await self._rendering.rest())
         if self._shares_client:
-            await self._stream.attend()  # the other units may take long
+            await self.writer.attend()  # the other units may take long

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from proxy.errors import Failure, NoBackendAvailable, Overloaded, UpstreamError
@@ -22,13 +23,26 @@ if TYPE_CHECKING:
     from proxy.connectors.attempt import Attempt
     from proxy.flow.admission import Entry
     from proxy.flow.answers import Answer
-    from proxy.flow.begun import BegunAttempt
     from proxy.flow.parts import FlowParts
     from proxy.flow.suspicion import Suspicion
     from proxy.observe.record import RequestRecord
+    from proxy.observe.timeline import Timeline
 
 # Between two looks for a backend that could go on with an answer.
 _LOOK_AGAIN_SECONDS: Final = 0.25
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FailedAttempt:
+    """The first attempt at a unit, which failed before the attempt loop began."""
+
+    timeline: Timeline
+    """The timeline of the unit."""
+    error: NoBackendAvailable | UpstreamError
+    prefiller: Backend | None
+    """The prefiller that has the prompt in its cache; None: none, or not known."""
+    began_at: float | None
+    """When the attempt had its first output, in seconds of the suspects' clock; None: it had none."""
 
 
 class AttemptLoop:
@@ -43,10 +57,16 @@ class AttemptLoop:
         answer: Answer,
         record: RequestRecord,
         suspicion: Suspicion,
-        begun: BegunAttempt | None = None,
+        failed: FailedAttempt | None = None,
     ) -> None:
-        """`suspicion`: that of the client request which this is a unit of. `begun`: its first attempt, of a unit that
-        has been let in already.
+        """Begin no attempt yet.
+
+        Args:
+            parts: Those of the lane.
+            answer: The answer to the unit.
+            record: What is noted of the client request.
+            suspicion: Whether the client request may break engines.
+            failed: The first attempt at a unit that has been let in already; None: there was none.
         """
         self._parts = parts
         self._settings = parts.settings
@@ -54,9 +74,9 @@ class AttemptLoop:
         self._answer = answer
         self._delivery = answer.delivery
         self._record = record
-        self._is_first = begun is not None or not record.timelines
-        self._begun = begun
-        self._timeline = record.timeline() if begun is None else begun.timeline
+        self._is_first = failed is not None or not record.timelines
+        self._begun = failed
+        self._timeline = record.timeline() if failed is None else failed.timeline
         self._permit = parts.budget.request()
         self._guard = UnitGuard(parts.suspects, suspicion, self._permit)
         self._resuming = Resuming(parts, answer, self._timeline)
@@ -166,7 +186,9 @@ class AttemptLoop:
                 if begun.began_at is not None:
                     guard.began_at(begun.began_at)
             try:
-                async with begun or self._open(avoid) as attempt:
+                if begun is not None:
+                    raise begun.error
+                async with self._open(avoid) as attempt:
                     self._prefer = attempt.prefiller
                     await self._answer.take(attempt, guard)
                     return True

@@ -14,11 +14,11 @@ from proxy.flow.attempts import AttemptLoop
 from proxy.flow.budget import RetryBudget
 from proxy.flow.chat_prompts import ChatPrompts
 from proxy.flow.fleet import Fleet
-from proxy.flow.guard import unwritable
 from proxy.flow.parts import FlowParts
 from proxy.resume.engine import Watch
 from proxy.resume.sglang import SGLANG
 from proxy.resume.vllm import VLLM
+from proxy.wire.openai import error_event as openai_error_event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from proxy.balancer.shared.fronts import WorkerFront
     from proxy.call import Call
     from proxy.connectors.base import Connector
-    from proxy.dialects.base import Dialect, UnitRendering
+    from proxy.dialects.base import Dialect, Rendering, UnitRendering
     from proxy.flow.answers import Answer
-    from proxy.flow.begun import BegunAttempt
-    from proxy.flow.client import ClientStream, ClientWriter
+    from proxy.flow.attempts import FailedAttempt
+    from proxy.flow.client_writer import ClientWriter
     from proxy.flow.detokenizer import Detokenizer
     from proxy.flow.suspects import Suspects
     from proxy.flow.suspicion import Suspicion
@@ -99,6 +99,7 @@ class Gateway:
     def _read(self, settings: Settings) -> None:
         """Keep at hand what every request asks for."""
         self._is_exact = settings.resume.mode == "exact"
+        self._chat_sampling = settings.sglang.chat_sampling
         self._repeat_up_to_tokens = settings.resume.repeat_up_to_tokens
 
     def _on_wait(self, is_waiting: bool) -> None:
@@ -118,92 +119,103 @@ class Gateway:
         """Whether engines can serve it."""
         return dialect.api in self._connector.apis
 
-    async def complete(self, dialect: Dialect, call: Call, record: RequestRecord) -> bytes:
-        """Serve a call that is not streamed; the JSON body for the client. Raises GatewayError."""
-        units = self._units(dialect, call)
-        prompt = await self._prompt(dialect, call)
-        answers = [self._whole(dialect, unit.call, prompt) for unit in units]
-        with self._parts.suspects.watch(call, len(units)) as suspicion:
-            await self._run(answers, record, suspicion)
-        if any(answer.has_spoilt_calls for answer in answers):
-            answers = await self._asked_again(dialect, call, answers, record)
-        try:
-            return dialect.whole(call, units, answers)
-        except GatewayError:
-            raise
-        except Exception as error:
-            raise unwritable(error) from None
+    # The work on one request
 
-    async def _asked_again(
-        self, dialect: Dialect, call: Call, answers: Sequence[EngineBody | AssembledBody], record: RequestRecord
-    ) -> list[EngineBody | AssembledBody]:
+    def work(
+        self,
+        dialect: Dialect,
+        call: Call,
+        writer: ClientWriter,
+        record: RequestRecord,
+        prompt: ChatPrompt | None = None,
+    ) -> Work:
+        """Split a request into units, and prepare their answers. Raises GatewayError for what cannot be served.
+
+        Args:
+            dialect: The API of the client.
+            call: The request.
+            writer: The client's stream, for an answer that is streamed.
+            record: What is noted of the request.
+            prompt: See `prompt`.
+        """
+        self._connector.check(call)
+        units = self._units(dialect, call)
+        answers: list[Answer]
+        if not call.stream:
+            answers = [self._whole(dialect, unit.call, prompt) for unit in units]
+            return Work(dialect, call, units, answers)
+        rendering = dialect.rendering(call, units)
+        is_shared = len(units) > 1
+        answers = [
+            self._streamed(dialect, unit.call, writer, record, rendering.unit(unit), prompt, shares_client=is_shared)
+            for unit in units
+        ]
+        return Work(dialect, call, units, answers, rendering)
+
+    def needs_prompt(self, dialect: Dialect, call: Call) -> bool:
+        """Return whether `prompt` has something to find out."""
+        return bool(self._chat_sampling) and self.watching(dialect, call).engine is SGLANG
+
+    async def prompt(self, dialect: Dialect, call: Call) -> ChatPrompt | None:
+        """Return the prompt of a chat that engines get as a completion; None: they get it as it is."""
+        if not self.needs_prompt(dialect, call):
+            return None
+        return await self._chat_prompts.of(call, self._chat_sampling)
+
+    async def make(self, work: Work, record: RequestRecord, failed: FailedAttempt | None = None) -> None:
+        """Make the answers of a request. Raises GatewayError, ClientStalled.
+
+        Args:
+            work: The request.
+            record: What is noted of it.
+            failed: The first attempt at its only unit; None: there was none.
+        """
+        with self._parts.suspects.watch(work.call, len(work.answers)) as suspicion:
+            await self._run(work.answers, record, suspicion, failed)
+
+    async def ask_again(self, work: Work, record: RequestRecord) -> None:
         """Ask once for whole answers in place of those whose tool calls are spoilt.
 
         Engines have one parser for streams and another one for whole answers (vllm#54701), so the calls may be there.
-        Raises GatewayError if that fails, unless the answers that there are have all their calls.
+        Raises GatewayError if that fails, unless the present answers have all their calls.
         """
-        again = [EngineBody(answer.delivery.call, dialect) if answer.has_spoilt_calls else answer for answer in answers]
-        asked = [answer for answer, before in zip(again, answers, strict=True) if answer is not before]
+        before = work.answers
+        after: list[Answer] = [
+            EngineBody(answer.delivery.call, work.dialect) if answer.has_spoilt_calls else answer for answer in before
+        ]
+        asked = [answer for answer, old in zip(after, before, strict=True) if answer is not old]
         self._parts.metrics.whole_answers_repeated_total.inc(len(asked))
         logger.info("an answer is asked for again as a whole: the engine's stream has spoilt its tool calls")
         try:
-            with self._parts.suspects.watch(call, len(asked)) as suspicion:
+            with self._parts.suspects.watch(work.call, len(asked)) as suspicion:
                 await self._run(asked, record, suspicion)
         except GatewayError as error:
             # An engine that answers something else than JSON has no whole answer to give.
             has_none = isinstance(error, UpstreamError) and error.failure is Failure.BAD_ANSWER
-            if not has_none and any(answer.lacks_calls for answer in answers):
+            if not has_none and any(answer.lacks_calls for answer in before):
                 raise
-            return list(answers)
-        return again
+            return
+        work.answers = after
 
-    async def stream(self, dialect: Dialect, call: Call, client: ClientStream, record: RequestRecord) -> None:
-        """Serve a streamed call and end the client's stream. Raises GatewayError, ClientStalled."""
-        units = self._units(dialect, call)
-        rendering = dialect.rendering(call, units)
-        client.error_event = rendering.error_event
-        prompt, is_shared = await self._prompt(dialect, call), len(units) > 1
-        answers = [
-            self.streamed(
-                dialect, unit.call, client, record, rendering.unit(unit), shares_client=is_shared, prompt=prompt
-            )
-            for unit in units
-        ]
-        with self._parts.suspects.watch(call, len(units)) as suspicion:
-            await self._run(answers, record, suspicion)
-        deliveries = [answer.delivery for answer in answers]
-        usages, last_payload = [delivery.usage for delivery in deliveries], deliveries[-1].writer.last_payload
-        try:
-            ending = rendering.ending(usages, last_payload)
-        except GatewayError:
-            raise
-        except Exception as error:
-            raise unwritable(error) from None
-        client.write(ending)
-        await client.finish(dialect.done_event)
-
-    def streamed(
+    def _streamed(
         self,
         dialect: Dialect,
         call: Call,
-        client: ClientWriter,
+        writer: ClientWriter,
         record: RequestRecord,
-        rendering: UnitRendering | None = None,
+        rendering: UnitRendering | None,
+        prompt: ChatPrompt | None,
         *,
-        shares_client: bool = False,
-        watching: Watching | None = None,
-        prompt: ChatPrompt | None = None,
+        shares_client: bool,
     ) -> StreamedAnswer:
-        """One unit's answer that is streamed to the client; see StreamedAnswer. `watching`: how it is, if an engine has
-        been asked already; None: it is for this to say.
-        """
-        watching = watching or self.watching(dialect, call, prompt)
+        """Return the answer to a unit that is streamed to the client."""
+        watching = self.watching(dialect, call, prompt)
         if rendering is None and watching.is_close:
             rendering = dialect.watched_rendering(call)
         return StreamedAnswer(
             call,
             dialect,
-            client,
+            writer,
             record,
             self._parts,
             watching=watching,
@@ -211,13 +223,6 @@ class Gateway:
             shares_client=shares_client,
             prompt=prompt,
         )
-
-    async def go_on(self, answer: Answer, record: RequestRecord, begun: BegunAttempt | None) -> None:
-        """Make the only answer of a request of the fast path. `begun`: its first attempt; None: there was none. Raises
-        GatewayError, ClientStalled.
-        """
-        with self._parts.suspects.watch(answer.delivery.call, 1) as suspicion:
-            await AttemptLoop(self._parts, answer, record, suspicion, begun).run()
 
     def _has_room(self, request: Callable[[], PickRequest] | None = None) -> bool:
         """Whether one more unit would find room in every role, or would fail at once. See Admission."""
@@ -245,21 +250,13 @@ class Gateway:
         return (role, until) if until else None
 
     def _units(self, dialect: Dialect, call: Call) -> list[Unit]:
-        self._connector.check(call)
-        if not self._connector.splits(call):
+        if dialect.is_single(call) or not self._connector.splits(call):
             return [Unit(call, 0, True)]
         settings = self._parts.settings
         return dialect.split(call, settings.cost, settings.fanout.max_units)
 
-    async def _prompt(self, dialect: Dialect, call: Call) -> ChatPrompt | None:
-        """That of a chat which is to be asked for as a completion; None: as it is."""
-        sampling = self._parts.settings.sglang.chat_sampling
-        if not sampling or self.watching(dialect, call).engine is not SGLANG:
-            return None
-        return await self._chat_prompts.of(call, sampling)
-
-    def _whole(self, dialect: Dialect, call: Call, prompt: ChatPrompt | None) -> EngineBody | AssembledBody:
-        """The answer of a unit that is not streamed to the client."""
+    def _whole(self, dialect: Dialect, call: Call, prompt: ChatPrompt | None) -> Answer:
+        """Return the answer to a unit that is not streamed to the client."""
         watching = self.watching(dialect, call, prompt)
         if watching.is_close:
             return AssembledBody(call, dialect, self._parts, watching, prompt)
@@ -283,10 +280,16 @@ class Gateway:
             return _NOT
         return engine.watching[engine.watch(call, fleet.has)]
 
-    async def _run(self, answers: Sequence[Answer], record: RequestRecord, suspicion: Suspicion) -> None:
+    async def _run(
+        self,
+        answers: Sequence[Answer],
+        record: RequestRecord,
+        suspicion: Suspicion,
+        failed: FailedAttempt | None = None,
+    ) -> None:
         """Make the answers side by side, a bounded number at a time; the first failure ends them all."""
         if len(answers) == 1:
-            await AttemptLoop(self._parts, answers[0], record, suspicion).run()
+            await AttemptLoop(self._parts, answers[0], record, suspicion, failed).run()
             return
         room = asyncio.Semaphore(self._parts.settings.fanout.concurrency)
 
@@ -298,5 +301,49 @@ class Gateway:
             async with asyncio.TaskGroup() as group:
                 for answer in answers:
                     group.create_task(run(answer))
-        except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None
+        except BaseExceptionGroup as failed_units:
+            raise failed_units.exceptions[0] from None
+
+
+class Work:
+    """One client request: its units, and the answers to them."""
+
+    __slots__ = ("_rendering", "answers", "call", "dialect", "units")
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        call: Call,
+        units: Sequence[Unit],
+        answers: list[Answer],
+        rendering: Rendering | None = None,
+    ) -> None:
+        """`rendering` None: the answer is not streamed."""
+        self.dialect = dialect
+        self.call = call
+        self.units = units
+        self.answers = answers
+        """The answers to the units, in their order."""
+        self._rendering = rendering
+
+    @property
+    def has_spoilt_calls(self) -> bool:
+        """Whether the engine's stream has spoilt tool calls of an answer that the client gets whole."""
+        if self._rendering is not None:
+            return False
+        for answer in self.answers:  # noqa: SIM110 - each request asks, and a generator costs more
+            if answer.has_spoilt_calls:
+                return True
+        return False
+
+    def ending(self) -> bytes:
+        """Return the end of a stream, or the whole body of an answer that is not streamed. Raises GatewayError."""
+        if self._rendering is None:
+            return self.dialect.whole(self.call, self.units, self.answers)
+        deliveries = [answer.delivery for answer in self.answers]
+        usages = [delivery.usage for delivery in deliveries]
+        return self._rendering.ending(usages, deliveries[-1].writer.last_payload) + self.dialect.done_event
+
+    def error_event(self, error: GatewayError) -> bytes:
+        """Return the event that says in the middle of a stream why it is not complete."""
+        return openai_error_event(error) if self._rendering is None else self._rendering.error_event(error)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from heapq import merge
 from itertools import chain, count, islice
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 
 from proxy.balancer.shared.fronts import AGEING
 
@@ -50,7 +50,7 @@ class LineUp(Protocol):
 class InTurn:
     """In the order of their arrival."""
 
-    holds_queue = False
+    holds_queue: ClassVar[bool] = False
 
     def work_seconds(self, request: PickRequest) -> float:
         """All the same."""

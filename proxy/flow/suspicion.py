@@ -36,7 +36,7 @@ _APART_SECONDS: Final = 0.25
 _APART_AT_MOST_SECONDS: Final = 1.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class UnitHistory:
     """What became of one unit's attempts. Times are clock seconds."""
 
@@ -186,7 +186,7 @@ def is_charged(casualty: Casualty, casualties: Iterable[Casualty], most: int) ->
     return fresher < most
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Death:
     """An engine that went down."""
 

@@ -36,7 +36,7 @@ _MAX_HEAD_BYTES: Final = 64 * 1024
 class Connection(web.RequestHandler):
     """What a HttpListener makes for each connection that it accepts. `options` are those of aiohttp's."""
 
-    __slots__ = ("_asks_for_head", "_first", "_front", "door", "on_full")
+    __slots__ = ("_asks_for_head", "_drained", "_first", "_front", "door", "on_full")
 
     def __init__(self, front: HttpListener, server: web.Server, **options: object) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), **options)  # type: ignore[arg-type]
@@ -45,6 +45,7 @@ class Connection(web.RequestHandler):
         """Called when the client begins to read slower than we write."""
         self.door: asyncio.Transport
         """The transport, also when the connection is lost."""
+        self._drained: asyncio.Future[None] | None = None
         self._asks_for_head = False
         """Whether what aiohttp could not read began as a HEAD."""
         self._first: FirstProtocol | None = None
@@ -91,12 +92,27 @@ class Connection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
+        self._tell_drained()
         self._front.forget(self)
 
     def pause_writing(self) -> None:
         super().pause_writing()
         if self.on_full is not None:
             self.on_full()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._tell_drained()
+
+    async def drained(self) -> None:
+        """Wait until the client has read enough."""
+        while self.writing_paused and not self.door.is_closing():
+            self._drained = asyncio.get_running_loop().create_future()
+            await self._drained
+
+    def _tell_drained(self) -> None:
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
 
     def leave_idle(self) -> None:
         """A request is expected now, or has begun: aiohttp's timer for idle connections is none for that."""

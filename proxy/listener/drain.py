@@ -81,6 +81,15 @@ class Drain:
             if not self._tasks and not self._without_task:
                 self._idle.set()
 
+    @contextmanager
+    def counted_otherwise(self, task: asyncio.Task[Any]) -> Iterator[None]:
+        """Do not count, nor cut off, the task of a request that `enter` counts in this block."""
+        self._tasks.discard(task)
+        try:
+            yield
+        finally:
+            self._tasks.add(task)
+
     async def idle(self) -> None:
         """Wait until nothing is in flight."""
         while self.in_flight:

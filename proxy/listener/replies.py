@@ -117,8 +117,15 @@ def last_words(error: GatewayError, request_id: str) -> bytes:
     return written(response, request_id, closes=True)
 
 
-def written(response: web.Response, request_id: str, *, closes: bool) -> bytes:
-    """An answer as it is written to a connection, which is closed after it or not."""
+def written(response: web.Response, request_id: str, *, closes: bool, more: bytes = b"") -> bytes:
+    """Return an answer as it is written to a connection.
+
+    Args:
+        response: The answer.
+        request_id: The ID of the request.
+        closes: Whether the connection is closed after it.
+        more: Further header lines, each with CRLF.
+    """
     assert isinstance(response.body, bytes)
     headers = {
         **response.headers,
@@ -132,7 +139,8 @@ def written(response: web.Response, request_id: str, *, closes: bool) -> bytes:
         f"HTTP/1.1 {response.status} {responses.get(response.status, '')}",
         *(f"{name}: {value}" for name, value in headers.items()),
     )
-    return "\r\n".join((*lines, "", "")).encode("utf-8", "surrogateescape") + response.body
+    head = "\r\n".join((*lines, "")).encode("utf-8", "surrogateescape")
+    return b"%b%b\r\n%b" % (head, more, response.body)
 
 
 def request_id(request: web.BaseRequest) -> str:

@@ -66,7 +66,7 @@ def as_completion(call: Call, limit: int | None, *, reads_markers: bool) -> dict
     return changes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ChatPrompt:
     """The prompt of a chat as its engines render it, and what else it takes to ask for a completion instead."""
 

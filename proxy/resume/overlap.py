@@ -43,7 +43,7 @@ class Overlap:
 
     def beyond(self, delta: dict[str, Any]) -> dict[str, Any]:
         """What of a delta is new. Raises Mismatch when it is not what the client has."""
-        new = {name: value for name, value in delta.items() if name not in (*TEXTS, "tool_calls")}
+        new = {name: value for name, value in delta.items() if name != "tool_calls" and name not in TEXTS}
         for name in TEXTS:
             if text := delta.get(name):
                 if name == "content" and any(self._texts[other] for other in self._texts if other != name):

@@ -12,7 +12,6 @@ from proxy.resume.call_options import is_structured
 from proxy.resume.engine import Engine, Watch
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import Api
-from proxy.wire.shape import Constant
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,13 +29,11 @@ _CHAT: Final = Api.CHAT
 _IDS: Final = Watch.IDS
 
 # What makes an answer tell its tokens.
-_OBSERVED: Final = Constant(
-    {
-        "stream": True,
-        "return_token_ids": True,
-        "stream_options": {"include_usage": True},
-    }
-)
+_OBSERVED: Final[dict[str, object]] = {
+    "stream": True,
+    "return_token_ids": True,
+    "stream_options": {"include_usage": True},
+}
 
 
 class Vllm(Engine):

@@ -23,7 +23,7 @@ from proxy.configuration import secrets_of
 from proxy.dialects import DIALECTS
 from proxy.fast_path.connection import FastConnection
 from proxy.fast_path.intake import Intake
-from proxy.fast_path.parts import FastParts
+from proxy.fast_path.parts import RequestParts
 from proxy.flow.detokenizer import Detokenizer
 from proxy.flow.gateway import Gateway
 from proxy.flow.lanes import Lane, Lanes
@@ -79,7 +79,9 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
     probes = ProbeApi(lanes, drain)
     api_keys = _client_keys(basis, lanes)
     keys = KeyAuth(api_keys)
-    generation = GenerationApi(dialects, lanes, keys, drain, basis.settings, observers, basis.shared.left_out.is_news)
+    generation = GenerationApi(
+        dialects, lanes, keys, drain, basis.settings, observers, lambda: cors, _debug_headers(basis)
+    )
     basis.live.add(generation.configure)
     counting = CountTokensApi(
         lanes=lanes,
@@ -108,9 +110,8 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
     app[replies.ERROR_BODIES] = {**generation.error_bodies(), **counting.error_bodies()}
     app[replies.REQUEST_ID_HEADERS] = {**generation.request_id_headers(), **counting.request_id_headers()}
     app.on_response_prepare.append(cors.on_prepare)
-    app.on_response_prepare.append(_debug_headers(basis).on_prepare)
     front = http_listener(basis, app)
-    parts = FastParts(
+    parts = RequestParts(
         gateway=gateway,
         connector=engines.connector,
         suspects=suspects,
@@ -124,7 +125,8 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
         settings=basis.settings,
         loop=asyncio.get_running_loop(),
     )
-    _open_fast_path(basis, Intake(parts, dialects, api_keys), front)
+    generation.intake = Intake(parts, dialects, api_keys, basis.shared.left_out.is_news)
+    _open_fast_path(basis, generation.intake, front)
     return Clients(lanes=lanes, observers=observers, probes=probes, app=app, front=front)
 
 

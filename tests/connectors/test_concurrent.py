@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import pytest
 
 from proxy.backend import Backend, Role
 from proxy.connectors.concurrent import running
 from proxy.errors import Failure, UpstreamError
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine
 
 PREFILLER = Backend(Role.PREFILL, "p", 1)
 DECODER = Backend(Role.DECODE, "d", 1)
@@ -226,21 +223,3 @@ async def test_a_mistake_in_the_prefill_leg_is_not_lost(legs: Legs) -> None:
     (aborted,) = legs.opened.aborted
     legs.rest.ends(aborted)
     assert await legs.error() is mistake
-
-
-async def test_a_prefill_leg_can_be_waited_for() -> None:
-    prefill = Leg()
-
-    async def wait(ended: Coroutine[Any, Any, None]) -> None:
-        await ended
-
-    async with running(prefill.run()) as leg:
-        impatient = asyncio.create_task(wait(leg.ended()))
-        await turns(3)
-        impatient.cancel()
-        await asyncio.gather(impatient, return_exceptions=True)
-        assert not prefill.is_cancelled
-        prefill.ends(error := failure(PREFILLER))
-        with pytest.raises(UpstreamError) as caught:
-            await leg.ended()
-        assert caught.value is error

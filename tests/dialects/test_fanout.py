@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from proxy.dialects.base import Unit
 from proxy.dialects.fanout import MergedStreams, is_single, merge_answers, merge_usage, split
 from proxy.errors import BadRequest
 from proxy.settings import Cost
@@ -18,6 +17,7 @@ from tests.parsing import parse
 
 if TYPE_CHECKING:
     from proxy.call import Call
+    from proxy.dialects.base import Unit
 
 COST = Cost()
 
@@ -48,7 +48,7 @@ def bodies(units: list[Unit]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("call", [chat(), chat(n=1), completion("hi"), completion([1, 2, 3]), completion([])])
 def test_one_prompt_with_one_sample_stays_as_it_is(call: Call) -> None:
     (unit,) = split_up(call)
-    assert unit == Unit(call, 0, True)
+    assert (unit.call, unit.index, unit.is_first_sample) == (call, 0, True)
     assert unit.call.body({}) == call.document.with_changes({})
 
 

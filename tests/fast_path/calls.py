@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.fast_path.connection import FastConnection
-from proxy.fast_path.request import FastRequest
+from proxy.fast_path.request import Request
 from proxy.observe.observers import Observers
 from proxy.upstream.connection import Connection
 from proxy.upstream.upstream import Upstream
@@ -29,7 +29,7 @@ BATCH: Final = Observers.settle.__code__
 """Begins what is done for many requests at once. How many depends on the machine."""
 SWEEP: Final = Upstream.sweep.__code__
 """Begins the look at all exchanges that a timer has."""
-ROOTS: Final = {FastConnection.data_received.__code__, Connection.data_received.__code__, FastRequest._look.__code__}
+ROOTS: Final = {FastConnection.data_received.__code__, Connection.data_received.__code__, Request._look.__code__}
 """Begin what is done for one request."""
 
 

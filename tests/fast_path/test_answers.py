@@ -102,12 +102,11 @@ async def test_an_answer_is_the_same(roads: Roads, api: Api, stream: bool, shape
                 for engine in engines:
                     engine.faults.add("slow_headers", seconds=seconds)
 
-    is_fast = 0 if shape == "two samples" or ("usage" in shape and not stream) else 2
     course = await roads.take(
         talk,
         connector=connector,
         before=prepare,
-        is_fast=is_fast,
+        is_fast=0 if "usage" in shape and not stream else 2,  # such requests are refused
         counts_reads=connector != "sglang_bootstrap",  # whose decoders have begun before
         resume={"mode": "exact" if stream else "off"},
     )
@@ -172,7 +171,6 @@ async def test_what_fails_comes_to_the_same(
         connector=connector,
         counts_reads=connector != "sglang_bootstrap",
         before=prepare,
-        is_fast=0 if mode == "exact" and not stream and connector == "vllm_pull" else None,
         resume={"mode": mode, "repeat_up_to_tokens": 0},
         timeouts=short if "hang" in action or "stall" in action else {},
         admission={"wait_seconds": 0.01 if all_refuse else 0.5},

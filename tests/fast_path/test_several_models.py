@@ -65,7 +65,7 @@ async def test_a_request_without_a_model_may_have_an_alias(roads: Roads, body: d
             await line.ask({**body, "model": model}, X_Request_Id=f"r-{number}")
 
     options: dict[str, Any] = {"resume": {"mode": "off"}, "models": {"aliases": ["*=b"]}}
-    course = await roads.take(talk, engines=two_models, before=known, is_fast=2, **options)
+    course = await roads.take(talk, engines=two_models, before=known, is_fast=3, **options)
     assert [len(asked) for asked in course.asked[:4]] == [0, 3, 0, 3]
 
 

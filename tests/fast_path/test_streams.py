@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 import pytest
 
-from proxy.fast_path.request import FastRequest
 from proxy.wire.openai import Api
 from tests.asking import request
 from tests.canned import CannedEngine, data, event_stream, json_answer
@@ -18,7 +17,6 @@ from tests.fuzz.cutting import cut
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from proxy.flow.relay import Relay
     from tests.canned import Received
     from tests.conftest import Deploy
     from tests.fast_path.roads import Roads
@@ -143,24 +141,17 @@ async def test_a_stream_of_any_events_in_any_pieces(roads: Roads, api: Api, mode
     assert sum(ending == "whole" for _, _, ending in course.answers[0]) == STREAMS
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize("wants_ids", [False, True])
-async def test_long_ids_of_a_prompt_take_no_relay(
-    deploy: Deploy, monkeypatch: pytest.MonkeyPatch, wants_ids: bool
-) -> None:
-    def relayed(_: FastRequest) -> Relay:
-        raise AssertionError("a relay reads it")
-
-    monkeypatch.setattr(FastRequest, "read_by_relay", relayed)
+async def test_long_ids_of_a_prompt_are_for_clients_that_ask_for_them(deploy: Deploy, wants_ids: bool) -> None:
     common: dict[str, Any] = {"id": "a", "object": "chunk", "created": 1, "model": "sim"}
     opening = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
     last = {"index": 0, "delta": {"content": "b"}, "logprobs": None, "finish_reason": "stop", "token_ids": [7]}
-    told = [
+    events = [
         {**common, "choices": [opening], "prompt_token_ids": LONG_PROMPT},
         {**common, "choices": [last]},
         {**common, "choices": [], "usage": USAGE},
     ]
-    engine = CannedEngine("both", event_stream([*map(data, told), b"data: [DONE]\n\n"]))
+    engine = CannedEngine("both", event_stream([*map(data, events), b"data: [DONE]\n\n"]))
     gateway = await deploy([], [engine], connector="plain")
     answer = await gateway.ask(request(Api.CHAT, stream=True, max_tokens=9, return_token_ids=wants_ids))
     assert answer.is_done

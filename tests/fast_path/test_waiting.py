@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from proxy.fast_path.request import FastRequest
+from proxy.fast_path.request import Request
 from proxy.wire.openai import Api
 from tests.asking import request, until
 from tests.talking import Clients, raw
@@ -96,25 +96,25 @@ async def test_there_is_no_place_to_wait(roads: Roads, body: dict[str, Any]) -> 
 
 @pytest.mark.interpreted
 @BODIES
-async def test_a_client_leaves_before_its_request_is_in_line(
+async def test_a_client_leaves_as_soon_as_its_request_is_queued(
     deploy: Deploy, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway = await deploy(1, 1, **busy())
     clients = Clients(gateway)
     first = await occupied(clients)
-    start = FastRequest.start
+    start = Request.start
 
-    def start_and_leave(request: FastRequest, *what: Any) -> None:
+    def start_and_leave(request: Request, *what: Any) -> None:
         start(request, *what)
         request.left()
         request.left()
 
-    monkeypatch.setattr(FastRequest, "start", start_and_leave)
+    monkeypatch.setattr(Request, "start", start_and_leave)
     second = await clients.connect()
     second.send(raw(body))
     await until(lambda: gateway.metrics("pdproxy_request_end_total"), "its end")
-    assert gateway.metrics("pdproxy_request_end_total") == {("CR",): 1.0}
-    assert gateway.metrics("pdproxy_queue_waits_total") == {}
+    assert gateway.metrics("pdproxy_request_end_total") == {("CQ",): 1.0}
+    assert not any(gateway.metrics("pdproxy_queued_requests").values())
     for line in (first, second):
         line.leave()
     await clients.rest()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Client:
-    """Takes all that is written: a transport, its protocol, and the ClientStream that has both."""
+    """Takes all that is written: a transport, its protocol, and the ClientWriter that has both."""
 
     def __init__(self) -> None:
         self.written: list[bytes] = []

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import orjson
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 from yarl import URL
 
-from proxy.flow.client import ClientStream
-from proxy.settings import Streaming
+from proxy.flow.client_writer import ClientWriter
 from proxy.wire.openai import Api
 from tests.asking import request
 from tests.deployment import generations
 
 if TYPE_CHECKING:
+    from proxy.flow.client_writer import ClientConnection
     from tests.conftest import Deploy
     from tests.deployment import Deployment
 
@@ -67,25 +65,32 @@ async def test_a_whole_answer_of_http_10_leaves_the_connection_open_for_those_wh
     assert answers.count(b"HTTP/1.0 200") + answers.count(b"HTTP/1.1 200") == 1  # the first one's is not in the body
 
 
-async def test_nothing_is_written_for_nothing() -> None:
+class Connection:
+    """A ClientConnection that keeps what is written. It is its own transport."""
+
+    is_paused = False
+    knows_chunks = True
+
+    def __init__(self) -> None:
+        self.transport = self
+        self.written: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self.written.append(data)
+
+    def is_closing(self) -> bool:
+        return False
+
+
+async def test_a_writer_writes_no_empty_chunk() -> None:
     """An empty chunk would be the end of the body."""
-
-    async def stream(asked: web.Request) -> web.StreamResponse:
-        client = ClientStream(asked, {}, 60.0, Streaming(), b"")
-        for data in (b"", b"a", b"", b"b", b""):
-            client.write(data)
-            await client.attend()
-        await client.finish(b"c")
-        return client.response
-
-    app = web.Application()
-    app.add_routes([web.post(Api.CHAT.path, stream)])
-    async with TestServer(app) as server:
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(raw_request({}, b"Connection: close"))
-        _, _, body = (await reader.read()).partition(b"\r\n\r\n")
-        writer.close()
-    assert body == b"1\r\na\r\n1\r\nb\r\n1\r\nc\r\n0\r\n\r\n"
+    connection = Connection()
+    writer = ClientWriter(cast("ClientConnection", connection), lambda *_: b"head ", "X-Request-Id", "r", 60.0)
+    for data in (b"", b"a", b"", b"b", b""):
+        assert not writer.write(data)
+    writer.keep(b"c")
+    writer.end(b"d")
+    assert connection.written == [b"head 1\r\na\r\n", b"1\r\nb\r\n", b"2\r\ncd\r\n0\r\n\r\n"]
 
 
 async def test_an_http_11_client_gets_chunks_and_headers_that_keep_proxies_from_collecting_them(

@@ -159,6 +159,7 @@ async def test_a_large_first_event_passes(deploy: Deploy, asks: bool) -> None:
     assert answer.body == (stream if asks else first(None) + ENDING)
 
 
+@pytest.mark.interpreted
 async def test_an_event_without_end_is_a_failure(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EventSplitter.__init__, "__defaults__", (100_000,))
     answer = await streamed(deploy, data(chunk("a")), b"data: ", *[b"x" * 10_000] * 11)

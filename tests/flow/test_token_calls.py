@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections import Counter
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from tests.asking import api_of, request
 from tests.canned import data
 from tests.flow.forwarding import Client, framed
 from tests.fuzz.answers import Line, connected
-from tests.fuzz.streams import Guard, NoHandoff
+from tests.fuzz.streams import NoHandoff, Owner
 from tests.parsing import parse
 from tests.upstream.raw import STREAM_HEAD
 
@@ -36,19 +35,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
-    from proxy.flow.client import ClientStream
-    from proxy.flow.unit_guard import UnitGuard
+    from proxy.flow.client_writer import ClientWriter
     from proxy.upstream import Connection
 
 _OURS = str(Path(proxy.__file__).parent)
 
 
 class Streamed(Client):
-    """A ClientStream that is committed."""
+    """A ClientWriter that is committed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.line = self.protocol = self
+        self.line = self.connection = self
 
 
 @contextmanager
@@ -92,18 +90,16 @@ async def calls_for(
     whole = None if body["stream"] else Assembly()
     delivery = Delivery(parse(api_of(body), orjson.dumps(body), Cost()), is_observed=is_observed, whole=whole)
     attempt = Attempt(response, Timeline(), None, kv_handed_over=True, handoff=NoHandoff())
-    client = None if whole else cast("ClientStream", Streamed())
+    client = None if whole else cast("ClientWriter", Streamed())
     clock = TokenClock(RequestRecord("chat", "r"), Metrics())
-    relay = Relay(attempt, delivery, cast("UnitGuard", Guard()), client, clock)
-    running = asyncio.create_task(relay.run(Timeouts()))
-    await asyncio.sleep(0)
+    relay = Relay(attempt, delivery, Owner(), client, clock)
+    relay.begin(Timeouts())
     with calls_counted() as calls:
         for read in reads:
             connection.data_received(read)
     if then is not None:
         then(connection, cast("Streamed", client))
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    relay.let_go()
     connection.release()
     return calls
 

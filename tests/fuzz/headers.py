@@ -13,8 +13,8 @@ from aiohttp.http_parser import HttpRequestParser, HttpResponseParser
 from aiohttp.http_writer import _serialize_headers
 
 from proxy.api.exchange import passed_back
-from proxy.api.generation import PASSED_ON
 from proxy.balancer.engines.engine_keys import EngineKeys
+from proxy.call import PASSED_ON
 from proxy.listener.replies import _is_acceptable_id, error_response
 from proxy.upstream import Response
 from proxy.upstream.request_heads import RequestHeads

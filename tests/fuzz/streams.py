@@ -20,8 +20,7 @@ from tests.fuzz.cutting import cut, singly, spelled, words
 from tests.parsing import parse
 
 if TYPE_CHECKING:
-    from proxy.flow.client import ClientStream
-    from proxy.flow.unit_guard import UnitGuard
+    from proxy.flow.client_writer import ClientWriter
 
 # Which of them was asked for, the first byte says.
 _BODIES = [
@@ -49,11 +48,20 @@ WORDS: Final = words(
 _SHORT_BYTES = 600
 
 
-class Guard:
-    """Needs to know nothing."""
+class Owner:
+    """An AnswerOwner that does nothing."""
 
-    def first_output(self) -> None:
-        """The answer has begun."""
+    def on_first_output(self) -> None:
+        """See AnswerOwner."""
+
+    def on_full(self) -> None:
+        """See AnswerOwner."""
+
+    def on_end(self) -> None:
+        """See AnswerOwner."""
+
+    def on_end_soon(self) -> None:
+        """See AnswerOwner."""
 
 
 class Client:
@@ -67,6 +75,9 @@ class Client:
     def write(self, data: bytes) -> bool:
         self.parts.append(data)
         return False
+
+    def keep(self, data: bytes) -> None:
+        self.parts.append(data)
 
 
 def check_streams(data: bytes) -> None:
@@ -101,7 +112,7 @@ def _deliver(kind: int, pieces: list[bytes]) -> tuple[bytes, str]:
     response = Response(connected(Line()), lambda error: None)
     attempt = Attempt(response, Timeline(), None, kv_handed_over=True, handoff=NoHandoff())
     client = Client()
-    relay = Relay(attempt, delivery, cast("UnitGuard", Guard()), None if whole else cast("ClientStream", client))
+    relay = Relay(attempt, delivery, Owner(), None if whole else cast("ClientWriter", client))
     for piece in filter(None, pieces):
         relay.received(piece)
     relay.ended(None)

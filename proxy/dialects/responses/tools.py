@@ -34,7 +34,7 @@ class ToolKind(Enum):
     """It finds tools, which the client adds to the conversation (Codex)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Tool:
     """A tool that the client runs. `told`: as the client described it."""
 

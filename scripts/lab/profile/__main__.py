@@ -33,7 +33,7 @@ _SAMPLES_PER_SECOND: Final = 500
 PARTS: Final = tuple(
     (part, re.compile(pattern))
     for part, pattern in (
-        ("system calls: writing", r"(Connection\.send|StreamWriter\._writelines|ClientStream\.write) \("),
+        ("system calls: writing", r"(Connection\.send|StreamWriter\._writelines|ClientWriter\.write) \("),
         ("system calls: reading and waiting; the event loop", r"asyncio/runners"),
         ("the client's side: aiohttp", r"aiohttp/|proxy/listener"),
         ("access line and metrics", r"logging/|proxy/logs|prometheus_client/|proxy/observe"),
@@ -42,7 +42,7 @@ PARTS: Final = tuple(
         ("the legs: connector and connections to engines", r"proxy/connectors|proxy/upstream"),
         (
             "the answer: events, transcript, client",
-            r"proxy/wire|proxy/dialects|proxy/resume|proxy/flow/(relay|delivery|chunk_writer|token_shapes|client|answers)",
+            r"proxy/wire|proxy/dialects|proxy/resume|proxy/flow/(relay|delivery|chunk_writer|token_shapes|client_writer|answers)",
         ),
         ("the course of a request: route, attempts, contexts", r"proxy/api|proxy/flow|contextlib"),
         ("everything else", r"^$"),

@@ -29,7 +29,10 @@ def test_what_a_part_names_is_there(path: str) -> None:
         (["run (asyncio/runners.py:118)"], "system calls: reading and waiting; the event loop"),
         (["run (asyncio/runners.py:118)", "_handle (proxy/listener/http_listener.py:1)"], "the client's side: aiohttp"),
         (["open (proxy/connectors/sequential.py:1)", "dumps (json/encoder.py:1)"], "the legs: connector and"),
-        (["received (proxy/flow/relay.py:1)", "ClientStream.write (proxy/flow/client.py:1)"], "system calls: writing"),
+        (
+            ["received (proxy/flow/relay.py:1)", "ClientWriter.write (proxy/flow/client_writer.py:1)"],
+            "system calls: writing",
+        ),
         (["main (proxy/__main__.py:1)"], "everything else"),
     ],
 )

@@ -24,7 +24,18 @@ _ROOT: Final = Path.cwd()  # the project's, see scripts/lib.sh
 _HERE: Final = Path(__file__).parent
 _FOR_PIP: Final = (_ROOT / "pyproject.toml", _ROOT / "README.md", _ROOT / "LICENSE", _HERE / "setup.py")
 # Classes that somebody may well write another one of, beside those of which the package has some that are not compiled.
-_PORTS: Final = {"Client", "Connector", "Engine", "FastForward", "Fleet", "Policy", "RequestListener", "Tracker"}
+_PORTS: Final = {
+    "Client",
+    "Connector",
+    "Dialect",
+    "Engine",
+    "FastForward",
+    "Fleet",
+    "Policy",
+    "RequestListener",
+    "Segment",
+    "Tracker",
+}
 # What was not counted is compiled as if nothing had been: no way of the gateway's is one to be slow on.
 _COUNTING: Final = "-fprofile-generate -fprofile-update=prefer-atomic"
 _COUNTED: Final = "-fprofile-use -fprofile-partial-training -Wno-missing-profile"

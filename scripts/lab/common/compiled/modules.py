@@ -7,29 +7,39 @@ from typing import Final
 _BY_PACKAGE: Final = {
     "": "api_keys backend call usage",
     "balancer": "choice chooser lease members outcomes pick pool pools",
-    "balancer/engines": "pace",
+    "balancer/engines": "pace progress",
     "balancer/fitness": "fitness misfits",
-    "balancer/health": "pair_quarantine suspect_memory",
+    "balancer/health": "blame pair_quarantine suspect_memory",
     "balancer/policies": (
         "asked cache_count concurrency decode_pace least_decode_seconds least_seconds least_tokens length_groups"
         " cache_reach prefill_cost prefill_records prefill_samples prefiller prefillers prefixes rate_filter unlearned"
     ),
     "balancer/shared": "back_offs journal scoreboard",
     "connectors": (
-        "attempt base disaggregated handoff kv_transfer legs one_engine prefill_body ranks releaser sequential"
-        " sglang_bootstrap single_leg vllm_pull"
+        "attempt base disaggregated handoff kv_transfer leg_driver legs one_engine prefill_body ranks releaser"
+        " sequential sglang_bootstrap single_leg vllm_pull"
     ),
-    "dialects": "priorities shapes",
-    "fast_path": "attempt beside connection head intake parts plain_stream request stream",
-    "flow": "admission budget buffers bypass chunk_writer fleet gateway keep_alive token_clock token_shapes whole_body",
+    "dialects": "base fanout model_names openai priorities requests segment sglang_events system_first translated",
+    "dialects/messages": "answer content dialect errors request tools",
+    "dialects/responses": "answer dialect items request tools",
+    "fast_path": "connection head intake parts request",
+    "flow": (
+        "admission answers assembly attempts budget buffers chunk_writer client_writer delivery fleet gateway guard"
+        " keep_alive lateness order relay resuming retry suspects suspicion token_clock token_shapes unit_guard"
+    ),
     "listener": "header_deadlines",
     "monitor": "loop_lag",
     "observe": "access_line attempt_record listeners observers receipt receipts record timeline",
-    "resume": "engine sglang transcript vllm",
-    "upstream": "answer_reader connection fast_forward plain_head request_heads response silences size_lines upstream",
+    "resume": (
+        "call_options chat_as_completion completion_as_chat continuation cut engine overlap plan recomputed seam sglang"
+        " stop_strings token_text transcript vllm"
+    ),
+    "upstream": (
+        "answer_reader connection fast_forward plain_head request_heads response silences size_lines upstream"
+    ),
     "wire": (
-        "chat_members document elision engine_members finish ids members openai prefix python_json sglang_errors shape"
-        " token token_ids weight"
+        "chat_members document elision engine_members finish ids long_answer members openai prefix python_json"
+        " sglang sglang_errors sse token token_ids weight"
     ),
     "worker": "balancing",
 }

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 REQUESTS: Final = 40
 STREAMS: Final = 20
 NOT_COMPILED: Final = {
-    "proxy/dialects/openai.py": "compiled code would read the attributes of the base class instead of a dialect's",
     "proxy/listener/drain.py": "aiohttp sets an attribute of its middleware, which a compiled function does not have",
     "proxy/listener/replies.py": "aiohttp sets an attribute of its middleware, which a compiled function does not have",
     "proxy/observe/metrics.py": "its classes have bases in prometheus-client, which is not compiled",

@@ -1,0 +1,333 @@
+"""Sends the legs of one attempt, in the callbacks of their connections."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import TYPE_CHECKING, Protocol
+
+from proxy.connectors.attempt import Attempt
+from proxy.connectors.legs import Leg, Pair, fail, finish
+from proxy.errors import Failure, NoBackendAvailable, UpstreamError
+from proxy.upstream.response import Response, WholeResponse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+    from typing import Any
+
+    from proxy.connectors.legs import Legs
+    from proxy.upstream import Upstream
+    from proxy.upstream.connection import Connection
+
+
+class AttemptOwner(Protocol):
+    """Receives the result of one attempt."""
+
+    def on_attempt(self, attempt: Attempt) -> None:
+        """Take the answer of a decoder. `LegDriver.finish`, `fail` or `release` ends the attempt."""
+
+    def on_failure(self, error: NoBackendAvailable | UpstreamError) -> None:
+        """Handle an attempt that failed. All of its leases and connections were given back."""
+
+    def on_defect(self, error: Exception) -> None:
+        """Handle an attempt that ended with an error of this program."""
+
+
+class LegDriver:
+    """Drives one attempt: sends its legs one after the other, or two at the same time."""
+
+    __slots__ = ("_connecting", "_connection", "_legs", "_owner", "_response", "_sent", "_upstream")
+
+    def __init__(self, upstream: Upstream, owner: AttemptOwner) -> None:
+        self._upstream = upstream
+        self._owner: AttemptOwner | None = owner
+        self._legs: Legs | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._connection: Connection | None = None
+        """The connection to an engine whose answer has not begun."""
+        self._sent: Leg | None = None
+        self._response: Response | None = None
+
+    def start(self, legs: Legs) -> None:
+        """Send the first leg. The owner receives the result, perhaps before this returns."""
+        self._legs = legs
+        self._advance(None)
+
+    def finish(self) -> None:
+        """End an attempt whose answer was taken."""
+        legs = self._take_legs()
+        if legs is not None:
+            finish(legs)
+
+    def fail(self, error: BaseException) -> None:
+        """End an attempt whose answer failed. Raises the error that counts: `error`, or that of the prefill leg."""
+        legs = self._take_legs()
+        if legs is None:
+            raise error
+        fail(legs, error)
+
+    def release(self, error: BaseException) -> None:
+        """Give up the attempt, whatever it waits for, and give back its leases and connections."""
+        self._drop()
+        with suppress(type(error)):
+            self.fail(error)
+
+    def _take_legs(self) -> Legs | None:
+        """Drop the references that would make a cycle of garbage."""
+        legs, self._legs = self._legs, None
+        self._owner = self._response = None
+        return legs
+
+    def _advance(self, result: Any, failed: Exception | None = None) -> None:
+        """Give the legs the result of the last step (None before the first), and take the next step."""
+        legs, owner = self._legs, self._owner
+        if legs is None or owner is None:
+            return
+        try:
+            step = legs.send(result) if failed is None else legs.throw(failed)
+        except (NoBackendAvailable, UpstreamError) as error:
+            self._take_legs()
+            owner.on_failure(error)
+            return
+        except Exception as error:
+            self._take_legs()
+            owner.on_defect(error)
+            return
+        if type(step) is Leg:
+            self._send(step)
+        elif isinstance(step, Attempt):
+            owner.on_attempt(step)
+        elif type(step) is Pair:
+            PrefillBeside(self._upstream, step, self._on_prefill_failure).start()
+            self._send(step.decode)
+        else:
+            assert isinstance(step, Response)
+            step.collect(self._on_body)
+
+    def _send(self, leg: Leg, connection: Connection | None = None) -> None:
+        """Send a leg on `connection`, or on an idle connection, or on a new one."""
+        upstream = self._upstream
+        self._sent = leg
+        if connection is None and (connection := upstream.take_idle(leg.backend)) is None:
+            self._connecting = asyncio.create_task(self._connect(leg))
+            return
+        self._connection = connection
+        if leg.then is not None:
+            upstream.preconnect(leg.then)
+        exchange: WholeResponse | Response
+        if leg.is_whole:
+            exchange = WholeResponse(connection, self._on_whole)
+        else:
+            exchange = self._response = Response(connection, self._on_head)
+        connection.begin(exchange, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)
+
+    async def _connect(self, leg: Leg, stale: UpstreamError | None = None) -> None:
+        """Open a connection and send a leg. `stale`: the error of the same leg on a connection that was stale."""
+        try:
+            connection = await self._upstream.connect(leg.backend)
+        except UpstreamError as error:
+            self._connecting = None
+            # Not CONNECT after the engine had the request: it may be gone because of that.
+            self._advance(None, stale or error)
+            return
+        self._connecting = None
+        self._send(leg, connection)
+
+    def _on_whole(self, response: WholeResponse, body: bytes, error: UpstreamError | None) -> None:
+        """Take the whole answer of an engine."""
+        self._give_back()
+        if error is None:
+            self._advance((response, body))
+        else:
+            self._on_no_answer(error)
+
+    def _on_head(self, error: UpstreamError | None) -> None:
+        """Take the headers of an engine's answer."""
+        if error is None:
+            self._connection = None
+            self._sent = None  # with its body, however long the answer takes
+            self._advance(self._response)
+        else:
+            self._give_back()
+            self._on_no_answer(error)
+
+    def _on_no_answer(self, error: UpstreamError) -> None:
+        leg = self._sent
+        assert leg is not None
+        if error.is_stale:  # as no new connection is
+            self._upstream.distrust(leg.backend)
+            if leg.resend_if_stale:
+                self._connecting = asyncio.create_task(self._connect(leg, error))
+                return
+        self._advance(None, error)
+
+    def _on_body(self, body: bytes, error: UpstreamError | None) -> None:
+        """Take the body that the legs wait for."""
+        if error is None:
+            self._advance(body)
+        else:
+            self._advance(None, error)
+
+    def _on_prefill_failure(self, error: Exception) -> None:
+        """End the decode leg of a pair whose prefill leg failed."""
+        if self._sent is not None:  # the decoder has not answered yet
+            self._drop()
+            self._advance(None, error)
+        elif self._response is not None:
+            abort_decode(self._response, error)
+
+    def _drop(self) -> None:
+        """Give up the leg that was sent."""
+        self._sent = None
+        connecting, self._connecting = self._connecting, None
+        if connecting is not None:
+            connecting.cancel()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._upstream.give_back(connection)
+
+
+class PrefillBeside:
+    """The prefill leg of a pair. It runs from `start` until it has ended, or until the pair stops it."""
+
+    __slots__ = ("_connecting", "_connection", "_on_failure", "_pair", "_upstream", "_waiting")
+
+    def __init__(self, upstream: Upstream, pair: Pair, on_failure: Callable[[Exception], None]) -> None:
+        self._upstream = upstream
+        self._pair = pair
+        self._on_failure = on_failure
+        self._connecting: asyncio.Task[None] | None = None
+        self._connection: Connection | None = None
+        self._waiting: asyncio.Future[None] | None = None
+        """The future of the task that waits for the end of this leg."""
+
+    def start(self) -> None:
+        """Send the leg."""
+        pair = self._pair
+        pair.stop, pair.ended = self._stop, self._ended
+        connection = self._upstream.take_idle(pair.prefill.backend)
+        if connection is None:
+            self._connecting = asyncio.create_task(self._connect())
+        else:
+            self._send(connection)
+
+    async def _ended(self) -> None:
+        """Wait for the end of this leg. Raises the error with which it failed."""
+        if self._connecting is not None or self._connection is not None:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        if self._pair.error is not None:
+            raise self._pair.error
+
+    async def _connect(self) -> None:
+        try:
+            connection = await self._upstream.connect(self._pair.prefill.backend)
+        except UpstreamError as error:
+            self._connecting = None
+            self._fail(error)
+            return
+        self._connecting = None
+        self._send(connection)
+
+    def _send(self, connection: Connection) -> None:
+        self._connection = connection
+        leg = self._pair.prefill
+        exchange = WholeResponse(connection, self._on_whole)
+        connection.begin(exchange, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)
+
+    def _on_whole(self, response: WholeResponse, body: bytes, error: UpstreamError | None) -> None:
+        """Take the whole answer of the prefiller."""
+        self._give_back()
+        if error is not None:
+            self._fail(error)
+            return
+        try:
+            self._pair.read(response, body)
+        except Exception as problem:
+            self._fail(problem)
+            return
+        self._wake()
+
+    def _fail(self, error: Exception) -> None:
+        if isinstance(error, UpstreamError) and error.is_stale:  # the next attempt sends it again
+            self._upstream.distrust(error.backend)
+        self._pair.error = error
+        self._wake()
+        self._on_failure(error)
+
+    def _stop(self) -> None:
+        connecting, self._connecting = self._connecting, None
+        if connecting is not None:
+            connecting.cancel()
+        self._give_back()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    def _give_back(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._upstream.give_back(connection)
+
+
+class opened:  # noqa: N801 - used as a function
+    """Open an attempt from a coroutine: an async context manager whose value is the Attempt. See Connector.open.
+
+    Raises what the legs raise: NoBackendAvailable, UpstreamError.
+    """
+
+    def __init__(self, legs: Legs, upstream: Upstream) -> None:
+        self._legs = legs
+        self._driver = LegDriver(upstream, self)
+        self._opening: asyncio.Future[Attempt]
+
+    async def __aenter__(self) -> Attempt:
+        self._opening = asyncio.get_running_loop().create_future()
+        self._driver.start(self._legs)
+        try:
+            return await self._opening
+        except BaseException as error:
+            if self._opening.done() and not self._opening.cancelled():
+                self._opening.exception()  # retrieved, also where the task was cancelled in the same moment
+            self._driver.release(error)
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._driver.finish()
+        else:
+            self._driver.fail(error)
+
+    # AttemptOwner
+
+    def on_attempt(self, attempt: Attempt) -> None:
+        """See AttemptOwner."""
+        if not self._opening.done():
+            self._opening.set_result(attempt)
+
+    def on_failure(self, error: NoBackendAvailable | UpstreamError) -> None:
+        """See AttemptOwner."""
+        if not self._opening.done():
+            self._opening.set_exception(error)
+
+    def on_defect(self, error: Exception) -> None:
+        """See AttemptOwner."""
+        if not self._opening.done():
+            self._opening.set_exception(error)
+
+
+def abort_decode(response: Response, error: BaseException) -> None:
+    """End the decode leg in the middle, as the prefill leg has failed: the decoder would wait for KV that does not
+    come. The error of the prefill leg replaces that of the decode leg: see `running` and Pair.
+    """
+    if not isinstance(error, UpstreamError):
+        error = response.fail(Failure.BROKEN, "the prefill leg failed")
+    response.abort(error)
