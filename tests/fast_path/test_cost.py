@@ -58,13 +58,14 @@ class Cost:
         return cls(calls.functions.total() / count, calls.c / count)
 
 
-async def per_request(lines: list[Line], **fields: Any) -> Cost:
-    """The calls of one request, when everything has happened before: the least of some measurements, as now and then
-    something is done that is done once in a while.
+async def per_request(lines: list[Line], measurements: int = MEASUREMENTS, **fields: Any) -> Cost:
+    """Return the calls of one request, when everything has happened before.
+
+    That is the least of some measurements, as some work is done only once in a while.
     """
     await ask(lines, 3, **fields)
     found = []
-    for _ in range(MEASUREMENTS):
+    for _ in range(measurements):
         with counting() as calls:
             await ask(lines, ROUNDS, **fields)
         found.append(Cost.of(calls, len(lines) * ROUNDS))
@@ -93,8 +94,8 @@ async def test_a_token_takes_no_more_calls_than_it_did(deploy: Deploy) -> None:
     async with connected(gateway, 4) as lines:
         found = []
         for _ in range(MEASUREMENTS):  # a busy machine reads two tokens at once, which takes more
-            few = await per_request(lines, stream=True, max_tokens=5)
-            many = await per_request(lines, stream=True, max_tokens=45)
+            few = await per_request(lines, 3, stream=True, max_tokens=5)
+            many = await per_request(lines, 3, stream=True, max_tokens=45)
             found.append(Cost((many.python - few.python) / 40, (many.c - few.c) / 40))
             if found[-1].python <= BOUNDS[TOKEN][0] and found[-1].c <= BOUNDS[TOKEN][1]:
                 break
