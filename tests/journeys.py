@@ -1,4 +1,4 @@
-"""Which functions of the gateway a request runs, in their order: `scripts/trace`."""
+"""Functions of the gateway that a request runs, in the order of their first calls: `scripts/trace`."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _GATEWAY: Final = f"{_ROOT / 'proxy'}/"
 _ENGINES: Final = f"{_GATEWAY}sim/"
 _WARM_UPS: Final = 3
 _TIMES: Final = 5
-"""A function belongs to a journey if it runs each time: others are timers' and the garbage collector's."""
+"""A function belongs to a journey if it runs each time. The others belong to timers and the garbage collector."""
 
 CHAT: Final = raw(request(Api.CHAT, stream=True, max_tokens=12))
 MESSAGE: Final = raw(messages.question(stream=True, max_tokens=12), messages.PATH)
 JOURNEYS: Final = {"chat": (CHAT, 0), "message": (MESSAGE, 0), "two-deaths": (CHAT, 2)}
-"""What is sent, and how many decoders reset the connection in the middle of the answer, a stream of 12 tokens."""
+"""A request for a stream of 12 tokens, and the number of decoders that reset the connection after 3 tokens."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ def tracing() -> Iterator[Trace]:
 
 
 async def travel(name: str, *, fast_path: bool = True) -> Trace:
-    """Trace a journey whose like the gateway has seen before, on a connection that is open."""
+    """Trace a journey on an open connection, after the gateway has served the same request some times."""
     data, deaths = JOURNEYS[name]
     engines = [SimulatedEngine(role="decode", decode_step_ms=1.0) for _ in range(max(1, deaths))]
     resume = {"repeat_up_to_tokens": 0, "deadline_seconds": 30.0}

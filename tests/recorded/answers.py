@@ -147,7 +147,7 @@ def of_others() -> Iterator[Conversation]:
 
 
 def of_connectors() -> Iterator[Conversation]:
-    """What each connector makes of a chat and of a large completion."""
+    """Ask for a chat and a large completion through each connector."""
     for connector, (form, stream) in product(CONNECTORS, FORMS.items()):
         bodies = [
             request(Api.CHAT, stream=stream, max_tokens=4),

@@ -20,10 +20,10 @@ Talk = Callable[[Clients], Awaitable[None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """One recording is made of it."""
+    """A way to talk to a gateway, with a name and a recording."""
 
     name: str
-    """That of its file, without the ending."""
+    """Name of the recording's file, without its ending."""
     talk: Talk
     prefillers: int = 1
     decoders: int = 1
@@ -31,17 +31,17 @@ class Conversation:
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Options of all simulated engines."""
     engines: Callable[[], tuple[Sequence[Engine], Sequence[Engine]]] | None = None
-    """Makes prefillers and decoders; None: they are simulated engines with the options above."""
+    """Makes prefillers and decoders. None: simulated engines with the options above."""
     prepare: Callable[[Deployment], Awaitable[None] | None] | None = None
-    """Is called before the first client connects."""
+    """Changes the gateway before the first client connects."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     loses_kv: bool = False
-    """Failures may leave KV behind, and reset connections."""
+    """Failures may leave KV behind and reset connections."""
     is_unordered: bool = False
     """Requests run side by side: those to an engine, and events of different choices, come in any order."""
 
-    def made(self, store: Callable[[], Path]) -> tuple[list[Engine], list[Engine]]:
-        """Prefillers and decoders that speak the connector's protocol. `store` makes a directory for their KV."""
+    def make_engines(self, store: Callable[[], Path]) -> tuple[list[Engine], list[Engine]]:
+        """Make prefillers and decoders that speak the connector's protocol. `store` makes a directory for their KV."""
         if self.engines is not None:
             prefillers, decoders = self.engines()
             return [*prefillers], [*decoders]

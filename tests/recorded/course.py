@@ -1,4 +1,4 @@
-"""What a conversation comes to, as text in which nothing is random and nothing depends on time."""
+"""The course of a conversation: a text of all that it causes, in which nothing is random or depends on time."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
+    from tests.canned import Received
     from tests.deployment import Deployment
     from tests.recorded.conversation import Conversation
 
 _MAX_LINE: Final = 2000
-"""Of longer lines the ends are kept, and a digest."""
+"""A longer line is cut to its ends and a digest."""
 _SHORT_LINE: Final = 100
-"""Of longer lines that are like the one before, the differences are kept."""
+"""A longer line that is like the line before is cut to the difference."""
 _IDS: Final = re.compile(
     r"([0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}|(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f]))(-\d+(?=-))?"
     r"(-[0-9a-f]{8}\b)?"
@@ -52,17 +53,17 @@ _VARYING: Final = re.compile(
 )
 _TIMES: Final = re.compile(r"t_.*|dur|ttft|p_seconds")
 """Members of the access log."""
-_OF_ENGINES: Final = re.compile(rb"GET |POST /_mock/")
-"""Health checks, and what simulated engines ask each other."""
+_BETWEEN_ENGINES: Final = re.compile(rb"GET |POST /_mock/")
+"""Health checks, and requests of simulated engines to each other."""
 _RELEASES: Final = re.compile(r"/abort_request|pdproxy-release")
 
 
 @dataclass
 class _Wiretap:
-    """The bytes that servers of aiohttp receive, with their ports. Simulated engines are such servers."""
+    """Keeps the bytes that servers of aiohttp receive. Simulated engines are such servers."""
 
     pieces: list[tuple[int, int, bytes]] = field(default_factory=list)
-    """Port, number of the connection, and bytes, in the order in which they came."""
+    """Port, number of the connection, and bytes, in the order of their arrival."""
     _connections: dict[RequestHandler, int] = field(default_factory=dict)
 
     @contextmanager
@@ -79,7 +80,7 @@ class _Wiretap:
             yield
 
     def requests(self, port: int) -> list[bytes]:
-        """Each request that came at this port, in the order of their first bytes."""
+        """Return the requests at a port, in the order of their first bytes."""
         streams: defaultdict[int, list[tuple[int, bytes]]] = defaultdict(list)
         for number, (at, connection, data) in enumerate(self.pieces):
             if at == port:
@@ -88,7 +89,7 @@ class _Wiretap:
 
 
 def _split(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """The requests of one connection, each with the number of its first piece."""
+    """Cut the pieces of one connection into requests, each with the number of its first piece."""
     data, first = b"", -1
     for number, piece in pieces:
         if not data:
@@ -102,7 +103,7 @@ def _split(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
 
 
 def _size(data: bytes) -> int:
-    """The length of the first request; 0 while its head is not whole."""
+    """Return the length of the first request, or 0 if its head is not whole."""
     head, separator, _ = data.partition(b"\r\n\r\n")
     length = re.search(rb"\r\nContent-Length: (\d+)", head, re.IGNORECASE)
     return len(head) + 4 + (int(length[1]) if length else 0) if separator else 0
@@ -133,14 +134,14 @@ class _AccessLog(logging.Handler):
 
 
 async def course(conversation: Conversation, fast_path: bool, store: Callable[[], Path]) -> str:
-    """Have the conversation, and tell what it comes to."""
+    """Have the conversation with a new gateway, and return its course."""
     settings = conversation.settings
-    sections = {**settings, "listen": {**settings.get("listen", {}), "fast_path": fast_path}}
+    settings = {**settings, "listen": {**settings.get("listen", {}), "fast_path": fast_path}}
     wiretap, access = _Wiretap(), _AccessLog()
     with ExitStack() as stack:
         stack.enter_context(wiretap.listening())
-        prefillers, decoders = conversation.made(store)
-        async with deployed(prefillers, decoders, connector=conversation.connector, **sections) as gateway:
+        prefillers, decoders = conversation.make_engines(store)
+        async with deployed(prefillers, decoders, connector=conversation.connector, **settings) as gateway:
             if conversation.loses_kv:
                 gateway.may_stay_pinned = 4
                 gateway.expects_inexact_pins = gateway.expects_resent = True
@@ -186,14 +187,13 @@ def _section(title: str, texts: Iterable[str]) -> Iterator[str]:
     before: dict[str, str] = {}
     for text in texts:
         for line in text.split("\n"):
-            line = line.removesuffix("\r")
             kind = line[:6]
-            yield _cut(_like(line, before.get(kind, "")) if len(line) > _SHORT_LINE else line)
+            yield _cut(_abridged(line, before.get(kind, "")) if len(line) > _SHORT_LINE else line)
             before[kind] = line
 
 
-def _like(line: str, before: str) -> str:
-    """The line, with numbers for most of it: so many characters are those at the ends of the line before."""
+def _abridged(line: str, before: str) -> str:
+    """Replace both ends of a line by their lengths if the line before has the same ends, and if they are most of it."""
     most = min(len(line), len(before))
     begin = next((at for at in range(most) if line[at] != before[at]), most)
     end = next((at for at in range(most - begin) if line[-1 - at] != before[-1 - at]), most - begin)
@@ -210,41 +210,47 @@ def _cut(line: str) -> str:
 
 def _answers(clients: Clients) -> dict[str, list[str]]:
     return {
-        f"client {number}, answer {which}: {ending}": [head.removesuffix("\r\n"), body]
+        f"client {number}, answer {which}: {ending}": [_head(head), body]
         for number, line in enumerate(clients.lines)
         for which, (head, body, ending) in enumerate(line.received)
     }
 
 
 def _index(event: str) -> int:
-    """Of the choice that an event is about. Events about no choice come last."""
+    """Return the index of the choice in an event, or a large number if it has none."""
     found = re.search(r'"index":(\d+)', event)
     return int(found[1]) if found else 1000
 
 
 def _requests(gateway: Deployment, wiretap: _Wiretap) -> dict[str, list[str]]:
-    """What each engine was asked, and what it was told to let go, which may come at any time."""
+    """Return the requests to each engine. Requests that release KV may come at any time, and stand apart."""
     found = {}
     for role, engines in (("prefiller", gateway.prefillers), ("decoder", gateway.decoders)):
         for number, engine in enumerate(engines):
             if isinstance(engine, CannedEngine):
-                asked = [_request(one.path, one.headers, one.body) for one in engine.received]
+                asked = [_request(one) for one in engine.received]
             else:
-                asked = [one.decode() for one in wiretap.requests(engine.port) if not _OF_ENGINES.match(one)]
+                asked = [one.decode() for one in wiretap.requests(engine.port) if not _BETWEEN_ENGINES.match(one)]
             releases = [one for one in asked if _RELEASES.search(one)]
             found[f"{role} {number}"] = [one for one in asked if one not in releases]
             found[f"{role} {number}, releases"] = releases
     return {title: list(map(_without_length, asked)) for title, asked in found.items() if asked}
 
 
-def _request(path: str, headers: Mapping[str, str], body: bytes) -> str:
-    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    return f"POST {path} HTTP/1.1\r\n{lines}\r\n{body.decode()}"
+def _request(received: Received) -> str:
+    lines = [f"POST {received.path} HTTP/1.1", *(f"{name}: {value}" for name, value in received.headers.items())]
+    return "\r\n".join([*lines, "", received.body.decode()])
+
+
+def _head(text: str) -> str:
+    """Return the lines of a head."""
+    return text.replace("\r\n", "\n").removesuffix("\n")
 
 
 def _without_length(request: str) -> str:
-    """The length of a body changes with random numbers in it. That it is right is shown by the engine's answer."""
-    return re.sub(r"(?i)\r\ncontent-length: \d+\r\n", "\r\n", request)
+    """Drop the header with the length of the body, which changes with random numbers in it."""
+    head, _, body = request.partition("\r\n\r\n")
+    return "\n\n".join([_head(re.sub(r"(?i)\r\ncontent-length: \d+", "", head)), body])
 
 
 def _metrics(gateway: Deployment) -> dict[str, float]:

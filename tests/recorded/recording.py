@@ -24,7 +24,7 @@ def file(conversation: Conversation) -> Path:
 
 
 async def recording(conversation: Conversation) -> str:
-    """Have the conversation twice. Lines with `+` are of the fast path alone, lines with `-` of the other road."""
+    """Have the conversation with and without the fast path, and return both courses as one text."""
     with TemporaryDirectory() as directory:
         store = cache(lambda: Path(directory))
         other, fast = [await course(conversation, fast_path, store) for fast_path in (False, True)]

@@ -1,4 +1,4 @@
-"""What clients and engines get, what is counted and what is logged, is as it was when it was recorded."""
+"""Answers, requests to engines, metrics and the access log are as they were recorded."""
 
 from __future__ import annotations
 

@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 TOKENS: Final = 16
 _STEP_MS: Final = "1"
-"""Time between two tokens of an engine, so that each token is read and written by itself."""
+"""Time between two tokens of an engine. Without it, the gateway would read several tokens at once."""
 _CONNECTIONS: Final = 16
 _RUNNING: Final = 4
-"""As many run at a time where others wait."""
+"""Limit of running requests for the kind that waits in the queue."""
 _REQUESTS: Final = 96
-"""Of each kind in a round."""
+"""Requests of each kind in a round."""
 _NUMBER: Final = b"000000"
 _TEXT: Final = 'The "quick" brown fox jumps over the lazy dog.\n' * 8 + _NUMBER.decode()
 """The prompt. Its last word is another one in each request, as a gateway remembers requests that broke an engine."""
@@ -73,11 +73,11 @@ class Kind:
     fields: Mapping[str, Any] = field(default_factory=lambda: {"max_tokens": TOKENS})
     connections: int = _CONNECTIONS
     beside: tuple[str, int] = ("chat", 1)
-    """The kind that it is compared with, and how many requests of that."""
+    """The base: a kind to compare with, and the number of its requests."""
 
     @property
     def requests(self) -> int:
-        """So many in a round."""
+        """Number of requests in a round."""
         return _REQUESTS if self.connections > 1 else _REQUESTS // 4
 
     def request(self, port: int) -> bytes:
@@ -92,7 +92,7 @@ class Kind:
 
 
 def kinds() -> list[Kind]:
-    """All of them; a kind that others are compared with comes before these."""
+    """Return all kinds, each behind its base."""
     generate = {"sampling_params": {"max_new_tokens": TOKENS}}
     two = {"max_tokens": TOKENS, "n": 2}
     lost = {"max_tokens": TOKENS, "user": _LOST}
@@ -126,7 +126,7 @@ class Figures:
         self._taken.setdefault(kind, []).append(microseconds)
 
     def table(self) -> str:
-        """A line for each kind: µs and the multiple of what it is compared with, with the middle half of the rounds."""
+        """Return a line for each kind: µs, and the multiple of its base with the middle half of the rounds."""
         rows: list[tuple[str, ...]] = [("", "streamed, µs", "", "not streamed, µs", "", "compared with")]
         for title in dict.fromkeys(kind.title for kind in self._taken):
             forms = [kind for kind in self._taken if kind.title == title]
@@ -211,7 +211,7 @@ class _Site:
         transport.close()
 
     def problems(self, rounds: int) -> Iterator[str]:
-        """Name what did not happen that was to be measured."""
+        """Yield the events that were to be measured and did not happen."""
         lost = 2 * rounds * (_REQUESTS // 4)
         waited = 2 * rounds * _REQUESTS
         for name, gateway, least in (("resumes_total", _RESUMING, lost), ("queue_waits_total", _WAITING, waited / 2)):
@@ -221,7 +221,7 @@ class _Site:
 
 
 def problem(kind: Kind, status: int, body: bytes) -> str | None:
-    """What is wrong with an answer; None when nothing is."""
+    """Return the fault of an answer, or None."""
     if status != 200:
         return f"status {status}: {body[:300].decode(errors='replace')}"
     if b'"error":{' in body:
