@@ -80,6 +80,12 @@ def with_keys(gateway: Deployment) -> None:
     gateway.worker.apply(replace(gateway.worker.current, client_keys=KEYS, slots=slots))
 
 
+def with_slow_decoders(gateway: Deployment) -> None:
+    """Where both engines of a pair refuse, the answer of the first one ends the request of the other."""
+    for engine in gateway.decoders:
+        engine.faults.add("slow_headers", path="/", seconds=0.1)
+
+
 def of_every_api() -> Iterator[Conversation]:
     for path, body in BODIES.items():
         api = path.rpartition("/")[2] if "chat" not in path else "chat"
@@ -104,7 +110,7 @@ def of_every_api() -> Iterator[Conversation]:
                 talk=sending(*requests),
                 connector=connector,
                 engine={"max_model_len": 4} if name == "longer-than-the-context" else {},
-                prepare=with_keys if name == "no-key" else None,
+                prepare=with_keys if name == "no-key" else with_slow_decoders if name.startswith("longer") else None,
             )
     for path in ("/v1/chat/completions", "/v1/messages"):
         body, name = BODIES[path], path.split("/")[2]
