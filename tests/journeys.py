@@ -31,6 +31,8 @@ _ENGINES: Final = f"{_GATEWAY}sim/"
 _WARM_UPS: Final = 3
 _TIMES: Final = 5
 """A function belongs to a journey if it runs each time. The others belong to timers and the garbage collector."""
+_TIMERS: Final = ("Monitor._on_timer", "Worker.look", "build.<locals>.<lambda>", "Metrics.settle")
+"""Functions of timers that every worker has. In a journey that takes long they run each time."""
 
 CHAT: Final = raw(request(Api.CHAT, stream=True, max_tokens=12))
 MESSAGE: Final = raw(messages.question(stream=True, max_tokens=12), messages.PATH)
@@ -69,10 +71,18 @@ def tracing() -> Iterator[Trace]:
     """Trace the gateway's own functions."""
     trace = Trace()
 
+    timer: FrameType | None = None
+
     def on_event(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call":
-            code = frame.f_code
-            if code.co_filename.startswith(_GATEWAY) and not code.co_filename.startswith(_ENGINES):
+        nonlocal timer
+        code = frame.f_code
+        if timer is not None:
+            if event == "return" and frame is timer:
+                timer = None
+        elif event == "call" and code.co_filename.startswith(_GATEWAY) and not code.co_filename.startswith(_ENGINES):
+            if code.co_qualname in _TIMERS:
+                timer = frame
+            else:
                 trace.calls[code] += 1
 
     sys.setprofile(on_event)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Fault = tuple[str, dict[str, Any]]
 """An action of simulated engines, and its fields."""
 
+REFUSALS: Final = (429, 503)
 EARLY: Final[dict[str, tuple[str, Fault]]] = {
     **{
         f"{role}-{status}": (role, ("refuse_status", {"status": status}))
@@ -85,15 +86,16 @@ def failing(body: Mapping[str, Any], path: str, asked: str, faults: Sequence[tup
         gateway = clients.gateway
         engines = {"prefill": [*gateway.prefillers], "decode": [*gateway.decoders]}
         for role, (action, fields) in faults:
-            engines[role].pop(0).faults.add(action, path=asked, times=1, **fields)
+            times = None if fields.get("status") in REFUSALS else 1
+            engines[role].pop(0).faults.add(action, path=asked, times=times, **fields)
         line = await clients.connect()
         line.send(raw(dict(body), path))
         await line.answer()
         await clients.rest()
-        if any(fields.get("status") in (429, 503) for _, (_, fields) in faults):
-            return
         for engine in gateway.engines:
             engine.faults.clear()
+        if any(fields.get("status") in REFUSALS for _, (_, fields) in faults):
+            return
         again = await clients.connect()
         again.send(raw({**body, "stream": False}, path))
         await again.answer()
