@@ -10,7 +10,7 @@ from proxy.dialects.segment import Segment
 from proxy.flow.chunk_writer import ChunkWriter, has_only_ids
 from proxy.flow.token_shapes import TokenShapes
 from proxy.resume.overlap import Mismatch
-from proxy.resume.recomputed import unfinished, withhold, without_tool_calls
+from proxy.resume.seam import unfinished, withhold, without_tool_calls
 from proxy.resume.transcript import Transcript
 from proxy.resume.vllm import VLLM
 from proxy.terms import Action

@@ -11,8 +11,7 @@ from proxy.resume.call_options import min_tokens, output_limit
 from proxy.resume.chat_as_completion import as_completion
 from proxy.resume.completion_as_chat import CompletionAsChat
 from proxy.resume.resumption import CannotResume, Resumption
-from proxy.resume.seam import Seam
-from proxy.resume.stop_strings import StopGuard
+from proxy.resume.seam import Seam, StopGuard
 from proxy.terms import Action
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import Api

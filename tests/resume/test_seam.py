@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from proxy.dialects.grammars.kimi import KimiParser
 from proxy.resume.completion_as_chat import CompletionAsChat
 from proxy.resume.overlap import Mismatch
-from proxy.resume.seam import Seam
-from proxy.resume.stop_strings import StopGuard
+from proxy.resume.seam import Seam, StopGuard
 from proxy.resume.transcript import Transcript
 from proxy.sim.model import logprobs as sim_logprobs
 from proxy.sim.model.logprobs import Speller

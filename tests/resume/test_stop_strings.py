@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from proxy.resume.stop_strings import StopGuard
+from proxy.resume.seam import StopGuard
 
 
 def test_text_is_kept_back_only_until_it_tells() -> None:
