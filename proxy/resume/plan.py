@@ -12,19 +12,18 @@ from proxy.dialects.grammars.base import Verbatim
 from proxy.resume.call_options import calls_tools, has_media
 from proxy.resume.completion_as_chat import with_reasoning_as
 from proxy.resume.continuation import from_tokens
-from proxy.resume.cut import UNFINISHED, Cut, find_cut
+from proxy.resume.cut import UNFINISHED, Cut, find_cut, prompt_tail, text_of
 from proxy.resume.overlap import Mismatch, beyond, beyond_or_behind
 from proxy.resume.resumption import CannotResume, Resumption
 from proxy.resume.seam import Seam
 from proxy.resume.situation import ChatTokens
-from proxy.resume.token_text import prompt_tail, text_of
 from proxy.terms import Action
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
     from proxy.dialects.grammars.base import Parser
+    from proxy.resume.cut import Steps
     from proxy.resume.situation import Situation
-    from proxy.resume.token_text import Steps
     from proxy.resume.transcript import Transcript
 
 # Below this it is cheaper to generate an answer again than to prefill what there is of it.

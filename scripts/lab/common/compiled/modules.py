@@ -32,7 +32,7 @@ _BY_PACKAGE: Final = {
     "observe": "access_line attempt_record listeners observers receipt receipts record timeline",
     "resume": (
         "call_options chat_as_completion completion_as_chat continuation cut engine overlap plan seam sglang"
-        " token_text transcript vllm"
+        " transcript vllm"
     ),
     "upstream": (
         "answer_reader connection fast_forward plain_head request_heads response silences size_lines upstream"
