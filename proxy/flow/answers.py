@@ -13,8 +13,7 @@ from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery
 from proxy.flow.relay import Relay
 from proxy.flow.token_clock import TokenClock
-from proxy.resume.engine import Watch
-from proxy.resume.vllm import VLLM
+from proxy.resume.engines import VLLM, Watch
 from proxy.wire.chat_members import UnreadableMember
 from proxy.wire.document import REMOVED, SHORT_BYTES, Document, joined
 from proxy.wire.long_answer import LongAnswer
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from proxy.observe.record import RequestRecord
     from proxy.observe.timeline import Timeline
     from proxy.resume.chat_as_completion import ChatPrompt
-    from proxy.resume.engine import Watching
+    from proxy.resume.engines import Watching
 
 
 class Answer(ABC):

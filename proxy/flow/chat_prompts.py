@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from proxy.call import Call
     from proxy.flow.detokenizer import Detokenizer
     from proxy.flow.fleet import Fleet
-    from proxy.resume.engine import Engine
+    from proxy.resume.engines import Engine
 
 logger = logging.getLogger(__name__)
 

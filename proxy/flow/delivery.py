@@ -9,10 +9,10 @@ import orjson
 from proxy.dialects.segment import Segment
 from proxy.flow.chunk_writer import ChunkWriter, has_only_ids
 from proxy.flow.token_shapes import TokenShapes
+from proxy.resume.engines import VLLM
 from proxy.resume.overlap import Mismatch
 from proxy.resume.seam import unfinished, withhold, without_tool_calls
 from proxy.resume.transcript import Transcript
-from proxy.resume.vllm import VLLM
 from proxy.terms import Action
 from proxy.wire.chat_members import UnreadableMember
 from proxy.wire.openai import data_event, with_prompt_details
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from proxy.call import Call
-    from proxy.resume.engine import Engine
+    from proxy.resume.engines import Engine
     from proxy.resume.resumption import Resumption
     from proxy.resume.seam import Seam
     from proxy.wire.sse import Event

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from proxy.resume.engines import ENGINES
-from proxy.resume.vllm import VLLM
+from proxy.resume.engines import ENGINES, VLLM
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
     from proxy.balancer.engines.capabilities import Capability
     from proxy.balancer.engines.engine_facts import EngineFacts
     from proxy.balancer.pool import Pool
-    from proxy.resume.engine import Engine
+    from proxy.resume.engines import Engine
 
 
 class Fleet:

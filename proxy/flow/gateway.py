@@ -15,9 +15,7 @@ from proxy.flow.budget import RetryBudget
 from proxy.flow.chat_prompts import ChatPrompts
 from proxy.flow.fleet import Fleet
 from proxy.flow.parts import FlowParts
-from proxy.resume.engine import Watch
-from proxy.resume.sglang import SGLANG
-from proxy.resume.vllm import VLLM
+from proxy.resume.engines import SGLANG, VLLM, Watch
 from proxy.wire.openai import error_event as openai_error_event
 
 if TYPE_CHECKING:
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
     from proxy.observe.metrics import Metrics
     from proxy.observe.record import RequestRecord
     from proxy.resume.chat_as_completion import ChatPrompt
-    from proxy.resume.engine import Watching
+    from proxy.resume.engines import Watching
     from proxy.settings import Settings
 
 

@@ -16,8 +16,9 @@ from proxy.balancer.engines.capabilities import (
     TRAILING_BLANKS_HELD,
 )
 from proxy.errors import Failure
+from proxy.resume.engines import CannotResume
 from proxy.resume.plan import plan
-from proxy.resume.resumption import CannotResume, Resumption
+from proxy.resume.resumption import Resumption
 from proxy.resume.situation import ChatTokens, Situation
 from proxy.terms import Action
 from proxy.wire.openai import Api

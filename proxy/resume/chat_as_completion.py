@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from proxy.call import Call
     from proxy.dialects.grammars.base import Grammar
-    from proxy.resume.engine import Engine
+    from proxy.resume.engines import Engine
     from proxy.wire.sse import Event
 
 _CHAT_ONLY: Final = (

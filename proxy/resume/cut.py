@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import orjson
 
 from proxy.dialects.grammars import PROMPT_TAIL_TOKENS
+from proxy.resume.engines import CannotResume
 from proxy.resume.overlap import Mismatch
-from proxy.resume.resumption import CannotResume
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

@@ -1,16 +1,328 @@
-"""The engine software that answers can be continued on, by its name. A new one is a file and a line here."""
+"""How engines tell an answer and take it up again: the port, and vLLM and SGLang behind it. No IO."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from proxy.resume.sglang import SGLANG
-from proxy.resume.vllm import VLLM
+import orjson
+
+from proxy.balancer.engines.capabilities import CHAT_STREAM_TOKEN_IDS, TOKEN_IDS, WHOLE_EVENTS
+from proxy.resume.call_options import is_structured
+from proxy.wire import sglang
+from proxy.wire.document import REMOVED
+from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-    from proxy.resume.engine import Engine
+    from proxy.balancer.engines.capabilities import Capability
+    from proxy.call import Call
 
+    Has = Callable[[Capability], bool]
+    """Whether all engines have it that may work on an answer."""
+
+
+class CannotResume(Exception):
+    """The answer cannot be continued exactly; the text says why."""
+
+
+class Watch(Enum):
+    """How closely an answer is watched while it is told, and so how it could go on."""
+
+    __hash__ = object.__hash__  # that of an Enum is written in Python, and every request looks one up
+
+    NOT = auto()  # it begins anew as long as the client has nothing of it
+    TEXT = auto()  # it is asked for again, and compared with what the client has
+    IDS = auto()  # it goes on from its token ids
+
+
+class Watching:
+    """How one answer is watched, and on whose engines."""
+
+    __slots__ = ("engine", "is_close", "watch")
+
+    def __init__(self, engine: Engine, watch: Watch) -> None:
+        self.engine = engine
+        self.watch = watch
+        self.is_close = watch is not Watch.NOT
+        """Whether it is watched at all."""
+
+    def observed(self, call: Call) -> Call:
+        """The call as it is sent to engines."""
+        return self.engine.observed(call, self.watch) if self.is_close else call
+
+
+class Engine(ABC):
+    """One engine software. The defaults are vLLM's."""
+
+    stop_member: ClassVar[str] = "stop_reason"
+    """What a choice says of what stopped it: the stop string, or a token id."""
+    shows_stop_member: ClassVar[str] = "include_stop_str_in_output"
+    """The member of a request by which the stop string is a part of the answer."""
+    names_stop_always: ClassVar[bool] = False
+    """Every chunk has `stop_member`, and not only the last one."""
+    tells_offsets: ClassVar[bool] = True
+    """The log probabilities of a completion say where in the text each token begins."""
+    reasoning_field: ClassVar[str] = "reasoning"
+    """The member of a chat's delta that holds reasoning, unless an answer shows another one."""
+    wants_text: ClassVar[bool] = False
+    """A chat that goes on from token ids is told the text of its answer so far."""
+    shows_half_tokens: ClassVar[bool] = False
+    """Text is shown of a token although it ends in a character that is not complete."""
+
+    def __init__(self) -> None:
+        self.watching = {watch: Watching(self, watch) for watch in Watch}
+        """Made once, as every request takes one."""
+
+    # Watching
+
+    @abstractmethod
+    def watch(self, call: Call, has: Has) -> Watch:
+        """How an answer can be watched without becoming another one."""
+
+    @abstractmethod
+    def observed(self, call: Call, watch: Watch) -> Call:
+        """The call as it is sent so that its answer can be watched like this: streamed, with all that is generated."""
+
+    # Going on
+
+    @abstractmethod
+    def is_reproducible(self, call: Call, *, seeds_repeat: bool) -> bool:
+        """Whether the same request gives the same answer. Whether it did is compared."""
+
+    @abstractmethod
+    def is_structured(self, call: Call) -> bool:
+        """Whether the answer is bound to a grammar, which would begin anew."""
+
+    def inexact(self, call: Call) -> str | None:
+        """Why the answer would be another one if a part of it became prompt; None: it would not."""
+        return None
+
+    @abstractmethod
+    def next_seed(self, seed: int, segment: int) -> int:
+        """The seed of the rest of an answer on which `segment` decoders have worked."""
+
+    @abstractmethod
+    def chat_from_ids(self, call: Call, key: str, prompt_ids: bytes, so_far: str) -> Call:
+        """A chat whose prompt is these ids, a JSON array, which end in those of the answer `so_far`, text with markers.
+        `key`: what engines of vLLM call them.
+        """
+
+    def as_completion(self, call: Call, sampling: Mapping[str, float] | None) -> Mapping[str, object]:
+        """What becomes of a chat's sampling options in a completion. `sampling`: what chats are sampled by that do not
+        say so themselves; None: it is not known. Raises CannotResume.
+        """
+        return {}
+
+    # Words
+
+    def shows_stops(self, call: Call) -> bool:
+        """Whether a stop string is a part of the answer."""
+        return bool(call.sampling.get(self.shows_stop_member))
+
+    def whole_choice(self, text: Mapping[str, Any], ending: Mapping[str, Any], prompt_ids: Any) -> dict[str, Any]:
+        """The only choice of a completion that is not streamed, in the engine's order. `ending` has its log
+        probabilities, its finish and its token ids.
+        """
+        return {"index": 0, **text, **ending, "prompt_logprobs": None, "prompt_token_ids": prompt_ids}
+
+    def whole_tail(self, fingerprint: str | None, usage: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What follows the choices of an answer that is not streamed."""
+        return {"service_tier": None, "system_fingerprint": fingerprint, "usage": usage}
+
+
+# Members of a request that bind the answer of vLLM to a grammar.
+_VLLM_GRAMMARS: Final = (
+    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"),
+)
+# Read off their classes by every request they would take as long as four calls.
+_CHAT: Final = Api.CHAT
+_IDS: Final = Watch.IDS
+# What makes an answer tell its tokens.
+_OBSERVED: Final[dict[str, object]] = {
+    "stream": True,
+    "return_token_ids": True,
+    "stream_options": {"include_usage": True},
+}
+
+
+class VllmEngine(Engine):
+    """vLLM and vLLM-Ascend."""
+
+    def watch(self, call: Call, has: Has) -> Watch:
+        """See Engine."""
+        if not has(CHAT_STREAM_TOKEN_IDS if call.api is _CHAT else TOKEN_IDS):
+            return Watch.NOT
+        if call.is_ordinary:
+            return _IDS
+        values = call.values
+        if values.get("prompt_logprobs") is not None or values.get("echo"):
+            return Watch.NOT  # it refuses the one with `stream`, the other with `return_token_ids` for a prompt of ids
+        if not call.stream and "routed_experts_prompt_start" in values:
+            return Watch.NOT  # streams do not have what this asks for (chat_completion/protocol.py)
+        # It hides what belongs to reasoning, and which that is only it knows; and without reasoning to be shown a
+        # grammar begins at once (vLLM `resolve_reasoning_ended`).
+        hides = values.get("include_reasoning") is False
+        is_hidden = hides and (call.shows_single_tokens or self.is_structured(call))
+        return Watch.NOT if is_hidden else Watch.IDS
+
+    def observed(self, call: Call, watch: Watch = Watch.IDS) -> Call:
+        """See Engine. Costs some bytes per token, and the prompt's ids once."""
+        values = call.values
+        options = values.get("stream_options") if call.include_usage else None
+        changes: Mapping[str, object] = _OBSERVED
+        if options and len(options) > 1:
+            changes = {**changes, "stream_options": {**options, "include_usage": True}}
+        if values.get("include_reasoning") is False:
+            changes = {**changes, "include_reasoning": REMOVED}  # its ids would be missing
+        return call.changed(changes, stream=True)
+
+    def is_reproducible(self, call: Call, *, seeds_repeat: bool) -> bool:
+        """See Engine."""
+        return call.values.get("temperature") == 0 or (seeds_repeat and isinstance(call.values.get("seed"), int))
+
+    def is_structured(self, call: Call) -> bool:
+        """See Engine."""
+        return is_structured(call, _VLLM_GRAMMARS)
+
+    def next_seed(self, seed: int, segment: int) -> int:
+        """Another one: the same would repeat the random numbers of the first part. Any other is as good, as where the
+        sequence stood cannot be told.
+        """
+        return (seed + segment * 0x9E3779B97F4A7C15) % 2**63
+
+    def chat_from_ids(self, call: Call, key: str, prompt_ids: bytes, so_far: str) -> Call:
+        """See Engine."""
+        return replace(call, kv_params={key: orjson.Fragment(prompt_ids)})
+
+
+VLLM: Final = VllmEngine()
+
+# The same of SGLang.
+_SGLANG_GRAMMARS: Final = ("json_schema", "regex", "ebnf")
+# What counts the tokens of an answer, of which those in the prompt are none (`penaltylib`, also the repetition penalty,
+# which with vLLM counts the prompt), and the value that does nothing.
+_PENALTIES: Final = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
+_SAMPLED_BY: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# What else would not see what is in the prompt.
+_BLIND: Final = ("stop_regex", "custom_logit_processor", "session_params")
+# Of /generate likewise, and prompts that are more than text or ids.
+_NATIVE: Final = (
+    *("image_data", "video_data", "audio_data", "input_embeds", "session_params", "custom_logit_processor"),
+    *("return_hidden_states", "return_sampling_mask"),
+)
+# What comes once, at the end, or is asked for by its place in the sequence.
+_OF_THE_WHOLE: Final = ("echo", "return_hidden_states", "return_routed_experts", "return_cached_tokens_details")
+
+
+class SglangEngine(Engine):
+    """SGLang, by its sources from 0.5.17 to 0.5.23."""
+
+    stop_member = "matched_stop"
+    shows_stop_member = "no_stop_trim"
+    names_stop_always = True
+    tells_offsets = False  # each is -1 (`to_openai_style_logprobs`)
+    reasoning_field = "reasoning_content"
+    wants_text = True
+    shows_half_tokens = True  # up to the last space (`find_printable_text`)
+
+    def watch(self, call: Call, has: Has) -> Watch:
+        """See Engine. Chats tell no ids in their streams, but a greedy one can be replayed."""
+        values = call.values
+        if any(values.get(name) for name in _OF_THE_WHOLE):
+            return Watch.NOT
+        if call.api is Api.GENERATE:
+            return self._watch_native(call, has)
+        if has(TOKEN_IDS if call.api is Api.COMPLETIONS else CHAT_STREAM_TOKEN_IDS):
+            return Watch.IDS
+        # What is not streamed can begin anew until its end, and log probabilities come with some tokens only.
+        if call.api is Api.CHAT and call.stream and not call.shows_single_tokens and values.get("temperature") == 0:
+            return Watch.TEXT
+        return Watch.NOT
+
+    def _watch_native(self, call: Call, has: Has) -> Watch:
+        """Of `/generate`, whose events always have the ids."""
+        members = call.members(_NATIVE)
+        is_told_in_parts = sglang.wants_prefillers_answer(call.members(sglang.ABOUT_PROMPT))
+        if any(members.values()) or is_told_in_parts or not (has(TOKEN_IDS) and has(WHOLE_EVENTS)):
+            return Watch.NOT
+        prompt = call.members(("text", "input_ids"))
+        return Watch.IDS if any(value is not None for value in prompt.values()) else Watch.NOT
+
+    def observed(self, call: Call, watch: Watch) -> Call:
+        """See Engine."""
+        if watch is Watch.TEXT:
+            return call  # the same as ever: it is streamed, and its usage is asked for
+        if call.api is Api.GENERATE:
+            return call.changed({"stream": True}, stream=True)
+        options = call.values.get("stream_options") if call.include_usage else None
+        changes: dict[str, object] = {
+            "stream": True,
+            "return_token_ids": True,
+            "stream_options": {**(options or {}), "include_usage": True},
+        }
+        return call.changed(changes, stream=True)
+
+    def is_reproducible(self, call: Call, *, seeds_repeat: bool) -> bool:
+        """See Engine."""
+        values = call.sampling
+        seed = values.get("sampling_seed" if call.api is Api.GENERATE else "seed")
+        return values.get("temperature") == 0 or (seeds_repeat and isinstance(seed, int))
+
+    def is_structured(self, call: Call) -> bool:
+        """See Engine."""
+        return is_structured(call, _SGLANG_GRAMMARS)
+
+    def inexact(self, call: Call) -> str | None:
+        """See Engine."""
+        values = call.sampling
+        for name, none in _PENALTIES.items():
+            if values.get(name) not in (None, none):
+                return f"SGLang's {name} would not count the tokens before the break"
+        for name in _BLIND:
+            if values.get(name):
+                return f"SGLang's {name} would not see the tokens before the break"
+        return None
+
+    def next_seed(self, seed: int, segment: int) -> int:
+        """The same one. Where it counts at all, a random number is made of it and of the position
+        (`layers/sampler.py`), so that even a sampled answer goes on as it would have.
+        """
+        return seed
+
+    def chat_from_ids(self, call: Call, key: str, prompt_ids: bytes, so_far: str) -> Call:
+        """See Engine. The messages, which are not rendered then, tell the parser of reasoning where the answer is: it
+        looks for markers in that of the assistant (`parser/reasoning_parser.py`).
+        """
+        changes: dict[str, Any] = {"input_ids": orjson.Fragment(prompt_ids)}
+        if so_far:
+            changes["messages"] = [*call.values["messages"], {"role": "assistant", "content": so_far}]
+            changes["continue_final_message"] = True
+        return call.changed(changes)
+
+    def as_completion(self, call: Call, sampling: Mapping[str, float] | None) -> Mapping[str, object]:
+        """See Engine. What a chat does not say it takes from the model's `generation_config.json`, and a completion
+        from nowhere (`to_sampling_params`, `_build_sampling_params`); null is no number for a completion.
+        """
+        if sampling is None:
+            raise CannotResume("what SGLang samples a chat by is not known")
+        unsaid = [name for name in _SAMPLED_BY if call.values.get(name) is None]
+        return {name: sampling.get(name, REMOVED) for name in unsaid if name in sampling or name in call.values}
+
+    def whole_choice(self, text: Mapping[str, Any], ending: Mapping[str, Any], prompt_ids: Any) -> dict[str, Any]:
+        """See Engine. Ids are told only to who asked for them."""
+        ids = {"token_ids": ending["token_ids"], "prompt_token_ids": prompt_ids}
+        choice = {"index": 0, **text, **{name: value for name, value in ending.items() if name not in ids}}
+        return choice | {name: value for name, value in ids.items() if value is not None}
+
+    def whole_tail(self, fingerprint: str | None, usage: Mapping[str, Any] | None) -> dict[str, Any]:
+        """See Engine. `metadata`, the version of the weights, is not told in streams."""
+        return {"usage": usage}
+
+
+SGLANG: Final = SglangEngine()
 ENGINES: Final[Mapping[str, Engine]] = {"vLLM": VLLM, "SGLang": SGLANG}
-"""By `Identity.kind`."""
+"""The engine software that answers can be continued on, by `Identity.kind`."""

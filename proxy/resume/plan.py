@@ -13,8 +13,9 @@ from proxy.resume.call_options import calls_tools, has_media
 from proxy.resume.completion_as_chat import with_reasoning_as
 from proxy.resume.continuation import from_tokens
 from proxy.resume.cut import UNFINISHED, Cut, find_cut, prompt_tail, text_of
+from proxy.resume.engines import CannotResume
 from proxy.resume.overlap import Mismatch, beyond, beyond_or_behind
-from proxy.resume.resumption import CannotResume, Resumption
+from proxy.resume.resumption import Resumption
 from proxy.resume.seam import Seam
 from proxy.resume.situation import ChatTokens
 from proxy.terms import Action

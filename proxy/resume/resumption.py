@@ -11,10 +11,6 @@ if TYPE_CHECKING:
     from proxy.terms import Action
 
 
-class CannotResume(Exception):
-    """The answer cannot be continued exactly; the text says why."""
-
-
 @dataclass(frozen=True, slots=True)
 class Resumption:
     """How an answer goes on. `call` None: it is over, for length. `seam` None: it begins anew, unseen."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from proxy.resume.engines import VLLM
 from proxy.resume.overlap import TEXTS, Mismatch, Overlap, repeated
-from proxy.resume.vllm import VLLM
 from proxy.usage import counts
 from proxy.wire.openai import Api
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from proxy.call import Call
     from proxy.resume.completion_as_chat import CompletionAsChat
-    from proxy.resume.engine import Engine
+    from proxy.resume.engines import Engine
     from proxy.resume.transcript import Transcript
 
 

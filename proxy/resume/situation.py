@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from proxy.call import Call
-    from proxy.resume.engine import Engine
+    from proxy.resume.engines import Engine
     from proxy.resume.transcript import Transcript
 
 

@@ -12,10 +12,9 @@ import pytest
 
 from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery
-from proxy.resume.engine import Watch
+from proxy.resume.engines import VLLM, Watch
 from proxy.resume.resumption import Resumption
 from proxy.resume.seam import Seam
-from proxy.resume.vllm import VLLM
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.profile import ALL_PROFILES
 from proxy.terms import Action

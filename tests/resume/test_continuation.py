@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from proxy.resume.call_options import output_limit
-from proxy.resume.resumption import CannotResume
+from proxy.resume.engines import CannotResume
 from proxy.resume.situation import ChatTokens
 from proxy.sim.model.tokenizer import encode
 from proxy.terms import Action

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from proxy.dialects.grammars.kimi import KimiParser
 from proxy.dialects.segment import Meaning
 from proxy.flow.delivery import Delivery
+from proxy.resume.engines import VLLM, CannotResume
 from proxy.resume.overlap import Mismatch
 from proxy.resume.plan import plan
-from proxy.resume.resumption import CannotResume, Resumption
+from proxy.resume.resumption import Resumption
 from proxy.resume.situation import ChatTokens, Situation
 from proxy.resume.transcript import Transcript
-from proxy.resume.vllm import VLLM
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.model.tokenizer import ARGUMENT_BEGIN, CALL_BEGIN, SECTION_BEGIN, Detokenizer, decode, encode
 from proxy.terms import Action

@@ -8,9 +8,8 @@ import orjson
 import pytest
 
 from proxy.balancer.engines.capabilities import CHAT_STREAM_TOKEN_IDS, TOKEN_IDS
-from proxy.resume.engine import Watch
+from proxy.resume.engines import SGLANG, Watch
 from proxy.resume.overlap import Mismatch
-from proxy.resume.sglang import SGLANG
 from proxy.resume.situation import ChatTokens
 from proxy.resume.transcript import Transcript
 from proxy.sim.model.tokenizer import ASSISTANT, MIDDLE, THINK_END

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from proxy.resume.vllm import VLLM
+from proxy.resume.engines import VLLM
 from proxy.wire.document import joined
 from proxy.wire.openai import Api
 from tests.asking import request
