@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from proxy.call import Call
     from proxy.resume.engines import Engine
-    from proxy.resume.resumption import Resumption
     from proxy.resume.seam import Seam
+    from proxy.resume.situation import Resumption
     from proxy.wire.sse import Event
     from proxy.wire.token import Shape
 

@@ -18,8 +18,7 @@ from proxy.balancer.engines.capabilities import (
 from proxy.errors import Failure
 from proxy.resume.engines import CannotResume
 from proxy.resume.plan import plan
-from proxy.resume.resumption import Resumption
-from proxy.resume.situation import ChatTokens, Situation
+from proxy.resume.situation import ChatTokens, Resumption, Situation
 from proxy.terms import Action
 from proxy.wire.openai import Api
 

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from proxy.resume.call_options import min_tokens, output_limit
-from proxy.resume.chat_as_completion import as_completion
-from proxy.resume.completion_as_chat import CompletionAsChat
+from proxy.resume.chat_as_completion import CompletionAsChat, as_completion
 from proxy.resume.engines import CannotResume
-from proxy.resume.resumption import Resumption
 from proxy.resume.seam import Seam, StopGuard
+from proxy.resume.situation import Resumption
 from proxy.terms import Action
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import Api

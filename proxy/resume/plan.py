@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy.dialects.grammars.base import Verbatim
 from proxy.resume.call_options import calls_tools, has_media
-from proxy.resume.completion_as_chat import with_reasoning_as
+from proxy.resume.chat_as_completion import with_reasoning_as
 from proxy.resume.continuation import from_tokens
 from proxy.resume.cut import UNFINISHED, Cut, find_cut, prompt_tail, text_of
 from proxy.resume.engines import CannotResume
 from proxy.resume.overlap import Mismatch, beyond, beyond_or_behind
-from proxy.resume.resumption import Resumption
 from proxy.resume.seam import Seam
-from proxy.resume.situation import ChatTokens
+from proxy.resume.situation import ChatTokens, Resumption
 from proxy.terms import Action
 from proxy.wire.openai import Api
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from proxy.call import Call
-    from proxy.resume.completion_as_chat import CompletionAsChat
+    from proxy.resume.chat_as_completion import CompletionAsChat
     from proxy.resume.engines import Engine
     from proxy.resume.transcript import Transcript
 

@@ -1,4 +1,4 @@
-"""What decides how an answer goes on whose decoder was lost. No IO."""
+"""An answer whose decoder was lost: what decides how it goes on, and the decision. No IO."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 
     from proxy.call import Call
     from proxy.resume.engines import Engine
+    from proxy.resume.seam import Seam
     from proxy.resume.transcript import Transcript
+    from proxy.terms import Action
 
 
 class ChatTokens(StrEnum):
@@ -58,3 +60,16 @@ class Situation:
     """Whether engines have a reasoning parser, which shows special tokens as text. None: that is not known."""
     chat_sampling: Mapping[str, float] | None = None
     """What the engines sample chats by that do not say so themselves; None: it is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """How an answer goes on. `call` None: it is over, for length. `seam` None: it begins anew, unseen."""
+
+    action: Action
+    call: Call | None
+    seam: Seam | None = None
+    kept: int = 0
+    """Token ids of the answer that need not be generated again."""
+    prompt_ids: bytes | None = None
+    """What the engine must say its prompt was, if it obeys; a JSON array."""

@@ -13,8 +13,8 @@ import pytest
 from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery
 from proxy.resume.engines import VLLM, Watch
-from proxy.resume.resumption import Resumption
 from proxy.resume.seam import Seam
+from proxy.resume.situation import Resumption
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.profile import ALL_PROFILES
 from proxy.terms import Action

@@ -14,8 +14,8 @@ from proxy.dialects.segment import Meaning, Segment
 from proxy.flow.delivery import Delivery
 from proxy.resume.engines import VLLM
 from proxy.resume.overlap import Mismatch
-from proxy.resume.resumption import Resumption
 from proxy.resume.seam import Seam
+from proxy.resume.situation import Resumption
 from proxy.settings import Cost
 from proxy.sim.engine import SimulatedEngine
 from proxy.terms import Action

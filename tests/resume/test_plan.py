@@ -19,8 +19,7 @@ from proxy.flow.delivery import Delivery
 from proxy.resume.engines import VLLM, CannotResume
 from proxy.resume.overlap import Mismatch
 from proxy.resume.plan import plan
-from proxy.resume.resumption import Resumption
-from proxy.resume.situation import ChatTokens, Situation
+from proxy.resume.situation import ChatTokens, Resumption, Situation
 from proxy.resume.transcript import Transcript
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.model.tokenizer import ARGUMENT_BEGIN, CALL_BEGIN, SECTION_BEGIN, Detokenizer, decode, encode

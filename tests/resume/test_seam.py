@@ -10,7 +10,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from proxy.dialects.grammars.kimi import KimiParser
-from proxy.resume.completion_as_chat import CompletionAsChat
+from proxy.resume.chat_as_completion import CompletionAsChat
 from proxy.resume.overlap import Mismatch
 from proxy.resume.seam import Seam, StopGuard
 from proxy.resume.transcript import Transcript

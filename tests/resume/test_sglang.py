@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from proxy.balancer.engines.capabilities import Capability
-    from proxy.resume.resumption import Resumption
     from proxy.resume.seam import Seam
+    from proxy.resume.situation import Resumption
 
 GREEDY: dict[str, Any] = {"temperature": 0}
 WHOLE = request(Api.CHAT)

@@ -30,9 +30,7 @@ _BY_PACKAGE: Final = {
     "listener": "header_deadlines",
     "monitor": "loop_lag",
     "observe": "access_line attempt_record listeners observers receipt receipts record timeline",
-    "resume": (
-        "call_options chat_as_completion completion_as_chat continuation cut engines overlap plan seam transcript"
-    ),
+    "resume": "call_options chat_as_completion continuation cut engines overlap plan seam transcript",
     "upstream": (
         "answer_reader connection fast_forward plain_head request_heads response silences size_lines upstream"
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.resume.completion_as_chat import chat_logprobs
+from proxy.resume.chat_as_completion import chat_logprobs
 from proxy.sim.model import logprobs as sim_logprobs
 from proxy.sim.model.logprobs import Speller
 
