@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from proxy.resume.transcript import Transcript
 from proxy.upstream.fast_forward import FastForward, Tokens
+from tests.canned import data
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,3 +68,11 @@ def tokens_like(
 def framed(data: bytes) -> bytes:
     """One chunk of HTTP/1.1."""
     return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def token(field: str | None, number: int, *, ids: bool) -> bytes:
+    """One token of a chat as an engine sends it, or of a completion where there is no `field`."""
+    text = f" word{number}"
+    told: dict[str, Any] = {"text": text} if field is None else {"delta": {field: text}}
+    told |= {"index": 0, "logprobs": None, "finish_reason": None, "token_ids": [1000 + number] if ids else None}
+    return framed(data({"id": "c", "object": "chunk", "created": 1, "choices": [told]}))

@@ -24,8 +24,7 @@ from proxy.settings import Cost, Timeouts
 from proxy.upstream import Response
 from proxy.wire.openai import Api
 from tests.asking import api_of, request
-from tests.canned import data
-from tests.flow.forwarding import Client, framed
+from tests.flow.forwarding import Client, token
 from tests.fuzz.answers import Line, connected
 from tests.fuzz.streams import NoHandoff, Owner
 from tests.parsing import parse
@@ -104,13 +103,6 @@ async def calls_for(
     return calls
 
 
-def token(field: str | None, number: int, ids: bool) -> bytes:
-    text = f" word{number}"
-    told: dict[str, Any] = {"text": text} if field is None else {"delta": {field: text}}
-    told |= {"index": 0, "logprobs": None, "finish_reason": None, "token_ids": [1000 + number] if ids else None}
-    return framed(data({"id": "c", "object": "chunk", "created": 1, "choices": [told]}))
-
-
 @pytest.mark.parametrize("ids", [True, False])
 @pytest.mark.parametrize("is_observed", [True, False])
 @pytest.mark.parametrize(
@@ -127,7 +119,7 @@ def token(field: str | None, number: int, ids: bool) -> bytes:
 @pytest.mark.interpreted
 async def test_a_token_costs_one_call(body: dict[str, Any], field: str | None, is_observed: bool, ids: bool) -> None:
     """That where its bytes arrive. Another half times one gap in eight, and reads what was noted of sixteen."""
-    tokens = [token(field, number, ids) for number in range(73)]
+    tokens = [token(field, number, ids=ids) for number in range(73)]
     first = await calls_for(tokens[:9], body, is_observed=is_observed or not body["stream"])
     all_of_them = await calls_for(tokens, body, is_observed=is_observed or not body["stream"])
     calls = all_of_them - first
