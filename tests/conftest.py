@@ -33,7 +33,7 @@ _LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
 
 
 # How long an example takes says nothing on a machine that does other things as well.
-hypothesis.settings.register_profile("pdproxy", deadline=None)
+hypothesis.settings.register_profile("pdproxy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("pdproxy")
 
 

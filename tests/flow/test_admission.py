@@ -265,7 +265,8 @@ async def test_a_waiter_that_is_cancelled_as_its_turn_comes_passes_it_on(gate: G
     assert (first.task.cancelled(), second.is_in) == (True, True)
 
 
-async def test_a_waiter_that_is_cancelled_is_gone(gate: Gate) -> None:
+async def test_a_waiter_that_is_cancelled_is_gone(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.flow.admission._LOOK_AGAIN_SECONDS", 3600.0)  # the timer is not replaced meanwhile
     (first,) = await gate.arrive("-")
     timer = gate.admission._timer
     assert timer is not None

@@ -6,7 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz.cutting import spelled
@@ -15,6 +15,8 @@ from tests.fuzz.targets import CORPUS, TARGETS, check_of, examples_of
 if TYPE_CHECKING:
     from pathlib import Path
 
+# Imported here, because some import tests that hypothesis runs, which it refuses within a test.
+CHECKS = {target: check_of(target) for target in TARGETS}
 EXAMPLES = [
     pytest.param(target, path, id=f"{target}-{path.name}") for target in TARGETS for path in examples_of(target)
 ]
@@ -35,14 +37,14 @@ def mixtures(draw: st.DrawFn, target: str) -> bytes:
 
 @pytest.mark.parametrize(("target", "path"), EXAMPLES)
 def test_what_was_found_once_stays_right(target: str, path: Path) -> None:
-    check_of(target)(path.read_bytes())
+    CHECKS[target](path.read_bytes())
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50)
 @given(data=st.data())
 def test_what_is_like_it_is_right_too(target: str, data: st.DataObject) -> None:
-    check_of(target)(data.draw(mixtures(target) | st.binary(max_size=100)))
+    CHECKS[target](data.draw(mixtures(target) | st.binary(max_size=100)))
 
 
 def test_every_example_belongs_to_a_target() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -77,19 +77,27 @@ async def memberships(gateway: Deployment) -> list[str]:
 
 
 @asynccontextmanager
-async def load(gateway: Deployment, streams: int, **fields: Any) -> AsyncIterator[list[Answer]]:
-    """Clients that ask again and again until the end of the block; the answers so far."""
+async def load(gateway: Deployment, streams: int, *, holds: bool = False) -> AsyncIterator[list[Answer]]:
+    """Clients that ask again and again until the end of the block; the answers so far.
+
+    `holds`: the first answers do not end within the block, unless their decoder is restarted.
+    """
     answers: list[Answer] = []
     is_over = False
 
     async def client() -> None:
         while not is_over:
-            answers.append(await gateway.ask({**BODY, **fields}))
+            answers.append(await gateway.ask(BODY))
 
-    clients = [asyncio.create_task(client()) for _ in range(streams)]
-    await until(lambda: sum(engine.state.live for engine in gateway.decoders) == streams, "all streams")
-    yield answers
-    is_over = True
+    with ExitStack() as held:
+        for engine in gateway.decoders:
+            held.enter_context(engine.held())
+        clients = [asyncio.create_task(client()) for _ in range(streams)]
+        await until(lambda: sum(engine.state.live for engine in gateway.decoders) == streams, "all streams")
+        if not holds:
+            held.close()
+        yield answers
+        is_over = True
     await asyncio.gather(*clients)
 
 
@@ -112,7 +120,7 @@ async def test_nobody_notices(deploy: Deploy, tmp_path: Path) -> None:
 async def test_it_stops_when_clients_see_requests_fail(deploy: Deploy) -> None:
     gateway = await deploy(1, [slow(), slow()], health=PROBED, resume={"mode": "off"})
     roll = Roll(gateway)
-    async with load(gateway, 2):
+    async with load(gateway, 2, holds=True):
         with pytest.raises(RollStopped, match=r"clients have seen (1 request|2 requests) fail"):
             await roll.goes()
     assert len(roll.restarts) <= 1
@@ -123,7 +131,7 @@ async def test_it_is_stopped_while_an_instance_drains_and_is_taken_up_again(depl
     gateway = await deploy(1, [slow(), slow()], health=PROBED)
     first, second = map(name_of, gateway.decoders)
     roll = Roll(gateway, tmp_path / "state", evacuate_after_seconds=None)
-    async with load(gateway, 2, max_tokens=600):  # so long that the drain is seen on a slow machine, too
+    async with load(gateway, 2, holds=True):
         going = asyncio.create_task(roll.goes((second,)))
         async with asyncio.timeout(60):
             while await memberships(gateway) != ["enabled", "disabled"]:

@@ -55,13 +55,14 @@ async def test_a_running_stream_is_finished(
     number: signal.Signals,
 ) -> None:
     async with gateway("--prefill", prefiller.url, "--decode", decoder.url, "--workers", workers) as program:
-        async with session.post(program.url + Api.CHAT.path, json=BODY) as response:
+        with decoder.held():
+            response = await session.post(program.url + Api.CHAT.path, json=BODY)
             await response.content.readline()
             program.signal(number)
             await program.says(DRAINING)
             await refuses_connections(program)
             program.signal(signal.SIGHUP)  # which is too late to be heard
-            answer = await read(response)
+        answer = await read(response)
         assert await program.ended() == 0
         assert "reload" not in program.output
     assert answer.is_done
@@ -75,9 +76,10 @@ async def test_the_lines_of_requests_that_have_just_ended_are_not_lost(
         await is_ready(session, program.url)
         short = request(Api.CHAT, max_tokens=1)
         before = await asyncio.gather(*(ask(session, program.url, short) for _ in range(20)))
-        running = await asyncio.gather(*(session.post(program.url + Api.CHAT.path, json=BODY) for _ in range(3)))
-        program.signal(signal.SIGTERM)
-        await program.says('"message":"draining","left":3')
+        with decoder.held():
+            running = await asyncio.gather(*(session.post(program.url + Api.CHAT.path, json=BODY) for _ in range(3)))
+            program.signal(signal.SIGTERM)
+            await program.says('"message":"draining","left":3')
         during = await asyncio.gather(*map(read, running))
         assert await program.ended() == 0
         lines = [orjson.loads(line) for line in program.output.splitlines() if '"proxy.access"' in line]

@@ -31,6 +31,7 @@ class Scheduler:
         self._decoding: list[Sequence] = []
         self._prefill_free_at = 0.0
         self._next_step_at = 0.0
+        self._is_held = False
         self._timer: asyncio.Handle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -60,6 +61,15 @@ class Scheduler:
         self._running.clear()
         self._prefilling.clear()
         self._decoding.clear()
+        self._arm()
+
+    def hold(self) -> None:
+        """Give no sequence more than its first token until `go_on`."""
+        self._is_held = True
+
+    def go_on(self) -> None:
+        """Run the sequences that were held."""
+        self._is_held = False
         self._arm()
 
     def submit(self, sequence: Sequence) -> None:
@@ -113,7 +123,7 @@ class Scheduler:
             self._timer.cancel()
             self._timer = None
         due = [self._prefilling[0].ready_at] if self._prefilling else []
-        if self._decoding:
+        if self._decoding and not self._is_held:
             due.append(self._next_step_at)
         if due:
             at = min(due)
@@ -122,7 +132,8 @@ class Scheduler:
     def _tick(self) -> None:
         self._timer = None
         now = self._now()
-        tokens = self._decode(now) if self._decoding and self._next_step_at <= now else 0
+        decodes = self._decoding and not self._is_held and self._next_step_at <= now
+        tokens = self._decode(now) if decodes else 0
         was_idle = not self._decoding
         while self._prefilling and self._prefilling[0].ready_at <= now:
             sequence = self._prefilling.popleft()

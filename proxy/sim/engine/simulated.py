@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 import uvloop
@@ -38,7 +39,7 @@ from proxy.sim.options import AtSigterm, Options, ProtocolName
 from proxy.sim.state import Condition, Seen, State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import TracebackType
 
     from proxy.sim.engine.kv_events import KvEventPublisher
@@ -117,6 +118,17 @@ class SimulatedEngine:
     async def wait_until(self, condition: Condition, timeout_seconds: float = 60.0) -> None:
         """Wait for a condition on `state`, which is looked at whenever anything changes."""
         await self.state.wait_until(condition, timeout_seconds)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within the block no sequence gets more than its first token."""
+        scheduler = self.core.scheduler
+        assert isinstance(scheduler, Scheduler)
+        scheduler.hold()
+        try:
+            yield
+        finally:
+            scheduler.go_on()
 
     async def start(self) -> None:
         scheduler, cache = self._parts()

@@ -57,17 +57,18 @@ async def test_a_plain_request_runs_through_compiled_modules(
 
 
 async def test_a_look_at_silent_streams_runs_through_compiled_modules(deploy: Deploy) -> None:
-    gateway = await deploy(decoder={"decode_step_ms": 20.0})
+    gateway = await deploy()
     upstream = gateway.worker.upstream
     async with connected(gateway, STREAMS) as lines:
-        for line in lines:
-            line.send(raw(request(Api.CHAT, stream=True, max_tokens=40)))
-        for line in lines:
-            await line.has(b"data: ")
-        upstream.sweep()
-        with counting({SWEEP}, None) as calls:
-            upstream.sweep()  # nothing can have arrived since the last one
-        assert upstream.busy_connections == STREAMS
+        with gateway.decoders[0].held():
+            for line in lines:
+                line.send(raw(request(Api.CHAT, stream=True)))
+            for line in lines:
+                await line.has(b"data: ")
+            upstream.sweep()
+            with counting({SWEEP}, None) as calls:
+                upstream.sweep()  # nothing can have arrived since the last one
+            assert upstream.busy_connections == STREAMS
         for line in lines:
             await line.has(b"data: [DONE]")
     assert list(interpreted(calls, STREAMS)) == []
