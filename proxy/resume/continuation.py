@@ -10,7 +10,7 @@ import orjson
 from proxy.resume.call_options import min_tokens, output_limit
 from proxy.resume.chat_as_completion import CompletionAsChat, as_completion
 from proxy.resume.engines import CannotResume
-from proxy.resume.seam import Seam, StopGuard
+from proxy.resume.seam import Seam, SeamPlan, StopGuard
 from proxy.resume.situation import Resumption
 from proxy.terms import Action
 from proxy.wire.document import REMOVED
@@ -35,14 +35,13 @@ def from_tokens(
     *,
     pending: Mapping[str, Any] | None = None,
     parser: Parser | None = None,
-    late: int = 0,
     so_far: str = "",
 ) -> Resumption:
     """Put the ids that are kept behind the prompt.
 
     `pending`: a chat delta that belongs to these ids and that the client does not have. `parser`: for a chat that goes
-    on as a completion; it keeps back `late` characters. `so_far`: the text of the kept ids, for a chat whose engine
-    wants to know it. Raises CannotResume.
+    on as a completion. `so_far`: the text of the kept ids, for a chat whose engine wants to know it. Raises
+    CannotResume.
     """
     call, transcript, kept = situation.call, situation.transcript, cut.kept
     assert transcript.prompt_ids is not None
@@ -51,23 +50,26 @@ def from_tokens(
     room = None if situation.max_model_len is None else situation.max_model_len - len(prompt)
     left = None if limit is None else limit - kept
     is_over = (left is not None and left <= 0) or (room is not None and room <= 0)
+    late = 0 if parser is None else len(parser.unsaid)
     guard = None if is_over else _guard(situation, cut, late or len(cut.deferred))
     if guard is None and cut.held:
         pending = {**(pending or {}), cut.channel: cut.held}
     seam = Seam(
-        call.api,
-        situation.head,
-        transcript,
-        kept=kept,
-        pending=pending,
-        guard=guard,
-        deferred=cut.deferred,
-        channel=cut.channel,
-        swallowed=[*transcript.ids[kept:], *situation.ahead] if situation.shows_ids and situation.shown else [],
-        as_chat=None if parser is None else _as_chat(situation, parser, pending or {}),
-        text_offset=transcript.offset_behind(kept) if situation.keeps_length else None,
-        known=cut.known,
-        engine=situation.engine,
+        SeamPlan(
+            api=call.api,
+            head=situation.head,
+            transcript=transcript,
+            kept=kept,
+            pending=pending,
+            channel=cut.channel,
+            guard=guard,
+            deferred=cut.deferred,
+            swallowed=[*transcript.ids[kept:], *situation.ahead] if situation.shows_ids and situation.shown else [],
+            known=cut.known,
+            as_chat=None if parser is None else _as_chat(situation, parser, pending or {}),
+            text_offset=transcript.offset_behind(kept) if situation.keeps_length else None,
+            engine=situation.engine,
+        )
     )
     if is_over:
         return Resumption(Action.FINISH, None, seam, kept)

@@ -15,7 +15,7 @@ from proxy.resume.continuation import from_tokens
 from proxy.resume.cut import UNFINISHED, Cut, find_cut, prompt_tail, text_of
 from proxy.resume.engines import CannotResume
 from proxy.resume.overlap import Mismatch, beyond, beyond_or_behind
-from proxy.resume.seam import Seam
+from proxy.resume.seam import Seam, SeamPlan
 from proxy.resume.situation import ChatTokens, Resumption
 from proxy.terms import Action
 from proxy.wire.openai import Api
@@ -46,8 +46,14 @@ def plan(situation: Situation) -> Steps[Resumption]:
             return Resumption(Action.RESTART, situation.call)
         if not situation.engine.is_reproducible(situation.call, seeds_repeat=situation.seeds_repeat):
             raise
-    seam = Seam(situation.call.api, situation.head, situation.transcript, kept=0, replays=True, engine=situation.engine)
-    return Resumption(Action.REPLAY, situation.call, seam)
+    replay = SeamPlan(
+        api=situation.call.api,
+        head=situation.head,
+        transcript=situation.transcript,
+        replays=True,
+        engine=situation.engine,
+    )
+    return Resumption(Action.REPLAY, situation.call, Seam(replay))
 
 
 def _continue(situation: Situation) -> Steps[Resumption]:
@@ -131,7 +137,7 @@ def _continue_raw(situation: Situation) -> Steps[Resumption]:
     channel = "content" if "content" in pending else _last_channel(transcript)
     held = pending.pop(channel, "") if call.stops and "tool_calls" not in pending else ""
     cut = Cut(kept, held, channel=channel, known=known)
-    return from_tokens(situation, action, cut, pending=pending, parser=parser, late=len(parser.unsaid))
+    return from_tokens(situation, action, cut, pending=pending, parser=parser)
 
 
 def _is_unparsed(situation: Situation, *, opens_reasoning: bool) -> bool:

@@ -7,6 +7,7 @@ which a decoder gave up for lack of KV memory: its text counts, its finish does 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from proxy.resume.engines import VLLM
@@ -23,57 +24,70 @@ if TYPE_CHECKING:
     from proxy.resume.transcript import Transcript
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class SeamPlan:
+    """What a Seam joins, and how."""
+
+    api: Api
+    """That of the client."""
+    head: Mapping[str, Any]
+    """The members that all chunks of the client's stream have in common."""
+    transcript: Transcript
+    """What the client has."""
+    kept: int = 0
+    """How many token ids of the answer were given to the engine as part of its prompt."""
+    pending: Mapping[str, Any] | None = None
+    """A chat delta that belongs to these ids and that the client does not have yet. For completions `content` is the
+    text."""
+    channel: str = "content"
+    """The member of a delta that the answer broke off in."""
+    guard: StopGuard | None = None
+    """Looks for stop strings in the text of this member. None: there can be none across the seam."""
+    deferred: str = ""
+    """White space that is shown if more of this member's text follows."""
+    swallowed: Sequence[int] = ()
+    """Token ids that the client has seen and the engine generates again."""
+    known: str = ""
+    """Text that the client has seen and the engine generates again."""
+    as_chat: CompletionAsChat | None = None
+    """Turns the stream of a completion into that of a chat. None: the stream is of the client's API."""
+    text_offset: int | None = None
+    """Where the log probabilities of a completion go on. None: where its text does."""
+    replays: bool = False
+    """Whether the stream begins the answer anew."""
+    engine: Engine = VLLM
+    """The software that writes the stream."""
+
+
 class Seam:
-    """Rewrites what a continuing stream says. One for each continuation.
+    """Rewrites the chunks of a continuing stream. One for each continuation."""
 
-    `kept`: how many token ids of the answer were given to the engine as part of its prompt. `pending`: a chat delta
-    (for completions `content` is the text) that belongs to them and the client does not have yet. `swallowed`: ids that
-    the client has seen already and the engine generates once more. `channel`: the member of a delta that the answer
-    broke off in; `guard` is for its text, and `deferred` is to be shown if more of it follows at all. `as_chat`: for a
-    chat that goes on as a completion. `text_offset`: where the log probabilities of a completion go on, None: where its
-    text does. `replays`: the stream begins the answer anew. `known`: text that the client has seen already and the
-    engine generates once more.
-    """
-
-    def __init__(
-        self,
-        api: Api,
-        head: Mapping[str, Any],
-        transcript: Transcript,
-        *,
-        kept: int,
-        pending: Mapping[str, Any] | None = None,
-        guard: StopGuard | None = None,
-        deferred: str = "",
-        channel: str = "content",
-        swallowed: Sequence[int] = (),
-        as_chat: CompletionAsChat | None = None,
-        text_offset: int | None = None,
-        replays: bool = False,
-        known: str = "",
-        engine: Engine = VLLM,
-    ) -> None:
-        self.reads_completion = as_chat is not None
+    def __init__(self, plan: SeamPlan) -> None:
+        self.reads_completion = plan.as_chat is not None
         """The stream is a completion's, whatever the client asked for."""
         self.is_stopped = False
         """A stop string was found across the seam: the answer ends here, whatever the engine goes on to say."""
-        self._api = api
-        self._head = head
-        self._kept = kept
-        self._kept_reasoning = transcript.reasoning_among(kept)
-        held = guard.unsent if guard is not None and channel == "content" else (pending or {}).get("content", "")
-        shown = len(transcript.content) + len(held) if text_offset is None else text_offset
-        self._text_offset = 0 if replays or not engine.tells_offsets else shown
-        self._pending = pending
+        transcript, guard = plan.transcript, plan.guard
+        self._api = plan.api
+        self._head = plan.head
+        self._kept = plan.kept
+        self._kept_reasoning = transcript.reasoning_among(plan.kept)
+        if guard is not None and plan.channel == "content":
+            held = guard.unsent
+        else:
+            held = (plan.pending or {}).get("content", "")
+        shown = len(transcript.content) + len(held) if plan.text_offset is None else plan.text_offset
+        self._text_offset = 0 if plan.replays or not plan.engine.tells_offsets else shown
+        self._pending = plan.pending
         self._guard = guard
-        self._deferred = deferred
-        self._channel = channel
-        self.swallowed = list(swallowed)
+        self._deferred = plan.deferred
+        self._channel = plan.channel
+        self.swallowed = list(plan.swallowed)
         """Ids the client has seen that the engine is still to repeat."""
-        self._as_chat = as_chat
-        self._overlap = Overlap(transcript) if replays else None
-        self._known = known
-        self._engine = engine
+        self._as_chat = plan.as_chat
+        self._overlap = Overlap(transcript) if plan.replays else None
+        self._known = plan.known
+        self._engine = plan.engine
 
     def rewrite(self, payload: dict[str, Any], *, recomputed: bool) -> list[tuple[dict[str, Any], list[int]]]:
         """The chunks the client gets for one chunk of the engine, each with the ids it adds to the answer.

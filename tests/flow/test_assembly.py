@@ -13,7 +13,7 @@ import pytest
 from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery
 from proxy.resume.engines import VLLM, Watch
-from proxy.resume.seam import Seam
+from proxy.resume.seam import Seam, SeamPlan
 from proxy.resume.situation import Resumption
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.profile import ALL_PROFILES
@@ -233,7 +233,14 @@ def test_metrics_of_a_part_are_not_those_of_a_resumed_answer() -> None:
     whole = Assembly(has_routed_experts=True)
     delivery = Delivery(call_of(request(Api.CHAT)), is_observed=True, whole=whole)
     take(delivery, data(_told(7, "a")))
-    delivery.go_on(Resumption(Action.CHAT_TOKENS, None, Seam(Api.CHAT, delivery.head, delivery.transcript, kept=1), 1))
+    delivery.go_on(
+        Resumption(
+            Action.CHAT_TOKENS,
+            None,
+            Seam(SeamPlan(api=Api.CHAT, head=delivery.head, transcript=delivery.transcript, kept=1)),
+            1,
+        )
+    )
     usage = {"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 1}, "metrics": {"queue_time_ms": 1.5}}
     take(delivery, data(_told(9, "c", "stop")) + data(usage))
     values = whole.values(delivery)
@@ -266,7 +273,7 @@ def test_what_was_generated_twice_is_told_once() -> None:
     body = request(Api.CHAT, logprobs=True)
     delivery = Delivery(call_of(body), is_observed=True, whole=whole)
     take(delivery, data(_told(7, "a")) + data(_told(8, "")))
-    seam = Seam(Api.CHAT, delivery.head, delivery.transcript, kept=1)
+    seam = Seam(SeamPlan(api=Api.CHAT, head=delivery.head, transcript=delivery.transcript, kept=1))
     delivery.go_on(Resumption(Action.CHAT_TOKENS, None, seam, 1))
     take(delivery, data(_told(9, "c", "stop")))
     choice = whole.values(delivery)["choices"][0]

@@ -14,7 +14,7 @@ from proxy.dialects.segment import Meaning, Segment
 from proxy.flow.delivery import Delivery
 from proxy.resume.engines import VLLM
 from proxy.resume.overlap import Mismatch
-from proxy.resume.seam import Seam
+from proxy.resume.seam import Seam, SeamPlan
 from proxy.resume.situation import Resumption
 from proxy.settings import Cost
 from proxy.sim.engine import SimulatedEngine
@@ -335,7 +335,7 @@ def resumed(body: dict[str, Any], kept: int, **options: Any) -> Delivery:
     is_chat = "messages" in body
     first = data(chunk([7], content="a")) if is_chat else data(chunk([7], text="a"))
     take(delivery, (data(ROLE) if is_chat else b"") + first)
-    seam = Seam(api_of(body), delivery.head, delivery.transcript, kept=kept, **options)
+    seam = Seam(SeamPlan(api=api_of(body), head=delivery.head, transcript=delivery.transcript, kept=kept, **options))
     delivery.go_on(Resumption(Action.CHAT_TOKENS, None, seam, kept))
     return delivery
 
@@ -409,7 +409,7 @@ def test_the_next_decoder_goes_on_in_the_same_stream() -> None:
 def test_ids_that_are_generated_again_are_forgotten() -> None:
     delivery = Delivery(call_of(CHAT), is_observed=True)
     take(delivery, data(ROLE) + data(chunk([7], content="a")) + data(chunk([8])))
-    seam = Seam(Api.CHAT, delivery.head, delivery.transcript, kept=1)
+    seam = Seam(SeamPlan(api=Api.CHAT, head=delivery.head, transcript=delivery.transcript, kept=1))
     delivery.go_on(Resumption(Action.CHAT_TOKENS, None, seam, 1))
     assert delivery.transcript.ids.tolist() == [7]
     assert not delivery.is_touched
@@ -418,7 +418,7 @@ def test_ids_that_are_generated_again_are_forgotten() -> None:
 def test_a_replay_forgets_nothing() -> None:
     delivery = Delivery(call_of(CHAT), is_observed=True)
     take(delivery, data(ROLE) + data(chunk([7], content="a")) + data(chunk([8])))
-    seam = Seam(Api.CHAT, delivery.head, delivery.transcript, kept=0, replays=True)
+    seam = Seam(SeamPlan(api=Api.CHAT, head=delivery.head, transcript=delivery.transcript, replays=True))
     delivery.go_on(Resumption(Action.REPLAY, None, seam))
     output, _ = take(delivery, data(ROLE) + data(chunk([7, 8, 9], content="ab")))
     assert output == data(chunk(None, content="b"))
@@ -433,7 +433,13 @@ def test_a_replay_forgets_nothing() -> None:
 def test_a_decoder_must_have_the_prompt_it_was_given(body: dict[str, Any], told: Any, is_right: bool) -> None:
     delivery = resumed(body, 1)
     delivery.go_on(
-        Resumption(Action.CHAT_TOKENS, None, Seam(api_of(body), {}, delivery.transcript, kept=1), 1, b"[1, 2,7]")
+        Resumption(
+            Action.CHAT_TOKENS,
+            None,
+            Seam(SeamPlan(api=api_of(body), head={}, transcript=delivery.transcript, kept=1)),
+            1,
+            b"[1, 2,7]",
+        )
     )
     if body is CHAT:
         stream = data(ROLE | {"prompt_token_ids": told}) + data(chunk([8], content="b"))
@@ -450,7 +456,15 @@ def test_a_decoder_must_have_the_prompt_it_was_given(body: dict[str, Any], told:
 
 def test_a_chat_that_goes_on_without_a_role_chunk_did_not_get_its_prompt() -> None:
     delivery = resumed(CHAT, 1)
-    delivery.go_on(Resumption(Action.CHAT_TOKENS, None, Seam(Api.CHAT, {}, delivery.transcript, kept=1), 1, b"[1,2,7]"))
+    delivery.go_on(
+        Resumption(
+            Action.CHAT_TOKENS,
+            None,
+            Seam(SeamPlan(api=Api.CHAT, head={}, transcript=delivery.transcript, kept=1)),
+            1,
+            b"[1,2,7]",
+        )
+    )
     with pytest.raises(Mismatch):
         take(delivery, data(chunk([8], content="b")))
 
@@ -514,7 +528,11 @@ def test_reasoning_is_counted_if_engines_do(counts: bool, details: Any) -> None:
     delivery = Delivery(call_of({**CHAT, **WITH_USAGE}), is_observed=True)
     take(delivery, data(ROLE) + data(chunk([7], reasoning="a")) + data(chunk([8], content="b")))
     delivery.counts_reasoning = counts
-    delivery.go_on(Resumption(Action.FINISH, None, Seam(Api.CHAT, {}, delivery.transcript, kept=2), 2))
+    delivery.go_on(
+        Resumption(
+            Action.FINISH, None, Seam(SeamPlan(api=Api.CHAT, head={}, transcript=delivery.transcript, kept=2)), 2
+        )
+    )
     assert ending(delivery.closing(None))[-1]["usage"].get("completion_tokens_details") == details
 
 

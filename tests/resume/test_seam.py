@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from proxy.dialects.grammars.kimi import KimiParser
 from proxy.resume.chat_as_completion import CompletionAsChat
 from proxy.resume.overlap import Mismatch
-from proxy.resume.seam import Seam, StopGuard
+from proxy.resume.seam import Seam, SeamPlan, StopGuard
 from proxy.resume.transcript import Transcript
 from proxy.sim.model import logprobs as sim_logprobs
 from proxy.sim.model.logprobs import Speller
@@ -47,11 +47,11 @@ def transcript_of(*chunks: tuple[dict[str, Any], list[int]]) -> Transcript:
 
 
 def chat_seam(transcript: Transcript | None = None, **options: Any) -> Seam:
-    return Seam(Api.CHAT, HEAD, transcript or Transcript(), **{"kept": 0, **options})
+    return Seam(SeamPlan(api=Api.CHAT, head=HEAD, transcript=transcript or Transcript(), **options))
 
 
 def completion_seam(transcript: Transcript | None = None, **options: Any) -> Seam:
-    return Seam(Api.COMPLETIONS, COMPLETION_HEAD, transcript or Transcript(), **{"kept": 0, **options})
+    return Seam(SeamPlan(api=Api.COMPLETIONS, head=COMPLETION_HEAD, transcript=transcript or Transcript(), **options))
 
 
 def rewritten(seam: Seam, *payloads: dict[str, Any]) -> list[Chunk]:
@@ -472,7 +472,7 @@ def test_the_seam_knows_what_is_kept_back() -> None:
 
 
 def replayed(transcript: Transcript, *told: dict[str, Any], api: Api = Api.CHAT) -> list[Chunk]:
-    seam = Seam(api, HEAD, transcript, kept=0, replays=True)
+    seam = Seam(SeamPlan(api=api, head=HEAD, transcript=transcript, replays=True))
     return rewritten(seam, *map(payload, told))
 
 
