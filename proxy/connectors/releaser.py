@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import orjson
@@ -57,6 +58,20 @@ _MAX_DOUBTFUL: Final = 256
 _MAX_AT_ONCE: Final = 8
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ReleaserParts:
+    """One worker's parts that a Releaser works with."""
+
+    pools: Pools
+    upstream: Upstream
+    pinned_kv: PinnedKv
+    misfits: Misfits
+    models: Models
+    metrics: Metrics
+    settle_seconds: float = SETTLE_SECONDS
+    """How long a release waits."""
+
+
 class Releaser(BackgroundOwner):
     """One worker's dealings with KV that no decoder fetches. `async with` it; leaving grants pending releases a moment.
 
@@ -65,25 +80,14 @@ class Releaser(BackgroundOwner):
     restarting, and the KV is pinned.
     """
 
-    def __init__(
-        self,
-        pools: Pools,
-        upstream: Upstream,
-        settings: Settings,
-        pinned_kv: PinnedKv,
-        misfits: Misfits,
-        models: Models,
-        metrics: Metrics,
-        *,
-        settle_seconds: float = SETTLE_SECONDS,
-    ) -> None:
-        self._pools = pools
-        self._upstream = upstream
-        self._pinned_kv = pinned_kv
-        self._misfits = misfits
-        self._models = models
-        self._metrics = metrics
-        self._settle_seconds = settle_seconds
+    def __init__(self, parts: ReleaserParts, settings: Settings) -> None:
+        self._pools = parts.pools
+        self._upstream = parts.upstream
+        self._pinned_kv = parts.pinned_kv
+        self._misfits = parts.misfits
+        self._models = parts.models
+        self._metrics = parts.metrics
+        self._settle_seconds = parts.settle_seconds
         # All engines of a deployment speak one: what a lost answer might have told is what the last one did.
         self.last_transfer = KvTransfer.OTHER
         """For which connector a prefiller has answered last that it keeps KV."""

@@ -16,7 +16,7 @@ from proxy.connectors import CONNECTORS
 from proxy.connectors.base import ConnectorContext
 from proxy.connectors.encoding import Encoding
 from proxy.connectors.kv_transfer import KvTransfer
-from proxy.connectors.releaser import SETTLE_SECONDS, Releaser
+from proxy.connectors.releaser import SETTLE_SECONDS, Releaser, ReleaserParts
 from proxy.discovery import SOURCES
 from proxy.discovery.joining import Joiner
 from proxy.discovery.own_address import OwnAddresses
@@ -176,17 +176,17 @@ async def build_link(
 ) -> AsyncIterator[Link]:
     """The connector of the settings. Leaving ends what is under way."""
     settings, pools = basis.settings, balancing.pools
+    parts = ReleaserParts(
+        pools=pools,
+        upstream=lines.upstream,
+        pinned_kv=balancing.pinned_kv,
+        misfits=basis.shared.misfits,
+        models=balancing.models,
+        metrics=basis.metrics,
+        settle_seconds=settle_seconds,
+    )
     async with (
-        Releaser(
-            pools=pools,
-            upstream=lines.upstream,
-            settings=settings,
-            pinned_kv=balancing.pinned_kv,
-            misfits=basis.shared.misfits,
-            models=balancing.models,
-            metrics=basis.metrics,
-            settle_seconds=settle_seconds,
-        ) as releaser,
+        Releaser(parts, settings) as releaser,
         Background(logging.getLogger(__name__), "a message to an engine") as background,
     ):
         basis.live.add(releaser.configure)
