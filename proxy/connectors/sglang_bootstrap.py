@@ -9,10 +9,14 @@ abort the request.
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
+from weakref import WeakValueDictionary
+
+import orjson
 
 from proxy.backend import Role
-from proxy.connectors.aborts import Aborts
 from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import Connector, first_byte_seconds, new_attempt_id, prefill_seconds, refusal
 from proxy.connectors.handoff import KvHandoff
@@ -29,17 +33,18 @@ from proxy.wire.openai import OPENAI_APIS, Api
 from proxy.wire.sglang_errors import ERROR_HEADERS, error_in_answer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from proxy.backend import Backend
+    from proxy.background import Background
     from proxy.balancer.pick import PickRequest
     from proxy.call import Call
     from proxy.connectors.base import ConnectorContext
     from proxy.connectors.legs import Legs
     from proxy.connectors.ranks import RankClaim
     from proxy.observe.timeline import Timeline
-    from proxy.upstream import Response
+    from proxy.upstream import Response, Upstream
     from proxy.upstream.response import EngineResponse
 
 # Where no decoder is (`FAKE_BOOTSTRAP_HOST` in disaggregation/utils.py): the engines' own warm-up requests and health
@@ -49,6 +54,9 @@ _NOBODY: Final = "2.2.2.2"
 _IDS: Final = ("return_token_ids",)
 # A signed 64-bit number in the engines. Room 0 is that of their health checks.
 _ROOMS: Final = 1 << 63
+_ABORT_SECONDS: Final = 2.0
+_MAX_ABORTS_AT_ONCE: Final = 8
+_MAX_ABORTS_PENDING: Final = 1024
 
 
 class SglangBootstrap(Connector):
@@ -250,3 +258,32 @@ def _is_about_prompt(call: Call) -> bool:
 def room(drawn: int, rank: int, dp_size: int) -> int:
     """A room in [1, 2**63) of a data-parallel rank: prefillers take `room % dp_size` (`follow_bootstrap_room`)."""
     return (1 + drawn % (_ROOMS // dp_size - 1)) * dp_size + rank
+
+
+class Aborts:
+    """Tells engines, in the background, to stop working on requests that were given up.
+
+    An engine notices a closed connection only after some seconds, and its partner's end after minutes. Nothing depends
+    on it, so an abort that fails is not repeated, and those beyond the bound are left out.
+    """
+
+    def __init__(self, upstream: Upstream, background: Background) -> None:
+        self._upstream = upstream
+        self._background = background
+        self._places: WeakValueDictionary[Backend, asyncio.Semaphore] = WeakValueDictionary()
+
+    def send(self, backend: Backend, attempt_id: str, headers: Mapping[str, str]) -> None:
+        """Have an engine abort this attempt. `headers`: the client's credential may be the engine's."""
+        if len(self._background) < _MAX_ABORTS_PENDING:
+            places = self._places.setdefault(backend, asyncio.Semaphore(_MAX_ABORTS_AT_ONCE))
+            self._background.start(self._send(backend, attempt_id, headers, places))
+
+    async def _send(
+        self, backend: Backend, attempt_id: str, headers: Mapping[str, str], places: asyncio.Semaphore
+    ) -> None:
+        body = orjson.dumps({"rid": attempt_id})
+        async with places:
+            with suppress(UpstreamError):
+                await self._upstream.fetch(
+                    backend, "/abort_request", body, headers, answer_seconds=_ABORT_SECONDS, resend_if_stale=True
+                )
