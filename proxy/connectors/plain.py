@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from proxy.backend import Role
 from proxy.connectors.base import Connector
+from proxy.connectors.one_engine import SingleLeg
 from proxy.connectors.ranks import Ranks
-from proxy.connectors.single_leg import SingleLeg
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager

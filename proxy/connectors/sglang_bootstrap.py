@@ -22,9 +22,8 @@ from proxy.connectors.base import Connector, first_byte_seconds, new_attempt_id,
 from proxy.connectors.handoff import KvHandoff
 from proxy.connectors.leg_driver import opened
 from proxy.connectors.legs import Leg, Pair
-from proxy.connectors.one_engine import asks_for_echoed_logprobs, echo_refused
+from proxy.connectors.one_engine import SingleLeg, asks_for_echoed_logprobs, echo_refused
 from proxy.connectors.ranks import Ranks
-from proxy.connectors.single_leg import SingleLeg
 from proxy.errors import Failure, UpstreamError
 from proxy.terms import Stage
 from proxy.wire import sglang
