@@ -20,9 +20,8 @@ from aiohttp import web
 from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import check_status, first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds
 from proxy.connectors.concurrent import running
-from proxy.connectors.disaggregated import Disaggregated
+from proxy.connectors.disaggregated import Disaggregated, prefill_body
 from proxy.connectors.handoff import KvHandoff
-from proxy.connectors.prefill_body import prefill_body
 from proxy.errors import Failure, UpstreamError
 from proxy.terms import Stage
 from proxy.upstream import upstream_error

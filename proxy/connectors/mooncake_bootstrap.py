@@ -18,10 +18,9 @@ from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import check_status, first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds
 from proxy.connectors.bootstraps import Bootstraps, bootstrap_address
 from proxy.connectors.concurrent import running
-from proxy.connectors.disaggregated import Disaggregated
+from proxy.connectors.disaggregated import Disaggregated, prefill_body
 from proxy.connectors.handoff import KvHandoff
 from proxy.connectors.kv_transfer import KvTransfer, PrefilledKv
-from proxy.connectors.prefill_body import prefill_body
 from proxy.connectors.ranks import RANK_HEADER
 from proxy.errors import UpstreamError
 from proxy.terms import Stage

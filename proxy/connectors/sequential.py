@@ -20,13 +20,12 @@ from proxy.balancer.local_prefill import FirstToken, LocalPrefill
 from proxy.balancer.policies.asked import ask
 from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds, refusal
-from proxy.connectors.disaggregated import Disaggregated
+from proxy.connectors.disaggregated import Disaggregated, Prefill
 from proxy.connectors.handoff import DECODER, KvHandoff, KvSource
 from proxy.connectors.kv_transfer import PrefilledKv, kv_params_in
 from proxy.connectors.leg_driver import opened
 from proxy.connectors.legs import Leg
 from proxy.connectors.one_engine import RARE
-from proxy.connectors.prefill_body import Prefill
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.terms import Stage
 

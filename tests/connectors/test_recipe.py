@@ -18,9 +18,9 @@ from proxy.connectors.base import (
     parse_prefilled,
     prefill_seconds,
 )
+from proxy.connectors.disaggregated import prefill_body
 from proxy.connectors.handoff import KvHandoff
 from proxy.connectors.kv_transfer import PrefilledKv, kv_params_in
-from proxy.connectors.prefill_body import prefill_body
 from proxy.errors import Failure, UpstreamError
 from proxy.settings import CONNECTOR_TRAITS, ConnectorTraits
 from proxy.terms import Stage

@@ -16,8 +16,8 @@ _BY_PACKAGE: Final = {
     ),
     "balancer/shared": "back_offs journal scoreboard",
     "connectors": (
-        "attempt base disaggregated handoff kv_transfer leg_driver legs one_engine prefill_body ranks releaser"
-        " sequential sglang_bootstrap vllm_pull"
+        "attempt base disaggregated handoff kv_transfer leg_driver legs one_engine ranks releaser sequential"
+        " sglang_bootstrap vllm_pull"
     ),
     "dialects": "base fanout model_names openai priorities requests segment sglang_events system_first translated",
     "dialects/messages": "answer content dialect errors request tools",
