@@ -14,11 +14,10 @@ import orjson
 from aiohttp import web
 
 from proxy.api.questions import counted
+from proxy.dialects.adjustments import ModelNames, SystemFirst
 from proxy.dialects.messages import Messages
-from proxy.dialects.model_names import ModelNames
 from proxy.dialects.requests import read
 from proxy.dialects.responses import Responses
-from proxy.dialects.system_first import SystemFirst
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.listener.body import read_json
 from proxy.wire.python_json import dumps

@@ -12,7 +12,7 @@ import orjson
 from aiohttp import web
 
 from proxy.api.questions import ask, bad_answer, counted, nobody
-from proxy.dialects.model_names import ModelNames
+from proxy.dialects.adjustments import ModelNames
 from proxy.errors import UnknownModel, UpstreamError
 
 if TYPE_CHECKING:

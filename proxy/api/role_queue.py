@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from proxy.dialects import priorities
-from proxy.dialects.model_names import ModelNames
+from proxy.dialects.adjustments import ModelNames, priority_change
 from proxy.dialects.requests import read
 from proxy.errors import BadRequest
 from proxy.flow.admission import Admission
@@ -93,7 +92,7 @@ class RoleQueues:
             changes["model"] = name = served
         if is_bounded and told.priority is not None:
             lower_first = self._settings.connector_traits.lower_priority_first
-            changes.update(priorities.change(told.priority, key.priority, lower_first=lower_first))
+            changes.update(priority_change(told.priority, key.priority, lower_first=lower_first))
         return joined(read(body).with_changes(changes)) if changes else body, name
 
 

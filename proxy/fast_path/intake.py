@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 from proxy.api_keys import ANONYMOUS
 from proxy.call import PRIORITY_HEADER
-from proxy.dialects.model_names import ModelNames
-from proxy.dialects.priorities import bounded
+from proxy.dialects.adjustments import ModelNames, SystemFirst, bound_priority
 from proxy.dialects.requests import read
-from proxy.dialects.system_first import SystemFirst
 from proxy.dialects.translated import Translated
 from proxy.errors import GatewayError
 from proxy.fast_path.request import Request
@@ -88,7 +86,7 @@ class Intake:
         """
         call = dialect.parse(document, self._cost, headers)
         if key.slot is not None and (not call.is_ordinary or PRIORITY_HEADER in headers):
-            call = bounded(call, key.priority, lower_first=self._lower_priority_first)
+            call = bound_priority(call, key.priority, lower_first=self._lower_priority_first)
         if self._names.has_aliases:
             call = self._names.translated(call)
         if isinstance(dialect, Translated):

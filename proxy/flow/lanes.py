@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Protocol
 
 from proxy.balancer.models import named
-from proxy.dialects.model_names import ModelNames
+from proxy.dialects.adjustments import ModelNames
 from proxy.errors import BadRequest, NoBackendAvailable, UnknownModel
 
 if TYPE_CHECKING:

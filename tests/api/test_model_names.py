@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from proxy.api.passthrough import ROUTES
-from proxy.dialects.model_names import ModelNames
+from proxy.dialects.adjustments import ModelNames
 from proxy.settings import Settings
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api

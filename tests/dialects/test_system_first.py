@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pydantic import ValidationError
 
-from proxy.dialects.system_first import SystemFirst
+from proxy.dialects.adjustments import SystemFirst
 from proxy.settings import Settings
 from tests.deployment import generations
 from tests.dialects import messages, responses

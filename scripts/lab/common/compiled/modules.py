@@ -19,7 +19,7 @@ _BY_PACKAGE: Final = {
         "attempt base disaggregated handoff kv_transfer leg_driver legs one_engine ranks releaser sequential"
         " sglang_bootstrap vllm_pull"
     ),
-    "dialects": "base fanout model_names openai priorities requests segment sglang_events system_first translated",
+    "dialects": "adjustments base fanout openai requests segment sglang_events translated",
     "dialects/messages": "answer content dialect errors request tools",
     "dialects/responses": "answer dialect items request tools",
     "fast_path": "connection head intake parts request",
