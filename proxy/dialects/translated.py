@@ -173,7 +173,7 @@ def call_id(call: ToolCall) -> str:
     return call.id or f"call_{new_id()}"
 
 
-class Kind(StrEnum):
+class PartKind(StrEnum):
     """What a part of an answer is."""
 
     REASONING = "reasoning"
@@ -182,12 +182,12 @@ class Kind(StrEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class AnswerPart:
     """A stretch of an answer that is of one kind, or one tool call."""
 
     index: int
     """Its place in the answer; -1 before it begins there."""
-    kind: Kind
+    kind: PartKind
     call: ToolCall | None = None
     """The tool call, as far as the engine has written it; None for the other kinds."""
     id: str = ""
@@ -219,12 +219,12 @@ class Parts(ABC):
         self._forget()
 
     def _forget(self) -> None:
-        self._open: Part | None = None
-        self._waiting: deque[Part] = deque()
+        self._open: AnswerPart | None = None
+        self._waiting: deque[AnswerPart] = deque()
         self._first: dict[str, Any] | None = None
         self._next_index = 0
         self._calls = ToolCalls()
-        self._parts_of_calls: list[Part] = []
+        self._parts_of_calls: list[AnswerPart] = []
         self.has_begun = False
         self.unsent: Sequence[bytes] = ()
         """The events of a chunk before its member that cannot be read, which belong before the error event."""
@@ -250,9 +250,9 @@ class Parts(ABC):
             if not self.has_begun:
                 self._first = self._first or payload
             if text := delta.get("reasoning") or delta.get("reasoning_content"):
-                self._say(Kind.REASONING, text if type(text) is str else text_of(text, "reasoning"), events)
+                self._say(PartKind.REASONING, text if type(text) is str else text_of(text, "reasoning"), events)
             if text := delta.get("content"):
-                self._say(Kind.TEXT, text if type(text) is str else text_of(text, "content"), events)
+                self._say(PartKind.TEXT, text if type(text) is str else text_of(text, "content"), events)
             if calls := delta.get("tool_calls"):
                 for fragment in objects_of(calls, "tool_calls"):
                     self._say_of_call(fragment, events)
@@ -289,17 +289,17 @@ class Parts(ABC):
         """What comes before all parts; the first chunk is given."""
 
     @abstractmethod
-    def opened(self, part: Part) -> bytes:
+    def opened(self, part: AnswerPart) -> bytes:
         """The events that begin a part."""
 
     @abstractmethod
-    def said(self, part: Part, text: str) -> bytes:
+    def said(self, part: AnswerPart, text: str) -> bytes:
         """The events for more text of the part that is open, or more of its arguments if it is a tool call, whose
         `written` has them already.
         """
 
     @abstractmethod
-    def closed(self, part: Part) -> bytes:
+    def closed(self, part: AnswerPart) -> bytes:
         """The events that end a part. Each part that was opened is closed before the next one is opened."""
 
     def close(self) -> bytes:
@@ -310,7 +310,7 @@ class Parts(ABC):
         part.has_ended = True
         return self.closed(part)
 
-    def open(self, part: Part) -> bytes:
+    def open(self, part: AnswerPart) -> bytes:
         """Another part begins, which ends the one before."""
         before = self._start() + self.close()
         part.index = self._next_index
@@ -331,7 +331,7 @@ class Parts(ABC):
         """No part has begun."""
         return self._next_index == 0
 
-    def _say(self, kind: Kind, text: str, events: list[bytes]) -> None:
+    def _say(self, kind: PartKind, text: str, events: list[bytes]) -> None:
         part = self._open
         if part is not None and part.kind is kind and not self._waiting:
             if text:
@@ -340,14 +340,14 @@ class Parts(ABC):
         if not text:
             return
         if not self._waiting or self._waiting[-1].kind is not kind:
-            self._waiting.append(Part(-1, kind))
+            self._waiting.append(AnswerPart(-1, kind))
         self._waiting[-1].held.append(text)
         self._advance(events)
 
     def _say_of_call(self, fragment: dict[str, Any], events: list[bytes]) -> None:
         call, text = self._calls.take(fragment)
         if call.number == len(self._parts_of_calls):
-            part = Part(-1, Kind.CALL, call, written=call.written)
+            part = AnswerPart(-1, PartKind.CALL, call, written=call.written)
             self._parts_of_calls.append(part)
             self._waiting.append(part)
         else:

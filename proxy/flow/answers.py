@@ -13,7 +13,7 @@ from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery
 from proxy.flow.relay import Relay
 from proxy.flow.token_clock import TokenClock
-from proxy.resume.engines import VLLM, Watch
+from proxy.resume.engines import VLLM, WatchLevel
 from proxy.wire.chat_members import UnreadableMember
 from proxy.wire.document import REMOVED, SHORT_BYTES, Document, joined
 from proxy.wire.long_answer import LongAnswer
@@ -167,7 +167,7 @@ class EngineBody(Answer):
     """An answer that is not streamed. It passes as the engine wrote it, except for the dialect's corrections."""
 
     def __init__(self, call: Call, dialect: Dialect) -> None:
-        super().__init__(Delivery(call, is_observed=False), VLLM.watching[Watch.NOT])
+        super().__init__(Delivery(call, is_observed=False), VLLM.watching[WatchLevel.NOT])
         self._dialect = dialect
         self._raw = b""
         self._error: UpstreamError | None = None
@@ -407,7 +407,7 @@ class StreamedAnswer(_Relayed):
             new_segment if prompt is None else partial(prompt.segment, call),
             is_observed=watching.is_close,
             keeps_bytes=prompt is None,
-            tells_ids=watching.watch is Watch.IDS,
+            tells_ids=watching.watch is WatchLevel.IDS,
             engine=watching.engine,
             rewrite=None if rendering is None else rendering.render,
         )

@@ -15,7 +15,7 @@ from proxy.flow.budget import RetryBudget
 from proxy.flow.chat_prompts import ChatPrompts
 from proxy.flow.fleet import Fleet
 from proxy.flow.parts import FlowParts
-from proxy.resume.engines import SGLANG, VLLM, Watch
+from proxy.resume.engines import SGLANG, VLLM, WatchLevel
 from proxy.wire.openai import error_event as openai_error_event
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NOT: Final = VLLM.watching[Watch.NOT]
+_NOT: Final = VLLM.watching[WatchLevel.NOT]
 
 
 class Gateway:
@@ -265,7 +265,7 @@ class Gateway:
         that is asked for as a completion.
         """
         if prompt is not None:
-            return prompt.engine.watching[Watch.IDS]
+            return prompt.engine.watching[WatchLevel.IDS]
         fleet = self._parts.fleet
         limit = None if call.stream else call.output_limit
         engine = fleet.engine

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from proxy.call import Call
-    from proxy.dialects.grammars.base import Grammar, Parser
+    from proxy.dialects.grammars.base import AnswerParser, Grammar
     from proxy.resume.engines import Engine
     from proxy.wire.sse import Event
 
@@ -152,7 +152,7 @@ class CompletionAsChat:
 
     def __init__(
         self,
-        parser: Parser,
+        parser: AnswerParser,
         *,
         calls_tools: bool = False,
         top_logprobs: int = 0,

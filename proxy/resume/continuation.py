@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from proxy.call import Call
-    from proxy.dialects.grammars.base import Parser
+    from proxy.dialects.grammars.base import AnswerParser
     from proxy.resume.cut import Cut
     from proxy.resume.situation import Situation
 
@@ -34,7 +34,7 @@ def from_tokens(
     cut: Cut,
     *,
     pending: Mapping[str, Any] | None = None,
-    parser: Parser | None = None,
+    parser: AnswerParser | None = None,
     so_far: str = "",
 ) -> Resumption:
     """Put the ids that are kept behind the prompt.
@@ -127,7 +127,7 @@ def _guard(situation: Situation, cut: Cut, late: int) -> StopGuard | None:
     )
 
 
-def _as_chat(situation: Situation, parser: Parser, pending: Mapping[str, Any]) -> CompletionAsChat:
+def _as_chat(situation: Situation, parser: AnswerParser, pending: Mapping[str, Any]) -> CompletionAsChat:
     return CompletionAsChat(
         parser,
         calls_tools=bool(situation.transcript.tools) or "tool_calls" in pending,

@@ -29,7 +29,7 @@ class CannotResume(Exception):
     """The answer cannot be continued exactly; the text says why."""
 
 
-class Watch(Enum):
+class WatchLevel(Enum):
     """How closely an answer is watched while it is told, and so how it could go on."""
 
     __hash__ = object.__hash__  # that of an Enum is written in Python, and every request looks one up
@@ -44,10 +44,10 @@ class Watching:
 
     __slots__ = ("engine", "is_close", "watch")
 
-    def __init__(self, engine: Engine, watch: Watch) -> None:
+    def __init__(self, engine: Engine, watch: WatchLevel) -> None:
         self.engine = engine
         self.watch = watch
-        self.is_close = watch is not Watch.NOT
+        self.is_close = watch is not WatchLevel.NOT
         """Whether it is watched at all."""
 
     def observed(self, call: Call) -> Call:
@@ -74,17 +74,17 @@ class Engine(ABC):
     """Text is shown of a token although it ends in a character that is not complete."""
 
     def __init__(self) -> None:
-        self.watching = {watch: Watching(self, watch) for watch in Watch}
+        self.watching = {watch: Watching(self, watch) for watch in WatchLevel}
         """Made once, as every request takes one."""
 
     # Watching
 
     @abstractmethod
-    def watch(self, call: Call, has: Has) -> Watch:
+    def watch(self, call: Call, has: Has) -> WatchLevel:
         """How an answer can be watched without becoming another one."""
 
     @abstractmethod
-    def observed(self, call: Call, watch: Watch) -> Call:
+    def observed(self, call: Call, watch: WatchLevel) -> Call:
         """The call as it is sent so that its answer can be watched like this: streamed, with all that is generated."""
 
     # Going on
@@ -140,7 +140,7 @@ _VLLM_GRAMMARS: Final = (
 )
 # Read off their classes by every request they would take as long as four calls.
 _CHAT: Final = Api.CHAT
-_IDS: Final = Watch.IDS
+_IDS: Final = WatchLevel.IDS
 # What makes an answer tell its tokens.
 _OBSERVED: Final[dict[str, object]] = {
     "stream": True,
@@ -152,24 +152,26 @@ _OBSERVED: Final[dict[str, object]] = {
 class VllmEngine(Engine):
     """vLLM and vLLM-Ascend."""
 
-    def watch(self, call: Call, has: Has) -> Watch:
+    def watch(self, call: Call, has: Has) -> WatchLevel:
         """See Engine."""
         if not has(CHAT_STREAM_TOKEN_IDS if call.api is _CHAT else TOKEN_IDS):
-            return Watch.NOT
+            return WatchLevel.NOT
         if call.is_ordinary:
             return _IDS
         values = call.values
         if values.get("prompt_logprobs") is not None or values.get("echo"):
-            return Watch.NOT  # it refuses the one with `stream`, the other with `return_token_ids` for a prompt of ids
+            return (
+                WatchLevel.NOT
+            )  # it refuses the one with `stream`, the other with `return_token_ids` for a prompt of ids
         if not call.stream and "routed_experts_prompt_start" in values:
-            return Watch.NOT  # streams do not have what this asks for (chat_completion/protocol.py)
+            return WatchLevel.NOT  # streams do not have what this asks for (chat_completion/protocol.py)
         # It hides what belongs to reasoning, and which that is only it knows; and without reasoning to be shown a
         # grammar begins at once (vLLM `resolve_reasoning_ended`).
         hides = values.get("include_reasoning") is False
         is_hidden = hides and (call.shows_single_tokens or self.is_structured(call))
-        return Watch.NOT if is_hidden else Watch.IDS
+        return WatchLevel.NOT if is_hidden else WatchLevel.IDS
 
-    def observed(self, call: Call, watch: Watch = Watch.IDS) -> Call:
+    def observed(self, call: Call, watch: WatchLevel = WatchLevel.IDS) -> Call:
         """See Engine. Costs some bytes per token, and the prompt's ids once."""
         values = call.values
         options = values.get("stream_options") if call.include_usage else None
@@ -229,32 +231,32 @@ class SglangEngine(Engine):
     wants_text = True
     shows_half_tokens = True  # up to the last space (`find_printable_text`)
 
-    def watch(self, call: Call, has: Has) -> Watch:
+    def watch(self, call: Call, has: Has) -> WatchLevel:
         """See Engine. Chats tell no ids in their streams, but a greedy one can be replayed."""
         values = call.values
         if any(values.get(name) for name in _OF_THE_WHOLE):
-            return Watch.NOT
+            return WatchLevel.NOT
         if call.api is Api.GENERATE:
             return self._watch_native(call, has)
         if has(TOKEN_IDS if call.api is Api.COMPLETIONS else CHAT_STREAM_TOKEN_IDS):
-            return Watch.IDS
+            return WatchLevel.IDS
         # What is not streamed can begin anew until its end, and log probabilities come with some tokens only.
         if call.api is Api.CHAT and call.stream and not call.shows_single_tokens and values.get("temperature") == 0:
-            return Watch.TEXT
-        return Watch.NOT
+            return WatchLevel.TEXT
+        return WatchLevel.NOT
 
-    def _watch_native(self, call: Call, has: Has) -> Watch:
+    def _watch_native(self, call: Call, has: Has) -> WatchLevel:
         """Of `/generate`, whose events always have the ids."""
         members = call.members(_NATIVE)
         is_told_in_parts = sglang.wants_prefillers_answer(call.members(sglang.ABOUT_PROMPT))
         if any(members.values()) or is_told_in_parts or not (has(TOKEN_IDS) and has(WHOLE_EVENTS)):
-            return Watch.NOT
+            return WatchLevel.NOT
         prompt = call.members(("text", "input_ids"))
-        return Watch.IDS if any(value is not None for value in prompt.values()) else Watch.NOT
+        return WatchLevel.IDS if any(value is not None for value in prompt.values()) else WatchLevel.NOT
 
-    def observed(self, call: Call, watch: Watch) -> Call:
+    def observed(self, call: Call, watch: WatchLevel) -> Call:
         """See Engine."""
-        if watch is Watch.TEXT:
+        if watch is WatchLevel.TEXT:
             return call  # the same as ever: it is streamed, and its usage is asked for
         if call.api is Api.GENERATE:
             return call.changed({"stream": True}, stream=True)

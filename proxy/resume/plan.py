@@ -21,7 +21,7 @@ from proxy.terms import Action
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
-    from proxy.dialects.grammars.base import Parser
+    from proxy.dialects.grammars.base import AnswerParser
     from proxy.resume.cut import Steps
     from proxy.resume.situation import Situation
     from proxy.resume.transcript import Transcript
@@ -166,7 +166,7 @@ def _find_verbatim_cut(situation: Situation) -> Steps[Cut]:
 
 def _parsed(
     situation: Situation, text: str, in_reasoning: bool, *, is_cut: bool = False
-) -> tuple[Parser, dict[str, Any], str]:
+) -> tuple[AnswerParser, dict[str, Any], str]:
     """A parser that has read the answer's text, what of that the client does not have, and what of its content that
     lacks. `is_cut`: it may lack something. Raises Mismatch.
     """

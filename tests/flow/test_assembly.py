@@ -12,7 +12,7 @@ import pytest
 
 from proxy.flow.assembly import Assembly
 from proxy.flow.delivery import Delivery
-from proxy.resume.engines import VLLM, Watch
+from proxy.resume.engines import VLLM, WatchLevel
 from proxy.resume.seam import Seam, SeamPlan
 from proxy.resume.situation import Resumption
 from proxy.sim.engine import SimulatedEngine
@@ -164,7 +164,7 @@ SHOWN: dict[str, dict[str, Any]] = {
 
 
 def _is_watched(body: dict[str, Any]) -> bool:
-    return VLLM.watch(call_of(body), lambda _: True) is Watch.IDS
+    return VLLM.watch(call_of(body), lambda _: True) is WatchLevel.IDS
 
 
 def put_together(body: dict[str, Any], stream: bytes, profile: str = "v0.33") -> Any:

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from proxy.balancer.engines.capabilities import CHAT_STREAM_TOKEN_IDS, TOKEN_IDS
-from proxy.resume.engines import SGLANG, Watch
+from proxy.resume.engines import SGLANG, WatchLevel
 from proxy.resume.overlap import Mismatch
 from proxy.resume.situation import ChatTokens
 from proxy.resume.transcript import Transcript
@@ -34,28 +34,28 @@ WHOLE = request(Api.CHAT)
 @pytest.mark.parametrize(
     ("body", "capability", "watch"),
     [
-        (COMPLETION, TOKEN_IDS, Watch.IDS),
-        (COMPLETION, None, Watch.NOT),
-        (COMPLETION | {"echo": True}, TOKEN_IDS, Watch.NOT),
-        (COMPLETION | {"return_hidden_states": True}, TOKEN_IDS, Watch.NOT),
-        (CHAT, TOKEN_IDS, Watch.NOT),
-        (CHAT, CHAT_STREAM_TOKEN_IDS, Watch.IDS),
-        (CHAT | GREEDY, TOKEN_IDS, Watch.TEXT),
-        (CHAT | GREEDY, None, Watch.TEXT),
-        (CHAT | GREEDY | {"logprobs": True}, TOKEN_IDS, Watch.NOT),
-        (CHAT | {"seed": 7}, TOKEN_IDS, Watch.NOT),
-        (WHOLE | GREEDY, TOKEN_IDS, Watch.NOT),
-        (WHOLE, CHAT_STREAM_TOKEN_IDS, Watch.IDS),
+        (COMPLETION, TOKEN_IDS, WatchLevel.IDS),
+        (COMPLETION, None, WatchLevel.NOT),
+        (COMPLETION | {"echo": True}, TOKEN_IDS, WatchLevel.NOT),
+        (COMPLETION | {"return_hidden_states": True}, TOKEN_IDS, WatchLevel.NOT),
+        (CHAT, TOKEN_IDS, WatchLevel.NOT),
+        (CHAT, CHAT_STREAM_TOKEN_IDS, WatchLevel.IDS),
+        (CHAT | GREEDY, TOKEN_IDS, WatchLevel.TEXT),
+        (CHAT | GREEDY, None, WatchLevel.TEXT),
+        (CHAT | GREEDY | {"logprobs": True}, TOKEN_IDS, WatchLevel.NOT),
+        (CHAT | {"seed": 7}, TOKEN_IDS, WatchLevel.NOT),
+        (WHOLE | GREEDY, TOKEN_IDS, WatchLevel.NOT),
+        (WHOLE, CHAT_STREAM_TOKEN_IDS, WatchLevel.IDS),
     ],
 )
-def test_how_an_answer_is_watched(body: dict[str, Any], capability: Capability | None, watch: Watch) -> None:
+def test_how_an_answer_is_watched(body: dict[str, Any], capability: Capability | None, watch: WatchLevel) -> None:
     assert SGLANG.watch(call_of(body), lambda asked: asked is capability) is watch
 
 
 def test_a_chat_that_may_be_replayed_is_asked_for_as_ever() -> None:
     call = call_of(CHAT | GREEDY)
-    assert SGLANG.watching[Watch.TEXT].observed(call) is call
-    body = orjson.loads(joined(SGLANG.watching[Watch.IDS].observed(call_of(COMPLETION)).body({})))
+    assert SGLANG.watching[WatchLevel.TEXT].observed(call) is call
+    body = orjson.loads(joined(SGLANG.watching[WatchLevel.IDS].observed(call_of(COMPLETION)).body({})))
     assert body["return_token_ids"] is body["stream"] is True
 
 

@@ -1,6 +1,6 @@
 """What it takes to go on with the answers of a family of models: how they write reasoning and tool calls.
 
-A Grammar has no state and does no IO; a Parser is the state of one answer.
+A Grammar has no state and does no IO; an AnswerParser is the state of one answer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class Parser(ABC):
+class AnswerParser(ABC):
     """Makes chat deltas of one answer's text, however that is cut, as the engines' parser does."""
 
     __slots__ = ()
@@ -60,7 +60,7 @@ class Grammar(ABC):
     @abstractmethod
     def parser(
         self, *, in_reasoning: bool, calls_tools: bool, shows_blanks: bool, tells_half_calls: bool, one_call: bool
-    ) -> Parser:
+    ) -> AnswerParser:
         """For one answer. `in_reasoning`: it begins there. `calls_tools`: the request has tools; otherwise their
         markers are text. `shows_blanks`: engines show white space at the end of reasoning and before the first content
         at once. `tells_half_calls`: a call whose name is not complete at the end of the answer is told. `one_call`:
@@ -68,7 +68,7 @@ class Grammar(ABC):
         """
 
 
-class Verbatim(Parser):
+class Verbatim(AnswerParser):
     """In place of a parser, where engines have none: all text is content."""
 
     __slots__ = ()
@@ -78,5 +78,5 @@ class Verbatim(Parser):
     in_tools = False
 
     def feed(self, text: str, *, finished: bool = False) -> dict[str, Any]:
-        """See Parser."""
+        """See AnswerParser."""
         return {"content": text} if text or finished else {}

@@ -15,7 +15,7 @@ import re
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.dialects.grammars.base import Grammar, Parser
+from proxy.dialects.grammars.base import AnswerParser, Grammar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +40,7 @@ _HALF_MARKERS: Final = frozenset(marker[:end] for marker in MARKERS for end in r
 _CALL_ID: Final = re.compile(r".+:\d+")
 
 
-class Phase(Enum):
+class KimiPhase(Enum):
     """What text is at a place of an answer."""
 
     REASONING = auto()
@@ -56,25 +56,25 @@ class Phase(Enum):
 
 # A marker that is not listed for a phase is a piece of text there.
 _NEXT: Final = {
-    (Phase.REASONING, THINK): Phase.REASONING,
-    (Phase.REASONING, THINK_END): Phase.CONTENT,
-    (Phase.REASONING, SECTION_BEGIN): Phase.SECTION,
-    (Phase.CONTENT, THINK_END): Phase.CONTENT,
-    (Phase.CONTENT, SECTION_BEGIN): Phase.SECTION,
-    (Phase.SECTION, CALL_BEGIN): Phase.NAME,
-    (Phase.SECTION, SECTION_END): Phase.AFTER,
-    (Phase.NAME, ARGUMENT_BEGIN): Phase.ARGUMENTS,
-    (Phase.ARGUMENTS, CALL_END): Phase.SECTION,
-    (Phase.ARGUMENTS, SECTION_END): Phase.AFTER,
-    (Phase.AFTER, SECTION_BEGIN): Phase.SECTION,
-    (Phase.AFTER, CALL_BEGIN): Phase.NAME,
+    (KimiPhase.REASONING, THINK): KimiPhase.REASONING,
+    (KimiPhase.REASONING, THINK_END): KimiPhase.CONTENT,
+    (KimiPhase.REASONING, SECTION_BEGIN): KimiPhase.SECTION,
+    (KimiPhase.CONTENT, THINK_END): KimiPhase.CONTENT,
+    (KimiPhase.CONTENT, SECTION_BEGIN): KimiPhase.SECTION,
+    (KimiPhase.SECTION, CALL_BEGIN): KimiPhase.NAME,
+    (KimiPhase.SECTION, SECTION_END): KimiPhase.AFTER,
+    (KimiPhase.NAME, ARGUMENT_BEGIN): KimiPhase.ARGUMENTS,
+    (KimiPhase.ARGUMENTS, CALL_END): KimiPhase.SECTION,
+    (KimiPhase.ARGUMENTS, SECTION_END): KimiPhase.AFTER,
+    (KimiPhase.AFTER, SECTION_BEGIN): KimiPhase.SECTION,
+    (KimiPhase.AFTER, CALL_BEGIN): KimiPhase.NAME,
 }
 
 
 _NEXT_WITHOUT_TOOLS: Final = {key: phase for key, phase in _NEXT.items() if key[1] in (THINK, THINK_END)}
 
 
-class KimiParser(Parser):
+class KimiParser(AnswerParser):
     """Reads one answer, however its text is cut.
 
     `in_reasoning`: the prompt ends inside reasoning. `calls_tools`: the request has tools, otherwise the markers of
@@ -105,7 +105,7 @@ class KimiParser(Parser):
         tells_half_calls: bool = True,
         one_call: bool = False,
     ) -> None:
-        self._phase = Phase.REASONING if in_reasoning else Phase.CONTENT
+        self._phase = KimiPhase.REASONING if in_reasoning else KimiPhase.CONTENT
         self._next = _NEXT if calls_tools else _NEXT_WITHOUT_TOOLS
         self._shows_blanks = shows_blanks
         self._tells_half_calls = tells_half_calls
@@ -117,7 +117,7 @@ class KimiParser(Parser):
         self._ids_made_up = 0
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> KimiPhase:
         """Where the text so far ends; half a marker at its end does not count."""
         return self._phase
 
@@ -134,7 +134,7 @@ class KimiParser(Parser):
     @property
     def in_tools(self) -> bool:
         """Inside a tool section."""
-        return self._phase in (Phase.SECTION, Phase.NAME, Phase.ARGUMENTS)
+        return self._phase in (KimiPhase.SECTION, KimiPhase.NAME, KimiPhase.ARGUMENTS)
 
     def feed(self, text: str, *, finished: bool = False) -> dict[str, Any]:
         """Take the next text and return what it says: an OpenAI chat delta, {} for nothing.
@@ -168,38 +168,38 @@ class KimiParser(Parser):
         if not text:
             return
         match self._phase:
-            case Phase.REASONING:
+            case KimiPhase.REASONING:
                 shown = text if self._shows_blanks else text.rstrip()
                 if shown:
                     said.setdefault("reasoning", []).extend((*self._kept, shown))
                     self._kept.clear()
                 self._kept.append(text[len(shown) :])
-            case Phase.CONTENT:
+            case KimiPhase.CONTENT:
                 self._kept.append(text)
                 if self._shows_blanks or not text.isspace():
                     self._shows_blanks = True  # only those before the first content are doubtful
                     self._show_kept(said)
-            case Phase.NAME:
+            case KimiPhase.NAME:
                 self._kept.append(text)
-            case Phase.ARGUMENTS if self._is_told:
+            case KimiPhase.ARGUMENTS if self._is_told:
                 part = {"index": self._calls - 1, "function": {"arguments": text}}
                 said.setdefault("tool_calls", []).append(part)
-            case Phase.ARGUMENTS:
+            case KimiPhase.ARGUMENTS:
                 self._kept.clear()  # an id that is none hides a call that has arguments
-            case Phase.SECTION | Phase.AFTER:
+            case KimiPhase.SECTION | KimiPhase.AFTER:
                 pass
 
-    def _enter(self, phase: Phase, said: dict[str, list[Any]]) -> None:
+    def _enter(self, phase: KimiPhase, said: dict[str, list[Any]]) -> None:
         match phase:
-            case Phase.CONTENT | Phase.SECTION if self._phase is Phase.REASONING:
+            case KimiPhase.CONTENT | KimiPhase.SECTION if self._phase is KimiPhase.REASONING:
                 self._kept.clear()
-            case Phase.NAME:
+            case KimiPhase.NAME:
                 self._kept.clear()
                 self._calls += 1
                 self._is_told = False
-            case Phase.ARGUMENTS:
+            case KimiPhase.ARGUMENTS:
                 self._open(said)
-            case Phase.SECTION | Phase.AFTER if self._phase is Phase.ARGUMENTS:
+            case KimiPhase.SECTION | KimiPhase.AFTER if self._phase is KimiPhase.ARGUMENTS:
                 self._close(said)
         self._phase = phase
 
@@ -226,16 +226,16 @@ class KimiParser(Parser):
 
     def _finish(self, said: dict[str, list[Any]]) -> None:
         half_marker, self._half_marker = self._half_marker, ""
-        if self._phase is Phase.REASONING:
+        if self._phase is KimiPhase.REASONING:
             self._kept.clear()  # as vLLM does, even if half a marker follows
         self._take(half_marker, said)
         match self._phase:
-            case Phase.CONTENT | Phase.SECTION | Phase.AFTER:
+            case KimiPhase.CONTENT | KimiPhase.SECTION | KimiPhase.AFTER:
                 self._show_kept(said)
-            case Phase.NAME if self._tells_half_calls:
+            case KimiPhase.NAME if self._tells_half_calls:
                 self._open(said)
                 self._close(said)
-            case Phase.ARGUMENTS:
+            case KimiPhase.ARGUMENTS:
                 self._close(said)
 
     def _show_kept(self, said: dict[str, list[Any]]) -> None:

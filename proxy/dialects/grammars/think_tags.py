@@ -14,7 +14,7 @@ from proxy.dialects.grammars.kimi import THINK, THINK_END, KimiParser
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.dialects.grammars.base import Parser
+    from proxy.dialects.grammars.base import AnswerParser
 
 
 class ThinkTags(Grammar):
@@ -33,6 +33,6 @@ class ThinkTags(Grammar):
 
     def parser(
         self, *, in_reasoning: bool, calls_tools: bool, shows_blanks: bool, tells_half_calls: bool, one_call: bool
-    ) -> Parser:
+    ) -> AnswerParser:
         """See Grammar. Between these tags the Kimi K2 family reasons, too."""
         return KimiParser(in_reasoning=in_reasoning, calls_tools=False, shows_blanks=shows_blanks)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from proxy.dialects.messages import errors
-from proxy.dialects.translated import CompletionHead, Kind, Part, Parts, call_id, event
+from proxy.dialects.translated import AnswerPart, CompletionHead, PartKind, Parts, call_id, event
 from proxy.errors import UnknownFinish
 from proxy.usage import counts
 from proxy.wire.chat_members import JsonNesting, LegalStrings, as_object, is_object
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 _STOPPED: Final = event("message_stop", {"type": "message_stop"})
 _STOP_REASONS: Final = {"length": "max_tokens", "repetition": "max_tokens", "content_filter": "refusal"}
-_BEGUN: Final[Mapping[Kind, dict[str, Any]]] = {
-    Kind.REASONING: {"type": "thinking", "thinking": "", "signature": ""},
-    Kind.TEXT: {"type": "text", "text": ""},
+_BEGUN: Final[Mapping[PartKind, dict[str, Any]]] = {
+    PartKind.REASONING: {"type": "thinking", "thinking": "", "signature": ""},
+    PartKind.TEXT: {"type": "text", "text": ""},
 }
 
 
@@ -82,9 +82,9 @@ class MessageEvents(Parts):
             {"type": "message_start", "message": {**_head(self._call, CompletionHead.read(payload)), **unknown}},
         )
 
-    def opened(self, part: Part) -> bytes:
+    def opened(self, part: AnswerPart) -> bytes:
         """`content_block_start`."""
-        if part.kind is Kind.CALL:
+        if part.kind is PartKind.CALL:
             self._legal = LegalStrings(part.written)
             block = _tool_use(part.id, part.name)
         else:
@@ -93,23 +93,23 @@ class MessageEvents(Parts):
             "content_block_start", {"type": "content_block_start", "index": part.index, "content_block": block}
         )
 
-    def said(self, part: Part, text: str) -> bytes:
+    def said(self, part: AnswerPart, text: str) -> bytes:
         """`content_block_delta`."""
         match part.kind:
-            case Kind.REASONING:
+            case PartKind.REASONING:
                 return _delta(part, {"type": "thinking_delta", "thinking": text})
-            case Kind.TEXT:
+            case PartKind.TEXT:
                 return _delta(part, {"type": "text_delta", "text": text})
-            case Kind.CALL:
+            case PartKind.CALL:
                 assert self._legal is not None
                 return _delta(part, {"type": "input_json_delta", "partial_json": self._legal.escaped(text)})
 
-    def closed(self, part: Part) -> bytes:
+    def closed(self, part: AnswerPart) -> bytes:
         """`content_block_stop`; thinking is signed before."""
         signed = b""
-        if part.kind is Kind.CALL:
+        if part.kind is PartKind.CALL:
             self._arguments = part.text
-        if part.kind is Kind.REASONING:
+        if part.kind is PartKind.REASONING:
             signed = _delta(part, {"type": "signature_delta", "signature": new_id()})
         return signed + event("content_block_stop", {"type": "content_block_stop", "index": part.index})
 
@@ -119,7 +119,7 @@ class MessageEvents(Parts):
         events: list[bytes] = []
         self._advance(events, at_end=True)
         if self.is_empty:
-            events.append(self.open(Part(-1, Kind.TEXT)))
+            events.append(self.open(AnswerPart(-1, PartKind.TEXT)))
         events.append(self.close())
         ending = _Ending(self._call, self.finish_reason or "", self.matched_stop, self._arguments, usage)
         told = {"type": "message_delta", "delta": ending.stop(), "usage": _usage(usage or self._prompt_usage)}
@@ -194,5 +194,5 @@ def _usage(usage: Mapping[str, Any] | None) -> dict[str, Any]:
     }
 
 
-def _delta(part: Part, delta: dict[str, Any]) -> bytes:
+def _delta(part: AnswerPart, delta: dict[str, Any]) -> bytes:
     return event("content_block_delta", {"type": "content_block_delta", "index": part.index, "delta": delta})

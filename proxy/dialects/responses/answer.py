@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy.dialects.responses.items import sealed
 from proxy.dialects.responses.tools import ToolKind, as_search, as_text
-from proxy.dialects.translated import CompletionHead, Kind, Part, Parts, call_id, event, words
+from proxy.dialects.translated import AnswerPart, CompletionHead, PartKind, Parts, call_id, event, words
 from proxy.usage import counts
 from proxy.wire.finish import is_whole
 from proxy.wire.ids import new_id
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from proxy.answers import AnsweredAttempt
     from proxy.call import Call
-    from proxy.dialects.responses.request import Asked
+    from proxy.dialects.responses.request import KeptRequest
     from proxy.dialects.translated import Completion
     from proxy.errors import GatewayError
 
@@ -25,14 +25,14 @@ _INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_
 _MAX_REASON: Final = 64
 
 
-def response(call: Call, asked: Asked, completion: Completion) -> dict[str, Any]:
+def response(call: Call, asked: KeptRequest, completion: Completion) -> dict[str, Any]:
     """An answer that is not streamed."""
-    parts: list[Part] = []
-    for kind, text in ((Kind.REASONING, completion.reasoning), (Kind.TEXT, completion.content)):
+    parts: list[AnswerPart] = []
+    for kind, text in ((PartKind.REASONING, completion.reasoning), (PartKind.TEXT, completion.content)):
         if text:
-            parts.append(Part(len(parts), kind, written=bytearray(utf8(text))))
+            parts.append(AnswerPart(len(parts), kind, written=bytearray(utf8(text))))
     for each in completion.calls:
-        parts.append(Part(len(parts), Kind.CALL, each, call_id(each), each.name, each.written))
+        parts.append(AnswerPart(len(parts), PartKind.CALL, each, call_id(each), each.name, each.written))
     items = _Items(asked)
     is_cut = _why_incomplete(completion.finish_reason) is not None
     output = [items.item(part, is_cut=is_cut and part is parts[-1]) for part in parts]
@@ -42,7 +42,7 @@ def response(call: Call, asked: Asked, completion: Completion) -> dict[str, Any]
 class ResponseEvents(Parts):
     """The events of one response, which are numbered."""
 
-    def __init__(self, call: Call, asked: Asked) -> None:
+    def __init__(self, call: Call, asked: KeptRequest) -> None:
         super().__init__()
         self._call = call
         self._asked = asked
@@ -65,46 +65,46 @@ class ResponseEvents(Parts):
         unknown |= {"usage": None, "completed_at": None}
         return self._event("response.created", response=unknown) + self._event("response.in_progress", response=unknown)
 
-    def opened(self, part: Part) -> bytes:
+    def opened(self, part: AnswerPart) -> bytes:
         """An item is added, and the only part of its content."""
         added = self._event(
             "response.output_item.added", output_index=part.index, item=self._items.item(part, is_begun=True)
         )
-        return added if part.kind is Kind.CALL else added + self._of_content("response.content_part.added", part)
+        return added if part.kind is PartKind.CALL else added + self._of_content("response.content_part.added", part)
 
-    def said(self, part: Part, text: str) -> bytes:
+    def said(self, part: AnswerPart, text: str) -> bytes:
         """A delta. The input of a custom tool is JSON until it is complete, so it comes in one piece."""
         if part.call is None:
             part.written += utf8(text)
         match part.kind:
-            case Kind.REASONING:
+            case PartKind.REASONING:
                 return self._about("response.reasoning_text.delta", part, content_index=0, delta=text)
-            case Kind.TEXT:
+            case PartKind.TEXT:
                 return self._about("response.output_text.delta", part, content_index=0, delta=text, logprobs=[])
-            case Kind.CALL if self._asked.kind_of(part.name) is not ToolKind.FUNCTION:
+            case PartKind.CALL if self._asked.kind_of(part.name) is not ToolKind.FUNCTION:
                 return b""
-            case Kind.CALL:
+            case PartKind.CALL:
                 return self._about("response.function_call_arguments.delta", part, delta=text)
 
-    def closed(self, part: Part) -> bytes:
+    def closed(self, part: AnswerPart) -> bytes:
         """The events that end a part: its whole text or arguments, and its complete output item."""
         is_cut = self.finish_reason is not None and _why_incomplete(self.finish_reason) is not None
         item = self._items.item(part, is_cut=is_cut)
         self._output.append(item)
         text = part.text
         match part.kind:
-            case Kind.REASONING:
+            case PartKind.REASONING:
                 done = self._about("response.reasoning_text.done", part, content_index=0, text=text)
                 done += self._of_content("response.content_part.done", part)
-            case Kind.TEXT:
+            case PartKind.TEXT:
                 done = self._about("response.output_text.done", part, content_index=0, text=text, logprobs=[])
                 done += self._of_content("response.content_part.done", part)
-            case Kind.CALL if self._asked.kind_of(part.name) is ToolKind.SEARCH:
+            case PartKind.CALL if self._asked.kind_of(part.name) is ToolKind.SEARCH:
                 done = b""
-            case Kind.CALL if self._asked.kind_of(part.name) is ToolKind.CUSTOM:
+            case PartKind.CALL if self._asked.kind_of(part.name) is ToolKind.CUSTOM:
                 done = self._about("response.custom_tool_call_input.delta", part, delta=item["input"])
                 done += self._about("response.custom_tool_call_input.done", part, input=item["input"])
-            case Kind.CALL:
+            case PartKind.CALL:
                 told = {"name": item["name"], "arguments": item["arguments"]}
                 done = self._about("response.function_call_arguments.done", part, **told)
         return done + self._event("response.output_item.done", output_index=part.index, item=item)
@@ -133,51 +133,51 @@ class ResponseEvents(Parts):
         self._number += 1
         return told
 
-    def _about(self, kind: str, about: Part, /, **members: Any) -> bytes:
+    def _about(self, kind: str, about: AnswerPart, /, **members: Any) -> bytes:
         return self._event(kind, item_id=self._items.id_of(about), output_index=about.index, **members)
 
-    def _of_content(self, kind: str, part: Part) -> bytes:
+    def _of_content(self, kind: str, part: AnswerPart) -> bytes:
         return self._about(kind, part, content_index=0, part=_content(part))
 
 
 class _Items:
     """Writes parts as output items. Owns their ids, which are the same wherever an item is told."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: KeptRequest) -> None:
         self._asked = asked
         self._ids: list[str] = []
 
-    def id_of(self, part: Part) -> str:
+    def id_of(self, part: AnswerPart) -> str:
         """Drawn when it is first asked for; parts come one after the other."""
         if part.index == len(self._ids):
-            prefix = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}[part.kind]
+            prefix = {PartKind.REASONING: "rs", PartKind.TEXT: "msg", PartKind.CALL: "fc"}[part.kind]
             self._ids.append(f"{prefix}_{new_id()}")
         return self._ids[part.index]
 
-    def item(self, part: Part, *, is_begun: bool = False, is_cut: bool = False) -> dict[str, Any]:
+    def item(self, part: AnswerPart, *, is_begun: bool = False, is_cut: bool = False) -> dict[str, Any]:
         """What it is so far. `is_begun`: it says nothing yet; `is_cut`: it ends too soon."""
         status = "in_progress" if is_begun else "incomplete" if is_cut else "completed"
         item: dict[str, Any] = {"id": self.id_of(part)}
         match part.kind:
-            case Kind.REASONING:
+            case PartKind.REASONING:
                 thoughts = part.text
                 seal = sealed(thoughts) if self._asked.wants_sealed and not is_begun else None
                 content = [] if is_begun else [_content(part)]
                 item |= {"type": "reasoning", "summary": [], "content": content, "encrypted_content": seal}
-            case Kind.TEXT:
+            case PartKind.TEXT:
                 item |= {"type": "message", "role": "assistant", "content": [] if is_begun else [_content(part)]}
-            case Kind.CALL if self._asked.kind_of(part.name) is ToolKind.SEARCH:
+            case PartKind.CALL if self._asked.kind_of(part.name) is ToolKind.SEARCH:
                 arguments = {} if is_begun else as_search(part.text)
                 item |= {"type": "tool_search_call", "call_id": part.id, "execution": "client", "arguments": arguments}
-            case Kind.CALL if self._asked.kind_of(part.name) is ToolKind.CUSTOM:
+            case PartKind.CALL if self._asked.kind_of(part.name) is ToolKind.CUSTOM:
                 item |= {"type": "custom_tool_call", **self._call(part), "input": as_text(part.text)}
-            case Kind.CALL:
+            case PartKind.CALL:
                 # Arguments that never began are told as none, but not before they are known not to begin.
                 written = part.text or ("" if is_begun else "{}")
                 item |= {"type": "function_call", **self._call(part), "arguments": written}
         return {**item, "status": status}
 
-    def _call(self, part: Part) -> dict[str, str]:
+    def _call(self, part: AnswerPart) -> dict[str, str]:
         """Of what it is one, in the client's words."""
         tool = self._asked.tools.get(part.name)
         if tool is None:
@@ -186,14 +186,14 @@ class _Items:
         return {"call_id": part.id, "name": tool.name, **inside}
 
 
-def _content(part: Part) -> dict[str, Any]:
+def _content(part: AnswerPart) -> dict[str, Any]:
     text = part.text
-    if part.kind is Kind.REASONING:
+    if part.kind is PartKind.REASONING:
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _head(call: Call, asked: Asked, head: CompletionHead) -> dict[str, Any]:
+def _head(call: Call, asked: KeptRequest, head: CompletionHead) -> dict[str, Any]:
     model = call.model or head.model
     return {"id": f"resp_{head.name}", "object": "response", "created_at": head.created, "model": model, **asked.echo}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from proxy.dialects.responses.answer import ResponseEvents, response
-from proxy.dialects.responses.request import Asked, chat_of
+from proxy.dialects.responses.request import KeptRequest, chat_of
 from proxy.dialects.translated import Translated, words
 from proxy.errors import UpstreamError
 from proxy.wire.openai import error_type, is_error_body
@@ -31,9 +31,9 @@ class Responses(Translated):
         """See Translated."""
         return chat_of(values, left_out)
 
-    def asked(self, values: Mapping[str, Any]) -> Asked:
+    def asked(self, values: Mapping[str, Any]) -> KeptRequest:
         """What the response repeats of it."""
-        return Asked(values)
+        return KeptRequest(values)
 
     def answer(self, call: Call, completion: Completion) -> dict[str, Any]:
         """See Translated."""

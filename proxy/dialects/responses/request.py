@@ -158,7 +158,7 @@ _ECHOED_DEFAULTS: Final[Mapping[str, Any]] = {
 }
 
 
-class Asked:
+class KeptRequest:
     """What is kept of a request for its response."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:

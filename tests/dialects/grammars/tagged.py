@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.dialects.grammars import kimi
-from proxy.dialects.grammars.base import Grammar, Parser
+from proxy.dialects.grammars.base import AnswerParser, Grammar
 from proxy.sim.model import tokenizer
 
 if TYPE_CHECKING:
@@ -39,13 +39,13 @@ class Tagged(Grammar):
         opened, closed = prompt_tail.rfind("<reason>"), prompt_tail.rfind("</reason>")
         return None if opened == closed else opened > closed
 
-    def parser(self, **reading: bool) -> Parser:
+    def parser(self, **reading: bool) -> AnswerParser:
         """Reads what Kimi's parser would read in other words."""
         return _TaggedParser(kimi.Kimi().parser(**reading))
 
 
-class _TaggedParser(Parser):
-    def __init__(self, parser: Parser) -> None:
+class _TaggedParser(AnswerParser):
+    def __init__(self, parser: AnswerParser) -> None:
         self._parser = parser
         self._half_tag = ""
 

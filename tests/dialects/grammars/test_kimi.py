@@ -21,7 +21,7 @@ from proxy.dialects.grammars.kimi import (
     THINK_END,
     Kimi,
     KimiParser,
-    Phase,
+    KimiPhase,
 )
 from proxy.sim.model import parser as sim
 from proxy.sim.model import tokenizer
@@ -205,7 +205,7 @@ def test_half_a_marker_is_held_back_and_nothing_else(marker: str) -> None:
     for cut in range(1, len(marker)):
         parser = KimiParser(in_reasoning=False)
         assert parser.feed("a < b " + marker[:cut]) == {"content": "a < b "}
-        assert parser.phase is Phase.CONTENT
+        assert parser.phase is KimiPhase.CONTENT
         assert parser.feed("!") == {"content": marker[:cut] + "!"}
     assert KimiParser(in_reasoning=False).feed("a<b </x <|x") == {"content": "a<b </x <|x"}
 
@@ -245,22 +245,22 @@ def test_blanks_are_shown_at_once_where_engines_do_so() -> None:
 
 def test_the_phase_and_the_calls_are_those_of_the_text_so_far() -> None:
     steps = (
-        ("Hm", Phase.REASONING, 0, False),
-        (THINK_END, Phase.CONTENT, 0, False),
-        (f"a{SECTION_BEGIN}", Phase.SECTION, 0, True),
-        (f" {CALL_BEGIN}", Phase.NAME, 1, True),
-        ("functions.f:0", Phase.NAME, 1, True),
-        (ARGUMENT_BEGIN, Phase.ARGUMENTS, 1, True),
-        ("{}", Phase.ARGUMENTS, 1, True),
-        (CALL_END, Phase.SECTION, 1, True),
-        (call("functions.f:1"), Phase.SECTION, 2, True),
-        (SECTION_END, Phase.AFTER, 2, False),
-        ("bye", Phase.AFTER, 2, False),
-        (SECTION_BEGIN, Phase.SECTION, 2, True),
-        (CALL_BEGIN, Phase.NAME, 3, True),
-        (ARGUMENT_BEGIN, Phase.ARGUMENTS, 3, True),
-        (SECTION_END, Phase.AFTER, 3, False),
-        (CALL_BEGIN, Phase.NAME, 4, True),
+        ("Hm", KimiPhase.REASONING, 0, False),
+        (THINK_END, KimiPhase.CONTENT, 0, False),
+        (f"a{SECTION_BEGIN}", KimiPhase.SECTION, 0, True),
+        (f" {CALL_BEGIN}", KimiPhase.NAME, 1, True),
+        ("functions.f:0", KimiPhase.NAME, 1, True),
+        (ARGUMENT_BEGIN, KimiPhase.ARGUMENTS, 1, True),
+        ("{}", KimiPhase.ARGUMENTS, 1, True),
+        (CALL_END, KimiPhase.SECTION, 1, True),
+        (call("functions.f:1"), KimiPhase.SECTION, 2, True),
+        (SECTION_END, KimiPhase.AFTER, 2, False),
+        ("bye", KimiPhase.AFTER, 2, False),
+        (SECTION_BEGIN, KimiPhase.SECTION, 2, True),
+        (CALL_BEGIN, KimiPhase.NAME, 3, True),
+        (ARGUMENT_BEGIN, KimiPhase.ARGUMENTS, 3, True),
+        (SECTION_END, KimiPhase.AFTER, 3, False),
+        (CALL_BEGIN, KimiPhase.NAME, 4, True),
     )
     parser = KimiParser(in_reasoning=True)
     for text, phase, calls, in_tools in steps:
