@@ -1,4 +1,7 @@
-"""A chat's answer as Anthropic's message: whole, and as events (docs.anthropic.com, "Streaming messages")."""
+"""A chat's answer as Anthropic's message: whole, and as events (docs.anthropic.com, "Streaming messages").
+
+Errors are those of Anthropic's API (docs.anthropic.com, "Errors").
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from proxy.dialects.messages import errors
-from proxy.dialects.translated import AnswerPart, CompletionHead, PartKind, Parts, call_id, event
+from proxy.dialects.translated import AnswerPart, CompletionHead, PartKind, Parts, call_id, event, words
 from proxy.errors import UnknownFinish
 from proxy.usage import counts
 from proxy.wire.chat_members import JsonNesting, LegalStrings, as_object, is_object
 from proxy.wire.finish import is_whole
 from proxy.wire.ids import new_id
-from proxy.wire.python_json import utf8
+from proxy.wire.python_json import dumps, utf8
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,6 +30,16 @@ _STOP_REASONS: Final = {"length": "max_tokens", "repetition": "max_tokens", "con
 _BEGUN: Final[Mapping[PartKind, dict[str, Any]]] = {
     PartKind.REASONING: {"type": "thinking", "thinking": "", "signature": ""},
     PartKind.TEXT: {"type": "text", "text": ""},
+}
+_ERROR_TYPES: Final[Mapping[int, str]] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
 }
 
 
@@ -127,7 +139,7 @@ class MessageEvents(Parts):
 
     def error_event(self, error: GatewayError) -> bytes:
         """`error`, in place of the end."""
-        return b"".join((*self.unsent, event("error", errors.error(error))))
+        return b"".join((*self.unsent, event("error", error_object(error))))
 
 
 def _head(call: Call, head: CompletionHead) -> dict[str, Any]:
@@ -196,3 +208,14 @@ def _usage(usage: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _delta(part: AnswerPart, delta: dict[str, Any]) -> bytes:
     return event("content_block_delta", {"type": "content_block_delta", "index": part.index, "delta": delta})
+
+
+def error_object(failed: GatewayError) -> dict[str, Any]:
+    """Return the object that is the body of an error, and the data of its event."""
+    kind = _ERROR_TYPES.get(failed.status) or ("invalid_request_error" if failed.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": words(failed)}}
+
+
+def error_body(failed: GatewayError) -> bytes:
+    """Return the body of an error."""
+    return dumps(error_object(failed))

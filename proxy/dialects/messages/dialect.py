@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from proxy.dialects.messages import errors
-from proxy.dialects.messages.answer import MessageEvents, message
+from proxy.dialects.messages.answer import MessageEvents, error_body, message
 from proxy.dialects.messages.request import chat_of
 from proxy.dialects.translated import Translated, event
 
@@ -45,4 +44,4 @@ class Messages(Translated):
 
     def error_body(self, error: GatewayError) -> bytes:
         """See Dialect."""
-        return errors.error_body(error)
+        return error_body(error)

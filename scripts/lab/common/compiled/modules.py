@@ -20,7 +20,7 @@ _BY_PACKAGE: Final = {
         " sglang_bootstrap vllm_pull"
     ),
     "dialects": "adjustments base fanout openai requests segment sglang_events translated",
-    "dialects/messages": "answer content dialect errors request tools",
+    "dialects/messages": "answer content dialect request tools",
     "dialects/responses": "answer dialect items request tools",
     "fast_path": "connection head intake parts request",
     "flow": (
