@@ -1,17 +1,47 @@
-"""How families of models write reasoning and tool calls: one file per grammar, and the table of them."""
+"""How families of models write reasoning and tool calls: one file per grammar, and the table of them.
+
+ThinkTags is the grammar of all models that no other one recognises.
+"""
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING, Final
 
-from proxy.dialects.grammars.kimi import Kimi
-from proxy.dialects.grammars.think_tags import ThinkTags
+from proxy.dialects.grammars.base import Grammar
+from proxy.dialects.grammars.kimi import THINK, THINK_END, Kimi, KimiParser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.dialects.grammars.base import Grammar
+    from proxy.dialects.grammars.base import AnswerParser
+
+
+class ThinkTags(Grammar):
+    """Reasoning stands, if anywhere, between the tags of most models.
+
+    There are no token ids, which are different ones in each tokenizer, and no tool calls. What a client has is compared
+    with what this makes of the answer, so a model that writes otherwise is not continued as a completion; it is never
+    continued wrongly.
+    """
+
+    has_tools = False
+
+    def recognises(self, prompt_tail: Sequence[int]) -> bool:
+        """Everything."""
+        return True
+
+    def opens_reasoning(self, prompt_tail: str) -> bool | None:
+        """See Grammar. The nearest tag decides."""
+        opened, closed = prompt_tail.rfind(THINK), prompt_tail.rfind(THINK_END)
+        return None if opened == closed else opened > closed
+
+    def parser(
+        self, *, in_reasoning: bool, calls_tools: bool, shows_blanks: bool, tells_half_calls: bool, one_call: bool
+    ) -> AnswerParser:
+        """See Grammar. Between these tags the Kimi K2 family reasons, too."""
+        return KimiParser(in_reasoning=in_reasoning, calls_tools=False, shows_blanks=shows_blanks)
+
 
 GRAMMARS: Final[Sequence[Grammar]] = (Kimi(),)
 """The first that recognises the prompt is the answer's."""
