@@ -97,6 +97,7 @@ class SingleLeg:
                 resend_if_stale=True,
             )
             response: Response = yield leg
+            del leg  # a long answer would keep its body
             with response:
                 if not response.is_success:
                     raise refusal(response, (yield response))

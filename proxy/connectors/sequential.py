@@ -170,6 +170,7 @@ class Sequential(Disaggregated):
                         break
                     except UpstreamError as error:
                         self._move_decoder(handoff, error, timeline)
+                del answer, body, told, params  # some kilobytes, which a long answer would keep
                 with response:
                     if not response.is_success:
                         raise refusal(response, (yield response))

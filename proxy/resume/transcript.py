@@ -10,6 +10,8 @@ from proxy.wire.chat_members import ToolCalls, UnreadableMember, objects_of, tex
 from proxy.wire.python_json import utf8, utf8_text
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from proxy.dialects.grammars.base import Grammar
     from proxy.wire.chat_members import ToolCall
 
@@ -30,22 +32,24 @@ class Transcript:
         self.began_in_reasoning = False
         self.reasoning_field = reasoning_field
         """What the engine calls it."""
-        self._calls = ToolCalls()
-        self.tools: list[ToolCall] = self._calls.calls
+        self._calls: ToolCalls | None = None
+        self.tools: Sequence[ToolCall] = ()
         """The tool calls, in the order in which they began."""
         self._ids = array("I")
         self._settled = 0
         self._chunk_start = 0
         self._reasoning_ids = 0
         self._reasoned = 0  # `reasoning_ids` before the last chunk of reasoning
-        self._offsets: list[int] = []  # of the ids in the text, as far as a completion's log probabilities tell
+        self._offsets: list[int] | None = None
+        """Of the ids in the text, as far as a completion's log probabilities tell; None until they do."""
         self._offset_end = 0
         self._grammar: Grammar | None = None  # once it was asked for
         # UTF-8. An io.StringIO of Python 3.11 keeps what it is given, which is ten times as much.
         self._reasoning = bytearray()
         self._content = bytearray()
-        self._texts: list[str] = []
-        self._noted_ids: list[int] = []
+        self._texts: list[str] | None = None
+        """See `noting`; None until it was called. It and the next one are the same lists from then on."""
+        self._noted_ids: list[int] | None = None
         self._is_reasoning = False
 
     # What was noted is read when somebody asks for what it changes.
@@ -119,6 +123,8 @@ class Transcript:
             try:
                 self._ids.extend(ids)
                 if choice.get("logprobs") is not None and (offsets := choice["logprobs"].get("text_offset")):
+                    if self._offsets is None:
+                        self._offsets = []
                     self._offsets += offsets[-len(ids) :]
                     self._offset_end = offsets[-1] + len(choice["logprobs"]["tokens"][-1])
             except (AttributeError, LookupError, OverflowError, TypeError):
@@ -147,7 +153,10 @@ class Transcript:
         """
         self.settle()
         self._is_reasoning = is_reasoning
-        return self._texts, self._noted_ids
+        texts, ids = self._texts, self._noted_ids
+        if texts is None or ids is None:
+            texts, ids = self._texts, self._noted_ids = [], []
+        return texts, ids
 
     def settle(self) -> None:
         """Read what was noted."""
@@ -173,9 +182,10 @@ class Transcript:
 
     def offset_behind(self, kept: int) -> int | None:
         """Where in the text the log probabilities say that the first `kept` ids end; None if they do not say."""
-        if len(self._offsets) != len(self.ids):
+        offsets = self._offsets or ()
+        if len(offsets) != len(self.ids):
             return None
-        return self._offsets[kept] if kept < len(self._offsets) else self._offset_end
+        return offsets[kept] if kept < len(offsets) else self._offset_end
 
     def reasoning_among(self, kept: int) -> int:
         """How many of the first `kept` ids are reasoning."""
@@ -193,7 +203,7 @@ class Transcript:
     def cut(self, kept: int) -> None:
         """Forget the ids behind the first `kept` ones."""
         self._reasoning_ids = self.reasoning_among(kept)
-        if kept < len(self._offsets):
+        if self._offsets is not None and kept < len(self._offsets):
             self._offset_end = self._offsets[kept]
             del self._offsets[kept:]
         del self._ids[kept:]
@@ -223,6 +233,9 @@ class Transcript:
         if calls := delta.get("tool_calls"):
             if self._reasoning and not self._content and not self.tools:
                 self._end_reasoning(before)
+            if self._calls is None:
+                self._calls = ToolCalls()
+                self.tools = self._calls.calls
             for part in objects_of(calls, "tool_calls"):
                 self._calls.take(part)
             shows = True

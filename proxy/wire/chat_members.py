@@ -12,7 +12,7 @@ import orjson
 from proxy.wire.python_json import dumps, utf8, utf8_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 RAW_ARGUMENTS: Final = "raw_arguments"
 """The only member of the object that stands for arguments that are not a JSON object."""
@@ -202,7 +202,7 @@ def _begins_another(call: ToolCall, index: int | None, call_id: str, name: str, 
     return has_other_id and not call.written
 
 
-def whole_calls(told: object) -> list[ToolCall]:
+def whole_calls(told: object) -> Sequence[ToolCall]:
     """The tool calls of a whole message, each of which is an element of its own. Raises UnreadableMember."""
     found: list[ToolCall] = []
     for each in objects_of(told, "tool_calls"):
@@ -212,7 +212,7 @@ def whole_calls(told: object) -> list[ToolCall]:
     return named(found)
 
 
-def named(calls: list[ToolCall]) -> list[ToolCall]:
+def named(calls: Sequence[ToolCall]) -> Sequence[ToolCall]:
     """The calls, each of which has a name. Raises UnreadableMember if one has none."""
     for call in calls:
         if not call.name:
