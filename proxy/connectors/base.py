@@ -16,7 +16,7 @@ from proxy.wire.document import InvalidDocument
 from proxy.wire.finish import is_given_up
 from proxy.wire.ids import new_id
 from proxy.wire.openai import OPENAI_APIS
-from proxy.wire.python_json import dumps, loads, read_again
+from proxy.wire.python_json import dumps, read_again
 from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier
 
 if TYPE_CHECKING:
@@ -162,12 +162,18 @@ def refusal(response: EngineResponse, body: bytes) -> UpstreamError:
     return response.refuse(f"answered with status {response.status}", response.status, body, response.headers)
 
 
+class PrefilledChoice(msgspec.Struct):
+    """One choice in the answer of a prefiller."""
+
+    finish_reason: Any = None
+
+
 class Prefilled(msgspec.Struct):
     """What a prefiller of vLLM answered with, as far as anybody reads it: not the token."""
 
     written_usage: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"null"), name="usage")
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
-    written_choices: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"null"), name="choices")
+    choices: list[PrefilledChoice] = []
     error: Any = None
     object: Any = None
     code: Any = None
@@ -187,12 +193,7 @@ class Prefilled(msgspec.Struct):
         vLLM's connectors keep KV only of a prompt that stopped for length (`request_finished` of nixl and mooncake), so
         a second prefill of this prompt would keep none either.
         """
-        try:
-            choices = loads(bytes(self.written_choices))
-        except orjson.JSONDecodeError:
-            return False
-        first = choices[0] if isinstance(choices, list) and choices else None
-        return isinstance(first, dict) and first.get("finish_reason") == "stop"
+        return bool(self.choices) and self.choices[0].finish_reason == "stop"
 
 
 _prefilled_in = msgspec.json.Decoder(Prefilled).decode
@@ -216,29 +217,31 @@ def parse_prefilled(response: EngineResponse, body: bytes) -> Prefilled:
         code = told.get("code") if isinstance(told, dict) else answer.code
         status = code if isinstance(code, int) and 400 <= code < 600 else 500
         raise response.refuse("reported an error in its answer", status, body, {"content-type": "application/json"})
-    # The bytes cannot occur inside a JSON string, where the quotes would be escaped.
-    if (b'"abort"' in body or b'"error"' in body) and _is_given_up(body):
-        raise response.fail(Failure.ABORTED, "stopped working on the prompt")
+    for choice in answer.choices:
+        if is_given_up(choice.finish_reason):
+            raise response.fail(Failure.ABORTED, "stopped working on the prompt")
     return answer
 
 
-def _is_given_up(body: bytes) -> bool:
-    choices = loads(body).get("choices")
-    choices = choices if isinstance(choices, list) else ()
-    return any(is_given_up(choice.get("finish_reason")) for choice in choices if isinstance(choice, dict))
-
-
 def _read_again(response: EngineResponse, body: bytes) -> Prefilled:
-    """Read an answer that msgspec refuses: its token may be half of a surrogate pair. Raises UpstreamError."""
+    """Read an answer that msgspec refuses. Raises UpstreamError if it is no JSON object.
+
+    Its token may be half of a surrogate pair, or its choices no list of objects.
+    """
     try:
         values = read_again(body)
     except ValueError:
         raise _no_object(response) from None
     if not isinstance(values, dict):
         raise _no_object(response)
-    told = {name: values.get(name) for name in ("usage", "kv_transfer_params", "choices")}
-    usage, params, choices = (msgspec.Raw(dumps(value)) for value in told.values())
-    return Prefilled(usage, params, choices, values.get("error"), values.get("object"), values.get("code"))
+    usage, params = (msgspec.Raw(dumps(values.get(name))) for name in ("usage", "kv_transfer_params"))
+    choices = values.get("choices")
+    read = [
+        PrefilledChoice(choice.get("finish_reason"))
+        for choice in (choices if isinstance(choices, list) else ())
+        if isinstance(choice, dict)
+    ]
+    return Prefilled(usage, params, read, values.get("error"), values.get("object"), values.get("code"))
 
 
 def parse_answer(kind: Callable[[bytes], Parsed], response: EngineResponse, body: bytes) -> Parsed:
