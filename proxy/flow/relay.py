@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Protocol
 
-from proxy.dialects.segment import Meaning
+from proxy.dialects.segment import ABORTED, CONTENT, DONE, ERROR, MALFORMED, OPENING, RECOMPUTED, USAGE
 from proxy.errors import Failure
 from proxy.flow.guard import UNWRITABLE, report
 from proxy.resume.overlap import Mismatch
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from proxy.connectors.attempt import Attempt
+    from proxy.dialects.segment import Meaning
     from proxy.errors import UpstreamError
     from proxy.flow.client_writer import ClientWriter
     from proxy.flow.delivery import Delivery
@@ -160,7 +161,7 @@ class Relay:
         for event in events:
             meaning = segment.read(event)
             try:
-                if meaning is Meaning.CONTENT:
+                if meaning is CONTENT:
                     # Where ids are not told, an empty chunk may be a token that shows nothing.
                     is_progress |= not (segment.is_mute and delivery.tells_ids)
                     if not self._opened:
@@ -273,30 +274,30 @@ class Relay:
         """Treat an event that is not content."""
         segment, delivery, attempt = self.segment, self._delivery, self._attempt
         part = b""
-        if meaning is Meaning.OPENING:  # no sign of the KV cache: vLLM up to 0.30 sends it also when that did not come
+        if meaning is OPENING:  # no sign of the KV cache: vLLM up to 0.30 sends it also when that did not come
             delivery.opening(segment, event)
-        elif meaning is Meaning.USAGE:
+        elif meaning is USAGE:
             details = attempt.timeline.usage.prompt_details
             part = delivery.usage_chunk(segment, event, details, handed_over=attempt.kv_handed_over)
-        elif meaning is Meaning.DONE:
+        elif meaning is DONE:
             if not segment.is_complete:
                 self._end(self._unfinished())
             # The answer is whole. What is left is the end mark of the body, for the connection's sake.
             self._is_over = True
             attempt.response.limit_silence(END_MARK_SECONDS)
-        elif meaning is Meaning.ERROR:
+        elif meaning is ERROR:
             self._end(_engine_error(attempt, segment.payload, segment.data))
-        elif meaning is Meaning.RECOMPUTED:
+        elif meaning is RECOMPUTED:
             part = self._read_last_words()
             given_up = attempt.response.fail(Failure.RECOMPUTED, "gave up the request for lack of KV memory")
             self._end(None if delivery.is_stopped else given_up)
-        elif meaning is Meaning.ABORTED:
+        elif meaning is ABORTED:
             if self._opened or not segment.is_mute:
                 part = self._read_last_words()
             aborted = attempt.response.fail(Failure.ABORTED, "stopped working on the answer")
             self._end(None if delivery.is_stopped else aborted)
         else:
-            if meaning is Meaning.MALFORMED:
+            if meaning is MALFORMED:
                 self.malformed_events += 1
                 if not delivery.passes_bytes or names_engine_members(event.raw):
                     # It may hold a part of the answer, which the client would miss without a word.

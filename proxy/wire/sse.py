@@ -8,18 +8,30 @@ lines, a byte-order mark is not expected.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
 _BLANK_LINE = re.compile(rb"\r\n\r\n|\n\n|\r\r|\n\r\n|\r\n\n|\r\n\r|\n\r(?!\n)")
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _LF, _CR = 0x0A, 0x0D
 
 
-class Event(NamedTuple):
-    """One event. `data` None: the event carries no data field (a comment, a heartbeat)."""
+class Event:
+    """One event of a stream."""
 
-    raw: bytes
-    data: bytes | None
+    __slots__ = ("data", "raw")
+
+    def __init__(self, raw: bytes, data: bytes | None) -> None:
+        self.raw = raw
+        """Its bytes, with the blank line that ends it."""
+        self.data = data
+        """Its data field; None: it has none, as a comment or a heartbeat."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Event) and self.raw == other.raw and self.data == other.data
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Event({self.raw!r}, {self.data!r})"
 
 
 class EventTooLong(ValueError):
