@@ -28,6 +28,7 @@ _BY_PACKAGE: Final = {
         " keep_alive lateness order relay resuming retry suspects suspicion token_clock token_shapes unit_guard"
     ),
     "listener": "header_deadlines",
+    "logs": "floods formats handler redaction writer",
     "monitor": "loop_lag",
     "observe": "access_line attempt_record listeners observers receipt receipts record timeline",
     "resume": "call_options chat_as_completion continuation cut engines overlap plan seam transcript",
