@@ -447,7 +447,7 @@ def test_a_client_that_wants_one_call_gets_no_second(value: bool | None, already
     second = "}<|tool_call_end|><|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{"
     transcript = answered(Api.CHAT, begin + (encode(second) if already else []))
     if value is False:
-        del transcript.tools[1:]
+        transcript.tools = transcript.tools[:1]
     body = CHAT | {"tools": TOOLS, "parallel_tool_calls": value}
     resumption, _ = decided(situation(body, [], transcript=transcript))
     assert resumption.seam is not None
