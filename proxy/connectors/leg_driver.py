@@ -113,10 +113,10 @@ class LegDriver:
             self._connecting = asyncio.create_task(self._connect(leg))
             return
         self._connection = connection
-        if leg.then is not None:
-            upstream.preconnect(leg.then)
+        if leg.preconnect_to is not None:
+            upstream.preconnect(leg.preconnect_to)
         exchange: WholeResponse | Response
-        if leg.is_whole:
+        if leg.wants_whole:
             exchange = WholeResponse(connection, self._on_whole)
         else:
             exchange = self._response = Response(connection, self._on_head)

@@ -1,7 +1,6 @@
 """The legs of an attempt, one after the other or two at a time, as a generator: what is to be done next, and no IO.
 
-A protocol writes the order of its steps once. Its driver sends what it asks for: `driver.opened` does so from a
-coroutine, the fast path from the callbacks of its connections.
+A protocol writes the order of its steps once. `leg_driver.LegDriver` sends what it asks for.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ class Leg:
     """Lower-case names."""
     answer_seconds: float
     resend_if_stale: bool = False
-    is_whole: bool = False
-    """What is wanted is the whole answer; see Legs."""
-    then: Backend | None = None
-    """Whom the next leg will go to, for all that is known: a connection can be opened meanwhile."""
+    wants_whole: bool = False
+    """Whether the whole answer is wanted, and not its stream; see Legs."""
+    preconnect_to: Backend | None = None
+    """Backend to connect to while this leg runs, because the next leg is likely to go there."""
 
 
 class Pair:

@@ -210,7 +210,15 @@ class Sequential(Disaggregated):
             headers |= rank.header(prefiller, self._prefill_ranks)
         body = _ASK_FOR_KV.body(call, self._pools.prefill, prefiller)
         seconds = prefill_seconds(self._timeouts, call)
-        return Leg(prefiller, call.api.path, body, headers, seconds, False, True, handoff.decoder.backend)
+        return Leg(
+            prefiller,
+            call.api.path,
+            body,
+            headers,
+            seconds,
+            wants_whole=True,
+            preconnect_to=handoff.decoder.backend,
+        )
 
     def _decode_leg(
         self, call: Call, body: Body, handoff: KvHandoff, rank: RankClaim | None, timeline: Timeline
