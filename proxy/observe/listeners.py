@@ -6,10 +6,10 @@ from collections import defaultdict
 from functools import cache
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from proxy.logs import access_lines
-from proxy.observe.metrics import CHOOSING_ROLES, TOKEN_KINDS, tally
+from proxy.observe.metrics import CHOOSING_ROLES, TOKEN_KINDS
 from proxy.observe.observers import RequestListener
 from proxy.terms import Stage
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from proxy.observe.outcome import Outcome
     from proxy.observe.record import RequestRecord
     from proxy.observe.timeline import Timeline
+
+_Item = TypeVar("_Item")
 
 # Of records. What is asked of each of many in this way takes no step of the interpreter.
 _API: Final = attrgetter("api")
@@ -127,3 +129,9 @@ class AccessLog(RequestListener):
     def settle(self, began: Sequence[RequestRecord], ended: Sequence[RequestRecord]) -> None:
         """See RequestListener."""
         access_lines(map(_ENDED, ended), map(_FIELDS, ended))
+
+
+def tally(items: Iterable[_Item]) -> list[tuple[_Item, int]]:
+    """How often each comes. For some hundred of few kinds this takes less than a Counter, which takes long to make."""
+    found = list(items)
+    return [(item, found.count(item)) for item in set(found)]

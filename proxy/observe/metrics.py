@@ -10,19 +10,13 @@ from __future__ import annotations
 
 import os
 import platform
-from bisect import bisect_left, bisect_right
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar, get_args
+from typing import TYPE_CHECKING, Final, get_args
 
 import aiohttp
-import prometheus_client
-from prometheus_client import (
-    CollectorRegistry,
-    ProcessCollector,
-    disable_created_metrics,
-)
+from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily
 
@@ -33,12 +27,13 @@ from proxy.balancer.health.breaker import Cause
 from proxy.build_info import IS_COMPILED
 from proxy.errors import Failure
 from proxy.observe.instances import Instances, collect_models
+from proxy.observe.instruments import Counter, GatheringHistogram, Gauge, Histogram, MetricRow
 from proxy.observe.sources import collect_sources
 from proxy.observe.worker_files import DIRECTORY, WorkerFiles, make_directory
 from proxy.terms import KV_EVENT_GAPS, KV_EVENTS, Action, Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from prometheus_client import Metric
 
@@ -50,8 +45,6 @@ if TYPE_CHECKING:
     from proxy.balancer.roster import Roster
     from proxy.balancer.shared.scoreboard import Scoreboard
     from proxy.balancer.shared.source_states import SourceStates
-
-_Item = TypeVar("_Item")
 
 # A `_created` series beside every counter and histogram would double the exposition, and nothing reads them.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -112,76 +105,245 @@ _RATIO_BUCKETS: Final = (0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 1.5, 
 _STAGE_BUCKETS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 
 
-def tally(items: Iterable[_Item]) -> list[tuple[_Item, int]]:
-    """How often each comes. For some hundred of few kinds this takes less than a Counter, which takes long to make."""
-    found = list(items)
-    return [(item, found.count(item)) for item in set(found)]
-
-
-class Counter(prometheus_client.Counter):
-    """Without the question with every step whether it has labels, and so no value of its own: that takes longer than
-    the step.
-    """
-
-    def inc(self, amount: float = 1, exemplar: dict[str, str] | None = None) -> None:
-        if amount < 0:
-            raise ValueError("a counter only goes up")
-        self._value.inc(amount)
-
-
-class Gauge(prometheus_client.Gauge):
-    """See Counter."""
-
-    def inc(self, amount: float = 1) -> None:
-        self._value.inc(amount)
-
-    def dec(self, amount: float = 1) -> None:
-        self._value.inc(-amount)
-
-
-class Histogram(prometheus_client.Histogram):
-    """See Counter."""
-
-    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
-        self._sum.inc(amount)
-        self._buckets[bisect_left(self._upper_bounds, amount)].inc(1)
-
-    def observe_all(self, amounts: Sequence[float]) -> None:
-        """The same for many at once, for the price of a few: the bucket of each is not looked for, but how many come
-        into the same as the next one.
-        """
-        self._sum.inc(sum(amounts))
-        ordered, bounds = sorted(amounts), self._upper_bounds
-        counted = 0
-        while counted < len(ordered):
-            place = bisect_left(bounds, ordered[counted])
-            upto = bisect_right(ordered, bounds[place], counted + 1)
-            self._buckets[place].inc(upto - counted)
-            counted = upto
-
-
-class GatheringHistogram(Histogram):
-    """For what is observed many times a request: it is noted, and counted when somebody settles. Without labels."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._noted: list[float] = []
-
-    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
-        self._noted.append(amount)
-
-    def settle(self) -> None:
-        """Count what was noted."""
-        noted, self._noted = self._noted, []
-        if noted:
-            self.observe_all(noted)
-
-
 class Metrics:
-    """One worker's metrics. The attributes made in `__init__` are the table; `render` is what a scrape gets.
+    """One worker's metrics: a table, one row for each. `render` returns what a scrape gets.
 
     Each Metrics has a registry of its own unless one is given.
     """
+
+    build_info = MetricRow(
+        Gauge,
+        "Versions of the gateway, of Python and of aiohttp, and whether it is compiled. Always 1.",
+        ("version", "compiled", "python", "aiohttp"),
+        multiprocess_mode="livemax",
+    )
+    requests_total = MetricRow(
+        Counter, "Client requests by API and HTTP status.", ("api", "code"), series=product(APIS, ("200",))
+    )
+    model_requests_total = MetricRow(
+        Counter,
+        "Generation requests by model, as instances call it, and HTTP status, as long as instances serve different "
+        "models.",
+        ("model", "code"),
+    )
+    request_end_total = MetricRow(
+        Counter,
+        "Generation requests by who ended them and in which stage, as `term` in the log.",
+        ("term",),
+        series=product(TERMS),
+    )
+    request_duration_seconds = MetricRow(
+        Histogram,
+        "Time from a generation request to the end of its answer.",
+        ("api", "stream"),
+        buckets=_REQUEST_BUCKETS,
+    )
+    time_to_first_token_seconds = MetricRow(
+        Histogram,
+        "Time from a generation request to the first token of its streamed answer.",
+        ("api",),
+        buckets=_FIRST_TOKEN_BUCKETS,
+    )
+    inter_token_seconds = MetricRow(
+        GatheringHistogram,
+        "Time between two parts of a streamed answer; a sample of one in eight.",
+        buckets=_INTER_TOKEN_BUCKETS,
+    )
+    stage_duration_seconds = MetricRow(
+        Histogram,
+        "Time in each stage, once for each prompt and sample of a generation request.",
+        ("stage",),
+        series=product(STAGES),
+        buckets=_STAGE_BUCKETS,
+    )
+    inflight_requests = MetricRow(
+        Gauge, "Client requests in flight.", ("api",), series=product(APIS), multiprocess_mode="livesum"
+    )
+    instance_requests_total = MetricRow(
+        Counter, "Requests sent to an instance, by result: `ok`, or the failure.", ("role", "address", "result")
+    )
+    retries_total = MetricRow(
+        Counter,
+        "Requests sent to engines again, by role and by the failure before.",
+        ("stage", "reason"),
+        series=product(LEGS, FAILURES),
+    )
+    retry_budget_exhausted_total = MetricRow(
+        Counter, "Requests that failed because the retry budget had no place for a second attempt in time."
+    )
+    missing_kv_total = MetricRow(
+        Counter,
+        "Prefill answers without KV parameters, by what was done next.",
+        ("action",),
+        series=product(MISSING_KV_ACTIONS),
+    )
+    handovers_total = MetricRow(
+        Counter,
+        "KV caches handed over, by what the decoders' own counters say: transferred, the prompt computed once "
+        "more, or unknown.",
+        ("result",),
+        series=product(HANDOVERS),
+    )
+    canaries_total = MetricRow(
+        Counter,
+        "Test prompts of the gateway's own (doctor.every_seconds), by what they have shown.",
+        ("result",),
+        series=product(CANARIES),
+    )
+    prefills_skipped_total = MetricRow(
+        Counter, "Prompts sent to a decoder alone: kv.prefill_min_tokens, kv.skip_prefill."
+    )
+    streams_broken_total = MetricRow(
+        Counter,
+        "Answers that ended early although their status had been sent, by who ended them and why.",
+        ("side", "reason"),
+        series=BROKEN_STREAMS,
+    )
+    resumes_total = MetricRow(
+        Counter,
+        "Answers continued after their decoder was lost, by its failure and by how they were continued.",
+        ("cause", "action"),
+        series=product(FAILURES, RESUME_ACTIONS),
+    )
+    resumed_tokens_total = MetricRow(Counter, "Tokens prefilled again to continue answers whose decoder was lost.")
+    resume_failures_total = MetricRow(
+        Counter, "Answers that had begun and could not be continued.", ("cause",), series=product(FAILURES)
+    )
+    suspect_requests_total = MetricRow(
+        Counter, "Requests that were stopped because engines went down while serving them."
+    )
+    tokens_total = MetricRow(
+        Counter,
+        "Tokens of generation requests, as engines report them in `usage`.",
+        ("kind",),
+        series=product(TOKEN_KINDS),
+    )
+    rejected_total = MetricRow(
+        Counter, "Requests refused before an engine was asked.", ("reason",), series=product(REJECTIONS)
+    )
+    kv_events_total = MetricRow(
+        Counter, "KV events heard (kv_events), by instance and kind.", ("role", "address", "kind")
+    )
+    kv_event_gaps_total = MetricRow(
+        Counter,
+        "Times that an instance's KV events did not follow each other: some were `lost`, or came when they were "
+        "asked for again (`replayed`), or it has started anew (`started_anew`).",
+        ("role", "address", "reason"),
+    )
+    kv_orphans_total = MetricRow(Counter, "Prefilled KV caches that no decoder is known to have fetched.")
+    kv_released_total = MetricRow(
+        Counter,
+        "Orphaned KV caches by what became of them: released, failed, or unsupported by the engines.",
+        ("result",),
+        series=product(RELEASES),
+    )
+    instance_ejected_total = MetricRow(
+        Counter, "Ejections of an instance because of how its requests went, by cause.", ("role", "address", "reason")
+    )
+    pair_quarantines_total = MetricRow(Counter, "Times a prefiller and a decoder were parted after failed hand-overs.")
+    prefill_prediction_ratio = MetricRow(
+        Histogram,
+        "What prefills took over what was predicted when their prefillers were chosen.",
+        buckets=_RATIO_BUCKETS,
+    )
+    prefill_hit_tokens_total = MetricRow(
+        Counter,
+        "Prompt tokens that prefillers were thought to have cached (`predicted`), and those that they had, if they "
+        "tell that (`found`).",
+        ("kind",),
+        series=product(("predicted", "found")),
+    )
+    choices_total = MetricRow(
+        Counter,
+        "Choices of an instance for an attempt at a generation request, by role and by why it was this one.",
+        ("role", "reason"),
+        series=product(CHOOSING_ROLES, REASONS),
+    )
+    queue_waits_total = MetricRow(
+        Counter,
+        "Requests that had to wait, by what for: room at a `prefill` or `decode` instance, others that wait "
+        "(`queue`), or a `better` prefiller than those with room.",
+        ("reason",),
+        series=product(("prefill", "decode", "encode", "queue", "better")),
+    )
+    queued_requests = MetricRow(Gauge, "Requests waiting for an instance with room.", multiprocess_mode="livesum")
+    prefix_index_keys = MetricRow(
+        Gauge,
+        "Keys of prompts' prefixes that are remembered, of all workers: some 110 bytes each.",
+        multiprocess_mode="livesum",
+    )
+    queue_seconds = MetricRow(
+        Histogram,
+        "Time that requests waited for an instance with room; of those that had to wait.",
+        buckets=_STAGE_BUCKETS,
+    )
+    http_parse_errors_total = MetricRow(Counter, "Requests that were not valid HTTP/1.1.")
+    workers = MetricRow(Gauge, "Worker processes that serve.", multiprocess_mode="livesum")
+    connections = MetricRow(Gauge, "Open client connections.", multiprocess_mode="livesum")
+    loop_lag_seconds = MetricRow(
+        Gauge, "How late the event loop ran at worst in the last 15 seconds.", multiprocess_mode="livemax"
+    )
+    cpu_seconds_total = MetricRow(Counter, "CPU time of the gateway, of all workers since each began.")
+    resident_memory_bytes = MetricRow(
+        Gauge, "Memory of the gateway, of all workers; what they share counts for each.", multiprocess_mode="livesum"
+    )
+    memory_share = MetricRow(
+        Gauge, "Memory in use, as a share of what the container or the host allows.", multiprocess_mode="livemax"
+    )
+    open_fds_share = MetricRow(
+        Gauge, "File descriptors in use, as a share of what the process may open.", multiprocess_mode="livemax"
+    )
+    overload_state = MetricRow(
+        Gauge,
+        "0: memory suffices; 1: connections are closed after each answer; 2: new requests are refused.",
+        multiprocess_mode="livemax",
+    )
+    replicas_peers = MetricRow(
+        Gauge, "Other gateways of the group (replicas.group) whose loads are known now.", multiprocess_mode="livesum"
+    )
+    replicas_exchanges_total = MetricRow(
+        Counter, "Exchanges with the store of the replicas, by result.", ("result",), series=product(("ok", "failed"))
+    )
+    replicas_news_total = MetricRow(
+        Counter,
+        "Messages about changes between the gateways of the group, by whether this one told or heard them.",
+        ("direction",),
+        series=product(("told", "heard")),
+    )
+    replicas_news_bytes_total = MetricRow(
+        Counter, "Bytes of these messages.", ("direction",), series=product(("told", "heard"))
+    )
+    replicas_last_exchange_timestamp_seconds = MetricRow(
+        Gauge,
+        "When the store of the replicas last answered, in seconds since the Unix epoch; 0: it did not yet.",
+        multiprocess_mode="livemax",
+    )
+    background_restarts_total = MetricRow(
+        Counter,
+        "Restarts of a background loop after an unexpected error, by loop. The log has the first error in a row.",
+        ("loop",),
+        series=product(BACKGROUND_LOOPS),
+    )
+    config_reloads_total = MetricRow(
+        Counter, "Reloads of the configuration by result.", ("result",), series=product(("ok", "failed"))
+    )
+    config_last_reload_successful = MetricRow(
+        Gauge,
+        "1 if the last reload of the configuration was applied, 0 if it was refused.",
+        multiprocess_mode="livemostrecent",
+    )
+    config_last_reload_success_timestamp_seconds = MetricRow(
+        Gauge, "When the configuration in use was loaded, in seconds since the Unix epoch.", multiprocess_mode="livemax"
+    )
+    dns_errors_total = MetricRow(Counter, "Failed look-ups of instances' names; the last known addresses stay in use.")
+    whole_answers_repeated_total = MetricRow(
+        Counter,
+        "Answers that were asked for again as a whole, because the engine's stream lost a tool call or broke its "
+        "arguments.",
+    )
+    sse_bad_events_total = MetricRow(Counter, "Events of engines' streams that cannot be read.")
+    log_lines_dropped_total = MetricRow(Counter, "Log lines dropped because the log was not read in time.")
+    log_lines_suppressed_total = MetricRow(Counter, "Log lines left out because too many of a kind came at once.")
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self._instances: Instances | None = None
@@ -196,299 +358,13 @@ class Metrics:
             make_directory(Path(os.environ[DIRECTORY]))
         else:
             ProcessCollector(registry=self._registry)
-        new: dict[str, Any] = {"namespace": "pdproxy", "registry": self._registry}
-
-        self.build_info = Gauge(
-            "build_info",
-            "Versions of the gateway, of Python and of aiohttp, and whether it is compiled. Always 1.",
-            ("version", "compiled", "python", "aiohttp"),
-            multiprocess_mode="livemax",
-            **new,
-        )
-        self.requests_total = Counter(
-            "requests_total", "Client requests by API and HTTP status.", ("api", "code"), **new
-        )
-        self.model_requests_total = Counter(
-            "model_requests_total",
-            "Generation requests by model, as instances call it, and HTTP status, as long as instances serve different "
-            "models.",
-            ("model", "code"),
-            **new,
-        )
-        self.request_end_total = Counter(
-            "request_end_total",
-            "Generation requests by who ended them and in which stage, as `term` in the log.",
-            ("term",),
-            **new,
-        )
-        self.request_duration_seconds = Histogram(
-            "request_duration_seconds",
-            "Time from a generation request to the end of its answer.",
-            ("api", "stream"),
-            buckets=_REQUEST_BUCKETS,
-            **new,
-        )
-        self.time_to_first_token_seconds = Histogram(
-            "time_to_first_token_seconds",
-            "Time from a generation request to the first token of its streamed answer.",
-            ("api",),
-            buckets=_FIRST_TOKEN_BUCKETS,
-            **new,
-        )
-        self.inter_token_seconds = GatheringHistogram(
-            "inter_token_seconds",
-            "Time between two parts of a streamed answer; a sample of one in eight.",
-            buckets=_INTER_TOKEN_BUCKETS,
-            **new,
-        )
+        for row in vars(type(self)).values():
+            if isinstance(row, MetricRow):
+                setattr(self, row.name, row.make(self._registry))
         self.settle_first(self.inter_token_seconds.settle)
-        self.stage_duration_seconds = Histogram(
-            "stage_duration_seconds",
-            "Time in each stage, once for each prompt and sample of a generation request.",
-            ("stage",),
-            buckets=_STAGE_BUCKETS,
-            **new,
-        )
-        self.inflight_requests = Gauge(
-            "inflight_requests", "Client requests in flight.", ("api",), multiprocess_mode="livesum", **new
-        )
-        self.instance_requests_total = Counter(
-            "instance_requests_total",
-            "Requests sent to an instance, by result: `ok`, or the failure.",
-            ("role", "address", "result"),
-            **new,
-        )
-        self.retries_total = Counter(
-            "retries_total",
-            "Requests sent to engines again, by role and by the failure before.",
-            ("stage", "reason"),
-            **new,
-        )
-        self.retry_budget_exhausted_total = Counter(
-            "retry_budget_exhausted_total",
-            "Requests that failed because the retry budget had no place for a second attempt in time.",
-            **new,
-        )
-        self.missing_kv_total = Counter(
-            "missing_kv_total", "Prefill answers without KV parameters, by what was done next.", ("action",), **new
-        )
-        self.handovers_total = Counter(
-            "handovers_total",
-            "KV caches handed over, by what the decoders' own counters say: transferred, the prompt computed once "
-            "more, or unknown.",
-            ("result",),
-            **new,
-        )
-        self.canaries_total = Counter(
-            "canaries_total",
-            "Test prompts of the gateway's own (doctor.every_seconds), by what they have shown.",
-            ("result",),
-            **new,
-        )
-        self.prefills_skipped_total = Counter(
-            "prefills_skipped_total", "Prompts sent to a decoder alone: kv.prefill_min_tokens, kv.skip_prefill.", **new
-        )
-        self.streams_broken_total = Counter(
-            "streams_broken_total",
-            "Answers that ended early although their status had been sent, by who ended them and why.",
-            ("side", "reason"),
-            **new,
-        )
-        self.resumes_total = Counter(
-            "resumes_total",
-            "Answers continued after their decoder was lost, by its failure and by how they were continued.",
-            ("cause", "action"),
-            **new,
-        )
-        self.resumed_tokens_total = Counter(
-            "resumed_tokens_total", "Tokens prefilled again to continue answers whose decoder was lost.", **new
-        )
-        self.resume_failures_total = Counter(
-            "resume_failures_total", "Answers that had begun and could not be continued.", ("cause",), **new
-        )
-        self.suspect_requests_total = Counter(
-            "suspect_requests_total", "Requests that were stopped because engines went down while serving them.", **new
-        )
-        self.tokens_total = Counter(
-            "tokens_total", "Tokens of generation requests, as engines report them in `usage`.", ("kind",), **new
-        )
-        self.rejected_total = Counter(
-            "rejected_total", "Requests refused before an engine was asked.", ("reason",), **new
-        )
-        self.kv_events_total = Counter(
-            "kv_events_total",
-            "KV events heard (kv_events), by instance and kind.",
-            ("role", "address", "kind"),
-            **new,
-        )
-        self.kv_event_gaps_total = Counter(
-            "kv_event_gaps_total",
-            "Times that an instance's KV events did not follow each other: some were `lost`, or came when they were "
-            "asked for again (`replayed`), or it has started anew (`started_anew`).",
-            ("role", "address", "reason"),
-            **new,
-        )
-        self.kv_orphans_total = Counter(
-            "kv_orphans_total", "Prefilled KV caches that no decoder is known to have fetched.", **new
-        )
-        self.kv_released_total = Counter(
-            "kv_released_total",
-            "Orphaned KV caches by what became of them: released, failed, or unsupported by the engines.",
-            ("result",),
-            **new,
-        )
-        self.instance_ejected_total = Counter(
-            "instance_ejected_total",
-            "Ejections of an instance because of how its requests went, by cause.",
-            ("role", "address", "reason"),
-            **new,
-        )
-        self.pair_quarantines_total = Counter(
-            "pair_quarantines_total", "Times a prefiller and a decoder were parted after failed hand-overs.", **new
-        )
-        self.prefill_prediction_ratio = Histogram(
-            "prefill_prediction_ratio",
-            "What prefills took over what was predicted when their prefillers were chosen.",
-            buckets=_RATIO_BUCKETS,
-            **new,
-        )
-        self.prefill_hit_tokens_total = Counter(
-            "prefill_hit_tokens_total",
-            "Prompt tokens that prefillers were thought to have cached (`predicted`), and those that they had, if they "
-            "tell that (`found`).",
-            ("kind",),
-            **new,
-        )
-        self.choices_total = Counter(
-            "choices_total",
-            "Choices of an instance for an attempt at a generation request, by role and by why it was this one.",
-            ("role", "reason"),
-            **new,
-        )
-        self.queue_waits_total = Counter(
-            "queue_waits_total",
-            "Requests that had to wait, by what for: room at a `prefill` or `decode` instance, others that wait "
-            "(`queue`), or a `better` prefiller than those with room.",
-            ("reason",),
-            **new,
-        )
-        self.queued_requests = Gauge(
-            "queued_requests", "Requests waiting for an instance with room.", multiprocess_mode="livesum", **new
-        )
-        self.prefix_index_keys = Gauge(
-            "prefix_index_keys",
-            "Keys of prompts' prefixes that are remembered, of all workers: some 110 bytes each.",
-            multiprocess_mode="livesum",
-            **new,
-        )
-        self.queue_seconds = Histogram(
-            "queue_seconds",
-            "Time that requests waited for an instance with room; of those that had to wait.",
-            buckets=_STAGE_BUCKETS,
-            **new,
-        )
-        self.http_parse_errors_total = Counter(
-            "http_parse_errors_total", "Requests that were not valid HTTP/1.1.", **new
-        )
-        self.workers = Gauge("workers", "Worker processes that serve.", multiprocess_mode="livesum", **new)
-        self.connections = Gauge("connections", "Open client connections.", multiprocess_mode="livesum", **new)
-        self.loop_lag_seconds = Gauge(
-            "loop_lag_seconds",
-            "How late the event loop ran at worst in the last 15 seconds.",
-            multiprocess_mode="livemax",
-            **new,
-        )
-        self.cpu_seconds_total = Counter(
-            "cpu_seconds_total", "CPU time of the gateway, of all workers since each began.", **new
-        )
-        self.resident_memory_bytes = Gauge(
-            "resident_memory_bytes",
-            "Memory of the gateway, of all workers; what they share counts for each.",
-            multiprocess_mode="livesum",
-            **new,
-        )
-        self.memory_share = Gauge(
-            "memory_share",
-            "Memory in use, as a share of what the container or the host allows.",
-            multiprocess_mode="livemax",
-            **new,
-        )
-        self.open_fds_share = Gauge(
-            "open_fds_share",
-            "File descriptors in use, as a share of what the process may open.",
-            multiprocess_mode="livemax",
-            **new,
-        )
-        self.overload_state = Gauge(
-            "overload_state",
-            "0: memory suffices; 1: connections are closed after each answer; 2: new requests are refused.",
-            multiprocess_mode="livemax",
-            **new,
-        )
-        self.replicas_peers = Gauge(
-            "replicas_peers",
-            "Other gateways of the group (replicas.group) whose loads are known now.",
-            multiprocess_mode="livesum",
-            **new,
-        )
-        self.replicas_exchanges_total = Counter(
-            "replicas_exchanges_total", "Exchanges with the store of the replicas, by result.", ("result",), **new
-        )
-        self.replicas_news_total = Counter(
-            "replicas_news_total",
-            "Messages about changes between the gateways of the group, by whether this one told or heard them.",
-            ("direction",),
-            **new,
-        )
-        self.replicas_news_bytes_total = Counter(
-            "replicas_news_bytes_total", "Bytes of these messages.", ("direction",), **new
-        )
-        self.replicas_last_exchange_timestamp_seconds = Gauge(
-            "replicas_last_exchange_timestamp_seconds",
-            "When the store of the replicas last answered, in seconds since the Unix epoch; 0: it did not yet.",
-            multiprocess_mode="livemax",
-            **new,
-        )
-        self.background_restarts_total = Counter(
-            "background_restarts_total",
-            "Restarts of a background loop after an unexpected error, by loop. The log has the first error in a row.",
-            ("loop",),
-            **new,
-        )
-        self.config_reloads_total = Counter(
-            "config_reloads_total", "Reloads of the configuration by result.", ("result",), **new
-        )
-        self.config_last_reload_successful = Gauge(
-            "config_last_reload_successful",
-            "1 if the last reload of the configuration was applied, 0 if it was refused.",
-            multiprocess_mode="livemostrecent",
-            **new,
-        )
-        self.config_last_reload_success_timestamp_seconds = Gauge(
-            "config_last_reload_success_timestamp_seconds",
-            "When the configuration in use was loaded, in seconds since the Unix epoch.",
-            multiprocess_mode="livemax",
-            **new,
-        )
-        self.dns_errors_total = Counter(
-            "dns_errors_total", "Failed look-ups of instances' names; the last known addresses stay in use.", **new
-        )
-        self.whole_answers_repeated_total = Counter(
-            "whole_answers_repeated_total",
-            "Answers that were asked for again as a whole, because the engine's stream lost a tool call or broke its "
-            "arguments.",
-            **new,
-        )
-        self.sse_bad_events_total = Counter(
-            "sse_bad_events_total", "Events of engines' streams that cannot be read.", **new
-        )
-        self.log_lines_dropped_total = Counter(
-            "log_lines_dropped_total", "Log lines dropped because the log was not read in time.", **new
-        )
-        self.log_lines_suppressed_total = Counter(
-            "log_lines_suppressed_total", "Log lines left out because too many of a kind came at once.", **new
-        )
-        self._show_known_series()
+        compiled = str(IS_COMPILED).lower()
+        self.build_info.labels(__version__, compiled, platform.python_version(), aiohttp.__version__).set(1)
+        self.workers.set(1)
         if is_shared:
             self._files = WorkerFiles(self._registry)
 
@@ -581,48 +457,14 @@ class Metrics:
             ]
             yield family
 
-    def _show_known_series(self) -> None:
-        """Series whose labels are known begin at 0, because a rate does not see the step from nothing to 1."""
-        compiled = str(IS_COMPILED).lower()
-        self.build_info.labels(__version__, compiled, platform.python_version(), aiohttp.__version__).set(1)
-        self.workers.set(1)
-        known: list[tuple[Counter | Gauge | Histogram, Iterable[tuple[str, ...]]]] = [
-            (self.requests_total, product(APIS, ("200",))),
-            (self.request_end_total, product(TERMS)),
-            (self.stage_duration_seconds, product(STAGES)),
-            (self.inflight_requests, product(APIS)),
-            (self.retries_total, product(LEGS, FAILURES)),
-            (self.missing_kv_total, product(MISSING_KV_ACTIONS)),
-            (self.handovers_total, product(HANDOVERS)),
-            (self.canaries_total, product(CANARIES)),
-            (self.kv_released_total, product(RELEASES)),
-            (self.streams_broken_total, BROKEN_STREAMS),
-            (self.resumes_total, product(FAILURES, RESUME_ACTIONS)),
-            (self.resume_failures_total, product(FAILURES)),
-            (self.tokens_total, product(TOKEN_KINDS)),
-            (self.rejected_total, product(REJECTIONS)),
-            (self.prefill_hit_tokens_total, product(("predicted", "found"))),
-            (self.choices_total, product(CHOOSING_ROLES, REASONS)),
-            (self.queue_waits_total, product(("prefill", "decode", "encode", "queue", "better"))),
-            (self.background_restarts_total, product(BACKGROUND_LOOPS)),
-            (self.config_reloads_total, product(("ok", "failed"))),
-            (self.replicas_exchanges_total, product(("ok", "failed"))),
-            (self.replicas_news_total, product(("told", "heard"))),
-            (self.replicas_news_bytes_total, product(("told", "heard"))),
-        ]
-        _show_series(known)
-
     def show_generation_series(self, apis: Iterable[str]) -> None:
-        """The same for the routes that generate, whose labels these are."""
-        apis = tuple(apis)
-        _show_series(
-            [
-                (self.requests_total, product(apis, ("200",))),
-                (self.inflight_requests, product(apis)),
-                (self.request_duration_seconds, product(apis, ("true", "false"))),
-                (self.time_to_first_token_seconds, product(apis)),
-            ]
-        )
+        """Begin the series of these routes, which generate, at 0. Routes are told by the labels of their dialects."""
+        for api in apis:
+            self.requests_total.labels(api, "200")
+            self.inflight_requests.labels(api)
+            for stream in ("true", "false"):
+                self.request_duration_seconds.labels(api, stream)
+            self.time_to_first_token_seconds.labels(api)
 
 
 class _Families:
@@ -633,10 +475,3 @@ class _Families:
 
     def collect(self) -> Iterator[Metric]:
         return self._families
-
-
-def _show_series(known: Iterable[tuple[Counter | Gauge | Histogram, Iterable[tuple[str, ...]]]]) -> None:
-    """Make these series, so that they are there from the first scrape on."""
-    for metric, series in known:
-        for labels in series:
-            metric.labels(*labels)

@@ -25,7 +25,7 @@ STREAMS: Final = 20
 NOT_COMPILED: Final = {
     "proxy/listener/drain.py": "aiohttp sets an attribute of its middleware, which a compiled function does not have",
     "proxy/listener/replies.py": "aiohttp sets an attribute of its middleware, which a compiled function does not have",
-    "proxy/observe/metrics.py": "its classes have bases in prometheus-client, which is not compiled",
+    "proxy/observe/instruments.py": "its classes have bases in prometheus-client, which is not compiled",
 }
 """The modules that a plain request runs through and mypyc cannot compile, and why."""
 

@@ -1,0 +1,119 @@
+"""Kinds of metrics, and the rows of a table of metrics."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import prometheus_client
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from prometheus_client import CollectorRegistry
+
+_Kind = TypeVar("_Kind", bound="Counter | Gauge | Histogram")
+
+
+class Counter(prometheus_client.Counter):
+    """Without the question with every step whether it has labels, and so no value of its own: that takes longer than
+    the step.
+    """
+
+    def inc(self, amount: float = 1, exemplar: dict[str, str] | None = None) -> None:
+        if amount < 0:
+            raise ValueError("a counter only goes up")
+        self._value.inc(amount)
+
+
+class Gauge(prometheus_client.Gauge):
+    """See Counter."""
+
+    def inc(self, amount: float = 1) -> None:
+        self._value.inc(amount)
+
+    def dec(self, amount: float = 1) -> None:
+        self._value.inc(-amount)
+
+
+class Histogram(prometheus_client.Histogram):
+    """See Counter."""
+
+    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
+        self._sum.inc(amount)
+        self._buckets[bisect_left(self._upper_bounds, amount)].inc(1)
+
+    def observe_all(self, amounts: Sequence[float]) -> None:
+        """The same for many at once, for the price of a few: the bucket of each is not looked for, but how many come
+        into the same as the next one.
+        """
+        self._sum.inc(sum(amounts))
+        ordered, bounds = sorted(amounts), self._upper_bounds
+        counted = 0
+        while counted < len(ordered):
+            place = bisect_left(bounds, ordered[counted])
+            upto = bisect_right(ordered, bounds[place], counted + 1)
+            self._buckets[place].inc(upto - counted)
+            counted = upto
+
+
+class GatheringHistogram(Histogram):
+    """For what is observed many times a request: it is noted, and counted when somebody settles. Without labels."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._noted: list[float] = []
+
+    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
+        self._noted.append(amount)
+
+    def settle(self) -> None:
+        """Count what was noted."""
+        noted, self._noted = self._noted, []
+        if noted:
+            self.observe_all(noted)
+
+
+class MetricRow(Generic[_Kind]):
+    """One metric in the body of a class, named after its attribute. Instances get the metric itself from `make`."""
+
+    def __init__(
+        self,
+        kind: type[_Kind],
+        meaning: str,
+        labels: Sequence[str] = (),
+        *,
+        series: Iterable[Sequence[str]] = (),
+        **options: Any,
+    ) -> None:
+        """Describe a metric.
+
+        Args:
+            kind: Counter, Gauge or Histogram.
+            meaning: The help text of the exposition, and of METRICS.md.
+            labels: The names of its labels.
+            series: Label values whose series begin at 0, because a rate does not see the step from nothing to 1.
+            options: See prometheus-client: `buckets` of histograms, `multiprocess_mode` of gauges.
+        """
+        self.name = ""
+        self.series = tuple(series)
+        self._kind = kind
+        self._meaning = meaning
+        self._labels = labels
+        self._options = options
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, metrics: object, owner: type) -> _Kind:
+        """Never called once the instance has the metric, whose attribute goes first. Tells type checkers its type."""
+        raise AttributeError(f"{owner.__name__}.{self.name} is not made yet")
+
+    def make(self, registry: CollectorRegistry) -> _Kind:
+        """Make the metric, with the series that are known."""
+        metric = self._kind(
+            self.name, self._meaning, self._labels, namespace="pdproxy", registry=registry, **self._options
+        )
+        for values in self.series:
+            metric.labels(*values)
+        return metric
