@@ -21,6 +21,7 @@ from proxy.balancer.pick import Prediction
 from proxy.errors import Failure
 from proxy.launch.command import read_flags as read_launch_flags
 from proxy.listener.replies import HTTP_ERRORS
+from proxy.observe.access_line import access_line
 from proxy.observe.metrics import TERMS
 from proxy.observe.record import RequestRecord
 from proxy.observe.trace import Trace
@@ -183,7 +184,7 @@ def test_every_field_of_the_access_line_is_explained() -> None:
     timeline.attempts = 1
     timeline.prefill_pick = timeline.decode_pick = Backend(Role.PREFILL, "p", 1), TRIAL
     record.close()
-    assert set(record.fields) == names(section("## Log").partition("`term` has")[0])
+    assert set(access_line(record.facts)) == names(section("## Log").partition("`term` has")[0])
 
 
 def test_every_letter_of_a_term_is_explained() -> None:

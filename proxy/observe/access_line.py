@@ -1,7 +1,8 @@
-"""The access line of one request: of what its record knows, as it is kept, what is told by name."""
+"""The facts about one request that is over, and its line in the access log."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.terms import Stage
@@ -9,10 +10,96 @@ from proxy.terms import Stage
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    Facts = Sequence[Any]
-    """What a line is made of, in the order in which `access_line` takes it: plain values, so that a receipt can keep
-    them as they are. Times are not rounded, and what is not there is None.
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class AccessFacts:
+    """What the access line, the receipt, the metrics and the spans tell of one request.
+
+    All values are plain, so that a receipt can keep them. A request with several units has the backends of the first
+    one, the sums of attempts, resumes and tokens, and the longest time in each stage.
     """
+
+    request_id: str
+    key: str
+    """The name of the client's key; `-` when clients need none."""
+    api: str
+    """The label of the dialect."""
+    stream: bool
+    code: int
+    """The HTTP status; 499 if the client left before there was one."""
+    term: str
+    """See Outcome."""
+    prefiller: str
+    """`host:port`; `-`: none was asked. The same holds for the next three."""
+    decoder: str
+    prefill_id: str
+    """The id by which the prefiller knows the request."""
+    decode_id: str
+    kv: str
+    """See AttemptRecord."""
+    prefill_reason: str | None
+    """Why the prefiller was chosen, one of choice.REASONS; None: no prefiller was chosen."""
+    decode_reason: str | None
+    units: int
+    attempts: int
+    resumes: int
+    course: str
+    """The letters of the stages that the request was in."""
+    stage_seconds: Sequence[float]
+    """The time in each stage of the course."""
+    first_token_seconds: float | None
+    """From the request to the first part of a streamed answer; None: no part was sent."""
+    duration_seconds: float
+    predicted_seconds: float | None
+    """How long the prefill was expected to take; None: it was not predicted."""
+    predicted_cached_tokens: float | None
+    prompt_tokens: int
+    """This and the next two as far as engines reported them."""
+    cached_tokens: int
+    completion_tokens: int
+    trace_id: str | None
+    """None: the request is not sampled."""
+    lost_engines: int
+    """Engines that went down under the request."""
+    error: str | None
+    """The message of the error that ended the request."""
+
+    def values(self) -> list[Any]:
+        """Return the values in the order of the fields. The constructor takes them by name, see FACTS."""
+        return [
+            self.request_id,
+            self.key,
+            self.api,
+            self.stream,
+            self.code,
+            self.term,
+            self.prefiller,
+            self.decoder,
+            self.prefill_id,
+            self.decode_id,
+            self.kv,
+            self.prefill_reason,
+            self.decode_reason,
+            self.units,
+            self.attempts,
+            self.resumes,
+            self.course,
+            self.stage_seconds,
+            self.first_token_seconds,
+            self.duration_seconds,
+            self.predicted_seconds,
+            self.predicted_cached_tokens,
+            self.prompt_tokens,
+            self.cached_tokens,
+            self.completion_tokens,
+            self.trace_id,
+            self.lost_engines,
+            self.error,
+        ]
+
+
+FACTS: Final = tuple(AccessFacts.__dataclass_fields__)
+"""The names of the facts, in the order of `AccessFacts.values`."""
 
 # All that there may be, in the order of the line: to copy them and take some out again takes a third of adding each.
 _LINE: Final[dict[str, object]] = dict.fromkeys(
@@ -32,49 +119,54 @@ _SCALE: Final = 1e4
 _WHOLE: Final = 3.0 * 2**51
 
 
-def access_line(facts: Facts) -> dict[str, object]:
-    """The fields. With several units: the first one's backends, the sum of attempts, the longest stages."""
-    # fmt: off
-    (
-        request_id, key, api, stream, code, term, prefiller, decoder, prefill_id, decode_id, kv, prefill_reason,
-        decode_reason, units, attempts, resumes, course, spent, first_token, duration, predicted, predicted_cached,
-        prompt, cached, completion, trace_id, lost_engines, error,
-    ) = facts
-    # fmt: on
+def access_line(facts: AccessFacts) -> dict[str, object]:
+    """Return the fields of the line. Times are rounded to four digits."""
     fields = _LINE.copy()
-    fields["id"], fields["key"], fields["api"], fields["stream"] = request_id, key, api, stream
-    fields["code"], fields["term"] = code, term
-    fields["p"], fields["d"], fields["p_id"], fields["d_id"] = prefiller, decoder, prefill_id, decode_id
-    fields["kv"] = kv
-    fields["units"], fields["attempts"], fields["resumes"] = units, attempts, resumes
-    for place, seconds in enumerate(spent):
+    fields["id"], fields["key"], fields["api"], fields["stream"] = facts.request_id, facts.key, facts.api, facts.stream
+    fields["code"], fields["term"] = facts.code, facts.term
+    fields["p"], fields["d"], fields["p_id"], fields["d_id"] = (
+        facts.prefiller,
+        facts.decoder,
+        facts.prefill_id,
+        facts.decode_id,
+    )
+    fields["kv"] = facts.kv
+    fields["units"], fields["attempts"], fields["resumes"] = facts.units, facts.attempts, facts.resumes
+    course = facts.course
+    for place, seconds in enumerate(facts.stage_seconds):
         fields[_TIMES[course[place]]] = (seconds * _SCALE + _WHOLE - _WHOLE) / _SCALE
+    first_token = facts.first_token_seconds
     fields["ttft"] = None if first_token is None else (first_token * _SCALE + _WHOLE - _WHOLE) / _SCALE
-    fields["dur"] = (duration * _SCALE + _WHOLE - _WHOLE) / _SCALE
-    fields["tokens_in"], fields["tokens_cached"], fields["tokens_out"] = prompt, cached, completion
-    fields["error"] = error
-    if prefill_reason is None:
+    fields["dur"] = (facts.duration_seconds * _SCALE + _WHOLE - _WHOLE) / _SCALE
+    fields["tokens_in"], fields["tokens_cached"], fields["tokens_out"] = (
+        facts.prompt_tokens,
+        facts.cached_tokens,
+        facts.completion_tokens,
+    )
+    fields["error"] = facts.error
+    if facts.prefill_reason is None:
         del fields["p_why"]
     else:
-        fields["p_why"] = prefill_reason
-    if decode_reason is None:
+        fields["p_why"] = facts.prefill_reason
+    if facts.decode_reason is None:
         del fields["d_why"]
     else:
-        fields["d_why"] = decode_reason
+        fields["d_why"] = facts.decode_reason
     if _ENCODE not in course:  # few have encoders
         del fields["t_encode"]
+    predicted = facts.predicted_seconds
     if predicted is None:
         del fields["p_seconds"], fields["p_cached"]
     else:
         # What was thought would come of the prefill; `t_prefill` and `tokens_cached` say what came of it.
         fields["p_seconds"] = (predicted * _SCALE + _WHOLE - _WHOLE) / _SCALE
-        fields["p_cached"] = predicted_cached
-    if trace_id is None:
+        fields["p_cached"] = facts.predicted_cached_tokens
+    if facts.trace_id is None:
         del fields["trace_id"]
     else:
-        fields["trace_id"] = trace_id
-    if not lost_engines:
+        fields["trace_id"] = facts.trace_id
+    if not facts.lost_engines:
         del fields["lost_engines"]
     else:
-        fields["lost_engines"] = lost_engines
+        fields["lost_engines"] = facts.lost_engines
     return fields

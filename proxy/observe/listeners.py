@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from proxy.logs import access_lines
+from proxy.observe.access_line import access_line
 from proxy.observe.metrics import CHOOSING_ROLES, TOKEN_KINDS
 from proxy.observe.observers import RequestListener
 from proxy.terms import Stage
@@ -27,9 +28,9 @@ _Item = TypeVar("_Item")
 _API: Final = attrgetter("api")
 _KIND: Final = attrgetter("api", "stream", "outcome", "served_model")
 _TIMELINES: Final = attrgetter("timelines")
-_TOKENS: Final = attrgetter("tokens")
+_TOKENS: Final = attrgetter("facts.prompt_tokens", "facts.cached_tokens", "facts.completion_tokens")
 _ENDED: Final = attrgetter("ended")
-_FIELDS: Final = attrgetter("fields")
+_FACTS: Final = attrgetter("facts")
 # Of timelines, and of attempts.
 _HISTORY: Final = attrgetter("history")
 _REASONS: Final = attrgetter("reasons")
@@ -82,7 +83,7 @@ class RequestMetrics(RequestListener):
         self._count_choices(units)
 
     def _observe_times(self, api: str, records: Collection[RequestRecord], *, is_streamed: bool) -> None:
-        durations = [record.duration_seconds for record in records]
+        durations = [record.facts.duration_seconds for record in records]
         self._durations(api, "true" if is_streamed else "false").observe_all(durations)
         first_tokens = [record.first_token_seconds for record in records if record.first_token_seconds is not None]
         if first_tokens:
@@ -128,7 +129,7 @@ class AccessLog(RequestListener):
 
     def settle(self, began: Sequence[RequestRecord], ended: Sequence[RequestRecord]) -> None:
         """See RequestListener."""
-        access_lines(map(_ENDED, ended), map(_FIELDS, ended))
+        access_lines(map(_ENDED, ended), map(access_line, map(_FACTS, ended)))
 
 
 def tally(items: Iterable[_Item]) -> list[tuple[_Item, int]]:

@@ -7,12 +7,13 @@ does.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.balancer.choice import figures
 from proxy.errors import UpstreamError
 from proxy.logs import timestamp
-from proxy.observe.access_line import access_line
+from proxy.observe.access_line import FACTS, AccessFacts, access_line
 from proxy.observe.attempt_record import NO_STAGE, course_of, seconds_of
 from proxy.terms import Stage
 
@@ -36,8 +37,8 @@ _NAMES: Final = ("p", "d", "p_id", "d_id", "kv")
 def receipt(record: RequestRecord, worker: int, zero: float, redact: Callable[[str], str]) -> list[Any]:
     """What is kept, of plain values; see `told`. `zero`: the system's time when the record's clock was at 0."""
     facts, error, model = record.facts, record.error, record.model
-    if error is not None and facts[-1] is not None:
-        facts = (*facts[:-1], _text(redact(str(facts[-1]))))
+    if error is not None and facts.error is not None:
+        facts = replace(facts, error=_text(redact(str(facts.error))))
     history: list[list[Any]] = []
     for unit, timeline in enumerate(record.timelines):
         if timeline.past:
@@ -46,7 +47,7 @@ def receipt(record: RequestRecord, worker: int, zero: float, redact: Callable[[s
             history.append(_attempt(unit, timeline, is_in_line=not unit))
     left_out = max(0, len(history) - _MAX_ATTEMPTS)
     return [
-        facts,
+        facts.values(),
         model if type(model) is str and len(model) <= _MAX_CHARS and model.isascii() else _text(model),
         error.backend.name if isinstance(error, UpstreamError) else None,
         worker,
@@ -60,7 +61,7 @@ def receipt(record: RequestRecord, worker: int, zero: float, redact: Callable[[s
 def told(row: Sequence[Any]) -> dict[str, Any]:
     """What was kept of a request, by its names; see `shown`."""
     facts, model, backend, worker, started, ended, history, left_out = row
-    fields = access_line(facts)
+    fields = access_line(AccessFacts(**dict(zip(FACTS, facts, strict=True))))
     found = {
         **fields,
         "model": model,

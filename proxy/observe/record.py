@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
-from proxy.observe.access_line import access_line
+from proxy.observe.access_line import AccessFacts
 from proxy.observe.outcome import COMPLETE, outcome_of
 from proxy.observe.timeline import Timeline
 from proxy.terms import Stage
@@ -13,7 +13,6 @@ from proxy.terms import Stage
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from proxy.observe.access_line import Facts
     from proxy.observe.outcome import Outcome
     from proxy.observe.trace import Trace
 
@@ -47,12 +46,8 @@ class RequestRecord:
     trace: Trace | None
     """None: it is not sampled."""
     outcome: Outcome
-    """This and the next three: there when it is closed."""
-    duration_seconds: float
-    tokens: tuple[int, int, int]
-    """Prompt, cached and completion tokens as far as engines reported them."""
-    facts: Facts
-    """What the access line is made of."""
+    """Set by `close`, as `facts` is."""
+    facts: AccessFacts
 
     def __init__(
         self,
@@ -89,10 +84,9 @@ class RequestRecord:
         return min(stages, key=_PLACES.__getitem__, default=None)
 
     def close(self) -> None:
-        """It is over: work out what all who tell of it ask for."""
+        """Work out the outcome and the facts of a request that is over."""
         error = self.error
-        self.outcome = COMPLETE if error is None else outcome_of(self, error)
-        self.duration_seconds = duration = self.ended - self.started
+        self.outcome = outcome = COMPLETE if error is None else outcome_of(self, error)
         timelines, trace = self.timelines, self.trace
         prompt = cached = completion = attempts = resumes = 0
         for timeline in timelines:
@@ -105,7 +99,6 @@ class RequestRecord:
             prompt += usage.prompt_tokens or 0
             cached += usage.cached_tokens or 0
             completion += usage.completion_tokens or 0
-        self.tokens = prompt, cached, completion
         if len(timelines) == 1:
             (first,) = timelines
             course, spent = first.course, first.spent
@@ -114,40 +107,37 @@ class RequestRecord:
             seconds = longest([timeline.seconds for timeline in timelines])
             course, spent = "".join([stage.value for stage in seconds]), [*seconds.values()]
         prediction = first.prediction
-        self.facts = (
-            self.request_id,
-            self.key,
-            self.api,
-            self.stream,
-            self.outcome[1],
-            self.outcome[0],
-            first.prefiller,
-            first.decoder,
-            first.prefill_id,
-            first.decode_id,
-            str(first.kv),  # of an enum's member an encoder would ask for its value, which takes long
-            *first.reasons,
-            len(timelines),
-            attempts,
-            resumes,
-            course,
-            spent,
-            self.first_token_seconds,
-            duration,
-            None if prediction is None else prediction.seconds,
-            None if prediction is None else prediction.cached_tokens,
-            prompt,
-            cached,
-            completion,
-            None if trace is None else trace.id,
-            self.lost_engines,
-            None if error is None else getattr(error, "message", None),
+        prefill_reason, decode_reason = first.reasons
+        self.facts = AccessFacts(
+            request_id=self.request_id,
+            key=self.key,
+            api=self.api,
+            stream=self.stream,
+            code=outcome.status,
+            term=outcome.term,
+            prefiller=first.prefiller,
+            decoder=first.decoder,
+            prefill_id=first.prefill_id,
+            decode_id=first.decode_id,
+            kv=str(first.kv),  # an encoder takes long to ask an enum's member for its value
+            prefill_reason=prefill_reason,
+            decode_reason=decode_reason,
+            units=len(timelines),
+            attempts=attempts,
+            resumes=resumes,
+            course=course,
+            stage_seconds=spent,
+            first_token_seconds=self.first_token_seconds,
+            duration_seconds=self.ended - self.started,
+            predicted_seconds=None if prediction is None else prediction.seconds,
+            predicted_cached_tokens=None if prediction is None else prediction.cached_tokens,
+            prompt_tokens=prompt,
+            cached_tokens=cached,
+            completion_tokens=completion,
+            trace_id=None if trace is None else trace.id,
+            lost_engines=self.lost_engines,
+            error=None if error is None else getattr(error, "message", None),
         )
-
-    @property
-    def fields(self) -> dict[str, object]:
-        """The access line."""
-        return access_line(self.facts)
 
 
 def longest(units: Sequence[Mapping[Stage, float]]) -> dict[Stage, float]:

@@ -68,33 +68,32 @@ def model_of(record: RequestRecord) -> str | None:
 
 def of_request(traced: Traced, record: RequestRecord, legs: Sequence[TracedLeg]) -> Attributes:
     """The attributes of a request's own span when it has ended: tokens, attempts and outcome."""
-    prompt, cached, completion = record.tokens
-    timelines, outcome = record.timelines, record.outcome
+    facts = record.facts
     found: Attributes = {
-        "gen_ai.request.stream": record.stream,
-        "gen_ai.usage.input_tokens": prompt,
-        "gen_ai.usage.cache_read.input_tokens": cached,
-        "gen_ai.usage.output_tokens": completion,
-        "http.response.status_code": outcome.status,
+        "gen_ai.request.stream": facts.stream,
+        "gen_ai.usage.input_tokens": facts.prompt_tokens,
+        "gen_ai.usage.cache_read.input_tokens": facts.cached_tokens,
+        "gen_ai.usage.output_tokens": facts.completion_tokens,
+        "http.response.status_code": facts.code,
         "llm_d.pd_proxy.connector": traced.connector,
-        "llm_d.pd_proxy.disaggregation_used": any(_hands_over(timeline) for timeline in timelines),
-        "llm_d.pd_proxy.total_duration_ms": record.duration_seconds * _MS,
-        "pdproxy.request_id": record.request_id,
-        "pdproxy.term": outcome.term,
-        "pdproxy.units": len(timelines),
-        "pdproxy.attempts": sum(timeline.attempts for timeline in timelines),
-        "pdproxy.resumes": sum(timeline.resumes for timeline in timelines),
+        "llm_d.pd_proxy.disaggregation_used": any(_hands_over(timeline) for timeline in record.timelines),
+        "llm_d.pd_proxy.total_duration_ms": facts.duration_seconds * _MS,
+        "pdproxy.request_id": facts.request_id,
+        "pdproxy.term": facts.term,
+        "pdproxy.units": facts.units,
+        "pdproxy.attempts": facts.attempts,
+        "pdproxy.resumes": facts.resumes,
         **_who(traced, record),
     }
-    if record.key != "-":
-        found["pdproxy.key"] = record.key
-    if record.first_token_seconds is not None:
-        found["gen_ai.response.time_to_first_chunk"] = record.first_token_seconds
+    if facts.key != "-":
+        found["pdproxy.key"] = facts.key
+    if facts.first_token_seconds is not None:
+        found["gen_ai.response.time_to_first_chunk"] = facts.first_token_seconds
     if decodes := [leg.began for leg in legs if leg.backend.role is Role.DECODE and leg.request_id]:
         # As llm-d has it: until the decoder is asked.
         found["llm_d.pd_proxy.true_ttft_ms"] = (min(decodes) - record.started) * _MS
-    if record.lost_engines:
-        found["pdproxy.lost_engines"] = record.lost_engines
+    if facts.lost_engines:
+        found["pdproxy.lost_engines"] = facts.lost_engines
     return found
 
 

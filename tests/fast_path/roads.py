@@ -18,6 +18,7 @@ import pytest
 
 from proxy.fast_path import connection
 from proxy.listener.replies import accepted_id
+from proxy.observe.access_line import access_line
 from proxy.observe.observers import RequestListener
 from tests.asking import until
 from tests.canned import CannedEngine
@@ -62,7 +63,9 @@ class _Access(RequestListener):
         self.lines: list[str] = []
 
     def request_ended(self, record: RequestRecord) -> None:
-        fields = {name: value for name, value in record.fields.items() if not _UNTOLD_FIELDS.fullmatch(name)}
+        fields = {
+            name: value for name, value in access_line(record.facts).items() if not _UNTOLD_FIELDS.fullmatch(name)
+        }
         self.lines.append(repr(fields))
 
 

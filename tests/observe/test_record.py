@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from proxy.backend import Role
 from proxy.errors import NoBackendAvailable
+from proxy.observe.access_line import FACTS, AccessFacts, access_line
 from proxy.observe.attempt_record import OF_AN_ATTEMPT, AttemptRecord, seconds_of
 from proxy.observe.record import RequestRecord
 from proxy.observe.timeline import Timeline
@@ -33,7 +34,7 @@ def line(record: RequestRecord) -> dict[str, object]:
     """Its access line, as it ends now."""
     record.ended = record.clock()
     record.close()
-    return record.fields
+    return access_line(record.facts)
 
 
 def walk(timeline: Timeline, clock: Clock, *steps: tuple[Stage | None, float]) -> None:
@@ -217,7 +218,8 @@ def test_tokens_are_summed_over_the_units(record: RequestRecord) -> None:
         take({"prompt_tokens": 20, "completion_tokens": 4})
     second.usage.saw_prompt({"prompt_tokens_details": {"cached_tokens": 16}})
     record.close()
-    assert record.tokens == (30, 16, 7)
+    facts = record.facts
+    assert (facts.prompt_tokens, facts.cached_tokens, facts.completion_tokens) == (30, 16, 7)
 
 
 def test_the_access_line_of_a_request_that_was_served(record: RequestRecord, clock: Clock) -> None:
@@ -289,3 +291,8 @@ def test_an_error_without_a_message_for_clients_is_not_told(record: RequestRecor
 @pytest.mark.interpreted
 def test_all_that_is_noted_of_an_attempt_moves_out_with_it() -> None:
     assert set(OF_AN_ATTEMPT) == set(AttemptRecord.__annotations__)
+
+
+def test_facts_are_written_and_read_in_the_order_of_their_fields() -> None:
+    facts: dict[str, Any] = {name: name for name in FACTS}
+    assert AccessFacts(**facts).values() == list(FACTS)
