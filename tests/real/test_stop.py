@@ -1,8 +1,8 @@
 """Engines that are stopped while they work, as Kubernetes and systemd do it: by SIGTERM, and without notice.
 
 There are one prefiller and two decoders. Twenty answers are under way, streamed and whole, chats and completions, when
-one decoder has written a few hundred tokens and gets the signal. Those that it works on must be continued by the other
-one, and equal the single engine's.
+one decoder has written a fifth of its answers and gets the signal. Those that it works on must be continued by the
+other one, and equal the single engine's.
 Each decoder is stopped once, so that about twenty answers are interrupted.
 """
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 ANSWERS = 20
 TOKENS = 1500
-WRITTEN = 500
-"""How many tokens of its answers the decoder has written when it is stopped: a third of one, if it has no other."""
+WRITTEN = 300
+"""How many tokens of each answer, on average, the decoder has written when it is stopped."""
 
 
 def stop_server(program: Program) -> None:
@@ -87,7 +87,10 @@ def interrupt(
             pool.submit(timed, cluster.gateway.port, path, fields, arrivals)
             for (path, fields), arrivals in zip(bodies, times, strict=True)
         ]
-        wait_until(lambda: written(cluster, victim) >= tokens + WRITTEN, "the decoder is in the middle of its answers")
+        wait_until(
+            lambda: written(cluster, victim) - tokens >= WRITTEN * max(1, running(cluster, victim)),
+            "the decoder is in the middle of its answers",
+        )
         stop(victim)
         stopped_at = time.monotonic()
         answers = [task.result() for task in asking]
@@ -136,6 +139,11 @@ def timed(port: int, path: str, fields: dict[str, Any], arrivals: list[float]) -
 def written(cluster: Cluster, decoder: Program) -> float:
     """Tokens that an engine has generated since it was started."""
     return total([decoder], cluster.stack.family.generation_tokens, if_none=0)
+
+
+def running(cluster: Cluster, decoder: Program) -> float:
+    """Answers that an engine is writing."""
+    return total([decoder], cluster.stack.family.request_gauges[0], if_none=0)
 
 
 def resumes(cluster: Cluster) -> float:
