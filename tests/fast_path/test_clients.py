@@ -7,20 +7,16 @@ import gc
 import socket
 from typing import TYPE_CHECKING, Any
 
-import orjson
 import pytest
 
 from proxy.fast_path.connection import FastConnection
 from proxy.wire.openai import Api
 from tests.asking import request
-from tests.canned import CannedEngine, data, event_stream, json_answer
-from tests.fuzz.cutting import cut
 from tests.talking import Clients, raw
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
-    from tests.canned import Received
     from tests.conftest import Deploy
     from tests.deployment import Deployment
     from tests.fast_path.roads import Roads
@@ -28,15 +24,6 @@ if TYPE_CHECKING:
 STREAM = request(Api.CHAT, stream=True)
 WHOLE = request(Api.COMPLETIONS, stream=False)
 OFF: dict[str, Any] = {"resume": {"mode": "off"}}
-
-
-def chunk(text: str, end: str | None = None) -> bytes:
-    choice = {"index": 0, "delta": {"content": text}, "finish_reason": end}
-    return data({"id": "a", "object": "chat.completion.chunk", "created": 1, "model": "sim", "choices": [choice]})
-
-
-def said(received: Received) -> str:
-    return str(orjson.loads(received.body)["messages"][0]["content"])
 
 
 async def test_pipelined_requests_are_answered_in_their_order(roads: Roads) -> None:
@@ -115,10 +102,8 @@ PHASES: list[tuple[str, str, dict[str, Any], Callable[[Deployment], bool]]] = [
 @pytest.mark.parametrize("body", [STREAM, WHOLE], ids=["stream", "whole"])
 @pytest.mark.parametrize(("role", "action", "fields", "is_there"), PHASES)
 @pytest.mark.parametrize("how", ["leaves", "drain and cut-off"])
-@pytest.mark.parametrize("connector", ["vllm_pull", "sglang_bootstrap"])
-async def test_a_request_that_ends_in_any_phase(
+async def test_a_request_of_two_legs_at_a_time_ends_in_any_phase(
     roads: Roads,
-    connector: str,
     body: dict[str, Any],
     role: str,
     action: str,
@@ -126,6 +111,8 @@ async def test_a_request_that_ends_in_any_phase(
     is_there: Callable[[Deployment], bool],
     how: str,
 ) -> None:
+    """Of legs one after the other this is recorded."""
+
     async def talk(clients: Clients) -> None:
         gateway = clients.gateway
         engine = gateway.prefillers[0] if role == "prefill" else gateway.decoders[0]
@@ -134,7 +121,7 @@ async def test_a_request_that_ends_in_any_phase(
         line.send(raw(body, X_Request_Id="r-0"))
         await engine.wait_until(lambda _: is_there(gateway))
         if fields.get("tokens") and body is STREAM:
-            await line.has(b'"finish_reason":null,"' + (b"tok" if connector == "vllm_pull" else b"matched_stop"))
+            await line.has(b'"finish_reason":null,"matched_stop')
         if how == "leaves":
             line.leave()
         else:
@@ -149,56 +136,7 @@ async def test_a_request_that_ends_in_any_phase(
         gateway.may_stay_pinned = 1
         gateway.expects_inexact_pins = True
 
-    counts_reads = connector == "vllm_pull"
-    await roads.take(talk, connector=connector, counts_reads=counts_reads, before=prepare, is_fast=1, **OFF)
-
-
-@pytest.mark.parametrize("chance", range(6))
-async def test_an_answer_in_any_pieces(roads: Roads, chance: int) -> None:
-    whole = b"".join(event_stream([chunk("a"), chunk("b\u00e4"), chunk("", "stop"), b"data: [DONE]\n\n"]))
-
-    async def talk(clients: Clients) -> None:
-        line = await clients.connect()
-        for number in range(2):
-            await line.ask(STREAM, X_Request_Id=f"r-{number}")
-
-    await roads.take(
-        talk, engines=lambda: ([], [CannedEngine("both", cut(chance, whole))]), connector="plain", is_fast=2, **OFF
-    )
-
-
-@pytest.mark.parametrize("stream", [True, False])
-async def test_bursts_on_connections_that_are_used_again_are_not_mixed_up(roads: Roads, stream: bool) -> None:
-    def burst(received: Received) -> Iterable[bytes]:
-        """The whole answer at once, as soon as the request is there."""
-        text = said(received)
-        if stream:
-            return [b"".join(event_stream([chunk(text), chunk("", "stop"), b"data: [DONE]\n\n"]))]
-        return [json_answer({"choices": [{"index": 0, "message": {"content": text}, "finish_reason": "stop"}]})]
-
-    async def talk(clients: Clients) -> None:
-        async def one(name: int) -> None:
-            line = await clients.connect()
-            for number in range(6):
-                await line.ask(request(Api.CHAT, f"said-{name}-{number}", stream=stream))
-                assert f'"content":"said-{name}-{number}"' in line.received[-1][1]
-
-        for group in range(0, 24, 8):
-            await asyncio.gather(*map(one, range(group, group + 8)))
-        for line in clients.lines:  # whoever was first got the first line
-            line.received.sort(key=lambda answer: answer[1])
-        clients.lines.sort(key=lambda line: line.received[0][1])
-        for line in clients.lines:
-            line.received[:] = [("", body, ending) for _, body, ending in line.received]
-
-    await roads.take(
-        *(talk,),
-        engines=lambda: ([], [CannedEngine("both", burst)]),
-        connector="plain",
-        is_fast=144,
-        unordered=True,
-        **OFF,
-    )
+    await roads.take(talk, connector="sglang_bootstrap", counts_reads=False, before=prepare, is_fast=1, **OFF)
 
 
 async def test_a_client_whose_host_is_gone_is_noticed(deploy: Deploy) -> None:

@@ -54,24 +54,3 @@ async def test_each_connection_that_is_told_to_end_does_also_if_their_requests_h
     # A policy that holds no prompt back, so that both are under way at one time.
     balance = {"prefill_policy": "least_tokens"}
     await roads.take(talk, is_fast=2, unordered=True, resume={"mode": "off"}, balance=balance)
-
-
-@pytest.mark.parametrize("body", [STREAM, WHOLE], ids=["stream", "whole"])
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"listen": {"cors_origins": ["http://page"]}},
-        {"listen": {"max_body_bytes": 100}},
-        {"listen": {"max_body_elements": 3}},
-        {"timeouts": {"answer_seconds": 3.0}},
-    ],
-    ids=["origin", "long", "many elements", "timeouts"],
-)
-async def test_settings_hold_on_both_roads(roads: Roads, body: dict[str, Any], sections: dict[str, Any]) -> None:
-    async def talk(clients: Clients) -> None:
-        line = await clients.connect()
-        await line.ask(body, X_Request_Id="r-0", Origin="http://page")
-        other = await clients.connect()
-        await other.ask({**body, "user": [1] * 50}, X_Request_Id="r-1")
-
-    await roads.take(talk, resume={"mode": "off"}, **sections)

@@ -47,51 +47,16 @@ async def waits(clients: Clients, body: dict[str, Any], number: int = 1) -> Line
 
 
 @BODIES
-async def test_its_turn_comes(roads: Roads, body: dict[str, Any]) -> None:
+async def test_a_drain_cuts_off_a_queued_request(roads: Roads, body: dict[str, Any]) -> None:
     async def talk(clients: Clients) -> None:
         first = await occupied(clients)
         second = await waits(clients, body)
-        first.leave()
+        clients.gateway.worker.drain.cut_off()
         await second.answer()
-        await second.ask(body, X_Request_Id="r-2")  # on the connection of one that has waited
-
-    await roads.take(talk, 1, 1, is_fast=3, **busy())
-
-
-@BODIES
-@pytest.mark.parametrize("end", ["leaves", "drain and cut-off", "waits too long"])
-async def test_its_turn_does_not_come(roads: Roads, body: dict[str, Any], end: str) -> None:
-    async def talk(clients: Clients) -> None:
-        first = await occupied(clients)
-        second = await waits(clients, body)
-        if end == "leaves":
-            second.leave()
-        elif end == "drain and cut-off":
-            clients.gateway.worker.drain.cut_off()
-            await second.answer()
-        else:
-            await second.answer()
-        await until(lambda: clients.gateway.metrics("pdproxy_queued_requests") in ({}, {(): 0.0}), "nobody waits")
         first.leave()
 
-    limits = {"wait_seconds": 0.2} if end == "waits too long" else {}
-    # Those who are cut off end in one moment.
-    await roads.take(talk, 1, 1, is_fast=2, unordered=end == "drain and cut-off", **busy(**limits))
-
-
-@BODIES
-async def test_there_is_no_place_to_wait(roads: Roads, body: dict[str, Any]) -> None:
-    async def talk(clients: Clients) -> None:
-        first = await occupied(clients)
-        await waits(clients, body)
-        refused = await clients.connect()
-        await refused.ask(body, X_Request_Id="r-2")
-        first.leave()
-        await clients.lines[1].answer()
-        await refused.ask(body, X_Request_Id="r-3")
-
-    course = await roads.take(talk, 1, 1, is_fast=3, **busy(max_waiting=1))
-    assert course.answers[2][0][0].startswith("HTTP/1.1 503")
+    # Both end in one moment.
+    await roads.take(talk, 1, 1, is_fast=2, unordered=True, **busy())
 
 
 @pytest.mark.interpreted

@@ -160,6 +160,24 @@ async def test_a_large_first_event_passes(deploy: Deploy, asks: bool) -> None:
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize("wants_ids", [False, True])
+async def test_long_ids_of_a_prompt_are_for_clients_that_ask_for_them(deploy: Deploy, wants_ids: bool) -> None:
+    common: dict[str, Any] = {"id": "a", "object": "chunk", "created": 1, "model": "sim"}
+    prompt_ids = [*range(50_000)]  # more than one read takes
+    opening = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+    last = {"index": 0, "delta": {"content": "b"}, "logprobs": None, "finish_reason": "stop", "token_ids": [7]}
+    events = [
+        {**common, "choices": [opening], "prompt_token_ids": prompt_ids},
+        {**common, "choices": [last]},
+        {**common, "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}},
+    ]
+    engine = CannedEngine("both", event_stream([*map(data, events), b"data: [DONE]\n\n"]))
+    gateway = await deploy([], [engine], connector="plain")
+    answer = await gateway.ask(request(Api.CHAT, stream=True, max_tokens=9, return_token_ids=wants_ids))
+    assert answer.is_done
+    assert answer.events[0]["prompt_token_ids"] == (prompt_ids if wants_ids else None)
+
+
 async def test_an_event_without_end_is_a_failure(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EventSplitter.__init__, "__defaults__", (100_000,))
     answer = await streamed(deploy, data(chunk("a")), b"data: ", *[b"x" * 10_000] * 11)
