@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from lab.replay import late_loop
 from lab.replay.fleet import Fleet, Replay
 from lab.replay.policies import policies
+from lab.replay.ranks import RANKS, FleetOfRanks
 from lab.replay.trace import BLOCK_TOKENS, Request
 from proxy.sim.hardware.cost import Cost
 from proxy.sim.hardware.machines import MACHINES, Machine
@@ -56,8 +57,11 @@ LENGTHS: Final[Mapping[str, tuple[int, int]]] = {
 
 ARRIVALS: Final = ("poisson", "evenly", "bursts", "closed loop of few", "closed loop of many")
 _BURST: Final = 24
+RANKS_OF: Final = ("none", "told", "untold", "blind")
+"""Each prefiller is one engine, or several behind one address: they tell how many, or do not, or prompts are shared out
+at random besides."""
 _CLIENTS: Final[Mapping[str, int]] = {"closed loop of few": 2, "closed loop of many": 8}
-"""Clients for each prefiller. Each sends its next request after its answer."""
+"""Clients for each engine. Each sends its next request after its answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +79,8 @@ class PrefillWorld:
     load: float = 0.8
     """The share of what the prefillers can compute with full steps that is asked for; not for closed loops."""
     requests: int = 1000
+    ranks: str = "none"
+    """One of RANKS_OF."""
     workers: int = 1
     """Of the gateway."""
     is_late: bool = False
@@ -90,7 +96,21 @@ class PrefillWorld:
     def fleet(self) -> Fleet:
         """The engines."""
         decoder = Machine("fast", _DECODER[0], _DECODER[1], _DECODER[1])
-        return Fleet(self.count, 2, prefill_machine=self.machine, decode_machine=decoder)
+        if self.ranks == "none":
+            return Fleet(self.count, 2, prefill_machine=self.machine, decode_machine=decoder)
+        return FleetOfRanks(
+            self.count,
+            2,
+            prefill_machine=self.machine,
+            decode_machine=decoder,
+            tells_ranks=self.ranks == "told",
+            is_blind=self.ranks == "blind",
+        )
+
+    @property
+    def engines(self) -> int:
+        """The engines behind all addresses."""
+        return self.count if self.ranks == "none" else self.count * RANKS
 
     @property
     def rate(self) -> float:
@@ -98,7 +118,7 @@ class PrefillWorld:
         cost, shape = self.machine.cost, self.machine.prefill
         tokens = sum(LENGTHS[self.lengths]) / 2
         together = max(1.0, min(shape.max_num_seqs, shape.max_num_batched_tokens / tokens))
-        return self.load * self.count / (cost.chunk(round(tokens), 0) + cost.prompt / together)
+        return self.load * self.engines / (cost.chunk(round(tokens), 0) + cost.prompt / together)
 
     def requests_in_order(self) -> list[Request]:
         """All requests, each at its time."""
@@ -139,7 +159,7 @@ def prefilled(world: PrefillWorld, policy: str) -> Prefilled:
         if clients is None:
             await replay.run(world.requests_in_order())
         else:
-            await replay.run_closed(world.requests_in_order(), clients * world.count)
+            await replay.run_closed(world.requests_in_order(), clients * world.engines)
         courses.extend(replay.courses)
 
     late_loop.run(course, is_late=world.is_late, seed=world.seed)
