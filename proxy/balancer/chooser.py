@@ -47,6 +47,7 @@ class Chooser:
         """
         self.back_offs = back_offs or BackOffs(scoreboard.slots)
         self.changes = self.back_offs.changes
+        self._role = role
         self.seen_changes = -1
         """What `changes` holds must be this. Otherwise `look` comes first."""
         self.use(policy)
@@ -62,8 +63,6 @@ class Chooser:
         """Some of them may have to be passed over, whatever the policy says: they refuse, or are short of KV memory."""
         self.has_limits = False
         """Some of them work on so many requests at a time and no more."""
-        self._role = role
-        self._per_compute, self._per_kv = WEIGHTS[role]
         self._scoreboard = scoreboard
         self._share_percent = share_percent
         self._clock = clock
@@ -146,6 +145,7 @@ class Chooser:
     def use(self, policy: Policy) -> None:
         """Choose by this policy from now on."""
         self.policy = policy
+        self._per_compute, self._per_kv = policy.weights or WEIGHTS[self._role]
         self.holds_queue = type(policy).has_room is not Policy.has_room
         """Whether the policy has a say in who has room."""
 

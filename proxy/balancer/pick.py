@@ -238,6 +238,9 @@ class Policy(ABC):
     """What receipts and metrics call it."""
     weighs_load: ClassVar[bool] = True
     """Whether a larger weight means fewer requests: it decides how a backend that came back is spared."""
+    weights: ClassVar[tuple[int, int] | None] = None
+    """What a token of compute and a token of KV count in the load of a backend in one number; None: what is usual for
+    the role."""
     noted: Any = None
     """What it has looked at when it last chose, for `reason` and `figures`, which are asked much later. Never changed
     again, and small: it is kept as long as the request."""

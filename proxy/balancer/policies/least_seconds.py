@@ -44,10 +44,14 @@ _KIND_PIECES: Final = 8
 _MOST_CROWDING: Final = 6.0
 _MOST_BUSY: Final = _MOST_CROWDING / (1 + _MOST_CROWDING)
 _BUSY_STEP: Final = 0.02
+# How late the event loop may be is looked at once in this time, over the seconds before.
+_LAG_LOOK_SECONDS: Final = 1.0
+_LAG_SECONDS: Final = 15.0
 # A request waits no longer for a prefiller that computes in turn than this number of predicted waits.
 _HOLD_WAITS: Final = 2.0
-# Weights are 10 for a token of compute: see least_tokens.WEIGHTS.
-_SECONDS_PER_WEIGHT: Final = SECONDS_PER_LOAD / 10
+# In one number, a token of compute and a token of KV that no decoder has pulled yet. That takes memory and no time.
+_WEIGHTS: Final = 100, 3
+_SECONDS_PER_WEIGHT: Final = SECONDS_PER_LOAD / _WEIGHTS[0]
 # Who is going to get a request: both, and the pieces that are cached there and the seconds that the rest takes.
 _Choice = tuple["PickRequest", Prefiller, Asked, int, float]
 
@@ -56,6 +60,7 @@ class LeastSeconds(LeastTokens):
     """For prefillers."""
 
     label = "least_load"
+    weights = _WEIGHTS
     crowding = 1.0
     """How much a prompt's own work counts for those behind it; 0: it does not."""
     ahead_seconds = 0.05
