@@ -64,7 +64,8 @@ class LeastSeconds(LeastTokens):
     crowding = 1.0
     """How much a prompt's own work counts for those behind it; 0: it does not."""
     ahead_seconds = 0.05
-    """A backend gets its next prompt when what it has will take no longer: that hides the way there and back."""
+    """A backend gets its next prompt when what it has will take no longer, and no longer than the event loop was late
+    in the last seconds: that hides the way there and back."""
     batch_tokens = 16_384
     """And more together with it, up to so many tokens, where the time that this spares is worth the wait."""
 
@@ -72,6 +73,8 @@ class LeastSeconds(LeastTokens):
         super().__init__(context)
         self._prefillers = Prefillers(self.context)
         self._busy = 0.0
+        self._lag = 0.0  # the most seconds by which the event loop was late in the last ones
+        self._lag_due = -inf  # when to look again
         self._asked: dict[int, Asked] = {}  # who waits, by the subject's id
         self._waiting_seconds: dict[int, float] = {}  # what their prompts take
         self._decided: tuple[object, list[Prefiller]] | None = None  # for whom it is best to go where
@@ -280,7 +283,7 @@ class LeastSeconds(LeastTokens):
         limit = candidate.limit
         if limit is not None and not candidate.has_room:
             return False
-        if wait < self.ahead_seconds:
+        if wait < self.ahead_seconds + self._lag:
             return True
         if limit == 1:
             return False
@@ -297,8 +300,8 @@ class LeastSeconds(LeastTokens):
         concurrency = prefiller.concurrency
         return (
             prefiller.shared_seconds > 0
-            and prefiller.behind_tokens < prefiller.step_tokens
             and bool(concurrency.is_orderly)
+            and prefiller.behind_tokens < prefiller.step_tokens * concurrency.wanted
             and concurrency.lanes == 1
         )
 
@@ -322,6 +325,10 @@ class LeastSeconds(LeastTokens):
         if idle == 1:
             return True
         now = self.context.clock()
+        if now >= self._lag_due:
+            self._lag_due = now + _LAG_LOOK_SECONDS
+            lag = self.context.lag_within(now - _LAG_SECONDS, now - _LAG_LOOK_SECONDS)
+            self._lag = self._lag if lag is None else lag
         waits = self._waits(prefillers, loads, now)
         free = list(map(self._is_free, candidates, prefillers, waits, loads))
         if False not in free:
