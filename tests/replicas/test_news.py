@@ -202,7 +202,9 @@ def test_what_is_no_record_is_left_out(data: bytes, pair: tuple[Gateway, Gateway
 def test_a_record_comes_back_as_it_was() -> None:
     record = Record(Kind.SENT, 3, array("Q", _KEYS), array("f", _ENDS), (1.5, 2.5, 3.5))
     assert unpacked(packed(record)) == record
-    record = Record(Kind.ENDED, 3, (), (), (1.5, 2.5, 3.5, 4.5, -1.0))
+    record = Record(Kind.ENDED, 3, (), (), (1.5, 2.5, 3.5, 4.5, -1.0, 1.0))
+    assert unpacked(packed(record)) == record
+    record = Record(Kind.SAMPLED, 3, (), (), tuple(map(float, range(9))))
     assert unpacked(packed(record)) == record
 
 

@@ -26,9 +26,12 @@ class Kind(IntEnum):
     ENDED = 1
     """A prompt has ended, and these keys are not cached. Numbers: the time, how far the odometer has to be moved, the
     trust by now, the greatest age of a prefix that was found, the least age of one that was evicted (NO_AGE: none), and
-    a sample, if it teaches one."""
+    whether it was computed."""
     COUNTED = 2
     """The engine has told of its cache. Numbers: those of a CacheCount. Not for other gateways, which ask it, too."""
+    SAMPLED = 3
+    """A prompt that has ended teaches what prompts take. It is written once it is known that the event loop was not
+    late meanwhile. Numbers: when it ended, and a Sample."""
 
 
 class InvalidRecord(ValueError):
@@ -52,7 +55,7 @@ NO_AGE: Final = -1.0
 # Its kind, the prefiller's slot, and how many keys, ends and other numbers follow.
 _HEAD: Final = Struct("<IIIII")
 _KIND_AND_SLOT: Final = Struct("<II")
-_NUMBERS: Final = {Kind.SENT: (3,), Kind.ENDED: (5, 12), Kind.COUNTED: (4,)}
+_NUMBERS: Final = {Kind.SENT: 3, Kind.ENDED: 6, Kind.COUNTED: 4, Kind.SAMPLED: 9}
 _KEY_BYTES: Final = 8
 _END_BYTES: Final = 4
 
@@ -79,7 +82,7 @@ def unpacked(data: bytes) -> Record:
         raise InvalidRecord(str(problem)) from None
     ends_at = _HEAD.size + _KEY_BYTES * key_count
     numbers_at = ends_at + _END_BYTES * end_count
-    if number_count not in _NUMBERS.get(kind, ()) or end_count != (kind == Kind.SENT) * key_count:
+    if number_count != _NUMBERS.get(kind) or end_count != (kind == Kind.SENT) * key_count:
         raise InvalidRecord("it has not the parts of a record")
     written = _doubles(number_count)
     if len(data) != numbers_at + written.size:

@@ -63,6 +63,9 @@ class Sample(NamedTuple):
     """Not 0: it came while there were two others at least, so that it could be computed together with the second."""
     overtook: float
     """Not 0: one that was sent before it is still under way."""
+    fill: float = 0.0
+    """How many times what the prefiller computes at a time was there when it ended, with this one: prompts for each
+    rank, or tokens of a step."""
 
     @property
     def attention(self) -> float:

@@ -111,8 +111,15 @@ class Prefiller:
             self.step_tokens += _STEP_TOKENS_STEP * (step.uncached + left_out - self.step_tokens)
 
     def fits_in_step(self, tokens: float) -> bool:
-        """Return whether the next step has room for all tokens of a prompt."""
-        return self.behind_tokens + tokens <= self.step_tokens
+        """Return whether the next step has room for all tokens of a prompt. To find out more, there are three."""
+        return self.behind_tokens + tokens <= self.step_tokens * self.concurrency.wanted
+
+    @property
+    def _fill(self) -> float:
+        """See Sample."""
+        if not self.shared_seconds or self.concurrency.lanes > 1:
+            return self.under_way / self.concurrency.lanes
+        return (self.computing + sum([computed for _, _, computed in self._others])) / self.step_tokens
 
     @property
     def under_way(self) -> int:
@@ -167,6 +174,7 @@ class Prefiller:
         and would only be one more lesson, which is not wanted.
         """
         asked, cached = sent.asked, sent.cached
+        fill = self._fill
         has_overtaken = next(iter(self._sent)) is not sent or (bool(self._others) and self._others[0][0] < sent.at)
         del self._sent[sent]
         self.version += 1
@@ -195,10 +203,10 @@ class Prefiller:
             # Prompts that were sent one behind the other were computed one after the other.
             was_behind = sent.at < self._answered_before and sent.seconds > _LEAST_SECONDS
             # Otherwise nothing is known of it, or nothing new.
-            if tokens > cached and (is_lesson or sent.ahead or was_behind or self.journal is not None):
+            if tokens > cached and (is_lesson or sent.ahead or was_behind):
                 seconds = now - max(sent.at, self._answered_at)
-                times = seconds, now - sent.at, sent.ahead, float(was_behind), float(has_overtaken)
-                sample = Sample(tokens - cached, cached, *times)
+                company = sent.ahead, float(was_behind), float(has_overtaken), fill
+                sample = Sample(tokens - cached, cached, seconds, now - sent.at, *company)
             self._answered_before, self._answered_at = self._answered_at, now
             if self._alone > _ENOUGH_ALONE:
                 self._alone -= 1
@@ -209,8 +217,13 @@ class Prefiller:
             prefixes.drop(dropped)
         if self.journal is not None:
             ages = _written_age(found_age), _written_age(missed_age)
-            self._write(Kind.ENDED, dropped, (), now, further, prefixes.trust, *ages, *(sample or ()))
+            self._write(Kind.ENDED, dropped, (), now, further, prefixes.trust, *ages, float(served))
         return sample
+
+    def write_sample(self, sample: Sample, at: float) -> None:
+        """Let other workers learn from a prompt that this one has sent, and that had been computed at this time."""
+        if self.journal is not None:
+            self._write(Kind.SAMPLED, (), (), at, *sample)
 
     def emptied(self) -> None:
         """Nothing is cached there any more. This worker has found out, as the others will."""
@@ -287,13 +300,15 @@ class Prefiller:
         if record.kind == Kind.COUNTED:
             self._follow(CacheCount(*record.numbers))
             return None
+        if record.kind == Kind.SAMPLED:
+            return Sample(*record.numbers[1:])
         self.version += 1
         if record.kind == Kind.SENT:
             at, seconds, computed = record.numbers
             self._others.append((at, seconds, computed))
             self.cached.use(record.keys, record.ends, computed)
             return None
-        at, further, trust, found_age, missed_age, *sample = record.numbers
+        at, further, trust, found_age, missed_age, served = record.numbers
         if self._others:
             self._others.popleft()
         prefixes = self.cached
@@ -301,10 +316,9 @@ class Prefiller:
         prefixes.trust = trust
         prefixes.note(_read_age(found_age), _read_age(missed_age))
         prefixes.drop(record.keys)
-        if not sample:
-            return None
-        self._answered_before, self._answered_at = self._answered_at, max(at, self._answered_at)
-        return Sample(*sample)
+        if served:
+            self._answered_before, self._answered_at = self._answered_at, max(at, self._answered_at)
+        return None
 
     def _follow(self, count: CacheCount) -> None:
         """Often, and nearly always nothing follows of which those who wait need to know."""
@@ -340,12 +354,15 @@ def _left(seconds: float, spent: float) -> float:
     return max(seconds - spent, spent - seconds, _LEAST_LEFT * seconds)
 
 
-def hear(journal: Seat, prefillers: Mapping[int, Prefiller]) -> Iterator[tuple[Prefiller, Sample]]:
-    """Take in what other workers have sent there, and what has come of it. `prefillers`: by slot; of others nothing is
-    kept.
+def hear(journal: Seat, prefillers: Mapping[int, Prefiller]) -> Iterator[tuple[Prefiller, Sample, float]]:
+    """Take in what other workers have sent there, and what has come of it. Yield what that teaches, with its time.
+
+    `prefillers`: by slot; of others nothing is kept.
     """
     for data in journal.news():
         _, slot = kind_and_slot(data)
         prefiller = prefillers.get(slot)
-        if prefiller is not None and (sample := prefiller._hear(unpacked(data))) is not None:
-            yield prefiller, sample
+        if prefiller is not None:
+            record = unpacked(data)
+            if (sample := prefiller._hear(record)) is not None:
+                yield prefiller, sample, record.numbers[0]

@@ -97,8 +97,8 @@ class Prefillers:
     def listen(self) -> None:
         """Take in what other workers have told, if there are any."""
         if self._journal is not None and self._journal.has_news:
-            for prefiller, sample in hear(self._journal, self._by_slot):
-                self.learn(prefiller, sample, self._clock())
+            for prefiller, sample, at in hear(self._journal, self._by_slot):
+                self.learn(prefiller, sample, at)
 
     def of(self, backend: Backend) -> Prefiller:
         """Of one of them."""
@@ -125,22 +125,24 @@ class Prefillers:
         """Learn from samples once it is known whether the event loop was late meanwhile. Late ones teach nothing."""
         for (prefiller, sample), at, is_timely in self._unlearned.known():
             if is_timely:
+                prefiller.write_sample(sample, at)
                 self.learn(prefiller, sample, at)
             else:
                 self._close(prefiller, at)
+                prefiller.concurrency.miss()
 
     def learn(self, prefiller: Prefiller, sample: Sample, now: float) -> None:
         """Learn how long a prompt has taken a prefiller, which has answered at the clock's time `now`."""
         if now < self._next_lesson and prefiller.step is None and not sample.ahead and not sample.was_behind:
             return  # it would teach nothing
         concurrency = prefiller.concurrency
-        concurrency.saw(sample)
+        predicted = self.cost.seconds(sample.uncached, sample.cached) * prefiller.slowness
+        concurrency.saw(sample, self.cost.shape, now)
         if not concurrency.is_orderly or concurrency.lanes > 1:
             self._close(prefiller, now)
             if sample.ahead < (concurrency.lanes if concurrency.is_orderly else 1):  # it was computed at once
                 self._teach(prefiller, sample.uncached, sample.cached, sample.whole, now)
             return
-        predicted = self.cost.seconds(sample.uncached, sample.cached) * prefiller.slowness
         is_together = sample.seconds < _TOGETHER * predicted
         step = prefiller.step
         if sample.was_behind and (is_together or (step and step.uncached + sample.uncached <= _SURELY_FIT_TOKENS)):
@@ -172,7 +174,10 @@ class Prefillers:
                 self._next_lesson = now + _LESSON_SECONDS
             prefiller.slowness = self.cost.slowness(prefiller.backend.key)
         prefiller.overhead_seconds = self.cost.overhead
+        had_shared = prefiller.shared_seconds > 0
         prefiller.shared_seconds = 0.0 if prefiller.works_on_one else self.cost.shape[0] * prefiller.slowness
+        if had_shared != (prefiller.shared_seconds > 0):
+            prefiller.concurrency.forget_limit()
 
     def _take_facts(self, prefiller: Prefiller) -> None:
         facts = self._facts(prefiller.backend)

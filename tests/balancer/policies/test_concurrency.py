@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.policies.concurrency import Concurrency, soonest_free
+from proxy.balancer.policies.concurrency import DOUBT_SECONDS, Concurrency, soonest_free
 from proxy.balancer.policies.prefill_samples import Sample
 
 if TYPE_CHECKING:
@@ -40,6 +40,9 @@ class Prompts:
         return tokens, (0.2 + tokens / 1000) * rng.lognormvariate(0, self.noise)
 
 
+SHAPE = (0.2, 0.001, 0.0)
+
+
 OF_ALL_LENGTHS = Prompts(lambda rng: rng.uniform(300, 8000))
 SHORT_AND_LONG = Prompts(lambda rng: rng.choice((300.0, 300.0, 12_000.0)))
 EQUAL = Prompts(lambda rng: 3000.0)
@@ -55,24 +58,26 @@ def shown(
     waiting: int = 8,
     prompts: Prompts = OF_ALL_LENGTHS,
     batches: bool = False,
+    began: float = 0.0,
 ) -> None:
     """By an engine with so many lanes, which always has as many prompts as are wanted, but no more than `waiting` for
     each lane. `batches`: what is there when it begins is computed together.
     """
     rng = random.Random(1)
-    now = answered = 0.0
-    free = [0.0] * lanes
+    now = answered = began
+    free = [began] * lanes
     under_way: list[tuple[float, float, int, float, float, int]] = []
     """Of each its end, a draw between equal ones, its number, when it was sent, its tokens, and how many were there."""
     gathered: tuple[float, float] | None = None  # of what is computed together next: when that begins and ends
     for number in range(answers):
         while len(under_way) >= min(concurrency.wanted, waiting * lanes):
             under_way.sort()
+            fill = len(under_way) / lanes
             now, _, place, at, tokens, ahead = under_way.pop(0)
             overtook = any(each[2] < place for each in under_way)
-            sample = Sample(tokens, 0.0, now - max(at, answered), now - at, ahead, 0.0, float(overtook))
+            sample = Sample(tokens, 0.0, now - max(at, answered), now - at, ahead, 0.0, float(overtook), fill)
             answered = now
-            concurrency.saw(sample)
+            concurrency.saw(sample, SHAPE, now)
         tokens, work = prompts.draw(rng)
         place = rule(free, rng)
         begins = max(now, free[place])
@@ -114,9 +119,11 @@ def test_nothing_is_held_back_from_several_that_do_not_tell(rule: Rule, lanes: i
 @pytest.mark.parametrize("lanes", [2, 4, 8, 16])
 def test_ranks_that_are_told_and_share_out_well_get_one_prompt_each(lanes: int, prompts: Prompts) -> None:
     concurrency = Concurrency(lanes)
-    assert concurrency.lanes == concurrency.wanted == lanes
-    shown(concurrency, lanes, answers=400, prompts=prompts)
-    assert concurrency.lanes == concurrency.wanted == lanes
+    assert concurrency.wanted == inf, "nothing is known yet"
+    shown(concurrency, lanes, waiting=1, answers=40 * lanes, prompts=prompts)
+    assert concurrency.is_orderly
+    shown(concurrency, lanes, answers=800, prompts=prompts)
+    assert lanes <= concurrency.wanted <= 3 * lanes
     assert not concurrency.is_serial
 
 
@@ -162,6 +169,30 @@ def test_an_engine_that_computes_several_by_now_is_found_out() -> None:
     assert concurrency.is_serial
     shown(concurrency, 4, answers=300)
     assert concurrency.wanted == inf
+
+
+def answered(concurrency: Concurrency, fill: float, seconds: float, now: float) -> None:
+    """Let prompts be computed, each in this time, while there are so many for each lane."""
+    for number in range(100):
+        tokens = 1000.0 + 10 * (number % 5)
+        concurrency.saw(Sample(tokens, 0.0, seconds, 3.0, 1.0, 0.0, 0.0, fill), SHAPE, now)
+
+
+@pytest.mark.parametrize(("alone", "beyond", "is_kept"), [(1.2, 1.2, True), (0.6, 1.2, True), (1.2, 1.0, False)])
+def test_nothing_is_held_back_for_an_hour_if_more_is_computed_with_more_prompts(
+    alone: float, beyond: float, is_kept: bool
+) -> None:
+    concurrency = Concurrency()
+    shown(concurrency, 1, answers=60)
+    assert concurrency.is_serial
+    answered(concurrency, 3.0, beyond, 1000.0)
+    answered(concurrency, 1.0, alone, 1100.0)
+    assert concurrency.is_serial is is_kept
+    if not is_kept:
+        shown(concurrency, 1, answers=300, began=1200.0)
+        assert concurrency.wanted == inf
+        shown(concurrency, 1, answers=100, began=1100.0 + DOUBT_SECONDS)
+        assert concurrency.is_serial
 
 
 def test_prompts_without_company_tell_nothing() -> None:

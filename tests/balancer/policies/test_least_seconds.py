@@ -94,9 +94,9 @@ def one_at_a_time(prefillers: Prefillers) -> None:
         for number in range(20):
             tokens = 1000.0 + 500 * (number % 5)
             sample = Sample(tokens, 0.0, tokens / 1000, 3.0, 1.0, 0.0, 0.0)
-            if not prefiller.concurrency.is_serial:
+            if prefiller.concurrency.wanted > 1:
                 prefiller.concurrency.saw(sample)
-        assert prefiller.concurrency.is_serial
+        assert prefiller.concurrency.wanted == 1
 
 
 @pytest.fixture
@@ -308,6 +308,38 @@ def test_workers_come_to_the_same_conclusions(workers: list[Prefillers]) -> None
         assert its.cached.hit(range(1, 6)) == mine.cached.hit(range(1, 6))
         assert its.cached.trust == mine.cached.trust
         assert its.cached.odometer == pytest.approx(mine.cached.odometer)
+
+
+@pytest.mark.parametrize("lag", [0.0, 0.2])
+def test_workers_learn_from_each_other_but_not_while_the_event_loop_was_late(
+    workers: list[Prefillers], lag: float
+) -> None:
+    one, other = workers
+    one.policy.context.lag_within = lambda began, ended: lag
+    asked = prompt(*range(50, 70))
+    before = other.pool.work_seconds(asked)
+    served = one.serve(prompt(*range(1, 9)), seconds=40.0)
+    for number in range(40):
+        one.serve(prompt(*range(start := 10**7 + 100 * number, start + 2)), seconds=10.0)
+    hear(workers)
+    assert (other.pool.work_seconds(asked) > 2 * before) is (lag == 0.0)
+    known = other.policy._prefillers.of(served)
+    assert not known.under_way, "that prompts have ended is heard at once"
+    assert known.cached.hit(list(range(1, 9))) == 8
+
+
+def test_workers_hear_a_sample_once_it_is_known_that_the_event_loop_was_not_late(workers: list[Prefillers]) -> None:
+    one, other = workers
+    known_until = 0.0
+    one.policy.context.lag_within = lambda began, ended: 0.0 if ended <= known_until else None
+    for number in range(40):
+        one.serve(prompt(*range(start := 10**7 + 100 * number, start + 2)), seconds=10.0)
+    hear(workers)
+    assert other.policy._prefillers.cost.samples == 0
+    known_until = one.clock.now
+    one.serve(prompt(3))
+    hear(workers)
+    assert other.policy._prefillers.cost.samples > 20
 
 
 def test_all_workers_hear_what_engines_tell_of_their_caches() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 
-from lab.replay.prefill_worlds import ARRIVALS, LENGTHS, PREFILLERS, PrefillWorld, prefilled
+from lab.replay.prefill_worlds import ARRIVALS, LENGTHS, PREFILLERS, RANKS_OF, PrefillWorld, prefilled
 
 AT_MOST = 1.1
 """How many times as long as with `least_tokens` the mean time to the first token may be."""
@@ -18,10 +19,11 @@ WORSE = {PrefillWorld(prefillers="small steps", arrivals="evenly"): 1.2}
 """The world of all in which it is longer: prompts that come evenly, two to a step, of which turns make the best."""
 
 
-def assert_no_harm(world: PrefillWorld) -> None:
-    ours, plain = prefilled(world, "least_load"), prefilled(world, "least_tokens")
+def assert_no_harm(its: PrefillWorld) -> None:
+    """Compare a run of the policy under test with one of `least_tokens`."""
+    ours, plain = prefilled(its, "least_load"), prefilled(its, "least_tokens")
     assert ours.served >= plain.served
-    assert ours.mean <= WORSE.get(world, AT_MOST) * plain.mean + EQUAL_SECONDS
+    assert ours.mean <= WORSE.get(its, AT_MOST) * plain.mean + EQUAL_SECONDS
 
 
 @pytest.mark.parametrize("load", [0.4, 0.8, 0.9, 0.96])
@@ -29,13 +31,38 @@ def test_equal_prompts_on_batching_prefillers_wait_no_longer(load: float) -> Non
     assert_no_harm(PrefillWorld(load=load, requests=2000))
 
 
+def world(**fields: Any) -> PrefillWorld:
+    """A world with the load that its arrivals leave time for."""
+    return PrefillWorld(load=0.6 if fields["arrivals"] == "bursts" else 0.8, **fields)
+
+
 @pytest.mark.covering(
-    "prefillers lengths arrivals count workers", product(PREFILLERS, LENGTHS, ARRIVALS, (1, 4), (1, 2))
+    "prefillers lengths arrivals count workers is_late",
+    product(PREFILLERS, LENGTHS, ARRIVALS, (1, 4), (1, 2), (False, True)),
 )
 def test_prompts_wait_no_longer_than_with_a_policy_that_learns_nothing(
-    prefillers: str, lengths: str, arrivals: str, count: int, workers: int
+    prefillers: str, lengths: str, arrivals: str, count: int, workers: int, is_late: bool
 ) -> None:
-    load = 0.6 if arrivals == "bursts" else 0.8
     assert_no_harm(
-        PrefillWorld(prefillers=prefillers, lengths=lengths, arrivals=arrivals, count=count, workers=workers, load=load)
+        world(prefillers=prefillers, lengths=lengths, arrivals=arrivals, count=count, workers=workers, is_late=is_late)
+    )
+
+
+@pytest.mark.covering(
+    "prefillers lengths arrivals ranks workers is_late",
+    product(PREFILLERS, LENGTHS, ARRIVALS, RANKS_OF[1:], (1, 2), (False, True)),
+)
+def test_prompts_wait_no_longer_for_several_engines_behind_one_address(
+    prefillers: str, lengths: str, arrivals: str, ranks: str, workers: int, is_late: bool
+) -> None:
+    assert_no_harm(
+        world(
+            prefillers=prefillers,
+            lengths=lengths,
+            arrivals=arrivals,
+            count=2,
+            ranks=ranks,
+            workers=workers,
+            is_late=is_late,
+        )
     )

@@ -191,8 +191,8 @@ def test_near_saturation_nothing_is_held_back_from_ranks_that_do_not_tell(
 
 def test_near_saturation_it_is_worth_much_that_ranks_tell() -> None:
     fleet = FleetOfRanks(2, 4, MACHINE, MACHINE, tells_ranks=True)
-    ours, today = never_worse(unique(14, 600, 3.0), fleet)
-    assert ours.good > today.good + 0.1
+    both = [never_worse(unique(seed, 600, 3.0), fleet) for seed in (14, 15, 16)]
+    assert sum(ours.good - today.good for ours, today in both) > 0.1 * len(both)
 
 
 def test_ranks_that_tell_and_share_out_blindly_are_found_out() -> None:
