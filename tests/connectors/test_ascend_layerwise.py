@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, cast
@@ -459,72 +458,7 @@ async def test_a_prefill_that_fails_says_nothing_about_a_pair(start: Start, stat
     assert pushing.gateway.metrics("pdproxy_pair_quarantines_total") == {}
 
 
-# Clients that leave
-
-
-@asynccontextmanager
-async def left_waiting(pushing: Pushing, engine: PushEngine, stream: bool) -> AsyncIterator[None]:
-    """A client that leaves at the end of the block, while `engine` is waiting for something."""
-    async with pushing.gateway.asking(request(Api.CHAT, stream=stream)) as client:
-        await until(lambda: engine.received, "the leg")
-        yield
-        await client.leave()
-
-
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_before_the_callback_leaves_the_decoder(start: Start, stream: bool) -> None:
-    pushing = await start()
-    (decoder,) = pushing.decoders
-    decoder.before = waits_for(asyncio.Event())
-    async with left_waiting(pushing, decoder, stream):
-        assert pushing.connector.callbacks.pending == 1
-    await is_left(decoder)
-    assert not pushing.prefillers[0].received
-
-
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_during_the_prefill_leaves_both(start: Start, stream: bool) -> None:
-    pushing = await start()
-    (prefiller,), (decoder,) = pushing.prefillers, pushing.decoders
-    prefiller.before = waits_for(asyncio.Event())
-    async with left_waiting(pushing, prefiller, stream):
-        pass
-    await is_left(prefiller, decoder)
-
-
-async def test_a_client_that_leaves_during_the_answer_leaves_the_decoder(start: Start) -> None:
-    pushing = await start()
-    (decoder,) = pushing.decoders
-    decoder.holds = asyncio.Event()
-    async with pushing.gateway.asking(request(Api.CHAT, stream=True)) as client:
-        await client.has_tokens(1)
-    await is_left(decoder)
-
-
 # Between simulated engines
-
-
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("api", OPENAI_APIS)
-async def test_an_answer_is_what_one_engine_alone_would_say(deploy: Deploy, api: Api, stream: bool) -> None:
-    gateway = await deploy(2, 2, connector="ascend_layerwise")
-    bodies = [request(api, f"Say {number}", stream=stream) for number in range(8)]
-    for body, answer in zip(bodies, await asyncio.gather(*map(gateway.ask, bodies)), strict=True):
-        assert (answer.is_done, answer.text) == (True, await answer_alone(body))
-    assert sum(decoder.state.pulls for decoder in gateway.decoders) == len(bodies)
-
-
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("api", OPENAI_APIS)
-@pytest.mark.parametrize("profile", ["v0.18", "v0.30"])
-async def test_an_answer_survives_its_decoder(deploy: Deploy, api: Api, stream: bool, profile: str) -> None:
-    gateway = await deploy(1, 2, connector="ascend_layerwise", engine={"profile_name": profile})
-    body = request(api, stream=stream, max_tokens=40)
-    gateway.decoders[0].faults.add("reset_after_tokens", tokens=15, times=1)
-    answer = await gateway.ask(body)
-    assert (answer.is_done, answer.text) == (True, await answer_alone(body))
-    assert sum(gateway.metrics("pdproxy_resumes_total").values()) == 1
-    assert [decoder.state.pulls for decoder in gateway.decoders] == [1, 1]
 
 
 async def test_a_decoder_that_asks_for_recomputation_is_given_another_prefill(deploy: Deploy) -> None:

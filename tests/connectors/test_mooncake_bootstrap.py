@@ -365,16 +365,6 @@ async def test_a_prefillers_failure_is_nothing_to_a_decoder_that_has_the_kv(
     assert both.gateway.worker.pinned_kv.pins() == []
 
 
-async def test_a_client_that_leaves_ends_both_legs(deploy: Deploy, bootstrap: BootstrapServer) -> None:
-    both = await pair(deploy, bootstrap, hangs, hangs)
-    async with both.gateway.asking(request(Api.CHAT)) as client:
-        await both.prefiller.works()
-        await both.decoder.works()
-        await client.leave()
-    await until(lambda: both.prefiller.hung_up == both.decoder.hung_up == 1, "both legs to end")
-    assert both.results == {"prefill": {"abandoned"}, "decode": {"abandoned"}}
-
-
 # Engines that are others
 
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.wire.openai import OPENAI_APIS, Api
-from tests.asking import answer_alone, request
+from proxy.wire.openai import Api
+from tests.asking import request
 from tests.canned import CannedEngine, http, json_answer
 from tests.deployment import generations
 
@@ -30,17 +30,6 @@ async def test_the_engine_gets_the_clients_bytes_and_the_client_the_engines(depl
         assert answer.endswith(b"\r\n\r\n" + await response.read())
     assert engine.received[0].body == BODY
     assert len(engine.received[0].headers["x-request-id"]) == 32
-
-
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("api", OPENAI_APIS)
-async def test_an_answer_is_the_engines(deploy: Deploy, api: Api, stream: bool) -> None:
-    gateway = await deploy(decoders=2, connector="plain")
-    body = request(api, stream=stream)
-    answer = await gateway.ask(body)
-    assert answer.is_done
-    assert answer.text == await answer_alone(body)
-    assert gateway.decoders[0].state.local_prefills == 1
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from proxy.wire.openai import OPENAI_APIS, Api
+from proxy.wire.openai import Api
 from tests.asking import answer_alone, request
 from tests.canned import CannedEngine, http, json_answer
 from tests.deployment import generations
@@ -93,21 +93,6 @@ async def test_cached_tokens_are_the_prefillers(deploy: Deploy, told: bytes, see
     assert (await post(gateway, BODY))["usage"]["prompt_tokens_details"] == seen
 
 
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("api", OPENAI_APIS)
-@pytest.mark.parametrize("samples", [1, 2])
-async def test_an_answer_is_the_engines(deploy: Deploy, api: Api, stream: bool, samples: int) -> None:
-    gateway = await store(deploy, 2, 2)
-    body = request(api, stream=stream, n=samples, temperature=0)
-    answer = await gateway.ask(body)
-    assert answer.is_done
-    assert set(answer.texts) == set(range(samples))
-    assert answer.texts[0] == await answer_alone({**body, "n": 1})
-    assert len(generations(*gateway.prefillers)) == len(generations(*gateway.decoders)) == samples
-    assert sum(decoder.state.pulls for decoder in gateway.decoders) == samples
-    assert gateway.metrics("pdproxy_missing_kv_total") == {}
-
-
 async def test_parameters_of_a_pull_connector_beside_the_store_are_used(deploy: Deploy) -> None:
     gateway = await store(deploy, engine={"protocol": "pull"})
     assert (await gateway.ask(request(Api.CHAT))).is_done
@@ -119,21 +104,6 @@ async def test_what_is_not_in_the_store_any_more_is_computed_by_the_decoder(depl
     body = request(Api.CHAT)
     assert (await gateway.ask(body)).text == await answer_alone(body)
     assert gateway.decoders[0].state.local_prefills == 1
-
-
-@pytest.mark.parametrize("fault", ["reset_after_tokens", "stall_after_tokens"])
-@pytest.mark.parametrize("stream", [True, False])
-async def test_an_answer_survives_its_decoder(deploy: Deploy, fault: str, stream: bool) -> None:
-    gateway = await store(deploy, 2, 2, timeouts={"idle_seconds": 0.2})
-    gateway.decoders[0].faults.add(fault, tokens=70)
-    body = request(Api.CHAT, stream=stream, max_tokens=100)
-    answer = await gateway.ask(body)
-    assert answer.is_done
-    assert answer.text == await answer_alone(body)
-    (resumed,) = gateway.metrics("pdproxy_resumes_total")
-    assert "chat_tokens" in resumed or "raw_tokens" in resumed
-    # The prefix is in the cache of the prefiller that computed it.
-    assert [len(generations(prefiller)) for prefiller in gateway.prefillers] == [2, 0]
 
 
 async def test_a_prefill_whose_answer_is_lost_keeps_nothing(deploy: Deploy) -> None:
