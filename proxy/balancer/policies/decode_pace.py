@@ -105,7 +105,7 @@ class DecodePace:
         self.most_seen = math.inf
         """The most answers at a time of which enough was seen."""
         self.gain_seconds = 0.0
-        """Decoder seconds that a token takes more beyond the saturation point than at it; 0.0 where none is known."""
+        """Decoder seconds that a token takes more right beyond the saturation point than at it; 0.0 where none is known."""
         self.step, self.slope = _FIRST_STEPS, 1.0
         """Seconds that a token takes: without other answers, and more for each answer. A straight line below the
         saturation point. Only the ratio counts as long as nothing is known."""
@@ -123,6 +123,8 @@ class DecodePace:
         """Buckets and seconds, all seconds, the decoder's tokens per second, and the time of the end."""
         self._since = math.inf  # when the saturation point was first believed
         self._kept = 0  # its highest bucket since then
+        self._beyond = 0  # the first bucket beyond the saturation point
+        self._gains: Sequence[float] = ()  # gain_seconds in that bucket and in those beyond it, never falling
         self._beyond_made = 0.0  # tokens per second beyond it, without any estimate
         self._doubted_until = -math.inf
         self._forgot_at = -math.inf
@@ -137,6 +139,11 @@ class DecodePace:
     def is_doubted(self) -> bool:
         """Whether a saturation point was dropped that did not prove itself, and none is believed for a while."""
         return self._doubted_until > -math.inf
+
+    def gain_at(self, answers: float) -> float:
+        """Return `gain_seconds` for a decoder that would write this number of answers at a time instead."""
+        place = PLACES[int(answers)] if answers < len(PLACES) else len(SIZES) - 1
+        return self._gains[max(0, place - self._beyond)] if self.gain_seconds else 0.0
 
     def slowness(self, backend: Hashable) -> float:
         """Return how many times as long a backend takes as the others; 1.0 if that is not known."""
@@ -247,7 +254,9 @@ class DecodePace:
             self._since = math.inf
             return
         self.most = self.scout_most = float(SIZES[good])
-        self.gain_seconds = max(0.0, 1 / made[first] - 1 / made[good])
+        lost = (1 / made[place] - 1 / made[good] if place in known else 0.0 for place in range(first, len(SIZES)))
+        self._beyond, self._gains = first, list(accumulate(lost, max, initial=0.0))[1:]
+        self.gain_seconds = self._gains[0]
         if now - max(self._seen_at[first:]) > TRUSTED_SECONDS:
             self.scout_most = float(SIZES[first])
 

@@ -252,14 +252,13 @@ class LeastDecodeSeconds(LeastTokens):
         """See Policy: twice what the answer is predicted to gain.
 
         Without the limit the answer would share its decoder with all that wait, too. So it gains the time that each
-        token of these saves.
+        token of these saves. That is more with each of them, where the throughput falls further.
         """
-        gain = self.pace.gain_seconds
-        if not gain or not self._candidates or self._has_free(self._bounds):
+        if not self.pace.gain_seconds or not self._candidates or self._has_free(self._bounds):
             return _ANY
         bounds = self._bounds
         sharing = (sum(bounds.reader.running()) + waiting) / len(bounds.most)
-        return _HOLD_GAINS * gain * sharing * self._likely_tokens(request)
+        return _HOLD_GAINS * self.pace.gain_at(sharing) * sharing * self._likely_tokens(request)
 
     def most_running(self, backend: Backend) -> int | None:
         """Return the answers at the saturation point."""

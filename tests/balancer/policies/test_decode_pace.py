@@ -120,7 +120,10 @@ def test_saturation_point_is_found_by_nearly_equal_mixtures() -> None:
 def test_saturation_point_is_where_throughput_declines() -> None:
     pace = taught(on_an_a3, 1, 12)
     assert pace.most == 8
+    assert pace.gain_at(8) == pace.gain_at(9) == pace.gain_seconds
     assert pace.gain_seconds == pytest.approx(on_an_a3(9) / 9 - on_an_a3(8) / 8, rel=0.2)
+    assert pace.gain_at(12) == pytest.approx(on_an_a3(12) / 12 - on_an_a3(8) / 8, rel=0.2)
+    assert pace.gain_at(500) >= pace.gain_at(12)
 
 
 def test_decoders_that_only_get_faster_have_no_saturation_point() -> None:

@@ -54,6 +54,15 @@ def test_decode_policy_does_no_harm_with_a_saturation_point(
     assert ours.answer_seconds <= AT_MOST * plain.answer_seconds
 
 
+@pytest.mark.parametrize("seed", [2, 4])
+def test_decode_policy_does_no_harm_near_saturation(seed: int) -> None:
+    """The saturation point is found while the decoders have more answers than that already."""
+    world = World(step="kneed", lengths="mixed", decoders=4, requests=1200, load=0.95, seed=seed)
+    ours, plain = compared(world, decode="least_load")
+    assert ours.served >= plain.served
+    assert ours.answer_seconds <= AT_MOST * plain.answer_seconds
+
+
 @pytest.mark.parametrize("lengths", ["similar", "mixed"])
 def test_decode_policy_is_better_where_a_saturation_point_matters(lengths: str) -> None:
     world = World(step="kneed", lengths=lengths, decoders=4, requests=1500, load=0.85)
