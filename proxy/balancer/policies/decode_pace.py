@@ -105,7 +105,7 @@ class DecodePace:
         self.most_seen = math.inf
         """The most answers at a time of which enough was seen."""
         self.gain_seconds = 0.0
-        """Decoder seconds that a token takes more right beyond the saturation point than at it; 0.0 where none is known."""
+        """Decoder seconds that a token takes more right beyond the saturation point than at it; 0.0: none is known."""
         self.step, self.slope = _FIRST_STEPS, 1.0
         """Seconds that a token takes: without other answers, and more for each answer. A straight line below the
         saturation point. Only the ratio counts as long as nothing is known."""
