@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -11,6 +10,7 @@ import orjson
 
 from proxy.backend import Role
 from proxy.connectors.callbacks import Callbacks
+from proxy.connectors.leg_driver import opened
 from proxy.errors import Failure
 from proxy.wire.document import InvalidDocument
 from proxy.wire.finish import is_given_up
@@ -79,7 +79,7 @@ class ConnectorContext:
     """Where engines reach the routes of this worker's connector: scheme, host and port. None: nowhere."""
 
 
-class Connector(ABC):
+class Connector:
     """One KV-transfer protocol: how a call gets from prefiller to decoder. The defaults are those of most of them."""
 
     roles: tuple[Role, ...] = (Role.PREFILL, Role.DECODE)
@@ -90,7 +90,7 @@ class Connector(ABC):
     def __init__(self, context: ConnectorContext) -> None:
         self._context = context
 
-    def check(self, call: Call) -> None:  # noqa: B027 most calls can be served
+    def check(self, call: Call) -> None:
         """Raise BadRequest for what this protocol cannot serve."""
 
     def splits(self, call: Call) -> bool:
@@ -105,7 +105,13 @@ class Connector(ABC):
         """What engines call; served at the context's callback URL."""
         return ()
 
-    @abstractmethod
+    def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
+        """Return the attempt of `open` as legs that its caller sends; see connectors.legs.
+
+        None: the attempt of this call needs a task. Then `open` is overridden, too.
+        """
+        return None
+
     def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
         """Lease backends, by `request`, and run the legs up to the decoder's status line.
 
@@ -114,6 +120,10 @@ class Connector(ABC):
         Leaving the context closes the engine connections and gives every lease back.
         Raises NoBackendAvailable and UpstreamError.
         """
+        legs = self.legs(call, request, timeline)
+        if legs is None:
+            raise NotImplementedError("a connector has legs, or opens attempts itself")
+        return opened(legs, self._context.upstream)
 
     def alone(
         self, call: Call, request: PickRequest, timeline: Timeline
@@ -121,14 +131,6 @@ class Connector(ABC):
         """An attempt of one decoder that is handed no KV cache and computes the prompt by itself. None: no engine of
         this protocol does.
         """
-        return None
-
-    def goes_leg_by_leg(self, call: Call) -> bool:
-        """Whether the legs of a call come one after the other, and it needs no `check`."""
-        return False
-
-    def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
-        """The attempt of `open`, as legs that its caller sends; see connectors.legs. None: it goes otherwise."""
         return None
 
 

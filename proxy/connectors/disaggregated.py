@@ -5,11 +5,11 @@ A prefill leg asks for the prompt's KV cache, and for one token that is thrown a
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.engines.capabilities import FORCED_TOOL_PREFILL
 from proxy.connectors.base import Connector
+from proxy.connectors.leg_driver import opened
 from proxy.connectors.one_engine import RARE, OneEngine, is_search
 from proxy.connectors.ranks import Ranks
 from proxy.wire.document import REMOVED
@@ -46,7 +46,7 @@ _LIMITED: Final = {"max_completion_tokens": 1}
 
 
 class Disaggregated(Connector):
-    """Prefill on one vLLM engine, decode on another. A protocol says how, in `open_both`."""
+    """Prefill on one vLLM engine, decode on another. A protocol says how, in `legs_of_both` or `open_both`."""
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
@@ -65,11 +65,12 @@ class Disaggregated(Connector):
 
     def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
         """Both legs, or one engine's alone. See Connector.open."""
-        return self._one_engine.open(call, request, timeline) or self.open_both(call, request, timeline)
+        legs = self.legs(call, request, timeline)
+        return self.open_both(call, request, timeline) if legs is None else opened(legs, self._upstream)
 
     def alone(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
         """A decoder's. See Connector.alone."""
-        return self._one_engine.decoder.open(call, request, timeline)
+        return opened(self._one_engine.decoder.legs(call, request, timeline), self._upstream)
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
         """See Connector.legs."""
@@ -78,12 +79,12 @@ class Disaggregated(Connector):
         return self._one_engine.legs(call, request, timeline) or self.legs_of_both(call, request, timeline)
 
     def legs_of_both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
-        """The legs of a call that can be handed over; None: they do not come one after the other."""
+        """The legs of a call that can be handed over; None: they need tasks, see `open_both`."""
         return None
 
-    @abstractmethod
     def open_both(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
-        """Both legs of a call that can be handed over. See Connector.open."""
+        """Both legs of a call that can be handed over, where they need tasks. See Connector.open."""
+        raise NotImplementedError
 
 
 class Prefill:

@@ -90,13 +90,9 @@ class Encoding(Connector):
         """As the other connector does, for calls without media. See Connector.alone."""
         return self._connector.alone(call, request, timeline)
 
-    def goes_leg_by_leg(self, call: Call) -> bool:
-        """Where there is nothing to encode, as the other connector says."""
-        return self._connector.goes_leg_by_leg(call) and not media(call)
-
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
-        """The legs of the other connector. See Connector.legs."""
-        return self._connector.legs(call, request, timeline) if self.goes_leg_by_leg(call) else None
+        """The legs of the other connector, where there is nothing to encode. See Connector.legs."""
+        return None if media(call) else self._connector.legs(call, request, timeline)
 
     @asynccontextmanager
     async def _open_encoded(

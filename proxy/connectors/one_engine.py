@@ -16,14 +16,12 @@ from proxy.backend import Role
 from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import first_byte_seconds, new_attempt_id, prefill_seconds, refusal
 from proxy.connectors.handoff import LocalKv
-from proxy.connectors.leg_driver import opened
 from proxy.connectors.legs import Leg
 from proxy.errors import BadRequest
 from proxy.terms import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from contextlib import AbstractAsyncContextManager
 
     from proxy.balancer.pick import PickRequest
     from proxy.call import Call
@@ -58,13 +56,8 @@ class SingleLeg:
         self._kv = kv
         self._role = role
         self._pool = context.pools.of(role)
-        self._upstream = context.upstream
         self._ranks = ranks
         self._members = members
-
-    def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
-        """The attempt, as in Connector.open."""
-        return opened(self.legs(call, request, timeline), self._upstream)
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         """The attempt, as in Connector.legs."""
@@ -124,11 +117,6 @@ class OneEngine:
     def check(self, call: Call) -> None:
         """Raise BadRequest for what can neither be handed over nor be served by one engine."""
         self._role(call)
-
-    def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt] | None:
-        """The attempt, as in Connector.open; None for a call that can be handed over."""
-        legs = self.legs(call, request, timeline)
-        return None if legs is None else opened(legs, self._context.upstream)
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
         """The attempt, as in Connector.legs; None for a call that can be handed over."""

@@ -36,17 +36,9 @@ class Plain(Connector):
         """An engine takes it whole."""
         return False
 
-    def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
-        """One leg. See Connector.open."""
-        return self._leg.open(call, request, timeline)
-
     def alone(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
         """The same. See Connector.alone."""
         return self.open(call, request, timeline)
-
-    def goes_leg_by_leg(self, call: Call) -> bool:
-        """All do."""
-        return True
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         """One leg. See Connector.legs."""

@@ -23,15 +23,11 @@ from proxy.connectors.base import first_byte_seconds, new_attempt_id, parse_pref
 from proxy.connectors.disaggregated import Disaggregated, Prefill
 from proxy.connectors.handoff import DECODER, KvHandoff, KvSource
 from proxy.connectors.kv_transfer import PrefilledKv, kv_params_in
-from proxy.connectors.leg_driver import opened
 from proxy.connectors.legs import Leg
-from proxy.connectors.one_engine import RARE
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.terms import Stage
 
 if TYPE_CHECKING:
-    from contextlib import AbstractAsyncContextManager
-
     from proxy.answers import EngineAnswer
     from proxy.backend import Backend
     from proxy.balancer.lease import Lease
@@ -90,14 +86,6 @@ class Sequential(Disaggregated):
         """Keep at hand what every request asks for."""
         self._kv, self._timeouts = settings.kv, settings.timeouts
         self._prefill_ranks, self._decode_ranks = settings.balance.prefill_dp_ranks, settings.balance.decode_dp_ranks
-
-    def goes_leg_by_leg(self, call: Call) -> bool:
-        """All do, but rare ones are not for every protocol."""
-        return call.is_ordinary or RARE.isdisjoint(call.values)
-
-    def open_both(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
-        """See Disaggregated."""
-        return opened(self.legs_of_both(call, request, timeline), self._upstream)
 
     def legs_of_both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         """Both legs, but a decoder alone for a short prompt, and for one that it has sooner. See Disaggregated."""

@@ -20,7 +20,6 @@ from proxy.backend import Role
 from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import Connector, first_byte_seconds, new_attempt_id, prefill_seconds, refusal
 from proxy.connectors.handoff import KvHandoff
-from proxy.connectors.leg_driver import opened
 from proxy.connectors.legs import Leg, Pair
 from proxy.connectors.one_engine import SingleLeg, asks_for_echoed_logprobs, echo_refused
 from proxy.connectors.ranks import Ranks
@@ -33,7 +32,6 @@ from proxy.wire.sglang_errors import ERROR_HEADERS, error_in_answer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from contextlib import AbstractAsyncContextManager
 
     from proxy.backend import Backend
     from proxy.background import Background
@@ -78,16 +76,8 @@ class SglangBootstrap(Connector):
         """The engine gives all samples of a request the same room (`_handle_batch_request` in tokenizer_manager.py)."""
         return True
 
-    def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
-        """Both legs, or the prefiller's alone. See Connector.open."""
-        return opened(self.legs(call, request, timeline), self._context.upstream)
-
-    def goes_leg_by_leg(self, call: Call) -> bool:
-        """All do that need no `check`."""
-        return call.is_ordinary or not asks_for_echoed_logprobs(call)
-
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
-        """See Connector.legs."""
+        """Both legs, or the prefiller's alone. See Connector.legs."""
         if _is_about_prompt(call):
             return self._prefiller.legs(call, request, timeline)
         return self._both(call, request, timeline)
