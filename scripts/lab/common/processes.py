@@ -1,17 +1,20 @@
-"""Child processes: started with their output in a file, and always stopped."""
+"""Processes on this machine: free ports, programs that run to their end, and programs that listen."""
 
 from __future__ import annotations
 
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
 import time
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
-from urllib.request import urlopen
+from typing import TYPE_CHECKING, Final, Self
+from urllib.request import ProxyHandler, Request, build_opener
 
 from lab.common.proc import tree
 
@@ -19,21 +22,24 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 HOST = "127.0.0.1"
-_READY_SECONDS = 30.0
+_READY_SECONDS = 60.0
+"""Programs start at the same time, on machines that may be busy."""
 _STOP_SECONDS = 5.0
+_LAST_LINES = 60
 _CLAIMS: Final[list[socket.socket]] = []
-"""Held as long as this process is there."""
+"""Open as long as this process runs."""
+_open: Final = build_opener(ProxyHandler({})).open  # ignores http_proxy
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody uses now: all are taken at the same time, so that they differ, and then let go."""
+    """Return different ports that are free now."""
     with ExitStack() as stack:
         return [stack.enter_context(socket.create_server((HOST, 0))).getsockname()[1] for _ in range(count)]
 
 
 def quiet_ports(count: int) -> list[int]:
-    """Free ports that no outgoing connection is given, nor any other run that asks here, so that they are still free
-    when their owner comes back.
+    """Return free ports that stay free while their program is down: the kernel gives them to no outgoing connection,
+    and this function gives them to no other run.
     """
     first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     ports: list[int] = []
@@ -47,9 +53,7 @@ def quiet_ports(count: int) -> list[int]:
 
 
 def _claim(port: int) -> None:
-    """Keep other runs on this machine from taking a port that is not listened on yet, by an abstract name that goes
-    with this process. Raises OSError if one has it.
-    """
+    """Claim a port by an abstract socket name, which lives as long as this process. Raises OSError if it is taken."""
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         claim.bind(f"\0pdproxy-lab-port-{port}")
@@ -59,6 +63,12 @@ def _claim(port: int) -> None:
     _CLAIMS.append(claim)
 
 
+def fetch(url: str, body: bytes | None = None) -> bytes:
+    """Return the answer to a GET, or to a POST of a JSON body. Raises OSError, also for an error status."""
+    with _open(Request(url, body, {"Content-Type": "application/json"}), timeout=30) as answer:
+        return bytes(answer.read())
+
+
 def finished(
     words: Sequence[str],
     patience_seconds: float,
@@ -66,9 +76,9 @@ def finished(
     at: Path | None = None,
     given: str = "",
 ) -> subprocess.CompletedProcess[str]:
-    """A program that has ended, with all that it said on both streams as its `stdout`. Raises TimeoutExpired.
+    """Run a program to its end; both its streams are in `stdout`. Raises TimeoutExpired.
 
-    `environment`: on top of a clean one. `at`: the directory that it ran in. `given`: its standard input.
+    `environment`: in addition to a clean one. `at`: its working directory. `given`: its standard input.
     """
     return subprocess.run(
         words,
@@ -84,8 +94,8 @@ def finished(
 
 
 def clean_environment() -> dict[str, str]:
-    """Ours, without what is set for another gateway, and with `lab` importable. Gateways stop without a delay:
-    there is no load balancer that has to notice.
+    """Return our environment without settings of another gateway, and with `lab` importable. Gateways stop without a
+    delay, as there is no load balancer before them.
     """
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PROXY_", "OPENAI_"))}
     return {
@@ -94,6 +104,114 @@ def clean_environment() -> dict[str, str]:
         "PYTHONPATH": str(Path(__file__).parents[2]),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
+
+
+@dataclass(kw_only=True, eq=False)
+class Program:
+    """A program that listens on a port. It runs and answers inside its `with` block; `end` and `start` restart it."""
+
+    name: str
+    command: Sequence[str]
+    port: int
+    output: Path | int
+    """File, to which output is appended, or a descriptor."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables in addition to a clean environment."""
+    host: str = HOST
+    ready_path: str = ""
+    """Path that answers 200 once the program is ready. Empty: it is ready when it accepts connections."""
+    under: Sequence[str] = ()
+    """Words of a program that starts this one."""
+    _process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        try:
+            self.wait()
+        except BaseException:
+            self.end()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the program was started and has ended since."""
+        return self._process is not None and self._process.poll() is not None
+
+    def text(self) -> str:
+        """Return the output file."""
+        return self.output.read_text(errors="replace") if isinstance(self.output, Path) else ""
+
+    def start(self) -> None:
+        """Start the program without waiting for it."""
+        with ExitStack() as stack:
+            output = self.output if isinstance(self.output, int) else stack.enter_context(self.output.open("ab"))
+            self._process = subprocess.Popen(
+                (*self.under, *self.command),
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**clean_environment(), **self.environment},
+            )
+
+    def wait(self) -> None:
+        """Wait until the program answers. Exits with the end of its output if it does not start."""
+        deadline = time.monotonic() + _READY_SECONDS
+        while not self._answers():
+            if self.has_ended or time.monotonic() > deadline:
+                last = "\n".join(self.text().splitlines()[-_LAST_LINES:])
+                sys.exit(f"{self.name} did not start; its output ends with:\n{last}")
+            time.sleep(0.05)
+
+    def _answers(self) -> bool:
+        with suppress(OSError, HTTPException):
+            if self.ready_path:
+                fetch(self.url + self.ready_path)
+            else:
+                socket.create_connection((self.host, self.port), timeout=1).close()
+            return True
+        return False
+
+    def restart(self) -> None:
+        """Start the program again and wait until it answers."""
+        self.start()
+        self.wait()
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the program if it runs."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """End the program by a signal, or after a while by SIGKILL, even if it was stopped."""
+        if self._process is None or self._process.stdin is None:
+            return
+        self._process.stdin.close()
+        self.send(number)
+        self.send(signal.SIGCONT)
+        try:
+            self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            for pid in reversed(tree(self._process.pid)):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._process.wait()
 
 
 @contextmanager
@@ -105,51 +223,11 @@ def running(
     environment: Mapping[str, str] | None = None,
     host: str = HOST,
 ) -> Iterator[int]:
-    """A process that accepts connections on `port` of `host`; yields its id. Stopped on the way out."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**clean_environment(), **(environment or {})},
-        )
-    try:
-        _wait_until_open(name, process, (host, port), log)
-        yield process.pid
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        process.terminate()
-        try:
-            process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            for pid in reversed(tree(process.pid)):
-                os.kill(pid, 9)
-            process.wait()
-
-
-def _wait_until_open(name: str, process: subprocess.Popen[bytes], address: tuple[str, int], log: Path) -> None:
-    deadline = time.monotonic() + _READY_SECONDS
-    while True:
-        try:
-            socket.create_connection(address, timeout=1).close()
-            return
-        except OSError:
-            pass
-        if process.poll() is not None or time.monotonic() > deadline:
-            sys.exit(f"{name} did not start; its output:\n{log.read_text(errors='replace')}")
-        time.sleep(0.05)
+    """Run a program; yields its id."""
+    with Program(name=name, command=command, port=port, output=log, environment=environment or {}, host=host) as it:
+        yield it.pid
 
 
 def wait_until_ready(name: str, port: int, path: str) -> None:
-    """Until a GET of `path` answers 200."""
-    deadline = time.monotonic() + _READY_SECONDS
-    while True:
-        try:
-            with urlopen(f"http://{HOST}:{port}{path}", timeout=5):
-                return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                sys.exit(f"{name} is not ready: {error}")
-        time.sleep(0.05)
+    """Wait until a GET of `path` answers 200."""
+    Program(name=name, command=(), port=port, output=1, ready_path=path).wait()

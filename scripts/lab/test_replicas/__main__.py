@@ -11,26 +11,26 @@ import argparse
 import asyncio
 import random
 import sys
-import tempfile
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvloop
 
-from lab.common.gateways import become_aware
+from lab.common.engines import Script
+from lab.common.fleet import STOPS_SOON, Fleet, become_aware, store, store_url
 from lab.common.invocation import allow_many_files, called_from, unwind_on_signals
-from lab.common.processes import free_ports
-from lab.common.scripted import programs
-from lab.common.scripted.clients import Crowd, request
-from lab.common.scripted.engines import Script
-from lab.common.store import store
+from lab.common.load import Crowd, scripted
+from lab.common.processes import quiet_ports
 from lab.common.table import aligned
+from lab.pick_error import picks
 from lab.test_replicas import replayed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from lab.common.fleet import Gateway
 
 _PREFILLERS, _DECODERS, _GATEWAYS = 4, 8, 3
 _PATIENCE_SECONDS = 30.0
@@ -54,82 +54,60 @@ class _Found:
 
 
 @contextmanager
-def _gateways(engines: programs.Engines, count: int, logs: Path, store_url: str | None) -> Iterator[list[int]]:
-    """Their ports."""
-    settings = dict(_POLICIES)
-    if store_url is not None:
-        settings["PROXY_REPLICAS__URL"] = store_url
+def _gateways(fleet: Fleet, count: int, store_port: int | None = None) -> Iterator[list[Gateway]]:
+    """So many of them; with a store they share."""
+    settings = STOPS_SOON | _POLICIES
+    if store_port is not None:
+        settings["PROXY_REPLICAS__URL"] = store_url(store_port)
     with ExitStack() as stack:
-        ports = []
-        for number in range(count):
-            directory = logs / str(number)
-            directory.mkdir(parents=True, exist_ok=True)
-            ports.append(stack.enter_context(programs.gateway(engines, 1, directory, settings))[0])
-        yield ports
+        gateways = [stack.enter_context(fleet.gateway(environment=settings)) for _ in range(count)]
+        if store_port is not None:
+            become_aware(gateways, count - 1)
+        yield gateways
 
 
-async def _bursts(options: argparse.Namespace, ports: Sequence[int]) -> int:
+async def _bursts(options: argparse.Namespace, gateways: Sequence[Gateway]) -> int:
     """Requests by whichever gateway comes, the same draw each time; how many failed."""
     draw = random.Random(options.seed)
-    crowds = {port: Crowd(port) for port in ports}
+    crowds = {gateway.port: Crowd(gateway.port) for gateway in gateways}
     for _ in range(options.bursts):
         for _ in range(options.size):
             await asyncio.sleep(draw.expovariate(options.rate))
-            port = ports[int(draw.random() * len(ports))]
+            port = gateways[int(draw.random() * len(gateways))].port
             script = Script(tokens=draw.randint(50, 400), step_ms=20, prefill_ms=draw.randint(100, 1500))
-            await crowds[port].open(request(port, draw.randint(200, 8000), draw.randint(16, 512), script))
+            await crowds[port].open(scripted(port, draw.randint(200, 8000), draw.randint(16, 512), script))
         await asyncio.sleep(draw.uniform(0.5, 1.5))
     for crowd in crowds.values():
         await crowd.ended(_PATIENCE_SECONDS)
-    return sum(sum(crowd.outcomes.errors.values()) for crowd in crowds.values())
+    return sum(crowd.errors.total() for crowd in crowds.values())
 
 
-def _measure(name: str, engines: programs.Engines, options: argparse.Namespace, ports: Sequence[int]) -> _Found:
-    engines.ask("/arrivals")
-    failed = uvloop.run(_bursts(options, ports))
-    told: dict[str, Any] = engines.ask("/arrivals")
+def _measure(name: str, fleet: Fleet, options: argparse.Namespace, gateways: Sequence[Gateway]) -> _Found:
+    fleet.ask_engines("/arrivals")
+    failed = uvloop.run(_bursts(options, gateways))
     rows: list[tuple[str, ...]] = []
-    means = {}
-    for role, arrivals in told.items():
-        errors = sorted(arrival["excess_requests"] for arrival in arrivals)
-        average = sum(arrival["weight"] for arrival in arrivals) / len(arrivals)
-        weighted = sum(arrival["excess_weight"] for arrival in arrivals) / len(arrivals) / average
-        means[role] = weighted
-        figures = (
-            f"{sum(errors) / len(errors):.2f}",
-            str(errors[len(errors) * 99 // 100]),
-            str(errors[-1]),
-            f"{weighted:.2f}",
-        )
-        rows.append((name, role, str(len(errors)), *figures, str(failed)))
-    return _Found(rows, sum(means.values()), failed)
+    error = 0.0
+    for role, arrivals in fleet.ask_engines("/arrivals").items():
+        found = picks(arrivals)
+        figures = f"{found.mean_error:.2f}", str(found.p99), str(found.most), f"{found.weighted:.2f}"
+        rows.append((name, role, str(found.count), *figures, str(failed)))
+        error += found.weighted
+    return _Found(rows, error, failed)
 
 
-def _lose_store(engines: programs.Engines, options: argparse.Namespace, logs: Path) -> list[str]:
+def _lose_store(fleet: Fleet, options: argparse.Namespace) -> list[str]:
     """Kill the store under load, and start it again; what went wrong."""
-    logs.mkdir()
-    (port,) = free_ports(1)
-
-    def told(line: str) -> list[int]:
-        paths = [logs / str(number) / "gateway-1.log" for number in range(_GATEWAYS)]
-        return [path.read_text(errors="replace").count(line) for path in paths]
-
-    with ExitStack() as stack:
-        until_lost = stack.enter_context(ExitStack())
-        url = until_lost.enter_context(store(port, logs))
-        ports = stack.enter_context(_gateways(engines, _GATEWAYS, logs, url))
-        become_aware(ports, _GATEWAYS - 1)
-        until_lost.close()
-        failed = uvloop.run(_bursts(options, ports))
-        become_aware(ports, 0)
-        stack.enter_context(store(port, logs))
-        become_aware(ports, _GATEWAYS - 1)
-        lines = told(_GONE), told(_BACK)
-    print(
-        f"The store gone under load: {failed} requests failed; lines of each gateway: {lines[0]} gone, {lines[1]} back"
-    )
+    (port,) = quiet_ports(1)
+    with store(port, fleet.directory) as shared, _gateways(fleet, _GATEWAYS, port) as gateways:
+        shared.end()
+        failed = uvloop.run(_bursts(options, gateways))
+        become_aware(gateways, 0)
+        shared.restart()
+        become_aware(gateways, _GATEWAYS - 1)
+        gone, back = ([gateway.text().count(line) for gateway in gateways] for line in (_GONE, _BACK))
+    print(f"The store gone under load: {failed} requests failed; lines of each gateway: {gone} gone, {back} back")
     wrong = [f"{failed} requests failed without the store"] if failed else []
-    return wrong + ([] if lines == ([1] * _GATEWAYS, [1] * _GATEWAYS) else ["not one line each way"])
+    return wrong + ([] if gone == back == [1] * _GATEWAYS else ["not one line each way"])
 
 
 def main() -> None:
@@ -137,26 +115,23 @@ def main() -> None:
     unwind_on_signals()
     options = _options()
     allow_many_files()
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        engines = stack.enter_context(programs.engines(_PREFILLERS, _DECODERS, logs))
-        url = stack.enter_context(store(free_ports(1)[0], logs))
-        ways: dict[str, tuple[int, str | None]] = {
+    with Fleet() as fleet:
+        fleet.cheap_engines(_PREFILLERS, _DECODERS)
+        shared = fleet.keep(store(quiet_ports(1)[0], fleet.directory))
+        ways = {
             "1": (1, None),
             f"{_GATEWAYS}, not sharing": (_GATEWAYS, None),
-            f"{_GATEWAYS}, sharing": (_GATEWAYS, url),
+            f"{_GATEWAYS}, sharing": (_GATEWAYS, shared.port),
         }
         found = {}
-        for name, (count, shared) in ways.items():
-            with _gateways(engines, count, logs / name, shared) as ports:
-                if shared is not None:
-                    become_aware(ports, _GATEWAYS - 1)
-                found[name] = _measure(name, engines, options, ports)
+        for name, (count, port) in ways.items():
+            with _gateways(fleet, count, port) as gateways:
+                found[name] = _measure(name, fleet, options, gateways)
             print(f"{name}: done", file=sys.stderr, flush=True)
         heads = ("gateways", "role", "picks", "mean error", "p99", "max", "weighted", "failed")
         print(aligned([heads, *(row for one in found.values() for row in one.rows)]))
         print(_NOTES)
-        wrong = _lose_store(engines, options, logs / "lost")
+        wrong = _lose_store(fleet, options)
     _, alone, sharing = found.values()
     wrong += [f"{one.failed} requests failed" for one in found.values() if one.failed]
     if sharing.error >= alone.error:

@@ -6,19 +6,21 @@ import argparse
 import asyncio
 import socket
 import sys
-import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvloop
 
+from lab.common.engines import Script
+from lab.common.fleet import STOPS_SOON, Fleet
 from lab.common.invocation import allow_many_files, unwind_on_signals
+from lab.common.load import Crowd, scripted
 from lab.common.proc import Memory, memory
 from lab.common.processes import HOST
-from lab.common.scripted import programs
-from lab.common.scripted.clients import Crowd, Outcomes, request
-from lab.common.scripted.engines import Script
+
+if TYPE_CHECKING:
+    from lab.common.fleet import Gateway
 
 _PREFILLERS, _DECODERS = 2, 4
 _STREAMS_PER_SECOND = 500
@@ -36,9 +38,8 @@ so what counts after the end is that it does not grow from cycle to cycle."""
 class Run:
     """One gateway, and what was seen of it."""
 
-    engines: programs.Engines
-    port: int
-    pid: int
+    fleet: Fleet
+    gateway: Gateway
     prompt_bytes: int
     idle: Memory | None = None
     errors: int = 0
@@ -46,18 +47,18 @@ class Run:
     """What was last said of a stream."""
 
     def _request(self, script: Script) -> bytes:
-        return request(self.port, self.prompt_bytes, _MAX_TOKENS, script)
+        return scripted(self.gateway.port, self.prompt_bytes, _MAX_TOKENS, script)
 
     async def warm_up(self) -> None:
-        crowd = Crowd(self.port)
+        crowd = Crowd(self.gateway.port)
         for _ in range(20):
             await crowd.open(self._request(Script(tokens=3, step_ms=1)))
         await crowd.ended(_PATIENCE_SECONDS)
-        self._note(crowd.outcomes)
+        self._note(crowd)
 
     async def grow(self, sizes: list[int]) -> None:
         """Open streams until there are so many, and look each time; then end all of them."""
-        crowd = Crowd(self.port)
+        crowd = Crowd(self.gateway.port)
         await self._look("before", 0)
         opened = 0
         for size in sizes:
@@ -72,7 +73,7 @@ class Run:
     async def repeat(self, cycles: int, size: int) -> None:
         """The same again and again: what grows never stops growing."""
         for cycle in range(1, cycles + 1):
-            crowd = Crowd(self.port)
+            crowd = Crowd(self.gateway.port)
             await self._open(crowd, size)
             await self._finish(crowd)
             await asyncio.sleep(_SETTLING_SECONDS / 4)
@@ -86,7 +87,7 @@ class Run:
             for _ in range(clients):
                 client = stack.enter_context(socket.socket())
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                client.connect((HOST, self.port))
+                client.connect((HOST, self.gateway.port))
                 client.sendall(words)
             await asyncio.sleep(_STALLED_SECONDS)
             await self._look(f"{clients} clients that read nothing", clients)
@@ -105,17 +106,17 @@ class Run:
         await crowd.begun(_PATIENCE_SECONDS)
 
     async def _finish(self, crowd: Crowd) -> None:
-        await asyncio.to_thread(self.engines.ask, "/finish")
+        await asyncio.to_thread(self.fleet.ask_engines, "/finish")
         await crowd.ended(_PATIENCE_SECONDS)
-        self._note(crowd.outcomes)
+        self._note(crowd)
 
-    def _note(self, outcomes: Outcomes) -> None:
-        self.errors += sum(outcomes.errors.values())
-        for problem, count in outcomes.errors.items():
+    def _note(self, crowd: Crowd) -> None:
+        self.errors += crowd.errors.total()
+        for problem, count in crowd.errors.items():
             print(f"{count} errors: {problem}")
 
     async def _look(self, what: str, streams: int) -> None:
-        now = memory(self.pid)
+        now = memory(self.gateway.pid)
         self.idle = self.idle or now
         each = ""
         if streams:
@@ -140,15 +141,14 @@ def main() -> None:
     unwind_on_signals()
     options = _options()
     allow_many_files()
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        engines = stack.enter_context(programs.engines(_PREFILLERS, _DECODERS, logs))
+    with Fleet() as fleet:
+        fleet.cheap_engines(_PREFILLERS, _DECODERS)
         print(f"{'':32} {'RSS, MiB':>9} {'PSS, MiB':>9} {'KiB each':>8}")
         runs = []
         # Each its own gateway: what one has freed hides what the other takes.
         for measure in (_measure_streams, _measure_stalled):
-            with programs.gateway(engines, options.workers, logs, {}) as (port, pid):
-                runs.append(Run(engines, port, pid, options.prompt_bytes))
+            with fleet.gateway("--workers", str(options.workers), environment=STOPS_SOON) as gateway:
+                runs.append(Run(fleet, gateway, options.prompt_bytes))
                 uvloop.run(measure(runs[-1], options))
     errors, kib_each = sum(run.errors for run in runs), runs[0].kib_each
     print(f"{_NOTES}\n\n{errors} errors; {kib_each:.1f} KiB a stream, of {options.most_kib:g} at most")

@@ -11,21 +11,23 @@ import argparse
 import asyncio
 import random
 import sys
-import tempfile
 from collections import Counter
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import uvloop
 
+from lab.common.engines import Script
+from lab.common.fleet import STOPS_SOON, Fleet
 from lab.common.invocation import allow_many_files, unwind_on_signals
+from lab.common.load import Crowd, scripted
 from lab.common.proc import accepted
-from lab.common.scripted import programs
-from lab.common.scripted.clients import Crowd, request
-from lab.common.scripted.engines import Script
 from lab.common.table import aligned
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lab.common.fleet import Gateway
 
 _PREFILLERS, _DECODERS = 4, 8
 _PATIENCE_SECONDS = 30.0
@@ -62,41 +64,62 @@ class Seen:
     errors: int = 0
 
 
-async def _burst(load: Load, options: argparse.Namespace, port: int, pid: int, seen: Seen) -> None:
+@dataclass(frozen=True, slots=True)
+class Picks:
+    """How far off the picks of one role were."""
+
+    count: int
+    mean_error: float
+    p99: int
+    most: int
+    right: float
+    """The share of picks without an error."""
+    weighted: float
+    """The mean error in weights, in those of an average request."""
+
+
+def picks(arrivals: Sequence[dict[str, int]]) -> Picks:
+    """Judge what the engines of a role recorded."""
+    errors = sorted(arrival["excess_requests"] for arrival in arrivals)
+    count = len(errors)
+    average = sum(arrival["weight"] for arrival in arrivals) / count
+    weighted = sum(arrival["excess_weight"] for arrival in arrivals) / count / average
+    return Picks(count, sum(errors) / count, errors[count * 99 // 100], errors[-1], errors.count(0) / count, weighted)
+
+
+async def _burst(load: Load, options: argparse.Namespace, gateway: Gateway, seen: Seen) -> None:
     draw = random.Random(options.seed)
     crowds = []
     for number in range(options.bursts):
         words = [
-            request(port, draw.randint(*load.prompt_bytes), draw.randint(*load.max_tokens), script)
+            scripted(gateway.port, draw.randint(*load.prompt_bytes), draw.randint(*load.max_tokens), script)
             for script in (Script(tokens=draw.randint(5, 60), step_ms=20, prefill_ms=20) for _ in range(options.size))
         ]
-        crowd = Crowd(port)
+        crowd = Crowd(gateway.port)
         crowds.append(crowd)
         async with asyncio.TaskGroup() as group:
             for each in words:
                 group.create_task(crowd.open(each))
-        seen.connections += await asyncio.to_thread(accepted, pid, port)
+        seen.connections += await asyncio.to_thread(accepted, gateway.pid, gateway.port)
         if number % 3 == 2:  # quiet, until everybody is idle
             for earlier in crowds:
                 await earlier.ended(_PATIENCE_SECONDS)
         await asyncio.sleep(draw.uniform(0.1, 0.6))
     for crowd in crowds:
         await crowd.ended(_PATIENCE_SECONDS)
-        seen.errors += sum(crowd.outcomes.errors.values())
+        seen.errors += crowd.errors.total()
 
 
 def _rows(load: Load, workers: int, seen: Seen) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for role, arrivals in seen.arrivals.items():
-        errors = sorted(arrival["excess_requests"] for arrival in arrivals)
-        average = sum(arrival["weight"] for arrival in arrivals) / len(arrivals)
-        weighted = sum(arrival["excess_weight"] for arrival in arrivals) / len(arrivals) / average
+        found = picks(arrivals)
         totals = Counter(arrival["engine"] for arrival in arrivals)
         rows.append(
             (
-                *(load.name, role, str(workers), str(len(errors)), f"{sum(errors) / len(errors):.2f}"),
-                *(str(errors[len(errors) * 99 // 100]), str(errors[-1]), f"{errors.count(0) / len(errors):.0%}"),
-                *(f"{weighted:.2f}", f"{min(totals.values())}-{max(totals.values())}"),
+                *(load.name, role, str(workers), str(found.count), f"{found.mean_error:.2f}"),
+                *(str(found.p99), str(found.most), f"{found.right:.0%}", f"{found.weighted:.2f}"),
+                f"{min(totals.values())}-{max(totals.values())}",
                 *(" ".join(str(count) for _, count in sorted(seen.connections.items())), str(seen.errors)),
             )
         )
@@ -106,29 +129,23 @@ def _rows(load: Load, workers: int, seen: Seen) -> list[tuple[str, ...]]:
 _HEADS = ("load", "role", "workers", "picks", "mean error", "p99", "max", "none", "weighted", "requests per engine")
 
 
-def _measure(options: argparse.Namespace, logs: Path) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [(*_HEADS, "connections per worker", "failed")]
-    with programs.engines(_PREFILLERS, _DECODERS, logs) as engines:
-        for load in _LOADS:
-            for workers in options.workers:
-                with programs.gateway(engines, workers, logs, {}) as (port, pid):
-                    seen = Seen()
-                    engines.ask("/arrivals")
-                    uvloop.run(_burst(load, options, port, pid, seen))
-                    told: dict[str, Any] = engines.ask("/arrivals")
-                    seen.arrivals = told
-                    rows += _rows(load, workers, seen)
-                print(f"{load.name} prompts, {workers} workers: done", file=sys.stderr, flush=True)
-    return rows
-
-
 def main() -> None:
     """The whole run."""
     unwind_on_signals()
     options = _options()
     allow_many_files()
-    with ExitStack() as stack:
-        rows = _measure(options, Path(stack.enter_context(tempfile.TemporaryDirectory())))
+    rows: list[tuple[str, ...]] = [(*_HEADS, "connections per worker", "failed")]
+    with Fleet() as fleet:
+        fleet.cheap_engines(_PREFILLERS, _DECODERS)
+        for load in _LOADS:
+            for workers in options.workers:
+                with fleet.gateway("--workers", str(workers), environment=STOPS_SOON) as gateway:
+                    seen = Seen()
+                    fleet.ask_engines("/arrivals")
+                    uvloop.run(_burst(load, options, gateway, seen))
+                    seen.arrivals = fleet.ask_engines("/arrivals")
+                    rows += _rows(load, workers, seen)
+                print(f"{load.name} prompts, {workers} workers: done", file=sys.stderr, flush=True)
     print(aligned(rows))
     print(_NOTES)
     sys.exit(any(row[-1] != "0" for row in rows[1:]))

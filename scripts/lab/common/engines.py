@@ -1,0 +1,433 @@
+"""Prefillers and decoders that cost next to nothing: `python -m lab.common.engines PREFILL_PORTS DECODE_PORTS`, and
+`without-ids` for engines that know no token ids.
+
+Raw asyncio on uvloop, one process for all, answers built beforehand. They speak the pull protocol as far as a proxy can
+get it wrong: a prefiller insists on `do_remote_decode` and one token, a decoder on the prefiller's parameters. And they
+speak SGLang's, in which both get the same request with a `bootstrap_room`, at the same time, and neither answers before
+the other has it, too.
+
+A stream has the shape of vLLM's, write by write: the headers at once, then the role chunk with the first token, then a
+token per write, with token ids if the request asks for them. And as in a real engine all streams of a decoder get their
+token in the same step; the decoders do not step together. Nothing steps once a second: streams that slow have their own
+clock each.
+
+A request may say how it is answered (`Script`). Each arrival of such a request is recorded by one clock for all
+engines: GET /arrivals returns and forgets the records. GET /finish ends the streams that have no end of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import httptools
+import orjson
+import uvloop
+
+from proxy.backend import Role
+from proxy.balancer.policies.least_tokens import WEIGHTS
+from proxy.dialects.openai import ChatCompletions
+from proxy.dialects.requests import read
+from proxy.settings.model import Cost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MODEL: Final = "bench"
+"""Models are called `bench-50ms`: an engine takes its pace from the name, because some routers drop unknown fields."""
+FIRST_TOKEN_SECONDS: Final = 0.002
+"""Time of an engine from a request to the first token: part of every answer."""
+TEXT_BYTES_PER_TOKEN: Final = 4
+MEBIBYTE: Final = 1 << 20
+ENGINE_ID: Final = "0c1b6f0e-5f43-4d54-8a53-5f1f3a0b7c5e"
+WORD: Final = " token"
+_ID: Final = "chatcmpl-7d0b5b7c3c6f4c0f9d1f2f5c0a4e8b91"
+_CREATED: Final = 1760000000
+_LONGEST_STEP_SECONDS: Final = 0.5
+_IMAGE_TOKENS: Final = 2000
+_CHAT: Final = ChatCompletions()
+_COST: Final = Cost()
+
+
+# Answers
+
+
+def json_answer(payload: object, status: str = "200 OK") -> bytes:
+    """Return head and body of an answer."""
+    body = orjson.dumps(payload)
+    head = (
+        f"HTTP/1.1 {status}\r\nserver: uvicorn\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def chunk(data: bytes) -> bytes:
+    """Return one chunk of a chunked body."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def event(payload: object) -> bytes:
+    """Return one event of a stream, in a chunk."""
+    return chunk(b"data: " + orjson.dumps(payload) + b"\n\n")
+
+
+def _chat_event(choices: list[dict[str, Any]], **more: object) -> bytes:
+    head = {"id": _ID, "object": "chat.completion.chunk", "created": _CREATED, "model": MODEL}
+    return event({**head, "choices": choices, **more})
+
+
+def _token(finish_reason: str | None, token_ids: list[int] | None) -> bytes:
+    delta = {"content": WORD, "reasoning": None}
+    return _chat_event(
+        [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason, "token_ids": token_ids}]
+    )
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> dict[str, Any]:
+    """Return the member `usage` of an answer. `cached_tokens`: None if the engine does not tell it."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens": completion_tokens,
+        **({} if cached_tokens is None else {"prompt_tokens_details": {"cached_tokens": cached_tokens}}),
+    }
+
+
+@lru_cache
+def role_chunk(prompt_tokens: int | None) -> bytes:
+    """Return the role chunk, with ids of so many tokens of the prompt."""
+    delta = {"role": "assistant", "content": ""}
+    prompt = None if prompt_tokens is None else list(range(30_000, 30_000 + prompt_tokens))
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+    return _chat_event([choice], prompt_token_ids=prompt)
+
+
+@lru_cache
+def end(completion_tokens: int, tells_ids: bool) -> bytes:
+    """Return the last token and what follows it: usage, [DONE], the end of the body."""
+    token = _token("length", [12345] if tells_ids else None)
+    last = _chat_event([], usage=usage(100, completion_tokens, 99))
+    return token + last + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+
+
+@lru_cache
+def completion(completion_tokens: int, kv_params: bytes = b"null", cached_tokens: int | None = 99) -> bytes:
+    """Return an answer that is not streamed."""
+    message: dict[str, Any] = {"role": "assistant", "content": WORD * completion_tokens, "reasoning": None}
+    choice = {"index": 0, "message": {**message, "tool_calls": []}, "logprobs": None, "finish_reason": "length"}
+    return json_answer(
+        {
+            "id": _ID,
+            "object": "chat.completion",
+            "created": _CREATED,
+            "model": MODEL,
+            "choices": [{**choice, "stop_reason": None}],
+            "usage": usage(100, completion_tokens, cached_tokens),
+            "kv_transfer_params": orjson.loads(kv_params),
+        }
+    )
+
+
+def kv_params(request_id: str, host: str = "127.0.0.1") -> dict[str, Any]:
+    """Return the KV parameters of a prefiller in the pull protocol."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": list(range(7)),
+        "remote_engine_id": ENGINE_ID,
+        "remote_request_id": request_id,
+        "remote_host": host,
+        "remote_port": 5600,
+        "tp_size": 1,
+    }
+
+
+STREAM_HEAD: Final = (
+    b"HTTP/1.1 200 OK\r\nserver: uvicorn\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+    b"transfer-encoding: chunked\r\n\r\n"
+)
+_TOKENS: Final = {tells_ids: _token(None, [12345] if tells_ids else None) for tells_ids in (False, True)}
+_PREFILLED: Final = completion(1, orjson.dumps(kv_params(_ID)))
+"""Answer of a prefiller in the pull protocol."""
+_SCRIPTED: Final = completion(1, orjson.dumps(kv_params(_ID)), None)
+"""The same for a request with a script, from an engine without a prefix cache."""
+_BOOTSTRAPPED: Final = {False: completion(1), True: STREAM_HEAD + role_chunk(None) + end(1, False)}
+"""Answer of a prefiller in SGLang's protocol, by whether a stream is asked for. Routers drop it."""
+_NO_PREFILL: Final = json_answer({"error": {"message": "not a prefill request"}}, "400 Bad Request")
+_NO_KV: Final = json_answer({"error": {"message": "no KV parameters of a prefiller"}}, "400 Bad Request")
+
+
+# Engines
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """The member `script` of a request: how it is answered."""
+
+    tokens: int | None = None
+    """The length of the answer; None: until /finish."""
+    step_ms: int = 1000
+    """Between two tokens; 0: as fast as the client reads them."""
+    prefill_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that reached an engine, and the load of that engine in excess of the least loaded one of its role.
+
+    Load in requests, and in what the gateway's pool weighs: tokens, without those of a prefiller's KV cache.
+    """
+
+    engine: int
+    excess_requests: int
+    excess_weight: int
+    weight: int
+    """Of the request itself."""
+
+
+class _Books:
+    """The load of all engines of one role."""
+
+    def __init__(self, role: Role, engines: int) -> None:
+        self._role = role
+        self._requests = [0] * engines
+        self._weights = [0] * engines
+        self.arrivals: list[Arrival] = []
+
+    def enter(self, engine: int, body: bytes) -> int:
+        """Record an arrival; return its weight, which `leave` takes back."""
+        request = _CHAT.parse(read(body), _COST, {}).pick_request()
+        per_compute, per_kv = WEIGHTS[self._role]
+        if self._role is Role.PREFILL:
+            weight = per_compute * request.prefill.compute
+        else:
+            weight = per_compute * request.decode.compute + per_kv * request.decode.kv
+        excess = self._requests[engine] - min(self._requests), self._weights[engine] - min(self._weights)
+        self.arrivals.append(Arrival(engine, *excess, weight))
+        self._requests[engine] += 1
+        self._weights[engine] += weight
+        return weight
+
+    def leave(self, engine: int, weight: int) -> None:
+        self._requests[engine] -= 1
+        self._weights[engine] -= weight
+
+
+class _Engines:
+    """What all engines share."""
+
+    def __init__(self, ports: dict[Role, list[int]], *, knows_ids: bool) -> None:
+        self.books = {role: _Books(role, len(of_role)) for role, of_role in ports.items()}
+        self.knows_ids = knows_ids
+        self.endless: set[_Exchange] = set()
+        """Streams that wait for /finish."""
+        self._waiting: dict[int, Callable[[], object]] = {}
+        """What an engine does once its partner has the request, too, by the room."""
+
+    def meet(self, room: int, go_on: Callable[[], object]) -> None:
+        """Call both sides of a room once both are there."""
+        partner = self._waiting.pop(room, None)
+        if partner is None:
+            self._waiting[room] = go_on
+        else:
+            partner()
+            go_on()
+
+    def look(self, url: bytes) -> object:
+        """Return the answer to a GET."""
+        if url == b"/finish":
+            for exchange in tuple(self.endless):
+                exchange.finish()
+        if url != b"/arrivals":
+            return {}
+        found = {role.value: books.arrivals for role, books in self.books.items()}
+        for books in self.books.values():
+            books.arrivals = []
+        return found
+
+
+class _Exchange(asyncio.Protocol):
+    """One connection to one engine, and the request on it. `phase`: when the steps begin, as a share of a step."""
+
+    def __init__(self, engines: _Engines, role: Role, engine: int, phase: float) -> None:
+        self._engines = engines
+        self._books = engines.books[role]
+        self._answer = self._prefill if role is Role.PREFILL else self._decode
+        self._engine = engine
+        self._phase = phase
+        self._parser = httptools.HttpRequestParser(self)
+        self._url = b""
+        self._body: list[bytes] = []
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.Handle | None = None
+        self._role = b""
+        self._tells_ids = False
+        self._pace_seconds = 0.0
+        self._weight: int | None = None
+        self._sent = 0
+        self._wanted: int | None = 0
+        self._is_full = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._leave()
+
+    def pause_writing(self) -> None:
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        self._is_full = False
+        if self._sent and self._sent != self._wanted:
+            self._wait_for_step(self._next_step())
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:  # a router looks whether gRPC is spoken here
+            self._transport.close()
+
+    def on_url(self, url: bytes) -> None:
+        self._url = url
+
+    def on_body(self, data: bytes) -> None:
+        self._body.append(data)
+
+    def on_message_complete(self) -> None:
+        if self._parser.get_method() == b"GET":
+            self._transport.write(json_answer(self._engines.look(self._url)))
+            return
+        body, tokens = without_image(b"".join(self._body))
+        self._body.clear()
+        request = orjson.loads(body)
+        self._tells_ids = self._engines.knows_ids and bool(request.get("return_token_ids"))
+        self._role = role_chunk(tokens if self._tells_ids else None)
+        script = request.get("script")
+        if script is None:
+            self._wanted = request.get("max_tokens") or request["max_completion_tokens"]
+            self._pace_seconds = _pace_seconds(request["model"])
+        else:
+            self._weight = self._books.enter(self._engine, body)
+            self._wanted, self._pace_seconds = script["tokens"], script["step_ms"] / 1000
+        self._answer(request)
+
+    def finish(self) -> None:
+        """End the stream after one more token."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._wanted = self._sent + 1
+        if self._sent:
+            self._step(0)
+        else:
+            self._first_token()
+
+    def _prefill(self, request: dict[str, Any]) -> None:
+        if "bootstrap_room" in request:
+            answer = _BOOTSTRAPPED[bool(request.get("stream"))]
+            self._engines.meet(request["bootstrap_room"], partial(self._transport.write, answer))
+            return
+        wanted = request.get("kv_transfer_params") or {}
+        fits = wanted.get("do_remote_decode") is True and request.get("max_tokens") == 1 and not request.get("stream")
+        if not fits or "script" not in request:
+            self._end(_PREFILLED if fits else _NO_PREFILL)
+        else:
+            self._timer = self._loop.call_later(request["script"]["prefill_ms"] / 1000, self._end, _SCRIPTED)
+
+    def _decode(self, request: dict[str, Any]) -> None:
+        room = request.get("bootstrap_room")
+        given = request.get("kv_transfer_params") or {}
+        if isinstance(room, int):
+            self._engines.meet(room, partial(self._answer_as_decoder, request))
+        elif given.get("remote_engine_id") == ENGINE_ID:
+            self._answer_as_decoder(request)
+        else:
+            self._end(_NO_KV)
+
+    def _answer_as_decoder(self, request: dict[str, Any]) -> None:
+        if request.get("stream"):
+            if self._wanted is None:
+                self._engines.endless.add(self)
+            self._sent = 0
+            self._transport.write(STREAM_HEAD)
+            self._timer = self._loop.call_later(FIRST_TOKEN_SECONDS, self._first_token)
+        else:
+            answer = completion(self._wanted or 1)
+            self._timer = self._loop.call_later(FIRST_TOKEN_SECONDS, self._transport.write, answer)
+
+    def _first_token(self) -> None:
+        if self._wanted == 1:
+            self._end(self._role + end(1, self._tells_ids))
+            return
+        self._sent = 1
+        if self._pace_seconds > _LONGEST_STEP_SECONDS:
+            self._phase = self._loop.time() / self._pace_seconds % 1
+        self._transport.write(self._role + _TOKENS[self._tells_ids])
+        self._wait_for_step(self._next_step())
+
+    def _next_step(self) -> int:
+        return int(self._loop.time() / self._pace_seconds - self._phase) + 1 if self._pace_seconds else 0
+
+    def _wait_for_step(self, step: int) -> None:
+        if self._is_full:
+            return
+        if not self._pace_seconds:
+            self._timer = self._loop.call_soon(self._step, step)
+            return
+        # By number and not from now on, so that a late timer does not make the stream slower.
+        due = (self._phase + step) * self._pace_seconds
+        self._timer = self._loop.call_at(due, self._step, step)
+
+    def _step(self, step: int) -> None:
+        self._sent += 1
+        if self._sent == self._wanted:
+            self._end(end(self._sent, self._tells_ids))
+        else:
+            self._transport.write(_TOKENS[self._tells_ids])
+            self._wait_for_step(step + 1)
+
+    def _end(self, last: bytes) -> None:
+        self._leave()
+        self._transport.write(last)
+
+    def _leave(self) -> None:
+        self._engines.endless.discard(self)
+        if self._weight is not None:
+            self._books.leave(self._engine, self._weight)
+            self._weight = None
+
+
+def without_image(body: bytes) -> tuple[bytes, int]:
+    """Return a body to read, and the number of its prompt's tokens. Megabytes of base64 are not parsed here."""
+    if len(body) < MEBIBYTE:
+        return body, len(body) // TEXT_BYTES_PER_TOKEN
+    begin = body.index(b'"data:') + 1
+    rest = body[:begin] + body[body.index(b'"', begin) :]
+    return rest, len(rest) // TEXT_BYTES_PER_TOKEN + _IMAGE_TOKENS
+
+
+@lru_cache
+def _pace_seconds(model: str) -> float:
+    return int(model.removeprefix(f"{MODEL}-").removesuffix("ms")) / 1000
+
+
+async def _serve(ports: dict[Role, list[int]], *, knows_ids: bool) -> None:
+    loop = asyncio.get_running_loop()
+    engines = _Engines(ports, knows_ids=knows_ids)
+    for role, of_role in ports.items():
+        for index, port in enumerate(of_role):
+            make = partial(_Exchange, engines, role, index, index / len(of_role))
+            await loop.create_server(make, "127.0.0.1", port, backlog=4096)
+    # The other end is the script's: its end, however it comes, is the end here, too.
+    await loop.run_in_executor(None, sys.stdin.buffer.read)
+
+
+if __name__ == "__main__":
+    lists = ([int(port) for port in argument.split(",")] for argument in sys.argv[1:3])
+    by_role = dict(zip((Role.PREFILL, Role.DECODE), lists, strict=True))
+    uvloop.run(_serve(by_role, knows_ids=sys.argv[3:] != ["without-ids"]))

@@ -1,0 +1,207 @@
+"""One fleet for all scripts: engines, gateways and other programs, which all end with its `with` block."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+
+from lab.common.proc import tree
+from lab.common.processes import HOST, Program, fetch, quiet_ports
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from lab.common.peers import Peer
+
+PDPROXY: Final = (sys.executable, "-m", "proxy")
+STOPS_SOON: Final[dict[str, str]] = {"PROXY_DRAIN__STREAMS_SECONDS": "1"}
+"""Variables of a gateway that does not wait for streams when it ends."""
+_AWARE_SECONDS: Final = 10.0
+AnyProgram = TypeVar("AnyProgram", bound=Program)
+
+
+@dataclass(kw_only=True, eq=False)
+class Gateway(Program):
+    """A gateway. With `settings`, it reads a configuration file, and can be reloaded."""
+
+    ready_path: str = "/readyz"
+    file: Path | None = None
+    """Its configuration file."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The content of that file."""
+
+    def workers(self) -> list[int]:
+        """Return the process ids of the workers; empty for a gateway of one process."""
+        return tree(self.pid)[1:]
+
+    def metrics(self) -> str:
+        return fetch(self.url + "/metrics").decode()
+
+    def figure(self, name: str) -> float:
+        """Return the sum of a metric over its series, or -1 if it has none."""
+        found = re.findall(rf"^pdproxy_{name}(?:\{{.*\}})? (\S+)$", self.metrics(), re.MULTILINE)
+        return sum(map(float, found)) if found else -1.0
+
+    def reload(self, **changed: Any) -> None:
+        """Reload the settings, with these options instead."""
+        self.write(self.settings | changed)
+        self.send(signal.SIGHUP)
+
+    def write(self, settings: Mapping[str, Any]) -> None:
+        """Write the configuration file. JSON is YAML, too."""
+        assert self.file is not None
+        self.file.write_text(json.dumps(settings, indent=1), encoding="utf-8")
+
+
+class Fleet:
+    """Engines and the programs in front of them. Their output goes to files in `directory`."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        """`directory`: None for a temporary one."""
+        self._stack = ExitStack()
+        self.directory = directory or Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+        self.programs: list[Program] = []
+        self.engines: dict[str, list[Program]] = {"prefill": [], "decode": []}
+        """Simulated engines by role, each a process of its own."""
+        self.prefill: list[int] = []
+        """Ports of all prefillers."""
+        self.decode: list[int] = []
+        """Ports of all decoders."""
+        self._addresses: list[str] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all programs, and remove a temporary directory."""
+        for program in self.programs:
+            program.send(signal.SIGTERM)
+        for program in reversed(self.programs):
+            program.end()
+        self._stack.close()
+
+    def keep(self, program: AnyProgram) -> AnyProgram:
+        """Run a program until the fleet is closed."""
+        self.programs.append(program)
+        program.restart()
+        return program
+
+    # Engines
+
+    def mock_engine(
+        self,
+        role: str,
+        *flags: str,
+        port: int = 0,
+        host: str = HOST,
+        bootstrap: bool = False,
+        words: Sequence[str] = PDPROXY,
+    ) -> Program:
+        """Start `pdproxy mock-engine`. The next gateway or program waits for it. `bootstrap`: it has a bootstrap port,
+        as SGLang's prefillers have.
+        """
+        drawn, bootstrap_port = quiet_ports(2)
+        port = port or drawn
+        command = [*words, "mock-engine", "--role", role, "--host", host, "--port", str(port), *flags]
+        command += ["--bootstrap-port", str(bootstrap_port)] if bootstrap else []
+        output = self.directory / f"{role}-{len(self.programs)}.log"
+        engine = Program(name=f"{role} {host}:{port}", command=command, port=port, output=output, host=host)
+        self.programs.append(engine)
+        self.engines[role].append(engine)
+        {"prefill": self.prefill, "decode": self.decode}[role].append(port)
+        self._addresses += [f"--{role}", engine.url, *([str(bootstrap_port)] if bootstrap else [])]
+        engine.start()
+        return engine
+
+    def mock_engines(self, prefillers: int, decoders: int, *flags: str) -> None:
+        """Start several of them, all with the same flags."""
+        for role, count in (("prefill", prefillers), ("decode", decoders)):
+            for _ in range(count):
+                self.mock_engine(role, *flags)
+
+    def cheap_engines(self, prefillers: int, decoders: int, *flags: str, under: Sequence[str] = ()) -> None:
+        """Start `lab.common.engines`: one process that is all engines and costs next to nothing."""
+        ports = quiet_ports(prefillers + decoders)
+        self.prefill, self.decode = ports[:prefillers], ports[prefillers:]
+        lists = [",".join(map(str, role)) for role in (self.prefill, self.decode)]
+        command = [*under, sys.executable, "-m", "lab.common.engines", *lists, *flags]
+        output = self.directory / f"engines-{len(self.programs)}.log"
+        self._addresses = [word for port in self.prefill for word in ("--prefill", f"{HOST}:{port}")]
+        self._addresses += [word for port in self.decode for word in ("--decode", f"{HOST}:{port}")]
+        self.keep(Program(name="the engines", command=command, port=ports[-1], output=output))
+
+    def ask_engines(self, path: str) -> Any:
+        """Return what the process of the cheap engines answers to a GET."""
+        return json.loads(fetch(f"http://{HOST}:{self.prefill[0]}{path}"))
+
+    # What stands in front of them
+
+    def gateway(
+        self,
+        *flags: str,
+        port: int = 0,
+        environment: Mapping[str, str] | None = None,
+        words: Sequence[str] = PDPROXY,
+    ) -> Gateway:
+        """Return a gateway in front of all engines so far; `with` it, or `keep` it."""
+        self._wait_for_engines()
+        port = port or quiet_ports(1)[0]
+        output = self.directory / f"gateway-{port}.log"
+        command = [*words, "--port", str(port), *self._addresses, *flags]
+        return Gateway(name="the gateway", command=command, port=port, output=output, environment=environment or {})
+
+    def configured(self, name: str, settings: dict[str, Any], output: int | None = None) -> Gateway:
+        """Return a gateway with a configuration file. `output`: a descriptor for its output instead of a file."""
+        file, port = self.directory / f"{name}.yaml", settings["listen"]["port"]
+        log = self.directory / f"{name}.log" if output is None else output
+        command = [*PDPROXY, "--config", str(file)]
+        gateway = Gateway(name=name, command=command, port=port, output=log, file=file, settings=settings)
+        gateway.write(settings)
+        return gateway
+
+    def program(self, peer: Peer, *flags: str, under: Sequence[str] = (), saturating: bool = False) -> Program:
+        """Return a peer in front of all engines so far; `with` it, or `keep` it."""
+        self._wait_for_engines()
+        (port,) = quiet_ports(1)
+        command = [*under, *peer.command(port, self.prefill, self.decode, saturating=saturating), *flags]
+        output = self.directory / f"{peer.name.replace(' ', '-')}-{port}.log"
+        return Program(name=peer.name, command=command, port=port, output=output, ready_path=peer.ready_path)
+
+    def _wait_for_engines(self) -> None:
+        for program in self.programs:
+            program.wait()
+
+
+def store(port: int, directory: Path) -> Program:
+    """Return the store of gateways that share what they know: a real Redis or Valkey, which keeps nothing on disk."""
+    server = shutil.which("valkey-server") or shutil.which("redis-server")
+    if server is None:
+        sys.exit("there is neither valkey-server nor redis-server")
+    command = [server, "--port", str(port), "--bind", HOST, "--save", "", "--appendonly", "no", "--dir", str(directory)]
+    return Program(name="the store", command=command, port=port, output=directory / "store.log")
+
+
+def store_url(port: int) -> str:
+    """Return the value for `replicas.url`."""
+    return f"redis://{HOST}:{port}/0"
+
+
+def become_aware(gateways: Sequence[Gateway], of: int) -> None:
+    """Wait until each gateway knows so many others. Exits if that takes too long."""
+    deadline = time.monotonic() + _AWARE_SECONDS
+    while any(gateway.figure("replicas_peers") != of for gateway in gateways):
+        if time.monotonic() > deadline:
+            sys.exit(f"in vain: each gateway knows {of} others")
+        time.sleep(0.05)
