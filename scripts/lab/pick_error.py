@@ -21,8 +21,8 @@ from lab.common.engines import Script
 from lab.common.fleet import STOPS_SOON, Fleet
 from lab.common.invocation import allow_many_files, unwind_on_signals
 from lab.common.load import Crowd, scripted
+from lab.common.output import aligned
 from lab.common.proc import accepted
-from lab.common.table import aligned
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

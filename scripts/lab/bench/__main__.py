@@ -5,21 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lab.bench import rivals
-from lab.bench.chart import chart
-from lab.bench.course import Course
-from lab.bench.duel import fight, ratios, verdict
-from lab.bench.figures import FIGURES, Measurements
+from lab.bench.course import Course, not_resuming, takes_part
+from lab.bench.duel import dueller, fight, opponent, ratios, verdict
+from lab.bench.figures import DIRECT, FIGURES, Measurements
 from lab.bench.kinds import compare
-from lab.bench.report import NOTES, table
+from lab.bench.report import NOTES, chart, judged, table
 from lab.bench.scenarios import Scenario, scenarios
-from lab.bench.targets import judged
 from lab.common import peers
 from lab.common.compiled import NotCompiled, compiled
+from lab.common.fleet import Fleet
 from lab.common.invocation import allow_many_files, called_from, unwind_on_signals
 
 if TYPE_CHECKING:
@@ -43,7 +40,7 @@ def main() -> None:
     if options.duel:
         _duel(options, base, there, [scenario for scenario in chosen if not scenario.saturates])
         return
-    compared = [peers.ours(there), rivals.not_resuming(there), *peers.routers()]
+    compared = [peers.ours(there), not_resuming(there), *peers.routers()]
     if options.reference is not None:
         compared.append(peers.reference(base / options.reference))
     measurements = _measured(compared, chosen, options.seconds, options.rounds)
@@ -58,8 +55,8 @@ def main() -> None:
 def _duel(options: argparse.Namespace, base: Path, there: Path | None, chosen: Sequence[Scenario]) -> None:
     """This gateway, which is in `there`, against each peer, both at once on one core."""
     with tempfile.TemporaryDirectory() as directory:
-        ours = rivals.dueller(Path(directory), options.connector, there)
-        opponents = [rivals.opponent(name, base, Path(directory), options.connector) for name in options.duel]
+        ours = dueller(Path(directory), options.connector, there)
+        opponents = [opponent(name, base, Path(directory), options.connector) for name in options.duel]
         duels = []
         for theirs in opponents:
             tells_ids = not options.without_token_ids
@@ -128,18 +125,17 @@ def _options() -> argparse.Namespace:
 
 def _measured(compared: Sequence[peers.Peer], chosen: Sequence[Scenario], seconds: float, rounds: int) -> Measurements:
     """Program after program with the same load, so that what changes on the machine changes for all of them."""
-    measurements = Measurements((rivals.DIRECT, *(peer.name for peer in compared)))
-    with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        course = Course(stack, directory, seconds)
+    measurements = Measurements((DIRECT, *(peer.name for peer in compared)))
+    with Fleet() as fleet:
+        course = Course(fleet, seconds)
         for number in range(1, rounds + 1):
             for scenario in chosen:
                 if scenario.afresh and number > 1:
                     continue
                 if scenario.directly:
-                    measurements.add(rivals.DIRECT, scenario.name, course.measure_directly(scenario))
+                    measurements.add(DIRECT, scenario.name, course.measure_directly(scenario))
                 for peer in compared:
-                    if rivals.takes_part(peer, scenario):
+                    if takes_part(peer, scenario):
                         measurements.add(peer.name, scenario.name, course.measure(peer, scenario))
                         _tell(f"round {number}, {peer.name}, {scenario.title}", measurements, peer.name, scenario)
     return measurements

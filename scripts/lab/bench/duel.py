@@ -7,85 +7,116 @@ their CPU times tells more than two measurements one after the other, on machine
 from __future__ import annotations
 
 import os
+import resource
+import shutil
 import sys
-import tempfile
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from math import nan
-from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from lab.bench.course import ENGINES_PER_ROLE, Asked, measured
 from lab.bench.figures import FIGURES, Measurement, Measurements
-from lab.bench.load import PATIENCE_SECONDS
-from lab.bench.loads import Program, ask
-from lab.bench.scenarios import SHORT_STREAM
-from lab.common.proc import cpu_seconds, resident_bytes
-from lab.common.processes import free_ports, running, wait_until_ready
+from lab.bench.scenarios import SHORT_STREAM, named
+from lab.common.fleet import Fleet
+from lab.common.peers import OURS, RUST_ROUTERS, Peer, ours, routers
+from lab.common.processes import HOST
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
+    from pathlib import Path
 
-    from lab.bench.load import Result
     from lab.bench.scenarios import Scenario
-    from lab.common.peers import Peer
 
-_ENGINES_PER_ROLE = 2
-_WARM_UP_SECONDS = 1.0
+HAPROXY: Final = "haproxy"
+_WARM_UP_SECONDS: Final = 1.0
 # They need what is not measured here: engines without a program before them, and another scenario.
-_NOT_TOLD = ("added_p50", "added_p99", "cpu_per_further_token")
+_NOT_TOLD: Final = ("added_p50", "added_p99", "cpu_per_further_token")
+# What stands in the way of a request that comes to a duel: a file of keys with limits that are not reached.
+_CLIENT_KEYS: Final = "keys: [{name: bench, key: bench, max_concurrent: 100000, requests_per_minute: 100000000}]\n"
+
+
+def dueller(directory: Path, connector: str, checkout: Path | None = None, name: str = OURS) -> Peer:
+    """This gateway, or another checkout of it, with client keys and one worker. `directory` is for the file of keys."""
+    keys = directory / "keys.yaml"
+    keys.write_text(_CLIENT_KEYS)
+    keys.chmod(0o600)
+    settings = (f"PROXY_AUTH__CLIENT_KEYS_FILE={keys}", f"PROXY_CONNECTOR={connector}")
+    return Peer(name, ("env", *settings, *ours(checkout).words), "/readyz")
+
+
+def opponent(name: str, called_from: Path, directory: Path, connector: str) -> Peer:
+    """The peer of that name: a router in Rust, HAProxy, or another checkout of this gateway, whose path may be relative
+    to `called_from`, with this connector. Exits when there is none.
+    """
+    if name == HAPROXY:
+        return _haproxy(directory)
+    found = [peer for peer in routers() if peer.name == name] if name in RUST_ROUTERS else []
+    if found:
+        return found[0]
+    checkout = called_from / name
+    if (checkout / "proxy" / "__main__.py").is_file():
+        return dueller(directory, connector, checkout, checkout.resolve().name)
+    sys.exit(f"--duel: {name} is neither {', '.join(RUST_ROUTERS)}, {HAPROXY} nor a checkout of this gateway")
+
+
+def _haproxy(directory: Path) -> Peer:
+    """The floor: a relay in C that only passes on what it gets, to decoders."""
+    if shutil.which(HAPROXY) is None:
+        sys.exit("--duel haproxy: there is no haproxy on the PATH (Debian: apt-get install haproxy)")
+
+    # It takes two descriptors for each, and does not start where they may not be opened.
+    most = min(20_000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 - 100)
+
+    def spelling(port: int, prefill: Sequence[int], decode: Sequence[int]) -> list[str]:
+        servers = [f"  server d{index} {HOST}:{engine}" for index, engine in enumerate(decode)]
+        configuration = [
+            *("global", "  nbthread 1", f"  maxconn {most}", "defaults", "  mode http", "  balance roundrobin"),
+            *("  timeout client 1h", "  timeout server 1h", "  timeout connect 5s", "  http-reuse always"),
+            "  option http-no-delay",  # otherwise it keeps tokens for up to 200 ms, to send several at once
+            *("frontend front", f"  bind {HOST}:{port}", "  default_backend engines", "backend engines", *servers),
+        ]
+        file = directory / f"haproxy-{port}.cfg"
+        file.write_text("\n".join(configuration) + "\n")
+        return ["-db", "-f", str(file)]
+
+    return Peer(HAPROXY, (HAPROXY,), "/", spelling, is_one_hop=True)
 
 
 class Duel:
     """Two peers and their engines. Everything that it starts ends with `stack`."""
 
-    def __init__(self, stack: ExitStack, directory: Path, peers: tuple[Peer, Peer], *, tells_ids: bool) -> None:
+    def __init__(self, stack: ExitStack, peers: tuple[Peer, Peer], *, tells_ids: bool) -> None:
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) < 2:
             sys.exit("--duel needs two cores: one for the programs, one for the engines and the loads")
         self._beside = ["taskset", "-c", str(cores[1])]
         self._shared = ["taskset", "-c", str(cores[0])]
-        self._directory = directory
+        self._directory = stack.enter_context(Fleet()).directory
         self._peers = peers
-        self._tells_ids = tells_ids
-        self._kept = [stack.enter_context(self._running(peer, index)) for index, peer in enumerate(peers)]
-        self._ask(self._kept, SHORT_STREAM, _WARM_UP_SECONDS, PATIENCE_SECONDS)
+        self._engine_flags = () if tells_ids else ("without-ids",)
+        self._kept = self._started(stack)
 
     def measure(self, scenario: Scenario, seconds: float) -> list[Measurement]:
         """One measurement of each peer."""
         if not scenario.afresh:
-            return self._measure(self._kept, scenario, seconds)
+            return self._measured(self._kept, scenario, seconds)
         with ExitStack() as stack:
-            fresh = [stack.enter_context(self._running(peer, index)) for index, peer in enumerate(self._peers)]
-            self._ask(fresh, SHORT_STREAM, _WARM_UP_SECONDS, PATIENCE_SECONDS)
-            return self._measure(fresh, scenario, seconds)
+            return self._measured(self._started(stack), scenario, seconds)
 
-    def _measure(self, programs: Sequence[Program], scenario: Scenario, seconds: float) -> list[Measurement]:
-        pids = [program.pid for program in programs if program.pid is not None]
-        before = [(cpu_seconds(pid), resident_bytes(pid)) for pid in pids]
-        results = self._ask(programs, scenario.name, seconds, scenario.seconds + 2 * PATIENCE_SECONDS)
-        return [
-            Measurement(result, cpu_seconds(pid) - cpu_before, bytes_before, bytes_at_most)
-            for pid, (cpu_before, bytes_before), (result, bytes_at_most) in zip(pids, before, results, strict=True)
-        ]
+    def _measured(self, asked: Sequence[Asked], scenario: Scenario, seconds: float) -> list[Measurement]:
+        return measured(asked, scenario, seconds, self._directory, self._beside)
 
-    def _ask(
-        self, programs: Sequence[Program], scenario: str, seconds: float, patience: float
-    ) -> list[tuple[Result, float]]:
-        return ask(programs, scenario, seconds, patience, self._directory, self._beside)
-
-    @contextmanager
-    def _running(self, peer: Peer, index: int) -> Iterator[Program]:
-        """A program in front of engines of its own."""
-        log = self._directory / f"{index}-{peer.name}.log"
-        ports = free_ports(2 * _ENGINES_PER_ROLE + 1)
-        prefill, decode, port = ports[:_ENGINES_PER_ROLE], ports[_ENGINES_PER_ROLE:-1], ports[-1]
-        words = [",".join(map(str, prefill)), ",".join(map(str, decode)), *([] if self._tells_ids else ["without-ids"])]
-        engines = [*self._beside, sys.executable, "-m", "lab.bench.engines", *words]
-        with running(f"the engines of {peer.name}", engines, decode[-1], log.with_suffix(".engines.log")):
-            command = [*self._shared, *peer.command(port, prefill, decode)]
-            with running(peer.name, command, port, log) as pid:
-                wait_until_ready(peer.name, port, peer.ready_path)
-                yield Program(peer.name, port, pid, directly=peer.is_one_hop)
+    def _started(self, stack: ExitStack) -> list[Asked]:
+        """Both programs, each in front of engines of its own."""
+        asked = []
+        for peer in self._peers:
+            fleet = stack.enter_context(Fleet())
+            fleet.cheap_engines(ENGINES_PER_ROLE, ENGINES_PER_ROLE, *self._engine_flags, under=self._beside)
+            program = fleet.keep(fleet.program(peer, under=self._shared))
+            asked.append(Asked(program.port, program, directly=peer.is_one_hop))
+        self._measured(asked, named(SHORT_STREAM), _WARM_UP_SECONDS)
+        return asked
 
 
 def fight(
@@ -94,8 +125,7 @@ def fight(
     """All rounds of all scenarios that both can do on one core."""
     measurements = Measurements(tuple(peer.name for peer in peers))
     with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        duel = Duel(stack, directory, peers, tells_ids=tells_ids)
+        duel = Duel(stack, peers, tells_ids=tells_ids)
         for scenario in scenarios:
             for number in range(rounds):
                 for peer, taken in zip(peers, duel.measure(scenario, seconds), strict=True):

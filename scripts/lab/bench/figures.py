@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import isnan, nan
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from lab.bench.histogram import Histogram
-from lab.bench.rivals import DIRECT
 from lab.bench.scenarios import SHORT_STREAM
+from lab.common.load import Histogram
 from lab.common.peers import RUST_ROUTERS
 
 if TYPE_CHECKING:
@@ -19,6 +18,11 @@ if TYPE_CHECKING:
     from lab.bench.load import Result
 
     Of: TypeAlias = Callable[["Measurements", str, str], float]
+
+
+DIRECT: Final = "direct"
+"""In place of a program: the engines themselves."""
+NOT_RESUMING: Final = "not resuming"
 
 
 @dataclass(frozen=True, slots=True)

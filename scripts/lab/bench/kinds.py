@@ -11,28 +11,26 @@ import asyncio
 import json
 import os
 import sys
-import tempfile
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
-from pathlib import Path
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any, Final
-from urllib.request import Request, urlopen
 
 import uvloop
 
-from lab.bench.client import Client
-from lab.bench.histogram import Histogram
-from lab.common.gateways import figure
+from lab.common.fleet import Fleet
+from lab.common.load import CHAT, connect, post
+from lab.common.output import aligned
 from lab.common.peers import ours
 from lab.common.proc import cpu_seconds
-from lab.common.processes import HOST, free_ports, running, wait_until_ready
-from lab.common.table import aligned
+from lab.common.processes import fetch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from lab.common.fleet import Gateway
+    from lab.common.load import Answer
 
 TOKENS: Final = 16
 _STEP_MS: Final = "1"
@@ -67,7 +65,7 @@ class Kind:
     title: str
     stream: bool
     gateway: str = _DEFAULT
-    path: str = "/v1/chat/completions"
+    path: str = CHAT
     prompt: str = "messages"
     """The member that has the prompt."""
     fields: Mapping[str, Any] = field(default_factory=lambda: {"max_tokens": TOKENS})
@@ -86,9 +84,7 @@ class Kind:
         asked = {"model": "sim", self.prompt: prompt, "stream": self.stream, **self.fields}
         if self.path == "/generate":
             del asked["model"]
-        body = json.dumps(asked, separators=(",", ":")).encode()
-        head = f"POST {self.path} HTTP/1.1\r\nHost: {HOST}:{port}\r\nContent-Type: application/json\r\n"
-        return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+        return post(port, asked, self.path)
 
 
 def kinds() -> list[Kind]:
@@ -149,49 +145,30 @@ class Figures:
         return f"× {median(found):.2f} ({low:.2f} to {high:.2f})"
 
 
-@dataclass(frozen=True, slots=True)
-class _Gateway:
-    port: int
-    pid: int
-
-
 class _Site:
-    """Engines and gateways, each gateway on the same core. All of it ends with `stack`."""
+    """Engines and gateways, each gateway on the same core."""
 
-    def __init__(self, stack: ExitStack, directory: Path, there: Path | None) -> None:
+    def __init__(self, vllm: Fleet, sglang: Fleet, there: Path | None) -> None:
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) < 2:
             sys.exit("--kinds needs two cores: one for the gateways, one for the engines and the clients")
         os.sched_setaffinity(0, cores[1:])
-        self._gateways: dict[str, _Gateway] = {}
-        prefill, self._decode, bootstrap, sglang_prefill, sglang_decode = free_ports(5)
-        engines = [
-            ("prefill", prefill, ()),
-            ("decode", self._decode, ()),
-            ("prefill", sglang_prefill, ("--profile", "sglang", "--bootstrap-port", str(bootstrap))),
-            ("decode", sglang_decode, ("--profile", "sglang")),
-        ]
-        for role, port, words in engines:
-            command = [sys.executable, "-m", "proxy", "mock-engine", "--role", role, "--port", str(port), *words]
-            command += ["--decode-step-ms", _STEP_MS] if role == "decode" else []
-            stack.enter_context(running(f"the engine on port {port}", command, port, directory / f"{port}.log"))
-        for (name, settings), port in zip(_SETTINGS.items(), free_ports(len(_SETTINGS)), strict=True):
-            addresses = ["--prefill", f"{HOST}:{prefill}", "--decode", f"{HOST}:{self._decode}"]
-            if name == _SGLANG:
-                addresses = ["--prefill", f"{HOST}:{sglang_prefill} {bootstrap}", "--decode", f"{HOST}:{sglang_decode}"]
-            variables = [f"PROXY_{variable}={value}" for variable, value in settings.items()]
-            command = ["taskset", "-c", str(cores[0]), "env", *variables, *ours(there).words, "--port", str(port)]
-            log = directory / f"gateway-{name}.log"
-            pid = stack.enter_context(running(f"the gateway ({name})", [*command, *addresses], port, log))
-            wait_until_ready(name, port, "/readyz")
-            self._gateways[name] = _Gateway(port, pid)
+        vllm.mock_engine("prefill")
+        self._decoder = vllm.mock_engine("decode", "--decode-step-ms", _STEP_MS)
+        sglang.mock_engine("prefill", "--profile", "sglang", bootstrap=True)
+        sglang.mock_engine("decode", "--profile", "sglang", "--decode-step-ms", _STEP_MS)
+        words = ("taskset", "-c", str(cores[0]), *ours(there).words)
+        self._gateways: dict[str, Gateway] = {}
+        for name, settings in _SETTINGS.items():
+            fleet = sglang if name == _SGLANG else vllm
+            variables = {f"PROXY_{variable}": value for variable, value in settings.items()}
+            self._gateways[name] = fleet.keep(fleet.gateway(environment=variables, words=words))
         self._numbers = count()
 
     def lose_decoders(self) -> None:
         """Have the decoder reset the connection of each second request that asks for it: the first attempt."""
         rule = {"action": "reset_after_tokens", "tokens": TOKENS // 2, "user": _LOST, "every": 2, "skip": -1}
-        with urlopen(Request(f"http://{HOST}:{self._decode}/_mock/faults", json.dumps(rule).encode())):
-            pass
+        fetch(f"{self._decoder.url}/_mock/faults", json.dumps(rule).encode())
 
     async def microseconds(self, kind: Kind) -> float:
         """The gateway's CPU time for a request of this kind."""
@@ -203,30 +180,30 @@ class _Site:
         return 1e6 * (cpu_seconds(gateway.pid) - before) / kind.requests
 
     async def _client(self, port: int, kind: Kind, request: bytes, times: int) -> None:
-        transport, client = await asyncio.get_running_loop().create_connection(partial(Client, Histogram()), HOST, port)
+        client = await connect(port)
         for _ in range(times):
-            status, body = await client.ask(request.replace(_NUMBER, b"%06d" % next(self._numbers)))
-            if wrong := problem(kind, status, body):
+            answer = await client.ask(request.replace(_NUMBER, b"%06d" % next(self._numbers)))
+            if wrong := problem(kind, answer):
                 sys.exit(f"{kind.title}, {'streamed' if kind.stream else 'not streamed'}: {wrong}")
-        transport.close()
+        client.transport.close()
 
     def problems(self, rounds: int) -> Iterator[str]:
         """Yield the events that were to be measured and did not happen."""
         lost = 2 * rounds * (_REQUESTS // 4)
         waited = 2 * rounds * _REQUESTS
         for name, gateway, least in (("resumes_total", _RESUMING, lost), ("queue_waits_total", _WAITING, waited / 2)):
-            found = figure(self._gateways[gateway].port, name)
+            found = self._gateways[gateway].figure(name)
             if found < least:
                 yield f"pdproxy_{name} is {found:g}, and not at least {least:g}"
 
 
-def problem(kind: Kind, status: int, body: bytes) -> str | None:
+def problem(kind: Kind, answer: Answer) -> str | None:
     """Return the fault of an answer, or None."""
-    if status != 200:
-        return f"status {status}: {body[:300].decode(errors='replace')}"
-    if b'"error":{' in body:
-        return f"an error in the answer: {body[-300:].decode(errors='replace')}"
-    return None if not kind.stream or body.count(b"data: ") > TOKENS // 2 else "hardly any events"
+    if answer.status != 200 or not answer.is_whole:
+        return f"status {answer.status}: {answer.body[:300].decode(errors='replace')}"
+    if b'"error":{' in answer.body:
+        return f"an error in the answer: {answer.body[-300:].decode(errors='replace')}"
+    return None if not kind.stream or answer.body.count(b"data: ") > TOKENS // 2 else "hardly any events"
 
 
 async def _measure(site: _Site, figures: Figures, chosen: Sequence[Kind], rounds: int) -> None:
@@ -241,9 +218,8 @@ async def _measure(site: _Site, figures: Figures, chosen: Sequence[Kind], rounds
 def compare(rounds: int, there: Path | None) -> None:
     """Measure all kinds and print the table. `there`: the directory that has the gateway; None: the project's."""
     figures = Figures()
-    with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        site = _Site(stack, directory, there)
+    with Fleet() as vllm, Fleet() as sglang:
+        site = _Site(vllm, sglang, there)
         site.lose_decoders()
         uvloop.run(_measure(site, figures, kinds(), rounds))
         problems = list(site.problems(rounds))

@@ -1,6 +1,7 @@
 """Asks for one scenario: `python -m lab.bench.load PORT SCENARIO SECONDS [directly]`; prints a Result as JSON.
 
-Raw asyncio on uvloop, because it shares the machine with what it measures. `lab.bench.client` checks every answer.
+It shares the machine with what it measures. Status, number of tokens, finish reason, usage and the end of the stream of
+every answer are checked.
 """
 
 from __future__ import annotations
@@ -11,15 +12,21 @@ import random
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from time import perf_counter
+from typing import TYPE_CHECKING
 
+import orjson
 import uvloop
 
-from lab.bench.client import Client, http_request, problem
-from lab.bench.histogram import Histogram
-from lab.bench.scenarios import Scenario, scenarios
+from lab.bench.scenarios import named
+from lab.common.engines import ENGINE_ID, WORD
+from lab.common.load import Histogram, connect, post
 
+if TYPE_CHECKING:
+    from lab.bench.scenarios import Scenario
+    from lab.common.load import Answer, Client
+
+_CONTENT = f'"content":"{WORD}'.encode()
 PATIENCE_SECONDS = 30.0
 """What is not answered so long after the scenario's own time is an error."""
 
@@ -84,7 +91,6 @@ class Load:
 
     async def _client(self, delay: float) -> None:
         await asyncio.sleep(delay)
-        loop = asyncio.get_running_loop()
         client: Client | None = None
         while True:
             self._open += 1
@@ -92,9 +98,9 @@ class Load:
             sent_at = perf_counter()
             try:
                 if client is None or client.closed:
-                    _, client = await loop.create_connection(partial(Client, self._gaps), "127.0.0.1", self._port)
+                    client = await connect(self._port, self._gaps)
                     sent_at = perf_counter()
-                self._take(client, sent_at, *await client.ask(self._request))
+                self._take(await client.ask(self._request))
             except OSError as error:
                 self._errors[str(error)] += 1
                 await asyncio.sleep(0.01)
@@ -107,15 +113,49 @@ class Load:
         if client is not None:
             client.transport.close()
 
-    def _take(self, client: Client, sent_at: float, status: int, body: bytes) -> None:
-        wrong = problem(self._scenario, status, body)
+    def _take(self, answer: Answer) -> None:
+        wrong = problem(self._scenario, answer)
         if wrong is not None:
             self._errors[wrong] += 1
             return
         self.result.completed += 1
         self.result.tokens += self._scenario.max_tokens
-        if client.first_token_at is not None:
-            self._first_tokens.add(client.first_token_at - sent_at)
+        if answer.first_token_at is not None:
+            self._first_tokens.add(answer.first_token_at - answer.sent_at)
+
+
+def http_request(scenario: Scenario, port: int, *, directly: bool) -> bytes:
+    """What a client sends, head and body; `directly` to a decoder, as if a prefiller had been asked before."""
+    kv_params = {"kv_transfer_params": {"do_remote_prefill": True, "remote_engine_id": ENGINE_ID}} if directly else {}
+    body = scenario.body(**kv_params)
+    return post(port, body)
+
+
+def problem(scenario: Scenario, answer: Answer) -> str | None:
+    """What is wrong with an answer; None when nothing is."""
+    if not answer.is_whole:
+        return "the connection was closed before the end of the answer"
+    if answer.status != 200:
+        return f"status {answer.status}"
+    return _stream_problem(scenario, answer.body) if scenario.stream else _answer_problem(scenario, answer.body)
+
+
+def _answer_problem(scenario: Scenario, body: bytes) -> str | None:
+    answer = orjson.loads(body)
+    if answer["choices"][0]["message"]["content"] != WORD * scenario.max_tokens:
+        return "wrong text"
+    return None if answer["usage"]["completion_tokens"] == scenario.max_tokens else "wrong usage"
+
+
+def _stream_problem(scenario: Scenario, body: bytes) -> str | None:
+    if not body.endswith(b"data: [DONE]\n\n"):
+        return "no [DONE]"
+    if body.count(_CONTENT) != scenario.max_tokens:
+        return "wrong number of tokens"
+    if b'"finish_reason":"length"' not in body.replace(b": ", b":"):
+        return "no finish reason"
+    *_, usage, _, _ = body.split(b"\n\n")
+    return None if orjson.loads(usage[6:])["usage"]["completion_tokens"] == scenario.max_tokens else "wrong usage"
 
 
 async def _ask(scenario: Scenario, port: int, *, directly: bool) -> Result:
@@ -136,8 +176,7 @@ async def _ask(scenario: Scenario, port: int, *, directly: bool) -> Result:
 
 def main(port: int, name: str, seconds: float, *, directly: bool) -> None:
     """Run one scenario and print what came of it."""
-    (scenario,) = (scenario for scenario in scenarios(seconds) if scenario.name == name)
-    result = uvloop.run(_ask(scenario, port, directly=directly))
+    result = uvloop.run(_ask(named(name, seconds), port, directly=directly))
     json.dump(asdict(result), sys.stdout)
 
 

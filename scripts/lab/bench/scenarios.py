@@ -5,11 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-MODEL = "bench"
-FIRST_TOKEN_SECONDS = 0.002
-"""An engine's time from a request to the first token: part of every answer."""
-TEXT_BYTES_PER_TOKEN = 4
-MEBIBYTE = 1 << 20
+from lab.common.engines import MEBIBYTE, MODEL, TEXT_BYTES_PER_TOKEN
 
 # Words, line ends and quotes: text as it is sent, so that a JSON parser meets an escape now and then.
 _TEXT = 'The "quick" brown fox jumps over the lazy dog, and the proxy passes on what it said.\n'
@@ -53,7 +49,6 @@ class Scenario:
             image = {"url": "data:image/png;base64," + ("iVBORw0KGgoAAAAN" * (self.media_bytes // 16))}
             content = [{"type": "text", "text": text}, {"type": "image_url", "image_url": image}]
         request = {
-            # An engine learns its pace from the name, because a field that OpenAI does not know some routers drop.
             "model": f"{MODEL}-{self.pace_ms}ms",
             "messages": [
                 {"role": "system", "content": "You are a helpful assistant."},
@@ -158,6 +153,12 @@ def scenarios(seconds: float) -> list[Scenario]:
             saturates=True,
         ),
     ]
+
+
+def named(name: str, seconds: float = 1.0) -> Scenario:
+    """Return the scenario of this name."""
+    (found,) = (scenario for scenario in scenarios(seconds) if scenario.name == name)
+    return found
 
 
 def _paced(

@@ -17,7 +17,7 @@ from lab.client_tools import evaluations, installed, libraries, tools
 from lab.client_tools.coding_agents import CODING_AGENTS
 from lab.client_tools.deployments import DEPLOYMENTS, TOOLS
 from lab.common.invocation import unwind_on_signals
-from lab.common.table import aligned
+from lab.common.output import aligned
 
 _NOTES = f"""
 Two prefillers and two decoders each; prompts of {tools.INPUT_TOKENS} tokens and answers of {tools.OUTPUT_TOKENS}, \

@@ -18,8 +18,8 @@ import uvloop
 
 from lab.common import peers
 from lab.common.invocation import called_from, unwind_on_signals
+from lab.common.output import aligned
 from lab.common.processes import HOST, free_ports, running, wait_until_ready
-from lab.common.table import aligned
 from lab.kill_timing.requests import REQUESTS_PER_SECOND, Requests
 from lab.kill_timing.sniffer import Sniffer
 

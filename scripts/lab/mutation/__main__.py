@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from lab.common.invocation import called_from
-from lab.common.table import aligned
+from lab.common.output import aligned
 from lab.mutation import places
 from lab.mutation.judging import verdicts
 

@@ -8,24 +8,17 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
 import sys
-import tempfile
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from lab.bench.scenarios import SHORT_STREAM, scenarios
 from lab.common import environment
-from lab.common.proc import cpu_seconds
 from lab.profile import choosing, compiled, instructions, scraping
-from lab.profile.asking import SAMPLED, ask, cost
-from lab.profile.serving import serving
+from lab.profile.sampling import SAMPLED, cost, sampled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from lab.bench.load import Result
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
 _SAMPLES_PER_SECOND: Final = 500
 
@@ -87,29 +80,20 @@ def main() -> None:
     seconds = options.seconds
     if not environment.provide(("py-spy",)):
         sys.exit("py-spy cannot be installed here")
-    for scenario in scenarios(seconds):
-        if scenario.name in SAMPLED:
-            result, used_seconds, stacks = _sampled(scenario.name, seconds)
-            per, total_us = cost(result, used_seconds, scenario.name)
-            print(f"{scenario.title}: {total_us:.1f} µs CPU per {per}")
-            print(_table(stacks.splitlines(), total_us))
-            if options.functions:
-                print(functions(stacks.splitlines(), total_us, options.functions))
+    for name in SAMPLED:
+        measurement, stacks = sampled(name, seconds, _record, lambda output: output.read_text())
+        total_us, what = cost(measurement, name)
+        print(what)
+        print(_table(stacks.splitlines(), total_us))
+        if options.functions:
+            print(functions(stacks.splitlines(), total_us, options.functions))
 
 
-def _sampled(scenario: str, seconds: float) -> tuple[Result, float, str]:
-    """One scenario: what came of it, the CPU seconds, and the collapsed stacks."""
-    with tempfile.TemporaryDirectory() as name, serving(directory := Path(name)) as (pid, port):
-        ask(port, SHORT_STREAM, 0.5)  # a warm-up
-        spy = (str(environment.PYTHON.with_name("py-spy")), "record", "--pid", str(pid), "--format", "raw")
-        samples = ("--rate", str(_SAMPLES_PER_SECOND), "--duration", str(round(seconds)), "--output")
-        output = directory / "stacks"
-        with subprocess.Popen((*spy, *samples, str(output)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as p:
-            before = cpu_seconds(pid)
-            result = ask(port, scenario, seconds)
-            used_seconds = cpu_seconds(pid) - before
-            p.wait()
-        return result, used_seconds, output.read_text()
+def _record(pid: int, output: Path) -> Sequence[str]:
+    """The command that writes collapsed stacks until it is interrupted."""
+    spy = str(environment.PYTHON.with_name("py-spy"))
+    rate = str(_SAMPLES_PER_SECOND)
+    return (spy, "record", "--pid", str(pid), "--format", "raw", "--rate", rate, "--output", str(output))
 
 
 def _table(stacks: Iterable[str], total_us: float) -> str:

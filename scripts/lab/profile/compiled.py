@@ -8,24 +8,17 @@ from __future__ import annotations
 
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from lab.bench.scenarios import SHORT_STREAM, scenarios
 from lab.common.compiled import NotCompiled, compiled
-from lab.common.proc import cpu_seconds
-from lab.profile.asking import SAMPLED, ask, cost
-from lab.profile.serving import serving
+from lab.profile.sampling import SAMPLED, cost, sampled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lab.bench.load import Result
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
 # The stacks of compiled code are found by what debuggers know, so each sample takes a copy of the stack.
 _RECORD: Final = ("perf", "record", "--freq=1500", "--event=cpu-clock", "--call-graph=dwarf,24000")
@@ -52,30 +45,22 @@ def table(seconds: float, count: int) -> str:
         there = compiled()
     except NotCompiled as error:
         sys.exit(f"--compiled: {error}")
-    told = []
-    for scenario in scenarios(seconds):
-        if scenario.name in SAMPLED:
-            result, used_seconds, stacks = _sampled(there, scenario.name, seconds)
-            per, total_us = cost(result, used_seconds, scenario.name)
-            told.append(f"{scenario.title}: {total_us:.1f} µs CPU per {per}, and of that in the kernel")
-            told.append(_lines(list(samples(stacks)), total_us, count))
+    told: list[str] = []
+    for name in SAMPLED:
+        measurement, stacks = sampled(name, seconds, _record, _stacks, there)
+        total_us, what = cost(measurement, name)
+        told += [f"{what}, and of that in the kernel", _lines(list(samples(stacks)), total_us, count)]
     return "\n".join(told)
 
 
-def _sampled(there: Path, scenario: str, seconds: float) -> tuple[Result, float, str]:
-    """One scenario: what came of it, the CPU seconds, and the stacks as perf writes them."""
-    with tempfile.TemporaryDirectory() as name, serving(directory := Path(name), there=there) as (pid, port):
-        ask(port, SHORT_STREAM, 0.5)  # a warm-up
-        recorded = str(directory / "recorded")
-        perf_of = (*_RECORD, "--output", recorded, "--pid", str(pid))
-        with subprocess.Popen(perf_of, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as perf:
-            before = cpu_seconds(pid)
-            result = ask(port, scenario, seconds)
-            used_seconds = cpu_seconds(pid) - before
-            perf.send_signal(signal.SIGINT)
-        script = ("perf", "script", "--input", recorded, "--fields", "ip,sym,dso")
-        stacks = subprocess.run(script, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
-        return result, used_seconds, stacks.stdout
+def _record(pid: int, output: Path) -> Sequence[str]:
+    return (*_RECORD, "--output", str(output), "--pid", str(pid))
+
+
+def _stacks(output: Path) -> str:
+    """The stacks as perf writes them."""
+    script = ("perf", "script", "--input", str(output), "--fields", "ip,sym,dso")
+    return subprocess.run(script, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True).stdout
 
 
 def samples(stacks: str) -> Iterator[Sample]:

@@ -13,13 +13,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from lab.bench.scenarios import SHORT_ANSWER, SHORT_STREAM
-from lab.profile.asking import ask
-from lab.profile.serving import serving
+from lab.profile.sampling import ask, serving
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,20 +37,19 @@ def table(seconds: float) -> str:
 
 
 def _per_request(scenario: str, seconds: float) -> float:
-    with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        counted = directory / "counted"
+    with tempfile.TemporaryDirectory() as name:
+        counted = Path(name) / "counted"
         valgrind = ("valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={counted}")
-        pid, port = stack.enter_context(serving(directory, *valgrind))
-        _control("--instr=on", pid)
-        ask(port, scenario, _WARM_UP_SECONDS)
-        _control("--zero", pid)
-        began = time.monotonic()
-        result = ask(port, scenario, seconds)
-        took = time.monotonic() - began
-        _control("--dump", pid)
-        time.sleep(took)
-        _control("--dump", pid)
+        with serving(*valgrind) as (fleet, program):
+            _control("--instr=on", program.pid)
+            ask(fleet, program, scenario, _WARM_UP_SECONDS)
+            _control("--zero", program.pid)
+            began = time.monotonic()
+            result = ask(fleet, program, scenario, seconds).result
+            took = time.monotonic() - began
+            _control("--dump", program.pid)
+            time.sleep(took)
+            _control("--dump", program.pid)
         busy, idle = (instructions(counted.with_suffix(f".{part}").read_text()) for part in (1, 2))
         if result.errors or not result.completed:
             sys.exit(f"some requests failed: {result.errors}")

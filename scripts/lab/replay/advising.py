@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lab.common.table import aligned
+from lab.common.output import aligned
 from lab.replay.figures import Slo, figures, mean
 from lab.replay.policies import policies
 from lab.replay.sweep import Progress, arrivals, fleets, in_virtual_time

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isnan, nan
 from typing import TYPE_CHECKING, Final
 
-from lab.common.table import aligned
+from lab.common.output import aligned
 from lab.replay.figures import by_policy
 from lab.replay.policies import CLAIRVOYANT, TODAY, peer_names
 

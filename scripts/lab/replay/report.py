@@ -6,7 +6,7 @@ from html import escape
 from math import isnan
 from typing import TYPE_CHECKING, Final
 
-from lab.common.table import aligned
+from lab.common.output import aligned
 from lab.replay.figures import SUSTAINED, by_policy, sustained_load
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final
 import uvloop
 
 from lab.common.invocation import allow_many_files, unwind_on_signals
+from lab.common.output import aligned
 from lab.common.processes import HOST, free_ports, running, wait_until_ready
-from lab.common.table import aligned
 from lab.rolling.clients import Clients
 from proxy.roll import Gateways, Limits, Progress, Walk
 from proxy.sim.engine import SimulatedEngine

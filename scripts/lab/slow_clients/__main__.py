@@ -20,9 +20,9 @@ import aiohttp
 import orjson
 import uvloop
 
+from lab.common.output import aligned
 from lab.common.proc import open_fds
 from lab.common.processes import HOST, free_ports, running, wait_until_ready
-from lab.common.table import aligned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 import yaml
 
 from lab.common.invocation import unwind_on_signals
+from lab.common.output import aligned
 from lab.common.proc import tree
-from lab.common.table import aligned
 from lab.test_docs.pages import Block, Kind, PageError, blocks, unlike, without_comment
 
 if TYPE_CHECKING:

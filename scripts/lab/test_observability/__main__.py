@@ -18,7 +18,7 @@ import aiohttp
 import uvloop
 
 from lab.common.invocation import called_from, unwind_on_signals
-from lab.common.table import aligned
+from lab.common.output import aligned
 from lab.test_observability.alerts import Watch, drive, outcome
 from lab.test_observability.faults import Site
 from lab.test_observability.faults_by_itself import BY_ITSELF

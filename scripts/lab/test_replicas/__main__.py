@@ -22,8 +22,8 @@ from lab.common.engines import Script
 from lab.common.fleet import STOPS_SOON, Fleet, become_aware, store, store_url
 from lab.common.invocation import allow_many_files, called_from, unwind_on_signals
 from lab.common.load import Crowd, scripted
+from lab.common.output import aligned
 from lab.common.processes import quiet_ports
-from lab.common.table import aligned
 from lab.pick_error import picks
 from lab.test_replicas import replayed
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lab.common import peers
-from lab.common.table import aligned
+from lab.common.output import aligned
 from lab.replay.figures import Slo, figures
 from lab.replay.fleet import Fleet, Replay
 from lab.replay.policies import OURS, policies

@@ -11,18 +11,14 @@ from xml.etree import ElementTree
 import orjson
 import pytest
 
-from lab.bench import answers, rivals
-from lab.bench.chart import chart
-from lab.bench.client import http_request, problem
-from lab.bench.duel import ratios, verdict
-from lab.bench.engines import without_image
-from lab.bench.figures import Measurement, Measurements
-from lab.bench.histogram import Histogram
-from lab.bench.load import Result
-from lab.bench.report import table
+from lab.bench.duel import opponent, ratios, verdict
+from lab.bench.figures import DIRECT, Measurement, Measurements
+from lab.bench.load import Result, http_request, problem
+from lab.bench.report import chart, judged, table
 from lab.bench.scenarios import MEDIA, PACED, SHORT_ANSWER, SHORT_STREAM, SLOW_5000, Scenario, scenarios
-from lab.bench.targets import judged
-from lab.common import peers
+from lab.common import engines, peers
+from lab.common.engines import without_image
+from lab.common.load import Answer, Histogram
 from lab.common.proc import cpu_seconds
 
 if TYPE_CHECKING:
@@ -50,7 +46,7 @@ def measurement(*, cpu_ms: float = 0.0, first_token_ms: float = 0.0, kibibytes: 
 
 def taken(**of: dict[str, Measurement]) -> Measurements:
     """Measurements by program and scenario."""
-    names = {"direct": rivals.DIRECT, "ours": peers.OURS, "vllm": "vllm-router", "sglang": "sglang-router"}
+    names = {"direct": DIRECT, "ours": peers.OURS, "vllm": "vllm-router", "sglang": "sglang-router"}
     measurements = Measurements(tuple(names[program] for program in of))
     for program, by_scenario in of.items():
         for scenario, one in by_scenario.items():
@@ -67,8 +63,13 @@ def body_of(answer: bytes) -> bytes:
     return b"".join(lines[1::2])
 
 
-STREAMED = body_of(answers.STREAM_HEAD + answers.role(None) + answers.end(1, False))
-ANSWERED = body_of(answers.completion(16))
+def answer(body: bytes, status: int = 200) -> Answer:
+    """One that came whole."""
+    return Answer(status, body, 0.0, None, 0.0, True)
+
+
+STREAMED = body_of(engines.STREAM_HEAD + engines.role_chunk(None) + engines.end(1, False))
+ANSWERED = body_of(engines.completion(16))
 
 
 @pytest.mark.parametrize(("share", "milliseconds"), [(0.5, 2.0), (0.6, 2.0), (0.61, 3.0), (0.99, 100.0), (0.0, 1.0)])
@@ -88,8 +89,8 @@ def test_a_histogram_does_not_grow_with_what_it_counts() -> None:
 
 @pytest.mark.parametrize(("scenario", "body"), [(STREAM, STREAMED), (ANSWER, ANSWERED)])
 def test_what_engines_send_is_as_it_should_be(scenario: Scenario, body: bytes) -> None:
-    assert problem(scenario, 200, body) is None
-    assert problem(scenario, 502, body) == "status 502"
+    assert problem(scenario, answer(body)) is None
+    assert problem(scenario, answer(body, 502)) == "status 502"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_what_engines_send_is_as_it_should_be(scenario: Scenario, body: bytes) -
     ],
 )
 def test_what_is_not_is_an_error(scenario: Scenario, body: bytes, told: str) -> None:
-    assert problem(scenario, 200, body) == told
+    assert problem(scenario, answer(body)) == told
 
 
 def test_an_engine_reads_a_request_without_its_image() -> None:
@@ -121,7 +122,7 @@ def test_an_engine_reads_a_request_without_its_image() -> None:
 def test_a_request_without_a_program_brings_what_a_prefiller_would_have_told() -> None:
     head, _, body = http_request(STREAM, 1, directly=True).partition(b"\r\n\r\n")
     assert f"Content-Length: {len(body)}".encode() in head
-    assert orjson.loads(body)["kv_transfer_params"]["remote_engine_id"] == answers.ENGINE_ID
+    assert orjson.loads(body)["kv_transfer_params"]["remote_engine_id"] == engines.ENGINE_ID
 
 
 def test_a_result_is_the_same_after_its_way_through_json() -> None:
@@ -247,11 +248,11 @@ def test_several_duels_are_one_table_with_a_column_for_each_peer() -> None:
 def test_a_duel_is_with_another_checkout_as_well(tmp_path: Path) -> None:
     (tmp_path / "before" / "proxy").mkdir(parents=True)
     (tmp_path / "before" / "proxy" / "__main__.py").touch()
-    peer = rivals.opponent("before", tmp_path, tmp_path, "vllm_pull")
+    peer = opponent("before", tmp_path, tmp_path, "vllm_pull")
     assert peer.name == "before"
     assert peer.command(1, [2], [3])[2:6] == ["PROXY_CONNECTOR=vllm_pull", "env", "-C", str(tmp_path / "before")]
 
 
 def test_a_duel_with_nobody_says_who_could_be_asked(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="nobody is neither vllm-router, sglang-router, haproxy nor a checkout"):
-        rivals.opponent("nobody", tmp_path, tmp_path, "vllm_pull")
+        opponent("nobody", tmp_path, tmp_path, "vllm_pull")

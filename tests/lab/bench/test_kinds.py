@@ -9,6 +9,7 @@ import orjson
 import pytest
 
 from lab.bench.kinds import TOKENS, Figures, Kind, kinds, problem
+from lab.common.load import Answer
 
 KINDS = kinds()
 NAMES = [f"{kind.title}, {kind.stream}" for kind in KINDS]
@@ -59,5 +60,5 @@ def test_table_has_medians_and_multiples_of_the_same_round() -> None:
     ],
 )
 def test_answer_that_is_not_whole_is_a_problem(status: int, body: bytes, found: str | None) -> None:
-    said = problem(KINDS[0], status, body)
+    said = problem(KINDS[0], Answer(status, body, 0.0, None, 0.0, True))
     assert said is None if found is None else str(said).startswith(found)

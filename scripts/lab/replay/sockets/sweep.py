@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
-from lab.common.table import aligned
+from lab.common.output import aligned
 from lab.replay.figures import Case, Run, Slo, figures
 from lab.replay.policies import policies
 from lab.replay.sockets.course import over_sockets
