@@ -2,9 +2,8 @@
 
 deployments    simulated engines, and the gateway in front of them
 tools          load generators: their command lines, and what they say in the end
-sglang         the client side of SGLang, out of its wheel and without what engines need
 tokenizer      a small tokenizer, because the tools count tokens themselves (run by the Python of the peers)
-installed      .venv-clients, with what clients use
 libraries      programs/, in which clients' libraries do what they can do
 coding_agents  Claude Code, Codex and opencode, which read a PDF and a picture and edit a file
+evaluations    lm-eval
 """

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from lab.client_tools import evaluations, installed, libraries, tools
+from lab.client_tools import evaluations, libraries, tools
 from lab.client_tools.coding_agents import CODING_AGENTS
 from lab.client_tools.deployments import DEPLOYMENTS, TOOLS
 from lab.common.invocation import unwind_on_signals
@@ -44,9 +44,9 @@ def _run_load(options: argparse.Namespace, directory: Path) -> bool:
     for deployment in DEPLOYMENTS:
         if options.engines not in (None, deployment.name):
             continue
-        with deployment.started(directory) as port:
+        with deployment.started() as gateway:
             for tool, backend in ((each, name) for each in found for name in each.backends[deployment.name]):
-                outcome = tool.run(backend, port, options.requests, tokenizer, directory)
+                outcome = tool.run(backend, gateway.port, options.requests, tokenizer, directory)
                 numbers = (outcome.completed, outcome.missing_tokens, outcome.failed)
                 rows.append((deployment.name, tool.name, backend, *map(str, numbers)))
                 print(f"{deployment.name}, {tool.name}, {backend}: {'; '.join(outcome.summary)}", flush=True)
@@ -59,12 +59,12 @@ def _run_load(options: argparse.Namespace, directory: Path) -> bool:
 
 
 def _run_libraries(options: argparse.Namespace, directory: Path) -> bool:
-    if not installed.provide():
+    if not libraries.provide():
         sys.exit("clients' libraries cannot be had")
     went_well = []
-    with TOOLS.started(directory) as port:
+    with TOOLS.started() as gateway:
         for name in libraries.names():
-            is_well, told = libraries.run(name, port)
+            is_well, told = libraries.ran(name, gateway.port)
             print(f"{name}: {told}" if is_well else f"{name} failed:\n{told}", flush=True)
             went_well.append(is_well)
     return all(went_well)
@@ -72,14 +72,14 @@ def _run_libraries(options: argparse.Namespace, directory: Path) -> bool:
 
 def _run_agents(options: argparse.Namespace, directory: Path) -> bool:
     """Each in front of engines of its own, of which it loses one."""
-    if not installed.provide():
+    if not libraries.provide():
         sys.exit("Claude Code, Codex and opencode cannot be had")
     went_well = []
     for agent in CODING_AGENTS:
         place = directory / agent.name.replace(" ", "-")
         place.mkdir()
-        with TOOLS.started(directory) as port:
-            is_well, told = agent.run(port, place)
+        with TOOLS.started() as gateway:
+            is_well, told = agent.run(gateway, place)
         print(f"{agent.name}: {told}" if is_well else f"{agent.name} failed: {told}", flush=True)
         went_well.append(is_well)
     return all(went_well)
@@ -95,8 +95,8 @@ def _run_evaluations(options: argparse.Namespace, directory: Path) -> bool:
     for deployment in DEPLOYMENTS:
         place = directory / f"evaluations-{deployment.name}"
         place.mkdir()
-        with deployment.started(place) as port:
-            is_well, told = evaluations.run(port, place)
+        with deployment.started() as gateway:
+            is_well, told = evaluations.run(gateway.port, place)
         print(f"lm-eval, {deployment.name}: {told}" if is_well else f"lm-eval, {deployment.name} failed: {told}")
         went_well.append(is_well)
     return all(went_well)

@@ -12,22 +12,21 @@ import struct
 import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
-from urllib.request import ProxyHandler, Request, build_opener
 
-from lab.client_tools import installed
-from lab.common.gateways import figure
-from lab.common.processes import HOST, finished
+from lab.client_tools.libraries import NODE
+from lab.common.processes import HOST, fetch, finished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    from lab.common.fleet import Gateway
 
     Call = dict[str, Any]
 
 _OLD, _NEW, _END = "hello old world\n", "hello new world\n", "Done: the note is new."
 _PATIENCE_SECONDS: Final = 120.0
 _KILLED_AFTER_TOKENS: Final = 25
-_open: Final = build_opener(ProxyHandler({})).open  # without http_proxy
 _CODEX: Final = """
 model = "{model}"
 model_provider = "pdproxy"
@@ -57,8 +56,9 @@ class CodingAgent:
     reads_prompt: bool = False
     """It is given the prompt on its standard input."""
 
-    def run(self, port: int, directory: Path) -> tuple[bool, str]:
-        """Against the gateway on this port: whether it went well, and what is to be told of it."""
+    def run(self, gateway: Gateway, directory: Path) -> tuple[bool, str]:
+        """Against a gateway: whether it went well, and what is to be told of it."""
+        port = gateway.port
         home, work = directory / "home", directory / "work"
         for path, text in {**self.home(port), "../work/note.txt": _OLD}.items():
             (home / path).parent.mkdir(parents=True, exist_ok=True)
@@ -67,36 +67,31 @@ class CodingAgent:
         (work / "picture.png").write_bytes(_png())
         calls = self.calls(work)
         turns = [*({"say": f"Turn {at}.", "calls": [call]} for at, call in enumerate(calls)), {"say": _END}]
-        _kill_one_decoder(port)
+        _kill_one_decoder(gateway)
         prompt = f"play: {json.dumps(turns)}"
         environment = {"HOME": str(home), "PWD": str(work), **self.environment(port)}
         done = finished(
             self.words(prompt), _PATIENCE_SECONDS, environment, at=work, given=prompt if self.reads_prompt else ""
         )
-        note, continued, refused = (work / "note.txt").read_text(), _continued(port), _refused(port)
+        note, continued, refused = (work / "note.txt").read_text(), gateway.figure("resumes_total"), _refused(gateway)
         is_well = done.returncode == 0 and note == _NEW and _END in done.stdout and continued > 0 and not refused
         if is_well:
             told = "read a PDF, a text and a picture, edited the text and said so, while a decoder was killed"
-            return True, f"{told}; answers continued: {continued}"
+            return True, f"{told}; answers continued: {continued:g}"
         told = f"exit {done.returncode}, note {note!r}, continued {continued}, refused {refused}"
         return False, f"{told}\n{done.stdout[-2000:]}"
 
 
-def _kill_one_decoder(port: int) -> None:
-    with _open(f"http://{HOST}:{port}/instances") as answer:
-        decoder = next(each for each in json.load(answer)["instances"] if each["role"] == "decode")
+def _kill_one_decoder(gateway: Gateway) -> None:
+    instances = json.loads(fetch(gateway.url + "/instances"))["instances"]
+    decoder = next(each for each in instances if each["role"] == "decode")
     fault = json.dumps({"action": "kill", "tokens": _KILLED_AFTER_TOKENS}).encode()
-    _open(Request(f"http://{decoder['address']}/_mock/faults", fault, {"Content-Type": "application/json"})).close()
+    fetch(f"http://{decoder['address']}/_mock/faults", fault)
 
 
-def _continued(port: int) -> int:
-    return int(max(0.0, figure(port, "resumes_total")))
-
-
-def _refused(port: int) -> list[str]:
+def _refused(gateway: Gateway) -> list[str]:
     """The APIs and statuses of requests that were answered with an error."""
-    with _open(f"http://{HOST}:{port}/metrics") as answer:
-        told = answer.read().decode()
+    told = gateway.metrics()
     found = re.findall(r'^pdproxy_requests_total\{api="(\w+)",code="([45]\d\d)"\} (\S+)$', told, re.MULTILINE)
     return [f"{api} {code}" for api, code, count in found if float(count) and code != "499"]
 
@@ -143,7 +138,7 @@ def _tool(name: str, **arguments: str) -> Call:
 
 
 def _program(name: str) -> str:
-    return str(installed.NODE / "node_modules/.bin" / name)
+    return str(NODE / "node_modules/.bin" / name)
 
 
 def _script(command: str) -> Call:

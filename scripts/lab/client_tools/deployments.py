@@ -1,17 +1,17 @@
-"""Simulated engines, and the gateway in front of them, as processes."""
+"""Simulated engines, and the gateway in front of them."""
 
 from __future__ import annotations
 
-import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lab.common.processes import HOST, free_ports, running, wait_until_ready
+from lab.common.fleet import Fleet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
+
+    from lab.common.fleet import Gateway
 
 MODEL = "served"
 _SPEED = ("--prefill-ms-per-1k-tokens", "50", "--decode-step-ms", "5")
@@ -29,28 +29,13 @@ class Deployment:
     """Of the gateway."""
 
     @contextmanager
-    def started(self, logs: Path) -> Iterator[int]:
-        """All of them; yields the gateway's port."""
-        gateway, *ports = free_ports(7)
-        command = [sys.executable, "-m", "proxy", "--port", str(gateway), "--connector", self.connector]
-        with ExitStack() as stack:
-            for port, bootstrap_port in zip(ports[:2], ports[2:4], strict=True):
-                behind = [str(bootstrap_port)] if self.has_bootstrap_ports else []
-                self._start(stack, logs, "prefill", port, *(["--bootstrap-port", *behind] if behind else []))
-                command += ["--prefill", f"http://{HOST}:{port}", *behind]
-            for port in ports[4:]:
-                self._start(stack, logs, "decode", port)
-                command += ["--decode", f"http://{HOST}:{port}"]
-            stack.enter_context(
-                running("the gateway", command, gateway, logs / f"{self.connector}.log", self.environment)
-            )
-            wait_until_ready("the gateway", gateway, "/readyz")
-            yield gateway
-
-    def _start(self, stack: ExitStack, logs: Path, role: str, port: int, *more: str) -> None:
-        command = [sys.executable, "-m", "proxy", "mock-engine", "--role", role, "--port", str(port), "--model", MODEL]
-        name = f"engine {port}"
-        stack.enter_context(running(name, [*command, *_SPEED, *self.flags, *more], port, logs / f"{port}.log"))
+    def started(self) -> Iterator[Gateway]:
+        """Run all of them."""
+        with Fleet() as fleet:
+            for role in ("prefill", "prefill", "decode", "decode"):
+                has_bootstrap_port = self.has_bootstrap_ports and role == "prefill"
+                fleet.mock_engine(role, "--model", MODEL, *_SPEED, *self.flags, bootstrap=has_bootstrap_port)
+            yield fleet.keep(fleet.gateway("--connector", self.connector, environment=self.environment))
 
 
 DEPLOYMENTS = (

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from lab.client_tools.deployments import MODEL
-from lab.common.processes import HOST, clean_environment, free_ports, running
+from lab.common.environment import Environment
+from lab.common.fleet import Fleet
+from lab.common.processes import HOST, clean_environment
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-_DIRECTORY: Final = Path(".venv-evaluations").absolute()
-_PYTHON: Final = _DIRECTORY / "bin" / "python"
+_ENVIRONMENT: Final = Environment(".venv-evaluations")
 # There are no wheels of the last three, which are Python alone.
 _SOURCES: Final = ("sqlitedict", "word2number", "rouge-score")
 _WHEELS: Final = ("lm-eval[api]==0.4.13", "transformers<6")
@@ -45,26 +41,12 @@ _RUNS: Final = (
 
 def is_installed() -> bool:
     """Whether it need not be installed."""
-    return (_DIRECTORY / "complete").exists()
+    return _ENVIRONMENT.has(_WHEELS[0])
 
 
 def provide() -> bool:
-    """Have it. False when it cannot be had; then pip has said why."""
-    if is_installed():
-        return True
-    environment = clean_environment() | {"PIP_USER": "0"}
-    environment.pop("PYTHONPATH")
-    print(f"installing {_WHEELS[0]} into {_DIRECTORY.name} (900 MB, once)", file=sys.stderr, flush=True)
-    pip = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--only-binary", ":all:")
-    for command in (
-        (sys.executable, "-m", "venv", "--clear", str(_DIRECTORY)),
-        (str(_PYTHON), *pip, "--no-binary", ",".join(_SOURCES), *_WHEELS),
-    ):
-        if subprocess.run(command, env=environment, stdout=sys.stderr, check=False).returncode != 0:
-            return False
-    (_DIRECTORY / ".gitignore").write_text("*\n")
-    (_DIRECTORY / "complete").touch()
-    return True
+    """Have it, which takes 900 MB. False when it cannot be had; then pip has said why."""
+    return _ENVIRONMENT.provide(_WHEELS, "--no-binary", ",".join(_SOURCES))
 
 
 def run(port: int, directory: Path) -> tuple[bool, str]:
@@ -72,9 +54,11 @@ def run(port: int, directory: Path) -> tuple[bool, str]:
     _write_tasks(directory)
     tokenizer = directory / "tokenizer"
     made = Path(__file__).with_name("tokenizer.py")
-    subprocess.run([str(_PYTHON), str(made), str(tokenizer)], check=True, capture_output=True)
-    with _engine(directory) as alone:
-        told = [_answers(each, tokenizer, directory / str(each)) for each in (port, alone)]
+    subprocess.run([str(_ENVIRONMENT.python), str(made), str(tokenizer)], check=True, capture_output=True)
+    with Fleet() as fleet:
+        alone = fleet.mock_engine("both", "--model", MODEL, "--profile", "v0.33")
+        alone.wait()
+        told = [_answers(each, tokenizer, directory / str(each)) for each in (port, alone.port)]
     if told[0] != told[1]:
         return False, f"the gateway's answers {told[0]} are not the engine's {told[1]}"
     return True, f"{len(told[0])} answers are those of an engine alone, log-likelihoods, texts and chats"
@@ -95,14 +79,6 @@ def _write_tasks(directory: Path) -> None:
         (directory / f"{name}.yaml").write_text(json.dumps(told))  # JSON is YAML
 
 
-@contextmanager
-def _engine(directory: Path) -> Iterator[int]:
-    (port,) = free_ports(1)
-    flags = ("--role", "both", "--port", str(port), "--model", MODEL, "--profile", "v0.33")
-    with running("engine", [sys.executable, "-m", "proxy", "mock-engine", *flags], port, directory / "alone.log"):
-        yield port
-
-
 def _answers(port: int, tokenizer: Path, results: Path) -> list[Any]:
     """What was answered to each question, in order."""
     answers = []
@@ -110,7 +86,7 @@ def _answers(port: int, tokenizer: Path, results: Path) -> list[Any]:
         is_chat = path.startswith("chat")
         arguments = f"model={MODEL},base_url=http://{HOST}:{port}/v1/{path},num_concurrent=2"
         arguments += "" if is_chat else f",tokenizer={tokenizer}"
-        command = [str(_PYTHON), "-m", "lm_eval", "run", "--model", model, "--model_args", arguments]
+        command = [str(_ENVIRONMENT.python), "-m", "lm_eval", "run", "--model", model, "--model_args", arguments]
         command += ["--include_path", str(results.parent), "--tasks", *tasks, "--log_samples"]
         command += ["--output_path", str(results / model), *(["--apply_chat_template"] if is_chat else [])]
         environment = {**clean_environment(), **_OFFLINE, "HF_HOME": str(results.parent), "OPENAI_API_KEY": "any"}

@@ -1,16 +1,24 @@
-"""The load generators: their command lines, and what they say in the end."""
+"""The engines' own load generators: their command lines, and what they say in the end.
+
+`sglang.bench_serving` needs no CUDA, and is taken out of a wheel that is not installed, because SGLang requires several
+gigabytes of what engines need. Its load generator needs some small packages; what it imports of the rest is a constant,
+and a package that only other data sets load.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import tempfile
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lab.client_tools import sglang
 from lab.client_tools.deployments import MODEL
-from lab.common import environment
+from lab.common.environment import PEERS
 from lab.common.processes import HOST, finished
 
 if TYPE_CHECKING:
@@ -18,6 +26,20 @@ if TYPE_CHECKING:
 
 INPUT_TOKENS, OUTPUT_TOKENS, CONCURRENCY = 100, 16, 8
 _PATIENCE_SECONDS = 300.0
+_SGLANG = "0.5.23"
+_SGLANG_DIRECTORY = PEERS.directory / f"sglang-{_SGLANG}"
+_NEEDS = (
+    *("aiohttp", "msgspec", "numpy", "orjson", "pillow", "psutil", "pybase64", "pyzmq", "requests", "tqdm"),
+    "transformers<6",
+)
+_PARTS = ("sglang/bench_serving.py", "sglang/benchmark/", "sglang/srt/environ.py", "sglang/srt/utils/network.py")
+_IN_PLACE_OF_OTHERS = {
+    "sglang/srt/disaggregation/utils.py": 'FAKE_BOOTSTRAP_HOST = "2.2.2.2"\n',
+    "datasets.py": "load_dataset = None\n",
+}
+# Its files are the same for every platform, so that any wheel will do.
+_ANY_WHEEL = ("--platform", "manylinux_2_34_x86_64", "--python-version", "3.11", "--only-binary", ":all:", "--no-deps")
+
 # The engines' environment of scripts/test-real, or that of the same variable.
 _REAL = Path(os.environ.get("PDPROXY_REAL_VENV", ".venv-real")).absolute()
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -70,12 +92,12 @@ class Tool:
 
 def bench_serving() -> Tool | None:
     """`sglang.bench_serving`; None when it cannot be had."""
-    packages = sglang.provide()
+    packages = _sglang_packages()
     if packages is None:
         return None
     backends = {"vLLM": ("vllm", "vllm-chat"), "SGLang": ("sglang", "sglang-oai", "sglang-oai-chat")}
-    name = f"sglang.bench_serving {sglang.VERSION}"
-    return Tool(name, environment.PYTHON.absolute(), _bench_serving, backends, packages)
+    name = f"sglang.bench_serving {_SGLANG}"
+    return Tool(name, PEERS.python, _bench_serving, backends, packages)
 
 
 def bench_serve() -> Tool | None:
@@ -85,6 +107,35 @@ def bench_serve() -> Tool | None:
         return None
     backends = {"vLLM": ("openai", "openai-chat"), "SGLang": ("openai-chat",)}
     return Tool("vllm bench serve", python, _bench_serve, backends, None)
+
+
+def _sglang_packages() -> Path | None:
+    """The directory to import it from, made when it is first needed; None when it cannot be had."""
+    if not PEERS.provide(_NEEDS):
+        return None
+    if not _SGLANG_DIRECTORY.exists():
+        with tempfile.TemporaryDirectory(dir=_SGLANG_DIRECTORY.parent) as temporary:
+            wheel = _download(Path(temporary))
+            if wheel is None:
+                return None
+            _unpack(wheel, Path(temporary) / "unpacked")
+            (Path(temporary) / "unpacked").rename(_SGLANG_DIRECTORY)
+    return _SGLANG_DIRECTORY
+
+
+def _download(directory: Path) -> Path | None:
+    print(f"fetching the client side of sglang {_SGLANG} (40 MB, once)", file=sys.stderr, flush=True)
+    pip = [str(PEERS.python), "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    done = subprocess.run([*pip, *_ANY_WHEEL, "--dest", str(directory), f"sglang=={_SGLANG}"], check=False)
+    return next(directory.glob("*.whl"), None) if done.returncode == 0 else None
+
+
+def _unpack(wheel: Path, directory: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(directory, [name for name in archive.namelist() if name.startswith(_PARTS)])
+    for name, text in _IN_PLACE_OF_OTHERS.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(text)
 
 
 def _bench_serving(backend: str, port: int, requests: int, tokenizer: Path, result: Path) -> list[str]:

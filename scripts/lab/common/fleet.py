@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
@@ -18,9 +18,10 @@ from lab.common.proc import tree
 from lab.common.processes import HOST, Program, fetch, quiet_ports
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
     from lab.common.peers import Peer
+    from proxy.sim.engine import SimulatedEngine
 
 PDPROXY: Final = (sys.executable, "-m", "proxy")
 STOPS_SOON: Final[dict[str, str]] = {"PROXY_DRAIN__STREAMS_SECONDS": "1"}
@@ -119,8 +120,8 @@ class Fleet:
         output = self.directory / f"{role}-{len(self.programs)}.log"
         engine = Program(name=f"{role} {host}:{port}", command=command, port=port, output=output, host=host)
         self.programs.append(engine)
-        self.engines[role].append(engine)
-        {"prefill": self.prefill, "decode": self.decode}[role].append(port)
+        self.engines.setdefault(role, []).append(engine)
+        {"prefill": self.prefill, "decode": self.decode}.get(role, []).append(port)
         self._addresses += [f"--{role}", engine.url, *([str(bootstrap_port)] if bootstrap else [])]
         engine.start()
         return engine
@@ -154,12 +155,16 @@ class Fleet:
         port: int = 0,
         environment: Mapping[str, str] | None = None,
         words: Sequence[str] = PDPROXY,
+        finds_engines: bool = False,
     ) -> Gateway:
-        """Return a gateway in front of all engines so far; `with` it, or `keep` it."""
+        """Return a gateway in front of all engines so far; `with` it, or `keep` it. `finds_engines`: it is not given
+        their addresses.
+        """
         self._wait_for_engines()
         port = port or quiet_ports(1)[0]
         output = self.directory / f"gateway-{port}.log"
-        command = [*words, "--port", str(port), *self._addresses, *flags]
+        addresses = () if finds_engines else self._addresses
+        command = [*words, "--port", str(port), *addresses, *flags]
         return Gateway(name="the gateway", command=command, port=port, output=output, environment=environment or {})
 
     def configured(self, name: str, settings: dict[str, Any], output: int | None = None) -> Gateway:
@@ -182,6 +187,21 @@ class Fleet:
     def _wait_for_engines(self) -> None:
         for program in self.programs:
             program.wait()
+
+
+@asynccontextmanager
+async def simulated(role: str, count: int, **options: Any) -> AsyncIterator[list[SimulatedEngine]]:
+    """Run simulated engines in this process, on ports that they keep when they are killed and started again."""
+    from proxy.sim.engine import SimulatedEngine  # which not all scripts need
+
+    async with AsyncExitStack() as stack:
+        made = [SimulatedEngine(role=role, port=port, **options) for port in sorted(quiet_ports(count))]
+        yield [await stack.enter_async_context(engine) for engine in made]
+
+
+def addresses(engines: Iterable[SimulatedEngine]) -> list[str]:
+    """Return what a gateway's configuration calls them."""
+    return [f"{engine.host}:{engine.port}" for engine in engines]
 
 
 def store(port: int, directory: Path) -> Program:

@@ -263,8 +263,9 @@ class Load:
             due = loop.time()
             while True:
                 self._begin(tasks)
-                due += draw.expovariate(per_second) if draw else 1 / per_second
-                await asyncio.sleep(max(0.0, due - loop.time()))
+                # What this loop is late for is left out: it would come all at once.
+                due = max(due + (draw.expovariate(per_second) if draw else 1 / per_second), loop.time())
+                await asyncio.sleep(due - loop.time())
 
         tasks: set[asyncio.Task[None]] = set()
         beginning = asyncio.create_task(begin())

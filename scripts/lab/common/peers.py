@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from lab.common import environment
+from lab.common.environment import PEERS
 from lab.common.processes import HOST, free_ports
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ REFERENCE = "reference"
 # What the script asks for, and what uvicorn finds beside it wherever vLLM is installed.
 _REFERENCE_NEEDS = ("fastapi<0.124.0", "httpx", "uvicorn", "uvloop", "httptools")
 _BOOTSTRAP_PORT = "8998"
-_PYTHON = str(environment.PYTHON.absolute())
+_PYTHON = str(PEERS.python)
 
 
 def _as_lists(port: int, prefill: Sequence[int], decode: Sequence[int]) -> list[str]:
@@ -79,7 +79,7 @@ def routers(policy: str = "round_robin") -> list[Peer]:
     """
     found = []
     for peer, version in ((_vllm_router(policy), "0.1.17"), (_sglang_router(policy), "0.3.2")):
-        if environment.provide((f"{peer.name}=={version}",)):
+        if PEERS.provide((f"{peer.name}=={version}",)):
             found.append(peer)
         else:
             print(f"without {peer.name} {version}: no wheel of it could be installed", file=sys.stderr)
@@ -104,6 +104,6 @@ def reference(script: Path) -> Peer:
     """vllm-ascend's example proxy, with what it needs in the peers' environment."""
     if not script.is_file():
         sys.exit(f"--reference: there is no file {script}")
-    if not environment.provide(_REFERENCE_NEEDS):
+    if not PEERS.provide(_REFERENCE_NEEDS):
         sys.exit("--reference: what the script needs could not be installed")
     return Peer(REFERENCE, (_PYTHON, str(script.resolve())), "/healthcheck")

@@ -26,6 +26,7 @@ _READY_SECONDS = 60.0
 """Programs start at the same time, on machines that may be busy."""
 _STOP_SECONDS = 5.0
 _LAST_LINES = 60
+_GIVEN: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _CLAIMS: Final[list[socket.socket]] = []
 """Open as long as this process runs."""
 _open: Final = build_opener(ProxyHandler({})).open  # ignores http_proxy
@@ -41,11 +42,13 @@ def quiet_ports(count: int) -> list[int]:
     """Return free ports that stay free while their program is down: the kernel gives them to no outgoing connection,
     and this function gives them to no other run.
     """
-    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    is_linux = _GIVEN.exists()
+    first_given = int(_GIVEN.read_text().split()[0]) if is_linux else 32_768
     ports: list[int] = []
-    for port in random.sample(range(10_000, first_given), 200):
+    for port in random.sample(range(10_000, first_given), 400):
         with suppress(OSError), socket.create_server((HOST, port)):
-            _claim(port)
+            if is_linux:
+                _claim(port)
             ports.append(port)
         if len(ports) == count:
             return ports

@@ -7,12 +7,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
-from contextlib import ExitStack
-from pathlib import Path
-from urllib.request import Request, urlopen
 
-from lab.common.processes import HOST, clean_environment, free_ports, running, wait_until_ready
+from lab.common.fleet import Fleet
+from lab.common.processes import clean_environment, fetch
 
 
 def main(program: str) -> None:
@@ -20,21 +17,13 @@ def main(program: str) -> None:
     for words in (["--version"], ["--help"], ["mock-engine", "--help"]):
         said = subprocess.run([program, *words], env=clean_environment(), capture_output=True, text=True, check=True)
         assert "pdproxy" in said.stdout
-    gateway, prefill, decode = free_ports(3)
-    with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        for role, port in (("prefill", prefill), ("decode", decode)):
-            engine = [program, "mock-engine", "--role", role, "--port", str(port)]
-            stack.enter_context(running(role, engine, port, directory / f"{role}.log"))
-        addresses = ["--prefill", f"{HOST}:{prefill}", "--decode", f"{HOST}:{decode}"]
-        command = [program, "--port", str(gateway), *addresses]
-        stack.enter_context(running("the gateway", command, gateway, directory / "gateway.log"))
-        wait_until_ready("the gateway", gateway, "/readyz")
+    with Fleet() as fleet:
+        for role in ("prefill", "decode"):
+            fleet.mock_engine(role, words=(program,))
+        gateway = fleet.keep(fleet.gateway(words=(program,)))
         body = {"model": "sim", "prompt": "Hello", "max_tokens": 8, "stream": True}
-        headers = {"Content-Type": "application/json"}
-        asked = Request(f"http://{HOST}:{gateway}/v1/completions", json.dumps(body).encode(), headers)
-        with urlopen(asked, timeout=30) as answer:
-            assert answer.read().endswith(b"data: [DONE]\n\n")
+        answer = fetch(gateway.url + "/v1/completions", json.dumps(body).encode())
+        assert answer.endswith(b"data: [DONE]\n\n")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from lab.common import environment, peers
+from lab.common import peers
+from lab.common.environment import PEERS
 from lab.common.processes import HOST, free_ports
 from lab.differential import protocols
 from lab.differential.requests import NATIVE, OPENAI
@@ -78,7 +79,7 @@ def routers() -> list[Pair]:
         both = (*OPENAI, *NATIVE)
         router = _router(sglang, _with_bootstrap_port)
         pairs.append(Pair(router, "sglang_bootstrap", protocols.Bootstrap, both))
-        if environment.provide(("aiohttp", "fastapi<0.124.0", "orjson", "uvicorn")):
+        if PEERS.provide(("aiohttp", "fastapi<0.124.0", "orjson", "uvicorn")):
             mini_lb = replace(router, name="mini_lb", words=(*router.words, "--mini-lb"), ready_path="/health")
             pairs.append(Pair(mini_lb, "sglang_bootstrap", protocols.Bootstrap, both))
     return pairs

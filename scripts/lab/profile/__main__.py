@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from lab.common import environment
+from lab.common.environment import PEERS
 from lab.profile import choosing, compiled, instructions, scraping
 from lab.profile.sampling import SAMPLED, cost, sampled
 
@@ -78,7 +78,7 @@ def main() -> None:
         print(scraping.table(options.seconds))
         return
     seconds = options.seconds
-    if not environment.provide(("py-spy",)):
+    if not PEERS.provide(("py-spy",)):
         sys.exit("py-spy cannot be installed here")
     for name in SAMPLED:
         measurement, stacks = sampled(name, seconds, _record, lambda output: output.read_text())
@@ -91,7 +91,7 @@ def main() -> None:
 
 def _record(pid: int, output: Path) -> Sequence[str]:
     """The command that writes collapsed stacks until it is interrupted."""
-    spy = str(environment.PYTHON.with_name("py-spy"))
+    spy = str(PEERS.python.with_name("py-spy"))
     rate = str(_SAMPLES_PER_SECOND)
     return (spy, "record", "--pid", str(pid), "--format", "raw", "--rate", rate, "--output", str(output))
 

@@ -20,16 +20,15 @@ import uvloop
 from lab.common.invocation import called_from, unwind_on_signals
 from lab.common.output import aligned
 from lab.test_observability.alerts import Watch, drive, outcome
-from lab.test_observability.faults import Site
-from lab.test_observability.faults_by_itself import BY_ITSELF
-from lab.test_observability.faults_under_load import UNDER_LOAD, disturb
-from lab.test_observability.fleet import fleet
+from lab.test_observability.faults import BY_ITSELF, UNDER_LOAD, disturb
 from lab.test_observability.panels import empty_variables, look, missing_engine_metrics
 from lab.test_observability.picture import picture
 from lab.test_observability.prometheus import RULES, prometheus
+from lab.test_observability.site import site
 
 if TYPE_CHECKING:
     from lab.test_observability.prometheus import Prometheus
+    from lab.test_observability.site import Site
 
 _WARM_SECONDS = 10.0
 _DISTURBED_SECONDS = 6.0
@@ -53,14 +52,13 @@ async def run(workers: int, times: int, directory: Path, drawn: Path | None, onl
         timeout = aiohttp.ClientTimeout(total=None, connect=30.0)
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout, connector=connector))
-        engines = await stack.enter_async_context(fleet(directory, workers, session))
-        asked = await stack.enter_async_context(prometheus(directory, engines.jobs(), times, session))
-        site = Site(engines)
-        await stack.enter_async_context(site.clients.asking())
+        made = await stack.enter_async_context(site(directory, workers))
+        asked = await stack.enter_async_context(prometheus(directory, made.jobs(), times, session))
+        await stack.enter_async_context(made.clients.asking())
         if only != "alerts":
             began = time.time()
             await asyncio.sleep(_WARM_SECONDS)
-            await disturb(site, _DISTURBED_SECONDS)
+            await disturb(made, _DISTURBED_SECONDS)
             await until_served(asked)
             shown = await look(asked, began, time.time())
             problems += [f"{one.title}: {problem}" for one in shown for problem in one.problems]
@@ -74,7 +72,7 @@ async def run(workers: int, times: int, directory: Path, drawn: Path | None, onl
                 drawn.write_text(picture(shown), encoding="utf-8")  # noqa: ASYNC240 a small file
                 print(f"drawn: {drawn}")
         if only != "panels" and workers > 1:
-            problems += await alerts(asked, site, times)
+            problems += await alerts(asked, made, times)
     return problems
 
 

@@ -16,8 +16,9 @@ from lab.test_observability.prometheus import RULES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lab.test_observability.faults import Fault, Site
+    from lab.test_observability.faults import Fault
     from lab.test_observability.prometheus import Prometheus
+    from lab.test_observability.site import Site
 
 _PATIENCE_SECONDS: Final = 200.0
 _LOOK_SECONDS: Final = 0.5

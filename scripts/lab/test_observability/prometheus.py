@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from lab.common.processes import HOST, quiet_ports, running, wait_until_ready
+from lab.common.processes import HOST, Program, quiet_ports
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
@@ -110,6 +110,8 @@ async def prometheus(
         f"--web.listen-address={HOST}:{port}",
         "--log.level=warn",
     ]
-    with running("prometheus", command, port, directory / "prometheus.log"):
-        wait_until_ready("prometheus", port, "/-/ready")
+    program = Program(
+        name="prometheus", command=command, port=port, output=directory / "prometheus.log", ready_path="/-/ready"
+    )
+    with program:
         yield Prometheus(port, session)

@@ -172,7 +172,7 @@ async def takes_no_markup(browser: Browser, site: Site) -> list[str]:
             f"() => {{ document.body.innerHTML = {MARKUP!r}; }}",
             "() => { document.createElement('script').text = 'window.owned = 1'; }",
             "() => { setTimeout('window.owned = 1'); }",
-            f"async () => {{ await fetch('{site.url}/livez', {{ mode: 'no-cors' }}); }}",
+            f"async () => {{ await fetch('{site.gateway.url}/livez', {{ mode: 'no-cors' }}); }}",
         ):
             try:
                 await shown.run(attack)
@@ -213,17 +213,17 @@ async def says_that_it_is_away(browser: Browser, site: Site) -> list[str]:
     """A gateway that is gone, and is back."""
     async with tab(browser, site.admin_url) as shown:
         await shown.page.wait_for_selector('#summary:not([data-level="unknown"])')
-        await site.program.end(signal.SIGKILL)
+        await asyncio.to_thread(site.gateway.end, signal.SIGKILL)
         await shown.page.wait_for_selector('#summary[data-level="gone"]')
         problems = unless("cannot be reached" in await text(shown, "#summary"), "it does not say so")
-        await site.start()
+        await asyncio.to_thread(site.gateway.restart)
         await shown.page.wait_for_selector('#summary:not([data-level="gone"])')
         return problems + shown.complaints
 
 
 async def needs_no_key_where_there_is_none(browser: Browser, site: Site) -> list[str]:
     """On this host's loopback address, without any admin key, the page may look."""
-    site.reload(auth={})
+    site.gateway.reload(auth={})
     async with tab(browser, site.admin_url) as shown:
         await shown.page.wait_for_selector("#configuration-table tbody tr")
         return unless(await shown.page.is_hidden("#key-form"), "it asks for a key") + shown.complaints

@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import signal
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, Final
+from urllib.request import Request, urlopen
 
-import aiohttp
-
-from lab.common.processes import HOST, quiet_ports
-from lab.common.programs import Program
+from lab.common.fleet import Fleet, addresses, simulated
+from lab.common.load import Connections, Load, post
+from lab.common.processes import HOST, fetch, quiet_ports
 from proxy.sim.engine import SimulatedEngine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
+
+    from lab.common.fleet import Gateway
 
 KEY: Final = "the-admin-key"
 MARKUP: Final = "<img src=x onerror=window.owned=1>"
@@ -36,7 +37,6 @@ _ENGINE: Final[dict[str, Any]] = {
 }
 _READY_SECONDS: Final = 60.0
 _PER_SECOND: Final = 10.0
-_GONE: Final = (aiohttp.ClientError, TimeoutError, ConnectionError)
 
 
 @dataclass(slots=True)
@@ -45,13 +45,9 @@ class Site:
 
     prefill: list[SimulatedEngine]
     decode: list[SimulatedEngine]
-    program: Program
-    url: str
-    """Of clients."""
+    gateway: Gateway
     admin_url: str
-    session: aiohttp.ClientSession
-    file: Path
-    settings: dict[str, Any]
+    connections: Connections
     failing: list[SimulatedEngine]
 
     async def break_down(self) -> None:
@@ -82,21 +78,8 @@ class Site:
             finally:
                 await self._administer("remove", change)
 
-    def reload(self, **changed: Any) -> None:
-        """With these options instead."""
-        self.file.write_text(json.dumps(self.settings | changed), encoding="utf-8")
-        self.program.send(signal.SIGHUP)
-
-    async def start(self) -> None:
-        """Returns when the gateway is ready."""
-        await self.program.start()
-        async with asyncio.timeout(_READY_SECONDS):
-            while not await self._is_ready():  # noqa: ASYNC110 another process has no events
-                await asyncio.sleep(0.1)
-
     async def metrics(self) -> str:
-        async with self.session.get(self.admin_url + "/metrics") as response:
-            return await response.text()
+        return (await asyncio.to_thread(fetch, self.admin_url + "/metrics")).decode()
 
     async def ask(self, draw: random.Random, user: str = "", request_id: str = "") -> None:
         """One chat, read to its end; nobody minds what it is. Engines know clients by `user`."""
@@ -108,61 +91,38 @@ class Site:
             "user": user,
             "messages": [{"role": "user", "content": f"Topic {draw.randrange(6)}: {words}"}],
         }
-        with suppress(*_GONE):
-            headers = {"X-Request-Id": request_id} if request_id else {}
-            async with self.session.post(self.url + "/v1/chat/completions", json=body, headers=headers) as response:
-                await response.read()
+        headers = {"X_Request_Id": request_id} if request_id else {}
+        with suppress(OSError):
+            await self.connections.ask(post(self.connections.port, body, **headers))
 
     @asynccontextmanager
     async def busy(self) -> AsyncIterator[None]:
         """Requests come all the time; at the end those under way are left."""
         draw, users = random.Random(7), cycle([*[""] * 20, DOOMED, *[""] * 20, LOST])
-        async with asyncio.TaskGroup() as group:
-            begun: set[asyncio.Task[None]] = set()
 
-            async def begin() -> None:
-                while True:
-                    task = group.create_task(self.ask(draw, next(users)))
-                    begun.add(task)
-                    task.add_done_callback(begun.discard)
-                    await asyncio.sleep(draw.expovariate(_PER_SECOND))
+        async def ask(_: int) -> str:
+            await self.ask(draw, next(users))
+            return ""
 
-            beginner = group.create_task(begin())
-            try:
-                yield
-            finally:
-                for task in (beginner, *begun):
-                    task.cancel()
+        async with Load(ask).at_rate(_PER_SECOND, draw, leaves=True):
+            yield
 
     async def _administer(self, what: str, change: dict[str, str]) -> None:
-        headers = {"X-Admin-Key": KEY}
-        async with self.session.post(f"{self.admin_url}/instances/{what}", json=change, headers=headers) as response:
-            response.raise_for_status()
-
-    async def _is_ready(self) -> bool:
-        with suppress(aiohttp.ClientError):
-            async with self.session.get(self.admin_url + "/readyz") as response:
-                return response.status == 200
-        return False
+        headers = {"X-Admin-Key": KEY, "Content-Type": "application/json"}
+        request = Request(f"{self.admin_url}/instances/{what}", json.dumps(change).encode(), headers)
+        (await asyncio.to_thread(urlopen, request)).close()
 
 
 @asynccontextmanager
 async def site(directory: Path, *, workers: int = 3) -> AsyncIterator[Site]:
     """Two prefillers and four decoders, and the gateway in front of them."""
     async with AsyncExitStack() as stack:
-        timeout = aiohttp.ClientTimeout(total=60.0, connect=10.0)
-        connector = aiohttp.TCPConnector(limit=0)
-        session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout, connector=connector))
-
-        async def engines(role: str, count: int) -> list[SimulatedEngine]:
-            made = [SimulatedEngine(role=role, port=port, **_ENGINE) for port in sorted(quiet_ports(count))]
-            return [await stack.enter_async_context(engine) for engine in made]
-
-        prefill, decode = await engines("prefill", 2), await engines("decode", 4)
+        prefill = await stack.enter_async_context(simulated("prefill", 2, **_ENGINE))
+        decode = await stack.enter_async_context(simulated("decode", 4, **_ENGINE))
         port, admin_port = quiet_ports(2)
         settings: dict[str, Any] = {
-            "prefill": [f"{HOST}:{engine.port}" for engine in prefill],
-            "decode": [f"{HOST}:{engine.port}" for engine in decode],
+            "prefill": addresses(prefill),
+            "decode": addresses(decode),
             "workers": workers,
             "listen": {"port": port},
             "admin": {"port": admin_port},
@@ -170,14 +130,10 @@ async def site(directory: Path, *, workers: int = 3) -> AsyncIterator[Site]:
             "admission": {"max_running_decode": 32},
             "health": {"interval_seconds": 0.5, "fall": 2, "eject_seconds": 60.0},
         }
-        file = directory / "pdproxy.yaml"
-        file.write_text(json.dumps(settings), encoding="utf-8")  # JSON is YAML, too
-        log = stack.enter_context((directory / "pdproxy.log").open("wb"))
-        program = Program(["--config", str(file)], log)
-        urls = (f"http://{HOST}:{port}", f"http://{HOST}:{admin_port}")
-        made = Site(prefill, decode, program, *urls, session, file, settings, [])
+        fleet = stack.enter_context(Fleet(directory))
+        gateway = fleet.configured("pdproxy", settings)
         try:
-            await made.start()
-            yield made
+            await asyncio.to_thread(fleet.keep, gateway)
+            yield Site(prefill, decode, gateway, f"http://{HOST}:{admin_port}", Connections(port), [])
         finally:
-            await program.end()
+            await asyncio.to_thread(fleet.close)

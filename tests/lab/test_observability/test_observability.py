@@ -10,8 +10,7 @@ import pytest
 
 from lab.dashboards.all import DASHBOARDS
 from lab.test_observability.alerts import alert_rules, first_end
-from lab.test_observability.faults_by_itself import BY_ITSELF
-from lab.test_observability.faults_under_load import UNDER_LOAD
+from lab.test_observability.faults import BY_ITSELF, UNDER_LOAD
 from lab.test_observability.panels import Shown, problems, substituted
 from lab.test_observability.picture import DRAWN, STATS, picture
 from lab.test_observability.prometheus import RULES, Series, shortened

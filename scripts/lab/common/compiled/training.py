@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing
 from functools import partial
 from http.client import HTTPConnection
-from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from lab.common import peers
-from lab.common.processes import HOST, free_ports, running, wait_until_ready
+from lab.common.fleet import Fleet
+from lab.common.processes import HOST
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _MODEL: Final = "training"
 _KEY: Final = "training"
@@ -37,22 +39,15 @@ def train(directory: Path, rounds: int = 20) -> None:
     """Ask the gateway whose package is in `directory`, and have it end as it does when it is told to. Each client asks
     for everything `rounds` times. Exits if an answer is not what it should be.
     """
-    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        logs = Path(name)
-        keys = logs / "keys.yaml"
+    with Fleet() as fleet:
+        keys = fleet.directory / "keys.yaml"
         keys.write_text(_KEYS)
         keys.chmod(0o600)
-        prefill, decode, (port,) = free_ports(2), free_ports(2), free_ports(1)
-        for role, engine in (*(("prefill", each) for each in prefill), *(("decode", each) for each in decode)):
-            words = ("mock-engine", "--role", role, "--port", str(engine), "--model", _MODEL, "--decode-step-ms", "2")
-            command = [sys.executable, "-m", "proxy", *words]
-            stack.enter_context(running(f"{role} {engine}", command, engine, logs / str(engine)))
-        command = peers.ours(directory).command(port, prefill, decode)
+        fleet.mock_engines(2, 2, "--model", _MODEL, "--decode-step-ms", "2")
         under = {"PROXY_AUTH__CLIENT_KEYS_FILE": str(keys)}
-        stack.enter_context(running("the gateway", command, port, logs / "gateway", under))
-        wait_until_ready("the gateway", port, "/readyz")
+        gateway = fleet.keep(fleet.gateway(words=peers.ours(directory).words, environment=under))
         with ThreadPoolExecutor(_CLIENTS) as clients:
-            list(clients.map(partial(_ask_all, port, rounds), range(_CLIENTS)))
+            list(clients.map(partial(_ask_all, gateway.port, rounds), range(_CLIENTS)))
 
 
 def _ask_all(port: int, rounds: int, client: int) -> None:

@@ -9,23 +9,23 @@ import asyncio
 import re
 import socket
 import sys
-import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import aiohttp
-import orjson
 import uvloop
 
+from lab.common.fleet import Fleet
+from lab.common.invocation import unwind_on_signals
+from lab.common.load import CHAT, Load, ask, post
 from lab.common.output import aligned
 from lab.common.proc import open_fds
-from lab.common.processes import HOST, free_ports, running, wait_until_ready
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
+
+    from lab.common.fleet import Gateway
 
 _CONNECTIONS = 200
 _CONNECTIONS_PER_SECOND = 100
@@ -39,7 +39,9 @@ _PATIENCE = {
 }
 # Connections come for two seconds, and then it is patient for four.
 _RID_WITHIN_SECONDS = 10.0
-_CLEAN_EVERY_SECONDS = 0.05
+_CLEAN_PER_SECOND = 20.0
+_LOOK_SECONDS = 0.05
+_CLEAN_PATIENCE_SECONDS = 10.0
 # Connections of those who are not slow, and to the engines.
 _OTHERS = 8
 # Two cores run the attackers, the engines and the gateway.
@@ -48,30 +50,6 @@ _CLEAN = {"model": "sim", "messages": [{"role": "user", "content": "Are you well
 # Tens of megabytes, so that neither the kernel's buffers nor the gateway's can hold it.
 _LARGE = {"model": "sim", "prompt": "x", "max_tokens": 100_000, "stream": True, "logprobs": 5}
 _CUT = "pdproxy_rejected_total", "pdproxy_streams_broken_total"
-
-
-@dataclass(slots=True)
-class Clean:
-    """What became of those who were not slow."""
-
-    seconds: list[float] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-    async def ask(self, url: str) -> None:
-        """One request, on a connection of its own."""
-        began = time.monotonic()
-        try:
-            timeout = aiohttp.ClientTimeout(total=10.0)
-            async with aiohttp.ClientSession(timeout=timeout) as session, session.post(url, json=_CLEAN) as response:
-                if response.status != 200:
-                    self.problems.append(f"status {response.status}")
-        except (aiohttp.ClientError, TimeoutError) as error:
-            self.problems.append(type(error).__name__)
-        self.seconds.append(time.monotonic() - began)
-
-    @property
-    def is_well(self) -> bool:
-        return not self.problems and max(self.seconds) < _CLEAN_MUST_TAKE_SECONDS
 
 
 @dataclass(slots=True)
@@ -103,14 +81,14 @@ class Attack:
 
     name: str
     path: str
-    run: Callable[[str], Coroutine[None, None, None]]
+    run: Callable[[Gateway, str], Coroutine[None, None, None]]
 
 
-def _slowhttptest(*flags: str) -> Callable[[str], Coroutine[None, None, None]]:
-    async def run(url: str) -> None:
+def _slowhttptest(*flags: str) -> Callable[[Gateway, str], Coroutine[None, None, None]]:
+    async def run(gateway: Gateway, path: str) -> None:
         length = ("-c", str(_CONNECTIONS), "-r", str(_CONNECTIONS_PER_SECOND), "-l", str(_ATTACK_SECONDS))
         process = await asyncio.create_subprocess_exec(
-            *("slowhttptest", *flags, *length, "-u", url),
+            *("slowhttptest", *flags, *length, "-u", gateway.url + path),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
@@ -121,87 +99,87 @@ def _slowhttptest(*flags: str) -> Callable[[str], Coroutine[None, None, None]]:
     return run
 
 
-async def _take_nothing(url: str) -> None:
+async def _take_nothing(gateway: Gateway, path: str) -> None:
     """Ask for long streams and read none of them."""
-    address = re.fullmatch(r"http://([^:/]+):(\d+)/.*", url)
-    assert address is not None
-    body = orjson.dumps(_LARGE)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {address[1]}\r\nContent-Length: {len(body)}\r\n\r\n"
     with ExitStack() as stack:
         for _ in range(_STALLED_STREAMS):
             client = stack.enter_context(socket.socket())
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.connect((address[1], int(address[2])))
-            client.sendall(head.encode() + body)
+            client.connect((gateway.host, gateway.port))
+            client.sendall(post(gateway.port, _LARGE, path))
         await asyncio.sleep(_ATTACK_SECONDS)
 
 
 _ATTACKS = (
     # A header, or a piece of body, every second.
     Attack("slow headers", "/livez", _slowhttptest("-H", "-i", "1")),
-    Attack("slow body", "/v1/chat/completions", _slowhttptest("-B", "-i", "1", "-s", "8192")),
+    Attack("slow body", CHAT, _slowhttptest("-B", "-i", "1", "-s", "8192")),
     # The largest answer to a GET there is, 32 bytes a second.
     Attack("slow reading", "/metrics", _slowhttptest("-X", "-w", "10", "-y", "20", "-n", "1", "-z", "32")),
     Attack("streams nobody reads", "/v1/completions", _take_nothing),
 )
 
 
-async def _suffer(attack: Attack, url: str, pid: int) -> tuple[str, ...]:
+async def _suffer(attack: Attack, gateway: Gateway) -> tuple[str, ...]:
     """One attack; a row of the table."""
-    clean, sockets = Clean(), Sockets(pid)
-    before = await _counted(url)
+    seconds: list[float] = []
+
+    async def clean(_: int) -> str:
+        """One request of somebody who is not slow, on a connection of its own."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(_CLEAN_PATIENCE_SECONDS):
+                answer = await ask(gateway.port, post(gateway.port, _CLEAN))
+        finally:
+            seconds.append(time.monotonic() - began)
+        return "" if answer.status == 200 and answer.is_whole else f"status {answer.status}"
+
+    load, sockets = Load(clean), Sockets(gateway.pid)
+    before = await asyncio.to_thread(_counted, gateway)
     sockets.look()
-    async with asyncio.TaskGroup() as group:
-        attacking = group.create_task(attack.run(url + attack.path))
+    attacking = asyncio.create_task(attack.run(gateway, attack.path))
+    async with load.at_rate(_CLEAN_PER_SECOND):
         while not attacking.done():
-            group.create_task(clean.ask(url + "/v1/chat/completions"))
-            await asyncio.sleep(_CLEAN_EVERY_SECONDS)
+            await asyncio.sleep(_LOOK_SECONDS)
             sockets.look()
-    after = await _counted(url)
+    await attacking
+    after = await asyncio.to_thread(_counted, gateway)
     free = sockets.free_after_seconds
+    is_well = not load.problems and max(seconds) < _CLEAN_MUST_TAKE_SECONDS
     return (
         attack.name,
         str(sockets.most),
         "never" if free is None else f"{free:.1f}",
         ", ".join(f"{name} {after[name] - before[name]:.0f}" for name in after if after[name] != before[name]) or "-",
-        str(len(clean.seconds)),
-        " ".join(map(str, (len(clean.problems), *sorted(set(clean.problems))))),
-        f"{max(clean.seconds):.2f}",
-        "ok" if clean.is_well and free is not None and free < _RID_WITHIN_SECONDS else "NOT OK",
+        str(load.asked),
+        " ".join(map(str, (len(load.problems), *sorted(load.failures())))),
+        f"{max(seconds):.2f}",
+        "ok" if is_well and free is not None and free < _RID_WITHIN_SECONDS else "NOT OK",
     )
 
 
-async def _counted(url: str) -> dict[str, float]:
+def _counted(gateway: Gateway) -> dict[str, float]:
     """What the gateway says of those it refused or cut."""
-    async with aiohttp.ClientSession() as session, session.get(url + "/metrics") as response:
-        lines = (await response.text()).splitlines()
-    series = [line.rsplit(" ", 1) for line in lines if line.startswith(_CUT)]
+    series = [line.rsplit(" ", 1) for line in gateway.metrics().splitlines() if line.startswith(_CUT)]
     return {" ".join(re.findall(r'"([^"]*)"', name)): float(value) for name, value in series}
 
 
-async def _attack_all(url: str, pid: int) -> bool:
+async def _attack_all(gateway: Gateway) -> bool:
     heads = ("attack", "connections", "rid of them after, s", "counted as", "others asked", "failed", "slowest, s", "")
     rows: list[tuple[str, ...]] = [heads]
     for attack in _ATTACKS:
         print(f"{attack.name} …", file=sys.stderr, flush=True)
-        rows.append(await _suffer(attack, url, pid))
+        rows.append(await _suffer(attack, gateway))
     print(f"\n{aligned(rows)}")
     return all(row[-1] == "ok" for row in rows[1:])
 
 
 def main() -> None:
     """Everything, in turn."""
-    with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        prefill, decode, gateway = free_ports(3)
-        for role, port in (("prefill", prefill), ("decode", decode)):
-            command = [sys.executable, "-m", "proxy", "mock-engine", "--role", role, "--port", str(port)]
-            stack.enter_context(running(f"the {role} engine", command, port, directory / f"{role}.log"))
-        command = [sys.executable, "-m", "proxy", "--port", str(gateway)]
-        command += ["--prefill", f"{HOST}:{prefill}", "--decode", f"{HOST}:{decode}"]
-        pid = stack.enter_context(running("the gateway", command, gateway, directory / "gateway.log", _PATIENCE))
-        wait_until_ready("the gateway", gateway, "/readyz")
-        is_well = uvloop.run(_attack_all(f"http://{HOST}:{gateway}", pid))
+    unwind_on_signals()
+    with Fleet() as fleet:
+        fleet.mock_engines(1, 1)
+        is_well = uvloop.run(_attack_all(fleet.keep(fleet.gateway(environment=_PATIENCE))))
     sys.exit(not is_well)
 
 

@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from lab.kill_timing.sniffer import touches
+from lab.kill_timing import touches
 
 SYN, ACK, FIN, RST, PSH = 0x02, 0x10, 0x01, 0x04, 0x08
 

@@ -1,1 +1,0 @@
-"""scripts/demo: one streamed answer through simulated engines."""

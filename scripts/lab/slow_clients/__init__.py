@@ -1,1 +1,0 @@
-"""scripts/slow-clients: what slow clients do to others."""

@@ -1,1 +1,0 @@
-"""Discovery by DNS, with a real name server."""

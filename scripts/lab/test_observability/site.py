@@ -1,0 +1,194 @@
+"""Simulated engines in this process, and two gateways: one under load, with as many workers as one likes, and one that
+serves nobody else, for faults of a gateway itself. And their clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import random
+import threading
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from lab.common.fleet import Fleet, addresses, simulated
+from lab.common.load import CHAT, Connections, Load, post
+from lab.common.processes import quiet_ports
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Sequence
+    from pathlib import Path
+
+    from lab.common.fleet import Gateway
+    from proxy.sim.engine import SimulatedEngine
+
+ENGINE: Final[dict[str, Any]] = {"decode_step_ms": 10.0, "prefill_ms_per_1k_tokens": 40.0, "connector_name": "nixl"}
+
+
+def settings(port: int, workers: int, prefill: Sequence[str], decode: Sequence[str]) -> dict[str, Any]:
+    """The gateway's configuration: everything that takes a while by default takes a second or so."""
+    return {
+        "prefill": list(prefill),
+        "decode": list(decode),
+        "workers": workers,
+        "listen": {"port": port},
+        "admission": {"max_running_decode": 64, "max_waiting": 40, "wait_seconds": 3.0},
+        "kv": {"prefill_min_tokens": 16},
+        "retry": {"budget_least": 1, "budget_wait_seconds": 0.2},
+        "resume": {"deadline_seconds": 10.0},
+        "health": {
+            "interval_seconds": 0.5,
+            "timeout_seconds": 2.0,
+            "changing_interval_seconds": 0.2,
+            "fall": 2,
+            "eject_seconds": 0.3,
+            "max_eject_seconds": 1.0,
+            "slow_start_seconds": 1.0,
+            "quarantine_seconds": 0.5,
+            "transfer_interval_seconds": 1.0,
+        },
+        "drain": {"not_ready_seconds": 0.0, "streams_seconds": 2.0},
+        "log": {"format": "json"},
+    }
+
+
+_PER_SECOND: Final = 12.0
+_TOPICS: Final = [f"Topic {number}: " + "tell me more about it, please. " * 12 * number for number in range(1, 9)]
+
+
+class Tap:
+    """Takes a program's output to a file, and for a while nothing of it."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._reading, self.writing = os.pipe()
+        self._is_open = threading.Event()
+        self._is_open.set()
+        self._thread = threading.Thread(target=self._copy, daemon=True)
+
+    def __enter__(self) -> Tap:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.writing)
+        self._is_open.set()
+        self._thread.join()
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Nobody reads."""
+        self._is_open.clear()
+        try:
+            yield
+        finally:
+            self._is_open.set()
+
+    def _copy(self) -> None:
+        with self._file.open("wb") as output, os.fdopen(self._reading, "rb", buffering=0) as reading:
+            while self._is_open.wait() and (some := reading.read(65536)):
+                output.write(some)
+
+
+class Clients:
+    """Of one gateway. Nobody minds what they get; what they do not read they leave. Engines know them by `user`."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._connections = Connections(gateway.port)
+        self._draw = random.Random(7)
+
+    async def ask(self, user: str = "", *, leaves_after: float = 60.0, **fields: Any) -> None:
+        """Ask once, and read the answer to its end or leave."""
+        body = self._body() | ({"user": user} if user else {}) | fields
+        path = CHAT if "messages" in body else "/v1/completions"
+        with suppress(OSError):  # also a TimeoutError
+            async with asyncio.timeout(leaves_after):
+                await self._ask(body, path)
+
+    async def message(self) -> None:
+        """One of Anthropic's."""
+        messages = [{"role": "user", "content": self._draw.choice(_TOPICS)}]
+        await self._ask({"model": "sim", "max_tokens": 8, "messages": messages}, "/v1/messages")
+
+    async def send(self, data: bytes) -> None:
+        """Bytes that are no request."""
+        with suppress(OSError):
+            _, writer = await asyncio.open_connection(self._gateway.host, self._gateway.port)
+            writer.write(data)
+            await writer.drain()
+            writer.close()
+
+    @asynccontextmanager
+    async def asking(self, user: str = "", per_second: float = _PER_SECOND, **fields: Any) -> AsyncIterator[None]:
+        """So many requests a second, for as long as this lasts; then those under way are left."""
+
+        async def ask(_: int) -> str:
+            if not user and self._draw.random() < 0.1:
+                await self.message()
+            await self.ask(user, **fields)
+            return ""
+
+        async with Load(ask).at_rate(per_second, leaves=True):
+            yield
+
+    async def _ask(self, body: dict[str, Any], path: str) -> None:
+        # A new connection each time: any worker may take it.
+        await self._connections.ask(post(self._gateway.port, body, path, Connection="close"))
+
+    def _body(self) -> dict[str, Any]:
+        topic = self._draw.choice([*_TOPICS, "Hi"])
+        asked = {"model": "sim", "max_tokens": self._draw.randrange(4, 60), "stream": self._draw.random() < 0.8}
+        if self._draw.random() < 0.5:
+            return asked | {"prompt": topic}
+        return asked | {"messages": [{"role": "user", "content": topic}]}
+
+
+@dataclasses.dataclass(slots=True)
+class Site:
+    """All of it. `serving` is under load."""
+
+    prefill: list[SimulatedEngine]
+    decode: list[SimulatedEngine]
+    others: list[SimulatedEngine]
+    serving: Gateway
+    idle: Gateway
+    clients: Clients
+    other_clients: Clients
+    tap: Tap
+    """Of the idle gateway's output."""
+
+    def jobs(self) -> dict[str, list[str]]:
+        """For Prometheus."""
+        engines = [*self.prefill, *self.decode, *self.others]
+        return {"pdproxy": [self.serving.address, self.idle.address], "engines": addresses(engines)}
+
+
+async def change(engine: SimulatedEngine, **options: Any) -> None:
+    """Restart an engine with other options."""
+    engine.options = dataclasses.replace(engine.options, **options)
+    await engine.restart()
+
+
+@asynccontextmanager
+async def site(directory: Path, workers: int) -> AsyncIterator[Site]:
+    """Two prefillers and three decoders behind the gateway under load, a pair behind the other; an SGLang engine."""
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        prefill = await enter(simulated("prefill", 2, **ENGINE))
+        decode = await enter(simulated("decode", 3, **ENGINE))
+        others = await enter(simulated("prefill", 1, **ENGINE)) + await enter(simulated("decode", 1, **ENGINE))
+        sglang = await enter(simulated("both", 1, profile_name="sglang"))
+        fleet = stack.enter_context(Fleet(directory))
+        tap = stack.enter_context(Tap(directory / "idle.log"))
+        port, idle_port = quiet_ports(2)
+        serving = fleet.configured("serving", settings(port, workers, addresses(prefill), addresses(decode)))
+        idle = fleet.configured("idle", settings(idle_port, 1, *([each] for each in addresses(others))), tap.writing)
+        clients = Clients(serving), Clients(idle)
+        try:
+            await asyncio.to_thread(fleet.keep, serving)
+            await asyncio.to_thread(fleet.keep, idle)
+            yield Site(prefill, decode, [*others, *sglang], serving, idle, *clients, tap)
+        finally:
+            await asyncio.to_thread(fleet.close)
