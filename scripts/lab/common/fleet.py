@@ -49,8 +49,7 @@ class Gateway(Program):
 
     def figure(self, name: str) -> float:
         """Return the sum of a metric over its series, or -1 if it has none."""
-        found = re.findall(rf"^pdproxy_{name}(?:\{{.*\}})? (\S+)$", self.metrics(), re.MULTILINE)
-        return sum(map(float, found)) if found else -1.0
+        return figure(self, name)
 
     def reload(self, **changed: Any) -> None:
         """Reload the settings, with these options instead."""
@@ -93,10 +92,20 @@ class Fleet:
             program.end()
         self._stack.close()
 
-    def keep(self, program: AnyProgram) -> AnyProgram:
-        """Run a program until the fleet is closed."""
+    def begin(self, program: AnyProgram) -> AnyProgram:
+        """Run a program until the fleet is closed, without waiting for its start."""
         self.programs.append(program)
-        program.restart()
+        program.start()
+        return program
+
+    def wait(self) -> None:
+        """Wait until all programs answer."""
+        for program in self.programs:
+            program.wait()
+
+    def keep(self, program: AnyProgram) -> AnyProgram:
+        """Run a program until the fleet is closed, and wait until it answers."""
+        self.begin(program).wait()
         return program
 
     # Engines
@@ -119,12 +128,10 @@ class Fleet:
         command += ["--bootstrap-port", str(bootstrap_port)] if bootstrap else []
         output = self.directory / f"{role}-{len(self.programs)}.log"
         engine = Program(name=f"{role} {host}:{port}", command=command, port=port, output=output, host=host)
-        self.programs.append(engine)
         self.engines.setdefault(role, []).append(engine)
         {"prefill": self.prefill, "decode": self.decode}.get(role, []).append(port)
         self._addresses += [f"--{role}", engine.url, *([str(bootstrap_port)] if bootstrap else [])]
-        engine.start()
-        return engine
+        return self.begin(engine)
 
     def mock_engines(self, prefillers: int, decoders: int, *flags: str) -> None:
         """Start several of them, all with the same flags."""
@@ -160,7 +167,7 @@ class Fleet:
         """Return a gateway in front of all engines so far; `with` it, or `keep` it. `finds_engines`: it is not given
         their addresses.
         """
-        self._wait_for_engines()
+        self.wait()
         port = port or quiet_ports(1)[0]
         output = self.directory / f"gateway-{port}.log"
         addresses = () if finds_engines else self._addresses
@@ -178,15 +185,11 @@ class Fleet:
 
     def program(self, peer: Peer, *flags: str, under: Sequence[str] = (), saturating: bool = False) -> Program:
         """Return a peer in front of all engines so far; `with` it, or `keep` it."""
-        self._wait_for_engines()
+        self.wait()
         (port,) = quiet_ports(1)
         command = [*under, *peer.command(port, self.prefill, self.decode, saturating=saturating), *flags]
         output = self.directory / f"{peer.name.replace(' ', '-')}-{port}.log"
         return Program(name=peer.name, command=command, port=port, output=output, ready_path=peer.ready_path)
-
-    def _wait_for_engines(self) -> None:
-        for program in self.programs:
-            program.wait()
 
 
 @asynccontextmanager
@@ -218,10 +221,17 @@ def store_url(port: int) -> str:
     return f"redis://{HOST}:{port}/0"
 
 
-def become_aware(gateways: Sequence[Gateway], of: int) -> None:
+def figure(gateway: Program, name: str) -> float:
+    """Return the sum of a gateway's metric over its series, or -1 if it has none."""
+    text = fetch(gateway.url + "/metrics").decode()
+    found = re.findall(rf"^pdproxy_{name}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
+    return sum(map(float, found)) if found else -1.0
+
+
+def become_aware(gateways: Sequence[Program], of: int) -> None:
     """Wait until each gateway knows so many others. Exits if that takes too long."""
     deadline = time.monotonic() + _AWARE_SECONDS
-    while any(gateway.figure("replicas_peers") != of for gateway in gateways):
+    while any(figure(gateway, "replicas_peers") != of for gateway in gateways):
         if time.monotonic() > deadline:
             sys.exit(f"in vain: each gateway knows {of} others")
         time.sleep(0.05)

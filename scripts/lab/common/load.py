@@ -121,9 +121,11 @@ class Client(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._answer: asyncio.Future[Answer] | None = None
         self._body: list[bytes] = []
-        self._sent_at = self._token_at = 0.0
+        self._sent_at = self._token_at = self._now = 0.0
         self._first_token_at: float | None = None
-        self._has_token = self._has_status = False
+        self._has_status = False
+        self._has_token = False
+        """Whether the data that arrived last has a token."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
@@ -140,24 +142,24 @@ class Client(asyncio.Protocol):
         return self._answer
 
     def data_received(self, data: bytes) -> None:
-        now = perf_counter()
+        self._now = perf_counter()
         self._has_token = False
         self._parser.feed_data(data)
-        if self._has_token:
-            if self._first_token_at is None:
-                self._first_token_at = now
-                self._resolve_first_token()
-            else:
-                self._gaps.add(now - self._token_at)
-            self._token_at = now
 
     def on_headers_complete(self) -> None:
         self._has_status = True
 
     def on_body(self, data: bytes) -> None:
         self._body.append(data)
-        if not self._has_token and _has_content(data):
-            self._has_token = True
+        if self._has_token or not _has_content(data):
+            return
+        self._has_token = True
+        if self._first_token_at is None:
+            self._first_token_at = self._now
+            self._resolve_first_token()
+        else:
+            self._gaps.add(self._now - self._token_at)
+        self._token_at = self._now
 
     def on_message_complete(self) -> None:
         self.closed = not self._parser.should_keep_alive()

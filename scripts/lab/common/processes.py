@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
@@ -19,7 +19,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 from lab.common.proc import tree
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 HOST = "127.0.0.1"
 _READY_SECONDS = 60.0
@@ -66,9 +66,11 @@ def _claim(port: int) -> None:
     _CLAIMS.append(claim)
 
 
-def fetch(url: str, body: bytes | None = None) -> bytes:
-    """Return the answer to a GET, or to a POST of a JSON body. Raises OSError, also for an error status."""
-    with _open(Request(url, body, {"Content-Type": "application/json"}), timeout=30) as answer:
+def fetch(url: str, body: bytes | None = None, method: str | None = None) -> bytes:
+    """Return the answer to a GET, to a POST of a JSON body, or by another method. Raises OSError, also for an error
+    status.
+    """
+    with _open(Request(url, body, {"Content-Type": "application/json"}, method=method), timeout=30) as answer:
         return bytes(answer.read())
 
 
@@ -215,22 +217,3 @@ class Program:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._process.wait()
-
-
-@contextmanager
-def running(
-    name: str,
-    command: Sequence[str],
-    port: int,
-    log: Path,
-    environment: Mapping[str, str] | None = None,
-    host: str = HOST,
-) -> Iterator[int]:
-    """Run a program; yields its id."""
-    with Program(name=name, command=command, port=port, output=log, environment=environment or {}, host=host) as it:
-        yield it.pid
-
-
-def wait_until_ready(name: str, port: int, path: str) -> None:
-    """Wait until a GET of `path` answers 200."""
-    Program(name=name, command=(), port=port, output=1, ready_path=path).wait()

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lab.common.invocation import called_from, unwind_on_signals
-from lab.common.processes import HOST, free_ports, running, wait_until_ready
+from lab.common.processes import HOST, Program, free_ports
 from lab.differential import engines, pairs, report
 from lab.differential.differences import Record
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lab.differential.pairs import Pair, Program
+    from lab.differential.pairs import Pair, Side
     from lab.differential.requests import Request
 
 _PATIENCE_SECONDS = 10.0
@@ -65,16 +65,19 @@ def _pairs(options: argparse.Namespace, directory: Path) -> Sequence[Pair]:
     return chosen
 
 
-def _records(pair: Pair, behind: engines.Engines, program: Program, log: Path) -> list[Record]:
+def _records(pair: Pair, behind: engines.Engines, side: Side, log: Path) -> list[Record]:
     """Start a program in front of the engines, and send it everything, one request after the other."""
-    environment = {} if program.packages is None else {"PYTHONPATH": str(program.packages)}
+    environment = {} if side.packages is None else {"PYTHONPATH": str(side.packages)}
     (port,) = free_ports(1)
-    with running(program.name, [*program.words, *program.flags(port, behind)], port, log, environment):
-        try:
-            wait_until_ready(program.name, port, program.ready_path)
-        except SystemExit:
-            print(f"the output of {program.name}:\n{log.read_text(errors='replace')}", file=sys.stderr)
-            raise
+    program = Program(
+        name=side.name,
+        command=[*side.words, *side.flags(port, behind)],
+        port=port,
+        output=log,
+        environment=environment,
+        ready_path=side.ready_path,
+    )
+    with program:
         behind.take()  # what it asked to warm up
         return [Record(_status(port, request), *behind.take()) for request in pair.requests]
 

@@ -32,7 +32,7 @@ _IN_PLACE_OF_PACKAGES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class Side:
     """A program, the words that start it, and where it says that it is ready."""
 
     name: str
@@ -48,7 +48,7 @@ class Program:
 class Pair:
     """A program and the connector that is to do the same."""
 
-    peer: Program
+    peer: Side
     connector: str
     hearings: Callable[[], Hearings]
     requests: Sequence[Request] = OPENAI
@@ -59,10 +59,10 @@ class Pair:
         return f"{self.peer.name} / {self.connector}"
 
     @property
-    def ours(self) -> Program:
+    def ours(self) -> Side:
         """This gateway with the connector, and otherwise as it is started by default."""
         ours = peers.ours()
-        return Program(
+        return Side(
             "pdproxy", (*ours.words, "--connector", self.connector), ours.ready_path, _OUR_FLAGS[self.connector]
         )
 
@@ -88,7 +88,7 @@ def routers() -> list[Pair]:
 def reference(script: Path) -> Pair:
     """vLLM-Ascend's example for the pull protocol."""
     peer = peers.reference(script)
-    return Pair(Program(peer.name, peer.words, peer.ready_path, _as_lists), "vllm_pull", protocols.Pull)
+    return Pair(Side(peer.name, peer.words, peer.ready_path, _as_lists), "vllm_pull", protocols.Pull)
 
 
 def layerwise(script: Path, packages: Path) -> Pair:
@@ -97,12 +97,12 @@ def layerwise(script: Path, packages: Path) -> Pair:
     for name, text in _IN_PLACE_OF_PACKAGES.items():
         (packages / name).parent.mkdir(parents=True, exist_ok=True)
         (packages / name).write_text(text)
-    program = Program("layerwise", peer.words, peer.ready_path, _as_lists, packages)
+    program = Side("layerwise", peer.words, peer.ready_path, _as_lists, packages)
     return Pair(program, "ascend_layerwise", protocols.Layerwise)
 
 
-def _router(peer: Peer, flags: Flags, *more: str) -> Program:
-    return Program(peer.name, (*peer.words, *more), peer.ready_path, _with_metrics(flags))
+def _router(peer: Peer, flags: Flags, *more: str) -> Side:
+    return Side(peer.name, (*peer.words, *more), peer.ready_path, _with_metrics(flags))
 
 
 def _as_lists(port: int, engines: Engines) -> list[str]:

@@ -13,7 +13,7 @@ from lab.replay import report
 from lab.replay.advising import advice
 from lab.replay.margins import margins
 from lab.replay.options import read_options
-from lab.replay.sockets.sweep import sweep_sockets
+from lab.replay.sockets import sweep_sockets
 from lab.replay.sweep import fleets, sweep
 from lab.replay.trace import InvalidTrace, read
 from proxy.sim.hardware.machines import published

@@ -16,11 +16,9 @@ import uvloop
 
 from lab.common.invocation import called_from
 from lab.common.processes import clean_environment
-from lab.soak.changes import EVACUATE_AFTER_SECONDS
-from lab.soak.cluster import started
+from lab.soak.cluster import LIMITS, started
 from lab.soak.evidence import Answer, Evidence, Fault, Outcome, absences, log_lines
-from lab.soak.faults import FaultInjector
-from lab.soak.gateways import LIMITS
+from lab.soak.faults import EVACUATE_AFTER_SECONDS, FaultInjector
 from lab.soak.invariants import INVARIANTS, judged
 from lab.soak.recorder import Recorder
 from lab.soak.report import details, table
@@ -134,7 +132,7 @@ async def _soak(options: argparse.Namespace, directory: Path) -> Evidence:
                     task.cancel()
             rest = await cluster.sample()
             engines = {engine.name: await cluster.state(engine) for engine in cluster.engines}
-    lines = [line for text in cluster.logs() for line in log_lines(text)]
+    lines = [line for gateway in cluster.gateways for line in log_lines(gateway.text())]
     workers = options.workers * options.replicas
     down = absences(lines, rest.at) if workers == 1 else []
     return Evidence(

@@ -1,29 +1,29 @@
-"""Engines, the network before each of them, and the gateways; and the questions one asks of them."""
+"""Engines, the network before each of them, the gateways and their store; and the questions one asks of them."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
+import time
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
 
-from lab.common.processes import HOST, quiet_ports
-from lab.common.programs import Program
+from lab.common.fleet import PDPROXY, Fleet, store, store_url
+from lab.common.proc import open_fds, resident_bytes, tree
+from lab.common.processes import HOST, Program, fetch, quiet_ports
 from lab.common.toxics import ToxicProxy
-from lab.soak.evidence import together
-from lab.soak.gateways import Gateway, Store, settings
-from lab.soak.listed import ListedEngines
+from lab.soak.evidence import Limits, Sample, together
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
     from pathlib import Path
-    from typing import BinaryIO
 
+    from lab.common.fleet import Gateway
     from lab.common.toxics import Watcher
-    from lab.soak.evidence import Sample
 
 ENGINE_OPTIONS: dict[str, Any] = {"eos_after": 150, "tool_call_parser": "kimi_k2", "prompt_tokens_details": False}
 """What decides what engines say: those of the cluster and the one that is asked alone."""
@@ -32,22 +32,55 @@ _ENGINE_FLAGS = (
     *("--eos-after", "150", "--tool-call-parser", "kimi_k2", "--no-prompt-tokens-details"),
 )
 _PATIENCE_SECONDS = 60.0
-_ANSWER_SECONDS = 30.0
-_START_SECONDS = 60.0
-"""All programs start at once, on machines that may be busy with something else."""
+STALL_SECONDS = 1.0
+LIMITS = Limits(handoff_seconds=4.0, health_seconds=0.5)
+
+
+def settings(prefill: Sequence[str], decode: Sequence[str]) -> dict[str, Any]:
+    """What all gateways have in common: everything that takes a while by default takes a second or so."""
+    return {
+        "prefill": list(prefill),
+        "decode": list(decode),
+        "retry": {
+            "max_attempts": LIMITS.max_attempts,
+            "budget_share": LIMITS.budget_share,
+            "budget_least": LIMITS.budget_least,
+        },
+        "resume": {"mode": "exact", "max_attempts": LIMITS.max_resumes, "deadline_seconds": 10.0},
+        "timeouts": {
+            "connect_seconds": 1.0,
+            "prefill_seconds": 10.0,
+            "handoff_seconds": LIMITS.handoff_seconds,
+            "first_token_seconds": 10.0,
+            "idle_seconds": 10.0,
+            "answer_seconds": 30.0,
+        },
+        "health": {
+            "interval_seconds": LIMITS.health_seconds,
+            "timeout_seconds": 3.0,  # silence is noticed by `stall_seconds`, and this machine may be busy
+            "changing_interval_seconds": 0.2,
+            "fall": 2,
+            "rise": 2,
+            "eject_seconds": 1.0,
+            "stall_seconds": STALL_SECONDS,
+            "slow_start_seconds": 2.0,
+            "quarantine_seconds": 2.0,
+        },
+        "joining": {"interval_seconds": 0.2, "max_attempts": 50},
+        "drain": {"not_ready_seconds": 0.0},
+        "log": {"format": "json"},
+    }
 
 
 class Engine:
     """A simulated engine and the network before it. Gateways know it as `instance`."""
 
-    def __init__(
-        self, role: str, port: int, network_port: int, output: BinaryIO, watch: Callable[[str], Watcher]
-    ) -> None:
+    def __init__(self, role: str, port: int, network_port: int, log: Path, watch: Callable[[str], Watcher]) -> None:
         self.role = role
-        self.url = f"http://{HOST}:{port}"
         self.instance = f"{HOST}:{network_port}"
         self.network = ToxicProxy(HOST, port, listen_on=network_port, watch=lambda: watch(self.instance))
-        self.program = Program(["mock-engine", "--role", role, "--port", str(port), *_ENGINE_FLAGS], output)
+        command = [*PDPROXY, "mock-engine", "--role", role, "--port", str(port), *_ENGINE_FLAGS]
+        self.program = Program(name=self.name, command=command, port=port, output=log, ready_path="/health")
 
     @property
     def name(self) -> str:
@@ -61,9 +94,8 @@ class Cluster:
         self,
         engines: list[Engine],
         gateways: list[Gateway],
-        session: aiohttp.ClientSession,
         listed: ListedEngines | None,
-        store: Store | None,
+        store: Program | None,
     ) -> None:
         """`listed`: where the gateways find the engines; None: they are configured, and changed by an administrator.
         `store`: by which the gateways share what they know; None: they do not.
@@ -72,27 +104,10 @@ class Cluster:
         self.gateways = gateways
         self.listed = listed
         self.store = store
-        self._session = session
-
-    async def start(self, engine: Engine) -> None:
-        """Start an engine, and wait until it answers."""
-        await engine.program.start()
-        await self._wait_for(engine.url + "/health", engine.name, engine.program)
-
-    async def start_gateways(self) -> None:
-        """All at once, and wait until they are ready and know of each other."""
-        await asyncio.gather(*(gateway.program.start() for gateway in self.gateways))
-        for gateway in self.gateways:
-            await self._wait_for(f"{gateway.url}/readyz", f"the gateway at port {gateway.port}", gateway.program)
-        await until(self._know_each_other)
 
     async def sample(self) -> Sample:
         """What the gateways tell of themselves, and the kernel of them."""
-        return together(await asyncio.gather(*(gateway.sample() for gateway in self.gateways)))
-
-    def logs(self) -> list[str]:
-        """What each gateway has written."""
-        return [gateway.log() for gateway in self.gateways]
+        return together(await asyncio.gather(*map(_sample, self.gateways)))
 
     def workers(self) -> list[int]:
         """The gateways'; none of one that is one process."""
@@ -110,9 +125,12 @@ class Cluster:
 
     async def administer(self, verb: str, engine: Engine, **fields: Any) -> None:
         """Tell every gateway to `add` or `remove` an instance."""
+        change = json.dumps({"type": engine.role, "instances": engine.instance, **fields}).encode()
         for gateway in self.gateways:
-            if refused := await gateway.change(verb, {"type": engine.role, "instances": engine.instance, **fields}):
-                sys.exit(f"a gateway does not {verb} {engine.name}: {refused}")
+            try:
+                await asyncio.to_thread(fetch, f"{gateway.url}/instances/{verb}", change)
+            except OSError as error:
+                sys.exit(f"a gateway does not {verb} {engine.name}: {error}")
 
     async def have(self, engine: Engine) -> bool:
         """Whether all gateways know an instance, be it draining."""
@@ -124,7 +142,7 @@ class Cluster:
 
     async def _is_enabled(self, engine: Engine, *, is_expected: bool) -> bool:
         for gateway in self.gateways:
-            enabled = {one["address"] for one in await gateway.instances() if one["membership"] == "enabled"}
+            enabled = {one["address"] for one in await _instances(gateway) if one["membership"] == "enabled"}
             if (engine.instance in enabled) != is_expected:
                 return False
         return True
@@ -142,10 +160,10 @@ class Cluster:
     async def is_well(self) -> bool:
         """Whether the gateways say so of every instance, and of each other."""
         for gateway in self.gateways:
-            for sample in await gateway.samples():
+            for sample in await _samples(gateway):
                 if sample.total("pdproxy_instance_up") < len(self.engines):
                     return False
-        return await self._know_each_other()
+        return await self.know_each_other()
 
     async def is_well_soon(self) -> bool:
         """Wait until all is well; False if that takes too long."""
@@ -157,7 +175,7 @@ class Cluster:
     async def is_down(self, engine: Engine) -> bool:
         """Whether no worker of any gateway holds an instance to be up."""
         for gateway in self.gateways:
-            if any(s.total("pdproxy_instance_up", address=engine.instance) for s in await gateway.samples()):
+            if any(s.total("pdproxy_instance_up", address=engine.instance) for s in await _samples(gateway)):
                 return False
         return True
 
@@ -165,7 +183,7 @@ class Cluster:
         """Whether no gateway knows of another one."""
         return (await self.sample()).total("pdproxy_replicas_peers") == 0
 
-    async def _know_each_other(self) -> bool:
+    async def know_each_other(self) -> bool:
         if self.store is None:
             return True
         count = len(self.gateways)
@@ -178,34 +196,16 @@ class Cluster:
         return not (await self.state(engine))["live"]
 
     async def inject(self, engine: Engine, rule: dict[str, Any]) -> None:
-        async with self._session.post(engine.url + "/_mock/faults", json=rule):
-            pass
+        await asyncio.to_thread(fetch, f"{engine.program.url}/_mock/faults", json.dumps(rule).encode())
 
     async def clear_faults(self, engine: Engine) -> None:
-        async with self._session.delete(engine.url + "/_mock/faults"):
-            pass
+        await asyncio.to_thread(fetch, f"{engine.program.url}/_mock/faults", method="DELETE")
 
     async def state(self, engine: Engine) -> dict[str, Any]:
         """What an engine says of itself, without what it was asked."""
-        async with self._session.get(engine.url + "/_mock/state") as response:
-            state = dict(await response.json())
+        state: dict[str, Any] = json.loads(await asyncio.to_thread(fetch, f"{engine.program.url}/_mock/state"))
         del state["requests"]
         return state
-
-    async def _wait_for(self, url: str, name: str, program: Program) -> None:
-        async def answers() -> bool:
-            if program.has_ended:
-                sys.exit(f"{name} did not start; its output ends with:\n{program.last_words()}")
-            # One that listens and has not come to answering is no failure yet.
-            with suppress(aiohttp.ClientError, TimeoutError):
-                async with self._session.get(url) as response:
-                    return response.status == 200
-            return False
-
-        try:
-            await until(answers, _START_SECONDS)
-        except TimeoutError:
-            sys.exit(f"{name} did not start in {_START_SECONDS:g} s; its output ends with:\n{program.last_words()}")
 
 
 async def until(condition: Callable[[], Awaitable[bool]], patience_seconds: float = _PATIENCE_SECONDS) -> None:
@@ -215,8 +215,65 @@ async def until(condition: Callable[[], Awaitable[bool]], patience_seconds: floa
             await asyncio.sleep(0.1)
 
 
+async def _instances(gateway: Gateway) -> list[dict[str, Any]]:
+    """What it tells of each, those that drain included."""
+    return list(json.loads(await asyncio.to_thread(fetch, f"{gateway.url}/instances"))["instances"])
+
+
 async def _addresses(gateway: Gateway) -> set[str]:
-    return {one["address"] for one in await gateway.instances()}
+    return {one["address"] for one in await _instances(gateway)}
+
+
+async def _sample(gateway: Gateway) -> Sample:
+    """What a gateway tells of itself, and the kernel of it. Each metric has the label `gateway` besides."""
+    text = await asyncio.to_thread(gateway.metrics)
+    metrics = {
+        (sample.name, tuple(sorted({**sample.labels, "gateway": str(gateway.port)}.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if not sample.name.endswith("_bucket")
+    }
+    pid = gateway.pid
+    return Sample(at=time.time(), metrics=metrics, rss_bytes=resident_bytes(pid), fds=sum(map(open_fds, tree(pid))))
+
+
+async def _samples(gateway: Gateway) -> list[Sample]:
+    """So many that every worker should have answered one of them: each knows for itself how the instances are."""
+    return [await _sample(gateway) for _ in range(max(1, 4 * len(gateway.workers())))]
+
+
+class ListedEngines:
+    """Who keeps the file. `settings` has the gateway read it."""
+
+    def __init__(self, path: Path, engines: Iterable[tuple[str, str]]) -> None:
+        """Role and instance of each."""
+        self._path = path
+        self._engines = list(engines)
+        self.settings: dict[str, Any] = {"discovery": {"files": [str(path)]}}
+        self.repair()
+
+    def add(self, role: str, instance: str) -> None:
+        self._engines.append((role, instance))
+        self.repair()
+
+    def remove(self, role: str, instance: str) -> None:
+        self._engines.remove((role, instance))
+        self.repair()
+
+    def spoil(self) -> None:
+        """It ends in the middle, and nobody knows which engines there are."""
+        text = self._path.read_text()
+        self._replace(text[: len(text) // 2])
+
+    def repair(self) -> None:
+        """It has those that there are."""
+        groups = [{"targets": [instance], "labels": {"role": role}} for role, instance in self._engines]
+        self._replace(json.dumps(groups))
+
+    def _replace(self, text: str) -> None:
+        new = self._path.with_suffix(".new")
+        new.write_text(text)
+        new.replace(self._path)
 
 
 @asynccontextmanager
@@ -234,50 +291,39 @@ async def started(
     share what they know. `is_discovered`: they find the engines in a file. `evacuate_after_seconds`: what still runs at
     an instance that leaves may end there for so long; None: however long that takes.
     """
-    store_port, *ports = quiet_ports(1 + gateways + 4 * per_role)
-    gateway_ports, ports = ports[:gateways], ports[gateways:]
+    store_port, *ports = quiet_ports(1 + gateways + 2 * per_role)
     roles = ["prefill"] * per_role + ["decode"] * per_role
     async with AsyncExitStack() as stack:
-        # Not kept: a connection that is left open would count among the gateways'.
-        connector = aiohttp.TCPConnector(force_close=True)
-        client = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=_ANSWER_SECONDS))
-        session = await stack.enter_async_context(client)
-        engine_log = stack.enter_context((directory / "engines.log").open("wb"))
+        fleet = Fleet(directory)
+        stack.push_async_callback(asyncio.to_thread, fleet.close)
         engines = [
-            Engine(role, port, network_port, engine_log, watch)
-            for role, port, network_port in zip(roles, ports[::2], ports[1::2], strict=True)
+            Engine(role, port, network_port, directory / "engines.log", watch)
+            for role, port, network_port in zip(roles, quiet_ports(2 * per_role), ports[gateways:], strict=True)
         ]
         for engine in engines:
             await stack.enter_async_context(engine.network)
-        listed = store = None
+            fleet.begin(engine.program)
+        listed = shared = None
         configured = engines
         if is_discovered:
             listed = ListedEngines(directory / "engines.json", ((engine.role, engine.instance) for engine in engines))
             configured = []
         if gateways > 1:
-            store = Store(store_port, directory)
-            stack.push_async_callback(store.end)
-            await store.start()
+            shared = fleet.begin(store(store_port, directory))
         instances = {role: [e.instance for e in configured if e.role == role] for role in ("prefill", "decode")}
         options = {
             **settings(**instances),
             "workers": workers,
             "leaving": {"evacuate_after_seconds": evacuate_after_seconds},
             **(listed.settings if listed else {}),
-            **(store.settings if store else {}),
+            **({"replicas": {"url": store_url(store_port)}} if shared else {}),
         }
+        await asyncio.to_thread(fleet.wait)
         made = [
-            stack.enter_context(Gateway(directory / f"gateway-{number}", port, options, session))
-            for number, port in enumerate(gateway_ports, 1)
+            fleet.begin(fleet.configured(f"gateway-{number}", {**options, "listen": {"port": port}}))
+            for number, port in enumerate(ports[:gateways], 1)
         ]
-        cluster = Cluster(engines, made, session, listed, store)
-        stack.push_async_callback(
-            _end, [*(gateway.program for gateway in made), *(engine.program for engine in engines)]
-        )
-        await asyncio.gather(*map(cluster.start, engines))
-        await cluster.start_gateways()
+        await asyncio.to_thread(fleet.wait)
+        cluster = Cluster(engines, made, listed, shared)
+        await until(cluster.know_each_other)
         yield cluster
-
-
-async def _end(programs: Iterable[Program]) -> None:
-    await asyncio.gather(*(program.end() for program in programs))

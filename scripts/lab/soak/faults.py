@@ -1,6 +1,6 @@
 """What goes wrong. Each fault is done to one backend and undone again; then the gateways have some time to find out.
 
-What is planned (`changes`) counts as one, too.
+What is planned (`Changes`) counts as one, too: instances are taken out of service, started again and put back.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lab.common.toxics import Direction, Latency, Slicer
-from lab.soak.changes import Changes
-from lab.soak.cluster import until
-from lab.soak.evidence import KILL_WORKER, Fault
-from lab.soak.gateways import STALL_SECONDS
-from proxy.roll import GatewayTrouble, RollStopped
+from lab.soak.cluster import STALL_SECONDS, until
+from lab.soak.evidence import KILL_WORKER, Absence, Fault
+from proxy.roll import Gateways, GatewayTrouble, Limits, Progress, RollStopped, Walk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,6 +36,9 @@ _SLOW_SECONDS = 2.0
 _INJECTED_SECONDS = 1.0
 GRACE_SECONDS = 1.0
 """Between a fault that is over and the next."""
+EVACUATE_AFTER_SECONDS = 0.2
+"""So long answers may go on at an instance that leaves, where it is evacuated."""
+_ROLL_LIMITS = Limits(evacuate_after_seconds=EVACUATE_AFTER_SECONDS, ready_seconds=20.0, settle_seconds=0.5)
 
 
 async def kill(cluster: Cluster, engine: Engine) -> None:
@@ -45,8 +46,8 @@ async def kill(cluster: Cluster, engine: Engine) -> None:
     with engine.network.refusing():
         engine.program.send(signal.SIGKILL)
         await asyncio.sleep(_DEAD_SECONDS)
-        await engine.program.end()
-        await cluster.start(engine)
+        await asyncio.to_thread(engine.program.end)
+        await asyncio.to_thread(engine.program.restart)
 
 
 async def stop(cluster: Cluster, engine: Engine) -> None:
@@ -104,6 +105,74 @@ _DAMAGES: dict[str, Damage] = {"kill": kill, "stop": stop, "partition": partitio
 _ROLL = "roll"
 _SPOIL = "spoil the list"
 _LOSE_STORE = "lose the store"
+
+
+class Changes:
+    """Owns the notes of who was not there meanwhile."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.absences: list[Absence] = []
+        self._cluster = cluster
+
+    async def drain(self, engine: Engine) -> None:
+        """As an operator restarts an engine: taken out, waited for, started again, put back. With discovery the list
+        says so; what runs is evacuated if the gateways are set like that.
+        """
+        cluster = self._cluster
+        await cluster.change("remove", engine)
+        with self._noted(engine, "was removed"):
+            await until(partial(cluster.lack, engine))
+            await self._restart(engine)
+        await cluster.change("add", engine)
+        await until(partial(cluster.have, engine))
+
+    async def evacuate(self, engine: Engine) -> None:
+        """As an operator does who removes it at once. What the list says does not count until it has said otherwise."""
+        cluster, listed = self._cluster, self._cluster.listed
+        await cluster.administer("remove", engine, evacuate_after=0)
+        with self._noted(engine, "was removed at once"):
+            await until(partial(cluster.lack, engine))
+            if listed is not None:
+                listed.remove(engine.role, engine.instance)
+                await until(partial(cluster.are_told, len(cluster.engines) - 1))
+            await self._restart(engine)
+        await cluster.change("add", engine)
+        await until(partial(cluster.have, engine))
+
+    async def leave(self, engine: Engine) -> None:
+        """As SGLang does after SIGTERM: its health checks turn 503, and what it has goes on, here or there."""
+        cluster = self._cluster
+        await cluster.inject(engine, {"action": "refuse_status", "status": 503, "path": "/health"})
+        await until(partial(cluster.is_down, engine))
+        with self._noted(engine, "said that it leaves"):
+            await until(partial(cluster.is_idle, engine))
+            await self._restart(engine)
+
+    async def roll(self, role: str) -> None:
+        """As `pdproxy roll` does with all instances of a role. Raises RollStopped."""
+        loop = asyncio.get_running_loop()
+        engines = {engine.instance: engine for engine in self._cluster.engines}
+
+        def restart(address: str) -> None:
+            asyncio.run_coroutine_threadsafe(self._rolled(engines[address]), loop).result()
+
+        gateways = Gateways([gateway.url for gateway in self._cluster.gateways], role, None)
+        walk = Walk(gateways, Progress(None, role, ""), _ROLL_LIMITS, restart, _tell)
+        await asyncio.to_thread(lambda: walk.run(walk.plan()))
+
+    async def _rolled(self, engine: Engine) -> None:
+        with self._noted(engine, "was disabled"):
+            await self._restart(engine)
+
+    async def _restart(self, engine: Engine) -> None:
+        await asyncio.to_thread(engine.program.end)
+        await asyncio.to_thread(engine.program.restart)
+
+    @contextmanager
+    def _noted(self, engine: Engine, why: str) -> Iterator[None]:
+        began = time.time()
+        yield
+        self.absences.append(Absence(instance=engine.instance, began=began, ended=time.time(), why=why))
 
 
 class FaultInjector:
@@ -193,10 +262,14 @@ class FaultInjector:
         """Nobody tells the gateways of each other for a while, and nothing is left of what they have said."""
         store = self._cluster.store
         assert store is not None
-        await store.end()
+        await asyncio.to_thread(store.end)
         try:
             await until(self._cluster.are_alone)
             await asyncio.sleep(_INJECTED_SECONDS)
         finally:
-            await store.start()
+            await asyncio.to_thread(store.restart)
         return "the store"
+
+
+def _tell(line: str) -> None:
+    print(f"  {line}", file=sys.stderr, flush=True)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import httptools
 
+from lab.common.load import DONE
 from lab.common.toxics import Direction
-from lab.soak.answers import DONE
 from lab.soak.evidence import Leg
 from proxy.connectors.releaser import RELEASE_MODEL
 

@@ -15,11 +15,10 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import orjson
 import uvloop
 
-from lab.soak.answers import DONE, Unreadable, content, difference, payloads
+from lab.common.load import DONE, Connections, Load, ask, post
 from lab.soak.cluster import ENGINE_OPTIONS
 from lab.soak.evidence import Answer, Outcome
 from lab.soak.workload import Request, user_name, workload
@@ -29,15 +28,17 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import BinaryIO
 
+    from lab.common import load
+
 _PATIENCE_SECONDS = 60.0
-_CLEAN_EVERY_SECONDS = 0.1
+_CLEAN_PER_SECOND = 10.0
 
 
 class Traffic:
     """All clients of one run. Owns the file of answers."""
 
     def __init__(self, ports: Sequence[int], seed: int, clients: int, answers: BinaryIO) -> None:
-        self._urls = [f"http://127.0.0.1:{port}" for port in ports]
+        self._gateways = [Connections(port) for port in ports]
         self._clients = clients
         self._answers = answers
         self._draw = random.Random(seed)
@@ -47,10 +48,10 @@ class Traffic:
 
     async def learn(self) -> None:
         """Ask an engine without a gateway what the answers are."""
-        async with SimulatedEngine(**ENGINE_OPTIONS) as engine, aiohttp.ClientSession() as session:
+        async with SimulatedEngine(**ENGINE_OPTIONS) as engine:
             for request in (request for request in (*self._requests, self._clean) if request.status == 200):
-                async with session.post(engine.url + request.api.path, data=request.body("")) as response:
-                    expected = content(await response.read(), stream=request.stream)
+                answer = await ask(engine.port, post(engine.port, request.body(""), request.api.path))
+                expected = content(answer.body, stream=request.stream)
                 if "stop" in request.fields:
                     # If an answer breaks off inside a stop string, some tokens behind it count, too.
                     expected["usage"] = None
@@ -58,42 +59,40 @@ class Traffic:
 
     async def ask(self, seconds: float) -> None:
         """So long, and until the last answer has ended."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + seconds
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as group:
-            for _ in range(self._clients):
-                group.create_task(self._client(session, until))
-            while loop.time() < until:
-                # Not one after the other: a gateway that makes one wait would be asked less.
-                group.create_task(self._one(session, self._clean, is_clean=True))
-                await asyncio.sleep(_CLEAN_EVERY_SECONDS)
 
-    async def _client(self, session: aiohttp.ClientSession, until: float) -> None:
-        loop = asyncio.get_running_loop()
-        while loop.time() < until:
-            await self._one(session, self._draw.choice(self._requests))
+        async def some(_: int) -> str:
+            await self._one(self._draw.choice(self._requests))
             await asyncio.sleep(self._draw.uniform(0.0, 0.1))
+            return ""
 
-    async def _one(self, session: aiohttp.ClientSession, request: Request, *, is_clean: bool = False) -> None:
+        async def clean(_: int) -> str:
+            await self._one(self._clean, is_clean=True)
+            return ""
+
+        # Not one after the other: a gateway that makes one wait would be asked less.
+        async with Load(some).at_a_time(self._clients), Load(clean).at_rate(_CLEAN_PER_SECOND):
+            await asyncio.sleep(seconds)
+
+    async def _one(self, request: Request, *, is_clean: bool = False) -> None:
         serial = next(self._serials)
         user = user_name(serial, request)
-        received = _Received()
-        url = self._urls[serial % len(self._urls)] + request.api.path
-        began = time.time()
-        outcome, problem = Outcome.CUT, ""
+        gateway = self._gateways[serial % len(self._gateways)]
+        # Some clients come anew each time, and so to any of several workers.
+        headers = {"X_Request_Id": user, **({"Connection": "close"} if serial % 3 == 0 else {})}
+        asked = post(gateway.port, request.body(user), request.api.path, **headers)
+        received: load.Answer | None = None
         leaves_after = request.leaves_after_seconds
+        began = time.time()
         try:
             async with asyncio.timeout(_PATIENCE_SECONDS if leaves_after is None else leaves_after):
-                # Some clients come anew each time, and so to any of several workers.
-                headers = {"X-Request-Id": user, **({"Connection": "close"} if serial % 3 == 0 else {})}
-                await received.read(session, url, request.body(user), headers)
+                received = await gateway.ask(asked)
         except TimeoutError:
-            outcome = Outcome.SILENT if leaves_after is None else Outcome.LEFT
-        except aiohttp.ClientError as error:
-            problem = f"{type(error).__name__}: {error}"
+            outcome, problem = Outcome.SILENT if leaves_after is None else Outcome.LEFT, ""
+        except OSError as error:
+            outcome, problem = Outcome.CUT, f"{type(error).__name__}: {error}"
         else:
             outcome, problem = self._judged(request, received)
+        body = received.body if received is not None else b""
         answer = Answer(
             id=user,
             began=began,
@@ -103,22 +102,24 @@ class Traffic:
             units=request.units,
             asks_usage=request.asks_usage,
             is_clean=is_clean,
-            status=received.status,
+            status=received.status if received is not None else None,
             outcome=outcome,
             problem=problem,
-            is_done=received.body.rstrip().endswith(DONE),
-            has_usage=request.stream and received.has_usage,
+            is_done=body.rstrip().endswith(DONE),
+            has_usage=request.stream and _has_usage(body),
         )
         self._answers.write(orjson.dumps(answer) + b"\n")
 
-    def _judged(self, request: Request, received: _Received) -> tuple[Outcome, str]:
+    def _judged(self, request: Request, received: load.Answer) -> tuple[Outcome, str]:
         """What became of a request whose answer ended as HTTP answers do."""
+        if not received.is_whole:
+            return Outcome.CUT, "the connection was closed before the end of the answer"
         if received.status != request.status:
             return Outcome.ERROR, f"status {received.status}: {_error(received.body)}"
         if request.status != 200:
             return Outcome.REFUSED, ""
         try:
-            if error := received.error:
+            if error := _error_event(received.body):
                 return Outcome.ERROR, f"event: {error}"
             problem = difference(content(received.body, stream=request.stream), self._expected[request.number])
         except Unreadable as unreadable:
@@ -128,33 +129,15 @@ class Traffic:
         return (Outcome.WRONG, problem) if problem else (Outcome.COMPLETE, "")
 
 
-class _Received:
-    """What has come of one answer so far."""
+def _has_usage(body: bytes) -> bool:
+    with suppress(Unreadable):
+        return any(payload.get("usage") for payload in payloads(body))
+    return False
 
-    def __init__(self) -> None:
-        self.status: int | None = None
-        self.body = b""
 
-    async def read(self, session: aiohttp.ClientSession, url: str, body: bytes, headers: dict[str, str]) -> None:
-        async with session.post(url, data=body, headers=headers) as response:
-            self.status = response.status
-            parts: list[bytes] = []
-            try:
-                async for part in response.content.iter_any():
-                    parts.append(part)  # noqa: PERF401 what came before a cut counts
-            finally:
-                self.body = b"".join(parts)
-
-    @property
-    def has_usage(self) -> bool:
-        with suppress(Unreadable):
-            return any(payload.get("usage") for payload in payloads(self.body))
-        return False
-
-    @property
-    def error(self) -> str:
-        """The error event of a stream; empty if there is none."""
-        return _error(self.body.rpartition(b"data: ")[2]) if b'"error":' in self.body else ""
+def _error_event(body: bytes) -> str:
+    """The error event of a stream; empty if there is none."""
+    return _error(body.rpartition(b"data: ")[2]) if b'"error":' in body else ""
 
 
 def _error(body: bytes) -> str:
@@ -164,6 +147,97 @@ def _error(body: bytes) -> str:
         return f"{error.get('code')}: {error.get('message')}"
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
         return str(body[:100])
+
+
+# What an answer says, streamed or not, in one form: two answers that say the same to a client are equal.
+
+
+class Unreadable(Exception):
+    """An answer that is none; the text says what is wrong."""
+
+
+def payloads(body: bytes) -> list[dict[str, Any]]:
+    """The JSON of a stream's events, without `[DONE]`. Raises Unreadable."""
+    events = [event for event in body.replace(b"\r\n", b"\n").split(b"\n\n") if event.startswith(b"data: ")]
+    if events and events[-1] == DONE:
+        events.pop()
+    return [_json(event.removeprefix(b"data: ")) for event in events]
+
+
+def content(body: bytes, *, stream: bool) -> dict[str, Any]:
+    """What an answer says: of each choice its reasoning, text, tool calls, token ids and end, and the usage.
+
+    Raises Unreadable.
+    """
+    parts = payloads(body) if stream else [_json(body)]
+    try:
+        usages = [part["usage"] for part in parts if part.get("usage") and not (stream and part["choices"])]
+        choices = [choice for part in parts for choice in part["choices"]]
+        return {
+            "choices": {
+                index: _choice([choice for choice in choices if choice["index"] == index])
+                for index in sorted({choice["index"] for choice in choices})
+            },
+            "usage": [{name: usage[name] for name in ("prompt_tokens", "completion_tokens")} for usage in usages],
+        }
+    except (KeyError, TypeError) as error:
+        raise Unreadable(f"the answer has not the shape of one: {error!r}") from None
+
+
+def difference(answer: dict[str, Any], expected: dict[str, Any]) -> str:
+    """What is wrong with an answer; empty when nothing is. Usage is compared if it was expected and there is any."""
+    if answer["usage"] and expected["usage"] and answer["usage"] != expected["usage"]:
+        return f"usage is {answer['usage']}, not {expected['usage']}"
+    if answer["choices"].keys() != expected["choices"].keys():
+        return f"there are choices {sorted(answer['choices'])}, not {sorted(expected['choices'])}"
+    for index, choice in expected["choices"].items():
+        for name, value in choice.items():
+            got = answer["choices"][index][name]
+            if got != value:
+                return f"{name} of choice {index} is {_shortened(got, value)}"
+    return ""
+
+
+def _shortened(got: Any, value: Any) -> str:
+    """Where two values part, without all of what they say."""
+    ours, theirs = str(got), str(value)
+    at = next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    begin = max(0, at - 20)
+    return f"…{ours[begin : at + 20]!r} at {at} of {len(ours)}, not …{theirs[begin : at + 20]!r} of {len(theirs)}"
+
+
+def _choice(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    messages = [part.get("delta") or part.get("message") or {} for part in parts]
+    return {
+        "reasoning": "".join(message.get("reasoning") or "" for message in messages),
+        "text": "".join(message.get("content") or "" for message in messages)
+        + "".join(part.get("text") or "" for part in parts),
+        "tool_calls": _tool_calls(messages),
+        "token_ids": [token for part in parts for token in part.get("token_ids") or ()],
+        "finish": [part["finish_reason"] for part in parts if part.get("finish_reason")],
+    }
+
+
+def _tool_calls(messages: list[dict[str, Any]]) -> list[list[str]]:
+    """Name and arguments of each."""
+    calls: list[list[str]] = []
+    for number, part in ((n, part) for message in messages for n, part in enumerate(message.get("tool_calls") or ())):
+        function = part.get("function") or {}
+        index = part.get("index", number)
+        if index == len(calls):
+            calls.append([function.get("name") or "", ""])
+        calls[index][1] += function.get("arguments") or ""
+    return calls
+
+
+def _json(data: bytes) -> dict[str, Any]:
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        raise Unreadable(f"this is no JSON: {data[:80]!r}") from None
+    if not isinstance(value, dict):
+        raise Unreadable(f"this is no object: {data[:80]!r}")
+    return value
 
 
 async def main(ports: Sequence[int], seed: int, clients: int, path: Path) -> None:

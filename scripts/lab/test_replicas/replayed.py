@@ -13,8 +13,7 @@ from lab.common.output import aligned
 from lab.replay.figures import Slo, figures
 from lab.replay.fleet import Fleet, Replay
 from lab.replay.policies import OURS, policies
-from lab.replay.sockets.course import over_sockets
-from lab.replay.sockets.programs import Program
+from lab.replay.sockets import Contender, over_sockets
 from lab.replay.sweep import SHARED, arrivals, replayed
 from lab.replay.trace import bursty, read
 from proxy.sim.hardware.machines import MACHINES
@@ -81,7 +80,7 @@ def compare(trace: Path, requests: int, seed: int) -> list[str]:
 
 def _over_sockets(fleet: Fleet, way: _Way, requests: Sequence[Request]) -> tuple[Figures, float]:
     """And the bytes that were told for each request."""
-    program = Program(peers.OURS, peers.ours(), OURS, way.copies, way.shares)
+    program = Contender(peers.OURS, peers.ours(), OURS, way.copies, way.shares)
     replay = over_sockets(fleet, program, requests, lambda: None)
     return figures(replay, fleet, Slo()), replay.news_bytes / len(requests)
 

@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from lab.soak.answers import Unreadable, content, difference
+from lab.soak.traffic import Unreadable, content, difference
 from proxy.sim.engine import SimulatedEngine
 from tests.asking import ask
 from tests.conformance.resuming import WITH_USAGE, chat, completion, story, thoughts

@@ -2,17 +2,22 @@
 
 They speak the pull protocol, in which a prefiller's answer has parameters for the decoder, and SGLang's, in which both
 get the request at once and meet in a room. Raw asyncio: they share their core with whoever asks.
+
+A request's `seed` is its number in the trace, by which engines know it. A prompt has 4 bytes of text a token, which
+are the same for equal names of its blocks.
 """
 
 from __future__ import annotations
 
 import asyncio
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import httptools
 import orjson
 
-from lab.replay.sockets import wire
+from lab.common.engines import STREAM_HEAD, chunk, event, json_answer, kv_params, usage
+from lab.common.load import post
 from lab.replay.trace import BLOCK_TOKENS
 from proxy.backend import Role
 
@@ -21,12 +26,79 @@ if TYPE_CHECKING:
 
     from lab.replay.engines import Engine
     from lab.replay.fleet import Course
+    from lab.replay.trace import Request
     from proxy.backend import Backend
     from proxy.sim.hardware.work import Work
 
-_ENGINE_ID: Final = "0c1b6f0e-5f43-4d54-8a53-5f1f3a0b7c5e"
 # Tokens that a stream sends together: every token by itself is what scripts/bench is for.
 _STREAM_INTERVAL: Final = 32
+MODEL: Final = "replay"
+BYTES_PER_TOKEN: Final = 4
+WORD: Final = " tok"
+_HEAD: Final = {
+    "id": "cmpl-7d0b5b7c3c6f4c0f9d1f2f5c0a4e8b91",
+    "object": "text_completion",
+    "created": 1760000000,
+    "model": MODEL,
+}
+
+
+def request_bytes(request: Request, number: int, port: int) -> bytes:
+    """What a client sends: a completion, streamed."""
+    rest = {
+        "max_tokens": request.output_tokens,
+        "min_tokens": request.output_tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "seed": number,
+    }
+    body = b'{"model":"%b","prompt":"%b",%b' % (MODEL.encode(), _prompt(request), orjson.dumps(rest)[1:])
+    return post(port, body, "/v1/completions", Connection="close")
+
+
+def _prompt(request: Request) -> bytes:
+    size = BYTES_PER_TOKEN * request.input_tokens
+    text = b"".join(map(_block, request.blocks))[:size]
+    # Traces may name fewer blocks than there are: nobody has what lies behind them.
+    return text + _filled(f"{request.at} ", size - len(text))
+
+
+@lru_cache(maxsize=20_000)
+def _block(name: int) -> bytes:
+    return _filled(f"{name} ", BYTES_PER_TOKEN * BLOCK_TOKENS)
+
+
+def _filled(word: str, size: int) -> bytes:
+    return (word.encode() * (size // len(word) + 1))[:size]
+
+
+def refusal(why: str) -> bytes:
+    """Of what should not have come."""
+    return json_answer({"error": {"message": why, "type": "BadRequestError", "code": 400}}, "400 Bad Request")
+
+
+def _choice(count: int, finish_reason: str | None) -> dict[str, Any]:
+    text = WORD * count
+    return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason, "stop_reason": None}
+
+
+def _prefilled(request: Request, cached_tokens: int, params: dict[str, Any] | None) -> bytes:
+    """A prefiller's answer that is not streamed."""
+    told = usage(request.input_tokens, 1, cached_tokens)
+    return json_answer({**_HEAD, "choices": [_choice(1, "length")], "usage": told, "kv_transfer_params": params})
+
+
+def _tokens(count: int, finish_reason: str | None = None) -> bytes:
+    """An event with so many tokens."""
+    return event({**_HEAD, "choices": [_choice(count, finish_reason)]})
+
+
+def _end(request: Request, cached_tokens: int) -> bytes:
+    """What follows the last token of a stream."""
+    told = usage(request.input_tokens, request.output_tokens, cached_tokens)
+    return event({**_HEAD, "choices": [], "usage": told}) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
 
 class Engines:
@@ -74,11 +146,11 @@ class Engines:
     async def _serve(self, connection: _Connection, asked: dict[str, Any]) -> None:
         number = asked.get("seed")
         if not isinstance(number, int) or not 0 <= number < len(self.courses):
-            connection.write(wire.refusal("no request of the trace"))
+            connection.write(refusal("no request of the trace"))
             return
         course = self.courses[number]
-        if len(asked["prompt"]) != wire.BYTES_PER_TOKEN * course.request.input_tokens:
-            connection.write(wire.refusal("not the prompt of this request"))
+        if len(asked["prompt"]) != BYTES_PER_TOKEN * course.request.input_tokens:
+            connection.write(refusal("not the prompt of this request"))
         elif connection.backend.role is Role.PREFILL:
             await self._prefill(connection, asked, course)
         else:
@@ -88,7 +160,7 @@ class Engines:
         request, engine, room = course.request, connection.engine, asked.get("bootstrap_room")
         wanted = asked.get("kv_transfer_params") or {}
         if not isinstance(room, int) and (wanted.get("do_remote_decode") is not True or asked.get("max_tokens") != 1):
-            connection.write(wire.refusal("not a prefill"))
+            connection.write(refusal("not a prefill"))
             return
         course.prefiller = connection.backend
         work = await engine.prefill(request.input_tokens, request.blocks[: request.input_tokens // BLOCK_TOKENS])
@@ -96,28 +168,19 @@ class Engines:
         if isinstance(room, int):
             self._room(room).set_result((engine, work))
             if asked.get("stream"):
-                connection.write(wire.STREAM_HEAD + wire.tokens(1, "length") + wire.end(request, work.cached_tokens))
+                connection.write(STREAM_HEAD + _tokens(1, "length") + _end(request, work.cached_tokens))
             else:
-                connection.write(wire.prefilled(request, work.cached_tokens, None))
+                connection.write(_prefilled(request, work.cached_tokens, None))
             return
         name = f"{asked['seed']}-{len(self._kept)}-{self._loop.time()}"
         self._kept[name] = engine, work
-        params = {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_block_ids": list(range(1, 8)),
-            "remote_engine_id": _ENGINE_ID,
-            "remote_request_id": name,
-            "remote_host": connection.backend.host,
-            "remote_port": 5600,
-            "tp_size": 1,
-        }
-        connection.write(wire.prefilled(request, work.cached_tokens, params))
+        params = kv_params(name, connection.backend.host)
+        connection.write(_prefilled(request, work.cached_tokens, params))
 
     async def _decode(self, connection: _Connection, asked: dict[str, Any], course: Course) -> None:
         request, room = course.request, asked.get("bootstrap_room")
         if asked.get("max_tokens") != request.output_tokens or not asked.get("stream"):
-            connection.write(wire.refusal("not what the client asked for"))
+            connection.write(refusal("not what the client asked for"))
             return
         if isinstance(room, int):
             prefiller, kv = await self._room(room)
@@ -125,7 +188,7 @@ class Engines:
         else:
             kept = self._kept.pop((asked.get("kv_transfer_params") or {}).get("remote_request_id", ""), None)
             if kept is None:
-                connection.write(wire.refusal("no KV of a prefiller, or used already"))
+                connection.write(refusal("no KV of a prefiller, or used already"))
                 return
             prefiller, kv = kept
         unsent = 0
@@ -134,17 +197,17 @@ class Engines:
             nonlocal unsent
             unsent += count
             if unsent >= _STREAM_INTERVAL:
-                connection.write(wire.tokens(unsent))
+                connection.write(_tokens(unsent))
                 unsent = 0
 
-        connection.write(wire.STREAM_HEAD)
+        connection.write(STREAM_HEAD)
         work = await connection.engine.begin(request.input_tokens, request.output_tokens, on_tokens)
         prefiller.give_back(kv)
         if not work.is_ended:
-            connection.write(wire.tokens(unsent))
+            connection.write(_tokens(unsent))
             unsent = 0
             await connection.engine.end(work)
-        connection.write(wire.tokens(unsent, "length") + wire.end(request, kv.cached_tokens))
+        connection.write(_tokens(unsent, "length") + _end(request, kv.cached_tokens))
 
     def _room(self, number: int) -> asyncio.Future[tuple[Engine, Work]]:
         """Where the two legs of SGLang's protocol meet, whoever comes first."""
@@ -179,8 +242,8 @@ class _Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         body, self._body = b"".join(self._body), []
         if self._parser.get_method() == b"GET":
-            models = {"object": "list", "data": [{"id": wire.MODEL, "object": "model", "max_model_len": 1_000_000}]}
-            self.write(wire.json_answer(models if self._url.startswith(b"/v1/models") else {}))
+            models = {"object": "list", "data": [{"id": MODEL, "object": "model", "max_model_len": 1_000_000}]}
+            self.write(json_answer(models if self._url.startswith(b"/v1/models") else {}))
             return
         self._engines.serve(self, orjson.loads(body))
 

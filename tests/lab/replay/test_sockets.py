@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from lab.common import environment
+from lab.common.environment import Environment
 from lab.common.processes import HOST
 from lab.replay.fleet import Course, Fleet
-from lab.replay.sockets import wire
-from lab.replay.sockets.course import over_sockets
-from lab.replay.sockets.engines import Engines
-from lab.replay.sockets.programs import programs
+from lab.replay.socket_engines import WORD, Engines, request_bytes
+from lab.replay.sockets import over_sockets, programs
 from lab.replay.trace import Request
 from proxy.backend import Backend, Role
 from tests.lab.replay.conftest import MACHINE
@@ -29,7 +27,7 @@ AGAIN = [Request(0.05 * number, 1200, 40, (1, 2, 3)) for number in range(3)]
 
 def test_prompts_are_alike_as_far_as_their_blocks_are() -> None:
     def text(*blocks: int, tokens: int = 1200) -> str:
-        body = wire.request_bytes(Request(0.0, tokens, 5, blocks), 7, 80).partition(b"\r\n\r\n")[2]
+        body = request_bytes(Request(0.0, tokens, 5, blocks), 7, 80).partition(b"\r\n\r\n")[2]
         told = orjson.loads(body)
         assert (told["seed"], told["max_tokens"], len(told["prompt"])) == (7, 5, 4 * tokens)
         return str(told["prompt"])
@@ -108,7 +106,7 @@ def test_a_hand_over_works_once(run: Callable[..., Any]) -> None:
         params = orjson.loads(answer)["kv_transfer_params"]
         head, stream = await ask(engines, 1, max_tokens=40, kv_transfer_params=params)
         assert head.startswith(b"HTTP/1.1 200")
-        assert (stream.count(wire.WORD.encode()), b"[DONE]" in stream) == (40, True)
+        assert (stream.count(WORD.encode()), b"[DONE]" in stream) == (40, True)
         head, _ = await ask(engines, 1, max_tokens=40, kv_transfer_params=params)
         assert head.startswith(b"HTTP/1.1 400")
 
@@ -120,7 +118,7 @@ def test_two_legs_meet_in_a_room_whoever_comes_first(run: Callable[..., Any]) ->
         for order in ((0, 1), (1, 0)):
             asked = [asyncio.create_task(ask(engines, place, max_tokens=40, bootstrap_room=5)) for place in order]
             answers = dict(zip(order, await asyncio.gather(*asked), strict=True))
-            assert answers[1][1].count(wire.WORD.encode()) == 40
+            assert answers[1][1].count(WORD.encode()) == 40
 
     run(asking)
 
@@ -145,7 +143,7 @@ def test_what_no_proxy_should_ask_is_refused(place: int, members: dict[str, Any]
 
 
 def test_this_gateway_takes_part_by_each_policy_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "provide", lambda packages: False)
+    monkeypatch.setattr(Environment, "provide", lambda self, packages: False)
     options = Namespace(
         policies=["least_load", "random"],
         decode_policy="least_load",
