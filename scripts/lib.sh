@@ -118,7 +118,7 @@ setup_store() {
   install_packages "a server is needed: apt-get install valkey-server or redis-server (Debian, Ubuntu)" redis-server
 }
 
-# The program of a script is the package in scripts/lab that has its name: `lab.kill_timing` that of scripts/kill-timing.
+# The program of a script is the module or package in scripts/lab that has its name: `lab.kill_timing` that of scripts/kill-timing.
 # Paths on its command line begin where the script was called from.
 run_lab() {
   local name
