@@ -141,7 +141,7 @@ class DecodePace:
         return self._doubted_until > -math.inf
 
     def gain_at(self, answers: float) -> float:
-        """Return `gain_seconds` for a decoder that would write this number of answers at a time instead."""
+        """Return the greatest gain on the way to a decoder that writes this number of answers at a time."""
         place = PLACES[int(answers)] if answers < len(PLACES) else len(SIZES) - 1
         return self._gains[max(0, place - self._beyond)] if self.gain_seconds else 0.0
 

@@ -122,7 +122,12 @@ def test_saturation_point_is_where_throughput_declines() -> None:
     assert pace.most == 8
     assert pace.gain_at(8) == pace.gain_at(9) == pace.gain_seconds
     assert pace.gain_seconds == pytest.approx(on_an_a3(9) / 9 - on_an_a3(8) / 8, rel=0.2)
-    assert pace.gain_at(500) >= pace.gain_at(12) > 1.5 * pace.gain_seconds
+
+
+def test_saturation_point_gains_more_where_throughput_falls_further() -> None:
+    pace = taught(lambda answers: 0.05 * max(1.0, (answers / 8) ** 2), 1, 16)
+    gains = [pace.gain_at(answers) for answers in (1, 12, 16, 500)]
+    assert 0 < pace.gain_seconds == gains[0] < gains[1] < gains[2] <= gains[3]
 
 
 def test_decoders_that_only_get_faster_have_no_saturation_point() -> None:
