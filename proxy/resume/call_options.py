@@ -17,7 +17,7 @@ _COMPLETION_TOKENS: Final = 16
 
 
 def output_limit(call: Call) -> int | None:
-    """How many tokens the answer may have; None: as many as fit."""
+    """Return the largest number of tokens that the answer may have; None: as many as fit."""
     if call.api is Api.GENERATE:
         return sglang.output_limit(call.sampling)
     values = call.values
@@ -30,19 +30,20 @@ def output_limit(call: Call) -> int | None:
 
 
 def min_tokens(call: Call) -> int:
-    """How many tokens the answer must have at least; 0: it may be empty."""
+    """Return the least number of tokens that the answer must have; 0: it may be empty."""
     least = call.sampling.get("min_new_tokens" if call.api is Api.GENERATE else "min_tokens")
     return max(0, least) if isinstance(least, int) else 0
 
 
 def calls_tools(call: Call) -> bool:
-    """May the answer call tools?"""
+    """Return whether the answer may call tools."""
     return bool(call.values.get("tools")) and call.values.get("tool_choice") != "none"
 
 
 def is_structured(call: Call, members: Collection[str]) -> bool:
-    """Is the answer bound to a grammar, which would begin anew? `members`: those by which its engine is told of one,
-    beside the API's own.
+    """Return whether the answer is bound to a grammar, which would start at its beginning again.
+
+    `members`: those of the request that name a grammar, in addition to the API's own.
     """
     values = call.sampling
     form = values.get("response_format")
@@ -58,7 +59,7 @@ def is_structured(call: Call, members: Collection[str]) -> bool:
 
 
 def has_media(call: Call) -> bool:
-    """Is there anything in a chat's messages but text?"""
+    """Return whether a chat's messages have anything but text."""
     messages = call.values.get("messages")
     contents = [message.get("content") for message in messages or () if isinstance(message, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content]

@@ -29,18 +29,18 @@ _CHAT_ONLY: Final = (
     *("mm_processor_kwargs", "media_io_kwargs"),
     *("include_reasoning", "max_completion_tokens", "top_logprobs", "functions", "function_call"),
 )
-# What a chat is told, or is to tell, in a way that is the engine's own.
+# Members that only the engine's own chats have.
 _OF_THE_ENGINE: Final = (
     *("input_ids", "echo", "continue_final_message", "return_hidden_states", "return_routed_experts"),
     *("return_cached_tokens_details", "return_meta_info", "return_prompt_token_ids"),
 )
-# What engines do unless they are told not to.
+# Members that are on by default.
 _EXPECTED: Final = ("separate_reasoning", "stream_reasoning", "include_reasoning", "parallel_tool_calls")
 _ODD_SHAPES: Final = (AttributeError, LookupError, TypeError, ValueError)
 
 
 def may_be_completion(engine: Engine, call: Call) -> bool:
-    """Whether a chat could be a completion, and would go on from its token ids then."""
+    """Return whether a chat could be a completion, which can be continued from its token ids."""
     values = call.values
     return not (
         call.api is not Api.CHAT
@@ -54,7 +54,10 @@ def may_be_completion(engine: Engine, call: Call) -> bool:
 
 
 def as_completion(call: Call, limit: int | None, *, reads_markers: bool) -> dict[str, object]:
-    """What turns a chat into a completion of at most `limit` tokens. `reads_markers`: its text is to have them."""
+    """Return the changes that make a completion of at most `limit` tokens of a chat.
+
+    `reads_markers`: the text is to have special tokens.
+    """
     values = call.values
     changes: dict[str, object] = {name: REMOVED for name in _CHAT_ONLY if name in values or name in call.changes}
     changes["max_tokens"] = limit  # without one a completion would end after 16 tokens
@@ -70,7 +73,7 @@ def as_completion(call: Call, limit: int | None, *, reads_markers: bool) -> dict
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChatPrompt:
-    """The prompt of a chat as its engines render it, and what else it takes to ask for a completion instead."""
+    """The prompt of a chat as its engines render it, and the facts that a completion instead of the chat needs."""
 
     engine: Engine
     ids: bytes
@@ -80,7 +83,7 @@ class ChatPrompt:
     room: int
     """Tokens that an answer may have at most, in an engine's context."""
     sampling: Mapping[str, float]
-    """What chats are sampled by that do not say so themselves."""
+    """Sampling options of chats that do not set them."""
     grammar: Grammar
     in_reasoning: bool
     """The answer begins there."""
@@ -88,7 +91,7 @@ class ChatPrompt:
     """An answer that ends for length says so even if it calls tools."""
 
     def completion(self, chat: Call) -> Call:
-        """The completion that is the same answer."""
+        """Return the completion that has the same answer."""
         limit = output_limit(chat)
         changes = {
             **self.engine.as_completion(chat, self.sampling),
@@ -98,7 +101,7 @@ class ChatPrompt:
         return replace(chat.changed(changes, prompt_tokens=self.tokens), api=Api.COMPLETIONS)
 
     def segment(self, chat: Call) -> Segment:
-        """What reads its stream."""
+        """Return the reader of its stream."""
         parser = self.grammar.parser(
             in_reasoning=self.in_reasoning,
             calls_tools=calls_tools(chat),
@@ -121,7 +124,7 @@ class _CompletionStream(Segment):
         self._has_role = False
 
     def read(self, event: Event) -> Meaning:
-        """See Segment. The role comes with what is said first."""
+        """See Segment. The first delta has the role."""
         meaning = super().read(event)
         if meaning not in (Meaning.CONTENT, Meaning.USAGE):
             return meaning
@@ -179,7 +182,7 @@ class CompletionAsChat:
 
 
 def with_reasoning_as(name: str, delta: dict[str, Any]) -> dict[str, Any]:
-    """What a parser said, with another name for reasoning."""
+    """Return a parser's delta with another name for reasoning."""
     if name != "reasoning" and "reasoning" in delta:
         delta[name] = delta.pop("reasoning")
     return delta

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from proxy.resume.cut import Cut
     from proxy.resume.situation import Situation
 
-# What has been applied to the prompt already, or speaks of a prompt that is text.
+# Members that were applied to the prompt already, or that only a prompt of text can have.
 _OF_THE_PROMPT: Final = ("echo", "suffix", "truncate_prompt_tokens", "prompt_logprobs")
 
 
@@ -37,7 +37,7 @@ def from_tokens(
     parser: AnswerParser | None = None,
     so_far: str = "",
 ) -> Resumption:
-    """Put the ids that are kept behind the prompt.
+    """Return the continuation of an answer whose kept ids are put behind the prompt.
 
     `pending`: a chat delta that belongs to these ids and that the client does not have. `parser`: for a chat that goes
     on as a completion. `so_far`: the text of the kept ids, for a chat whose engine wants to know it. Raises
@@ -95,7 +95,7 @@ def from_tokens(
 
 
 def _native(situation: Situation, prompt_ids: bytes, prompt_tokens: int, kept: int, left: int | None) -> Call:
-    """SGLang's `/generate`, whose seeds stay as they are."""
+    """Return the call of SGLang's `/generate`, whose seeds stay as they are."""
     call = situation.call
     params: dict[str, Any] = {**call.sampling, "max_new_tokens": left}
     if least := min_tokens(call):
@@ -106,7 +106,7 @@ def _native(situation: Situation, prompt_ids: bytes, prompt_tokens: int, kept: i
 
 
 def _guard(situation: Situation, cut: Cut, late: int) -> StopGuard | None:
-    """Watches for stop strings across the seam; None where none can be."""
+    """Return the guard that finds stop strings across the seam; None if there can be none."""
     call, transcript = situation.call, situation.transcript
     longest = max(map(len, call.stops), default=0)
     if longest < 2:
@@ -138,7 +138,7 @@ def _as_chat(situation: Situation, parser: AnswerParser, pending: Mapping[str, A
 
 
 def _shared_changes(situation: Situation, kept: int, left: int | None) -> dict[str, object]:
-    """What changes in any call that goes on from token ids."""
+    """Return the changes that any call has that goes on from token ids."""
     values = situation.call.values
     changes: dict[str, object] = {name: REMOVED for name in _OF_THE_PROMPT if name in values}
     if left is not None:
@@ -151,6 +151,6 @@ def _shared_changes(situation: Situation, kept: int, left: int | None) -> dict[s
     if isinstance(seed, int):
         changes["seed"] = situation.engine.next_seed(seed, situation.segment)
     budget = values.get("thinking_token_budget")
-    if isinstance(budget, int) and budget >= 0:  # -1 is none (vLLM `ThinkingTokenBudget`)
+    if isinstance(budget, int) and budget >= 0:  # -1 means no budget (vLLM `ThinkingTokenBudget`)
         changes["thinking_token_budget"] = max(0, budget - situation.transcript.reasoning_among(kept))
     return changes

@@ -35,7 +35,7 @@ _MAX_HIDDEN: Final = 4
 _MAY_BE_SPECIAL: Final = re.compile(r"<.+>|\[.+\]", re.DOTALL).search
 
 UNFINISHED: Final = "\N{REPLACEMENT CHARACTER}"
-"""What the text of an unfinished character ends in. An engine whose prompt ends so repeats all of it (vLLM 0.32)."""
+"""End of a text with an unfinished character. An engine whose prompt ends so repeats all of it (vLLM 0.32)."""
 
 T = TypeVar("T")
 Steps = Generator[Sequence[int], str | None, T]
@@ -65,14 +65,19 @@ def find_cut(
     may_lag: bool = False,
     may_hide: bool = False,
 ) -> Steps[Cut]:
-    """How many ids to keep.
+    """Find how many ids to keep. Raises CannotResume.
 
-    What showed nothing is generated again. But where the text that was shown may lag behind the ids, since there are
-    stop strings that it may be the beginning of, since a chunk had several ids, or since an engine shows a part of a
-    token's text, only the ids' text can tell.
-    `compare`: what of a text the client does not have, and what is deferred; raises Mismatch where the answer cannot be
-    cut. `channel`: where the answer broke off. `may_lag`: the text may do so for another reason. `may_hide`: it may
-    lack special tokens.
+    Ids that showed no text are generated again. The text that the client has may lag behind the ids: if it may be the
+    beginning of a stop string, if a chunk had several ids, or if an engine shows a part of a token's text. Then the
+    text of the ids decides.
+
+    Args:
+        situation: That of the answer.
+        compare: Returns the part of a text that the client does not have, and the deferred part. Raises Mismatch if the
+            answer cannot be cut behind this text.
+        channel: The member of a delta that the answer broke off in.
+        may_lag: Whether the text may lag behind the ids for another reason.
+        may_hide: Whether the text may lack special tokens.
     """
     transcript, stops = situation.transcript, situation.call.stops
     may_hold = max(map(len, stops), default=0) > 1
@@ -86,7 +91,7 @@ def find_cut(
         if not end.endswith(UNFINISHED):
             return Cut(settled, channel=channel)
     kept, least = (len(transcript.ids), 0) if may_hold else (transcript.settled, transcript.chunk_start)
-    # What the engine held back, and what this gateway did where answers were joined before.
+    # The engine held text back, and so did this gateway where answers were joined before.
     most_held = 2 * max(map(len, stops), default=1) - 2
     hidden: set[int] = set()
     while kept >= max(least, len(transcript.ids) - _MAX_QUESTIONS):
@@ -108,7 +113,7 @@ def find_cut(
 
 
 def text_of(transcript: Transcript, kept: int, begin: int = 0, hidden: Collection[int] = ()) -> Steps[str]:
-    """The text of an answer's first `kept` ids, from the one at `begin` on, without `hidden` ones.
+    """Return the text of an answer's first `kept` ids, from the one at `begin` on, without `hidden` ones.
 
     Raises CannotResume.
     """
@@ -122,16 +127,16 @@ def text_of(transcript: Transcript, kept: int, begin: int = 0, hidden: Collectio
 
 
 def hidden_ids(transcript: Transcript, kept: int, text: str, shown: str) -> Steps[set[int]]:
-    """The special tokens among an answer's first `kept` ids that its text, `shown`, does not have.
+    """Find the special tokens among an answer's first `kept` ids that its text, `shown`, does not have.
 
-    Empty if it has all of them, or if they are not found. `text` is that of the ids. A search for the first such token
-    halves the answer time and again, and so takes some ten questions. Raises CannotResume.
+    Empty if the text has all of them, or if they are not found. `text` is that of the ids. The search for each token
+    halves the answer repeatedly, and takes about ten questions. Raises CannotResume.
     """
     hidden: set[int] = set()
     while not _agree(text, shown):
         if len(hidden) == _MAX_HIDDEN or not _MAY_BE_SPECIAL(text):
             return set()
-        # The text of the first `low` ids agrees with what was shown, and that of the first `high` ids does not.
+        # The text of the first `low` ids agrees with `shown`, and that of the first `high` ids does not.
         low, high = 0, kept
         while high - low > 1:
             middle = (low + high) // 2
@@ -145,13 +150,13 @@ def hidden_ids(transcript: Transcript, kept: int, text: str, shown: str) -> Step
 
 
 def _agree(text: str, shown: str) -> bool:
-    """Whether one of two texts is the beginning of the other, but for an unfinished character."""
+    """Return whether one of two texts is the beginning of the other, except for an unfinished character."""
     text = text.rstrip(UNFINISHED)
     return shown.startswith(text) or text.startswith(shown)
 
 
 def prompt_tail(transcript: Transcript) -> Steps[str]:
-    """The text of the end of the prompt. Raises CannotResume."""
+    """Return the text of the end of the prompt. Raises CannotResume."""
     assert transcript.prompt_ids is not None
     tail = yield orjson.loads(transcript.prompt_ids)[-PROMPT_TAIL_TOKENS:]
     if tail is None:

@@ -1,4 +1,4 @@
-"""How engines tell an answer and take it up again: the port, and vLLM and SGLang behind it. No IO."""
+"""How engines report an answer and continue one: the port, and vLLM and SGLang behind it. No IO."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from proxy.call import Call
 
     Has = Callable[[Capability], bool]
-    """Whether all engines have it that may work on an answer."""
+    """Return whether all engines that may work on an answer have a capability."""
 
 
 class CannotResume(Exception):
@@ -30,13 +30,13 @@ class CannotResume(Exception):
 
 
 class WatchLevel(Enum):
-    """How closely an answer is watched while it is told, and so how it could go on."""
+    """How closely a stream is watched, which decides how its answer can be continued."""
 
     __hash__ = object.__hash__  # that of an Enum is written in Python, and every request looks one up
 
-    NOT = auto()  # it begins anew as long as the client has nothing of it
-    TEXT = auto()  # it is asked for again, and compared with what the client has
-    IDS = auto()  # it goes on from its token ids
+    NOT = auto()  # the request is repeated, as long as the client has no part of the answer
+    TEXT = auto()  # the request is repeated, and its answer compared with the part that the client has
+    IDS = auto()  # the answer is continued from its token ids
 
 
 class Watching:
@@ -59,7 +59,7 @@ class Engine(ABC):
     """One engine software. The defaults are vLLM's."""
 
     stop_member: ClassVar[str] = "stop_reason"
-    """What a choice says of what stopped it: the stop string, or a token id."""
+    """The member of a choice that names the stop string, or the token id, that stopped it."""
     shows_stop_member: ClassVar[str] = "include_stop_str_in_output"
     """The member of a request by which the stop string is a part of the answer."""
     names_stop_always: ClassVar[bool] = False
@@ -69,9 +69,9 @@ class Engine(ABC):
     reasoning_field: ClassVar[str] = "reasoning"
     """The member of a chat's delta that holds reasoning, unless an answer shows another one."""
     wants_text: ClassVar[bool] = False
-    """A chat that goes on from token ids is told the text of its answer so far."""
+    """A chat that goes on from token ids needs the text of its answer so far."""
     shows_half_tokens: ClassVar[bool] = False
-    """Text is shown of a token although it ends in a character that is not complete."""
+    """A token whose last character is not complete shows the text before it."""
 
     def __init__(self) -> None:
         self.watching = {watch: Watching(self, watch) for watch in WatchLevel}
@@ -81,56 +81,63 @@ class Engine(ABC):
 
     @abstractmethod
     def watch(self, call: Call, has: Has) -> WatchLevel:
-        """How an answer can be watched without becoming another one."""
+        """Return how closely an answer can be watched without a change of the answer."""
 
     @abstractmethod
     def observed(self, call: Call, watch: WatchLevel) -> Call:
-        """The call as it is sent so that its answer can be watched like this: streamed, with all that is generated."""
+        """Return the call that engines get, so that its answer can be watched: streamed, with all generated tokens."""
 
     # Going on
 
     @abstractmethod
     def is_reproducible(self, call: Call, *, seeds_repeat: bool) -> bool:
-        """Whether the same request gives the same answer. Whether it did is compared."""
+        """Return whether the same request gives the same answer. The answers are compared all the same."""
 
     @abstractmethod
     def is_structured(self, call: Call) -> bool:
-        """Whether the answer is bound to a grammar, which would begin anew."""
+        """Return whether the answer is bound to a grammar, which would start at its beginning again."""
 
     def inexact(self, call: Call) -> str | None:
-        """Why the answer would be another one if a part of it became prompt; None: it would not."""
+        """Return why the answer would differ if a part of it became prompt; None: it would not differ."""
         return None
 
     @abstractmethod
     def next_seed(self, seed: int, segment: int) -> int:
-        """The seed of the rest of an answer on which `segment` decoders have worked."""
+        """Return the seed of the rest of an answer on which `segment` decoders have worked."""
 
     @abstractmethod
     def chat_from_ids(self, call: Call, key: str, prompt_ids: bytes, so_far: str) -> Call:
-        """A chat whose prompt is these ids, a JSON array, which end in those of the answer `so_far`, text with markers.
-        `key`: what engines of vLLM call them.
+        """Return a chat whose prompt is given as token ids.
+
+        Args:
+            call: The chat.
+            key: The name of the ids in the KV parameters of vLLM.
+            prompt_ids: A JSON array, which ends in the ids of the answer so far.
+            so_far: The text of that answer, with special tokens.
         """
 
     def as_completion(self, call: Call, sampling: Mapping[str, float] | None) -> Mapping[str, object]:
-        """What becomes of a chat's sampling options in a completion. `sampling`: what chats are sampled by that do not
-        say so themselves; None: it is not known. Raises CannotResume.
+        """Return the sampling options of a completion that is to have the answer of a chat.
+
+        `sampling`: the options of chats that do not set them; None: they are not known. Raises CannotResume.
         """
         return {}
 
-    # Words
+    # Answers
 
     def shows_stops(self, call: Call) -> bool:
-        """Whether a stop string is a part of the answer."""
+        """Return whether a stop string is a part of the answer."""
         return bool(call.sampling.get(self.shows_stop_member))
 
     def whole_choice(self, text: Mapping[str, Any], ending: Mapping[str, Any], prompt_ids: Any) -> dict[str, Any]:
-        """The only choice of a completion that is not streamed, in the engine's order. `ending` has its log
-        probabilities, its finish and its token ids.
+        """Return the only choice of a completion that is not streamed, in the engine's order.
+
+        `ending` has its log probabilities, its finish and its token ids.
         """
         return {"index": 0, **text, **ending, "prompt_logprobs": None, "prompt_token_ids": prompt_ids}
 
     def whole_tail(self, fingerprint: str | None, usage: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What follows the choices of an answer that is not streamed."""
+        """Return the members behind the choices of an answer that is not streamed."""
         return {"service_tier": None, "system_fingerprint": fingerprint, "usage": usage}
 
 
@@ -141,7 +148,7 @@ _VLLM_GRAMMARS: Final = (
 # Read off their classes by every request they would take as long as four calls.
 _CHAT: Final = Api.CHAT
 _IDS: Final = WatchLevel.IDS
-# What makes an answer tell its tokens.
+# Members by which a stream has token ids and usage.
 _OBSERVED: Final[dict[str, object]] = {
     "stream": True,
     "return_token_ids": True,
@@ -191,8 +198,8 @@ class VllmEngine(Engine):
         return is_structured(call, _VLLM_GRAMMARS)
 
     def next_seed(self, seed: int, segment: int) -> int:
-        """Another one: the same would repeat the random numbers of the first part. Any other is as good, as where the
-        sequence stood cannot be told.
+        """See Engine. The same seed would repeat the random numbers of the first part. Any other seed is as good, as the
+        state of that sequence is not known.
         """
         return (seed + segment * 0x9E3779B97F4A7C15) % 2**63
 
@@ -205,18 +212,18 @@ VLLM: Final = VllmEngine()
 
 # The same of SGLang.
 _SGLANG_GRAMMARS: Final = ("json_schema", "regex", "ebnf")
-# What counts the tokens of an answer, of which those in the prompt are none (`penaltylib`, also the repetition penalty,
-# which with vLLM counts the prompt), and the value that does nothing.
+# Penalties count the tokens of an answer, but not those in the prompt (`penaltylib`; with vLLM the repetition penalty
+# counts the prompt, too). Each with the value that has no effect.
 _PENALTIES: Final = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
 _SAMPLED_BY: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-# What else would not see what is in the prompt.
+# Other members that ignore the tokens in the prompt.
 _BLIND: Final = ("stop_regex", "custom_logit_processor", "session_params")
-# Of /generate likewise, and prompts that are more than text or ids.
+# The same of /generate, and prompts that are more than text or ids.
 _NATIVE: Final = (
     *("image_data", "video_data", "audio_data", "input_embeds", "session_params", "custom_logit_processor"),
     *("return_hidden_states", "return_sampling_mask"),
 )
-# What comes once, at the end, or is asked for by its place in the sequence.
+# Members whose results come once, at the end, or depend on a position in the sequence.
 _OF_THE_WHOLE: Final = ("echo", "return_hidden_states", "return_routed_experts", "return_cached_tokens_details")
 
 
@@ -232,7 +239,7 @@ class SglangEngine(Engine):
     shows_half_tokens = True  # up to the last space (`find_printable_text`)
 
     def watch(self, call: Call, has: Has) -> WatchLevel:
-        """See Engine. Chats tell no ids in their streams, but a greedy one can be replayed."""
+        """See Engine. Streams of chats have no ids, but a greedy chat can be replayed."""
         values = call.values
         if any(values.get(name) for name in _OF_THE_WHOLE):
             return WatchLevel.NOT
@@ -240,13 +247,13 @@ class SglangEngine(Engine):
             return self._watch_native(call, has)
         if has(TOKEN_IDS if call.api is Api.COMPLETIONS else CHAT_STREAM_TOKEN_IDS):
             return WatchLevel.IDS
-        # What is not streamed can begin anew until its end, and log probabilities come with some tokens only.
+        # A whole answer can be repeated until its end, and only some tokens have log probabilities.
         if call.api is Api.CHAT and call.stream and not call.shows_single_tokens and values.get("temperature") == 0:
             return WatchLevel.TEXT
         return WatchLevel.NOT
 
     def _watch_native(self, call: Call, has: Has) -> WatchLevel:
-        """Of `/generate`, whose events always have the ids."""
+        """Return the level of `/generate`, whose events always have the ids."""
         members = call.members(_NATIVE)
         is_told_in_parts = sglang.wants_prefillers_answer(call.members(sglang.ABOUT_PROMPT))
         if any(members.values()) or is_told_in_parts or not (has(TOKEN_IDS) and has(WHOLE_EVENTS)):
@@ -306,8 +313,8 @@ class SglangEngine(Engine):
         return call.changed(changes)
 
     def as_completion(self, call: Call, sampling: Mapping[str, float] | None) -> Mapping[str, object]:
-        """See Engine. What a chat does not say it takes from the model's `generation_config.json`, and a completion
-        from nowhere (`to_sampling_params`, `_build_sampling_params`); null is no number for a completion.
+        """See Engine. A chat takes options that it does not set from the model's `generation_config.json`. A completion
+        does not (`to_sampling_params`, `_build_sampling_params`), and null is no number for it.
         """
         if sampling is None:
             raise CannotResume("what SGLang samples a chat by is not known")
@@ -315,13 +322,13 @@ class SglangEngine(Engine):
         return {name: sampling.get(name, REMOVED) for name in unsaid if name in sampling or name in call.values}
 
     def whole_choice(self, text: Mapping[str, Any], ending: Mapping[str, Any], prompt_ids: Any) -> dict[str, Any]:
-        """See Engine. Ids are told only to who asked for them."""
+        """See Engine. Only clients that asked for ids get them."""
         ids = {"token_ids": ending["token_ids"], "prompt_token_ids": prompt_ids}
         choice = {"index": 0, **text, **{name: value for name, value in ending.items() if name not in ids}}
         return choice | {name: value for name, value in ids.items() if value is not None}
 
     def whole_tail(self, fingerprint: str | None, usage: Mapping[str, Any] | None) -> dict[str, Any]:
-        """See Engine. `metadata`, the version of the weights, is not told in streams."""
+        """See Engine. Streams do not have `metadata`, the version of the weights."""
         return {"usage": usage}
 
 

@@ -1,4 +1,4 @@
-"""What a decoder says once more although the client has it already. No IO."""
+"""The part of an answer that the client has and that a decoder writes again. No IO."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TEXTS: Final = ("reasoning", "reasoning_content", "content")
 
 
 class Mismatch(Exception):
-    """The decoder's stream is not the continuation of what the client has."""
+    """The decoder's stream does not continue the client's answer."""
 
 
 class Overlap:
@@ -42,7 +42,7 @@ class Overlap:
         return rest if is_rest else ""
 
     def beyond(self, delta: dict[str, Any]) -> dict[str, Any]:
-        """What of a delta is new. Raises Mismatch when it is not what the client has."""
+        """Return the new part of a delta. Raises Mismatch if the other part differs from the client's answer."""
         new = {name: value for name, value in delta.items() if name != "tool_calls" and name not in TEXTS}
         for name in TEXTS:
             if text := delta.get(name):
@@ -71,9 +71,9 @@ class Overlap:
 
 
 def repeated(ids: list[int], known: list[int]) -> int:
-    """How many of these ids, from the first on, are among those still to be repeated, `known`, which loses them.
+    """Return how many of these ids, from the first on, repeat `known` ones, which are removed there.
 
-    Raises Mismatch when they are others.
+    Raises Mismatch if they are other ids.
     """
     count = min(len(ids), len(known))
     if ids[:count] != known[:count]:
@@ -83,9 +83,9 @@ def repeated(ids: list[int], known: list[int]) -> int:
 
 
 def beyond(transcript: Transcript, said: dict[str, Any]) -> dict[str, Any]:
-    """What a delta that tells the whole answer so far says beyond what the client has.
+    """Return the part of a delta with the whole answer so far that the client does not have.
 
-    Raises Mismatch when it says something else, or less.
+    Raises Mismatch if the delta differs from the client's answer, or is shorter.
     """
     overlap = Overlap(transcript)
     new = overlap.beyond(said)
@@ -95,9 +95,9 @@ def beyond(transcript: Transcript, said: dict[str, Any]) -> dict[str, Any]:
 
 
 def beyond_or_behind(transcript: Transcript, said: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """As `beyond`, where the delta may lack the end of the content that the client has; and that end.
+    """Return the same as `beyond`, and the end of the client's content that the delta lacks.
 
-    Raises Mismatch when it says something else.
+    Raises Mismatch if the delta differs from the client's answer.
     """
     overlap = Overlap(transcript)
     new, known = overlap.beyond(said), overlap.content_left
@@ -107,7 +107,10 @@ def beyond_or_behind(transcript: Transcript, said: dict[str, Any]) -> tuple[dict
 
 
 def _after(text: str, known: str) -> tuple[str, str]:
-    """What of `text` lies behind `known`, and what of `known` behind `text`. Raises Mismatch if neither begins so."""
+    """Return the part of `text` behind `known`, and of `known` behind `text`.
+
+    Raises Mismatch if neither is the beginning of the other.
+    """
     count = min(len(text), len(known))
     if text[:count] != known[:count]:
         raise Mismatch

@@ -1,7 +1,7 @@
-"""How an answer goes on whose decoder was lost. No IO.
+"""The plan of an answer whose decoder was lost. No IO.
 
-Exact means by token ids: text tokenised again is not the same tokens, and a partial answer put into the messages is not
-the same prompt. What is possible depends on the engines, on the request, and on what the client has already.
+Only token ids continue an answer exactly: text that is tokenised again has other tokens, and a partial answer in the
+messages makes another prompt. The plan depends on the engines, on the request, and on the client's part of the answer.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _continue_chat(situation: Situation) -> Steps[Resumption]:
 
 
 def _continue_raw(situation: Situation) -> Steps[Resumption]:
-    """Go on as a completion, whose text is parsed here."""
+    """Return the continuation as a completion, whose text is parsed here."""
     call, transcript = situation.call, situation.transcript
     grammar = transcript.grammar
     if calls_tools(call) and not grammar.has_tools:
@@ -141,7 +141,7 @@ def _continue_raw(situation: Situation) -> Steps[Resumption]:
 
 
 def _is_unparsed(situation: Situation, *, opens_reasoning: bool) -> bool:
-    """Whether engines show this chat's text as it is, without special tokens.
+    """Return whether engines show this chat's text as it is, without special tokens.
 
     Engines without a reasoning parser do unless the request has tools. Before vLLM had its parser engine (0.27), a
     reasoning parser left alone what was no reasoning.
@@ -153,7 +153,7 @@ def _is_unparsed(situation: Situation, *, opens_reasoning: bool) -> bool:
 
 
 def _continue_verbatim(situation: Situation) -> Steps[Resumption]:
-    """Go on as a completion whose text is the chat's content."""
+    """Return the continuation as a completion whose text is the chat's content."""
     cut = yield from _find_verbatim_cut(situation)
     return from_tokens(situation, Action.RAW_TOKENS, cut, parser=Verbatim())
 
@@ -189,5 +189,5 @@ def _parsed(
 
 
 def _last_channel(transcript: Transcript) -> str:
-    """Where text goes that follows what the client has, as long as no marker comes."""
+    """Return the member of a delta that has the next text, unless a marker comes first."""
     return "content" if transcript.content or not transcript.reasoning else transcript.reasoning_field

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class SeamPlan:
-    """What a Seam joins, and how."""
+    """The streams that a Seam joins, and how it joins them."""
 
     api: Api
-    """That of the client."""
+    """The API of the client."""
     head: Mapping[str, Any]
     """The members that all chunks of the client's stream have in common."""
     transcript: Transcript
-    """What the client has."""
+    """The client's answer so far."""
     kept: int = 0
     """How many token ids of the answer were given to the engine as part of its prompt."""
     pending: Mapping[str, Any] | None = None
@@ -52,9 +52,9 @@ class SeamPlan:
     as_chat: CompletionAsChat | None = None
     """Turns the stream of a completion into that of a chat. None: the stream is of the client's API."""
     text_offset: int | None = None
-    """Where the log probabilities of a completion go on. None: where its text does."""
+    """Offset in the text at which the log probabilities of a completion continue. None: the end of its text."""
     replays: bool = False
-    """Whether the stream begins the answer anew."""
+    """Whether the stream repeats the answer from its beginning."""
     engine: Engine = VLLM
     """The software that writes the stream."""
 
@@ -284,7 +284,7 @@ class StopGuard:
 
     @property
     def unsent(self) -> str:
-        """What is kept back now."""
+        """The text that is kept back now."""
         return "" if self.is_done else self._text[self._sent :]
 
     def push(self, text: str, *, tokens: int = 0, is_last: bool, own_stop: str | None = None) -> tuple[str, str | None]:
@@ -295,7 +295,7 @@ class StopGuard:
         self._text += text
         self._unstoppable_tokens -= tokens
         if self._unstoppable_tokens >= 0:
-            # The engine keeps back as much of what it has generated, which is a character per token at least.
+            # The engine keeps back that much of its text, which has at least one character per token.
             self._lag = min(self._longest - 1, self._lag + tokens)
             self._had = len(self._text) + (0 if self._shows_stop else self._lag)
         if (found := self._find(own_stop)) is not None:

@@ -30,10 +30,10 @@ class ChatTokens(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Everything that decides how to go on."""
+    """Everything that decides how an answer is continued."""
 
     engine: Engine
-    """What works on it."""
+    """The software that works on it."""
     call: Call
     """The call as the client sent it, watched."""
     head: Mapping[str, Any]
@@ -51,7 +51,7 @@ class Situation:
     """Engines finish a chat by length even if it calls tools."""
     chats: ChatTokens
     shows_blanks: bool
-    """Engines are thought to show white space at the end of reasoning at once. What the client has decides."""
+    """Engines are expected to show white space at the end of reasoning at once. The client's text decides."""
     seeds_repeat: bool
     """The same request with the same seed has the same answer."""
     max_model_len: int | None
@@ -59,12 +59,14 @@ class Situation:
     parses_reasoning: bool | None = None
     """Whether engines have a reasoning parser, which shows special tokens as text. None: that is not known."""
     chat_sampling: Mapping[str, float] | None = None
-    """What the engines sample chats by that do not say so themselves; None: it is not known."""
+    """Sampling options of chats that do not set them; None: they are not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """How an answer goes on. `call` None: it is over, for length. `seam` None: it begins anew, unseen."""
+    """How an answer is continued. `call` None: it ends here, for length. `seam` None: it is repeated, as the client has
+    no part of it.
+    """
 
     action: Action
     call: Call | None
@@ -72,4 +74,4 @@ class Resumption:
     kept: int = 0
     """Token ids of the answer that need not be generated again."""
     prompt_ids: bytes | None = None
-    """What the engine must say its prompt was, if it obeys; a JSON array."""
+    """The prompt that an engine reports if it continues the answer; a JSON array of token ids."""

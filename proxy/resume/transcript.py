@@ -1,4 +1,4 @@
-"""The client's answer so far, over the streams of all decoders: what it takes to go on with it elsewhere. No IO."""
+"""The client's answer so far, over the streams of all decoders: the facts that another decoder needs. No IO."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Transcript:
     def __init__(self, reasoning_field: str = "reasoning") -> None:
         """`reasoning_field`: what the engine calls reasoning, until the answer shows it."""
         self.prompt_ids: bytes | None = None
-        """The prompt's token ids, a JSON array; None while no engine has told them."""
+        """The prompt's token ids, a JSON array; None until an engine reports them."""
         self.began_in_reasoning = False
         self.reasoning_field = reasoning_field
-        """What the engine calls it."""
+        """The member of a delta that has reasoning."""
         self._calls: ToolCalls | None = None
         self.tools: Sequence[ToolCall] = ()
         """The tool calls, in the order in which they began."""
@@ -93,7 +93,7 @@ class Transcript:
 
     @property
     def prompt_tokens(self) -> int | None:
-        """How many token ids the prompt has; None while no engine has told them."""
+        """How many token ids the prompt has; None until an engine reports them."""
         ids = self.prompt_ids
         return None if ids is None else ids.count(b",") + bool(ids.strip(b"[] \t\r\n"))
 
@@ -108,7 +108,7 @@ class Transcript:
 
     @property
     def has_text(self) -> bool:
-        """Is there anything that a client can see?"""
+        """Whether there is anything that a client can see."""
         return bool(self._texts or self._content or self._reasoning or self.tools)
 
     def take(self, choice: dict[str, Any], ids: Any) -> bool:
@@ -181,7 +181,7 @@ class Transcript:
         self._chunk_start, self._settled = before, len(ids)
 
     def offset_behind(self, kept: int) -> int | None:
-        """Where in the text the log probabilities say that the first `kept` ids end; None if they do not say."""
+        """Return the offset in the text at which the first `kept` ids end; None if log probabilities do not say."""
         offsets = self._offsets or ()
         if len(offsets) != len(self.ids):
             return None
@@ -194,7 +194,7 @@ class Transcript:
         return min(kept, self._reasoning_ids if is_past_reasoning else self._marker_behind(self._reasoned, kept))
 
     def counted_usage(self) -> dict[str, Any] | None:
-        """The answer's usage by its token ids; None where engines do not tell them."""
+        """Return the answer's usage by its token ids; None if engines do not report them."""
         prompt, completion = self.prompt_tokens, len(self.ids)
         if prompt is None or (not completion and self.has_text):
             return None
