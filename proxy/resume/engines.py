@@ -198,8 +198,8 @@ class VllmEngine(Engine):
         return is_structured(call, _VLLM_GRAMMARS)
 
     def next_seed(self, seed: int, segment: int) -> int:
-        """See Engine. The same seed would repeat the random numbers of the first part. Any other seed is as good, as the
-        state of that sequence is not known.
+        """See Engine. The same seed would repeat the random numbers of the first part. Any other seed is as good, as
+        the state of that sequence is not known.
         """
         return (seed + segment * 0x9E3779B97F4A7C15) % 2**63
 
