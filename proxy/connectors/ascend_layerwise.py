@@ -50,11 +50,11 @@ class AscendLayerwise(Disaggregated):
         assert context.callback_url is not None, "decoders need an address to call back"
         self._pools = context.pools
         self.metaserver = context.callback_url + _PATH
-        """What decoders are told to call back."""
+        """The URL that decoders call back."""
         self.callbacks = context.callbacks
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Where decoders call back."""
+        """The route of the decoders' callbacks."""
         logger.info("decoders call this worker back at %s", self.metaserver)
         return (web.post(_PATH, self.callbacks.take),)
 
@@ -149,5 +149,5 @@ class AscendLayerwise(Disaggregated):
 
 
 def _engine_id(call: Call, attempt_id: str) -> str:
-    """What engines call a request with this X-Request-Id: vLLM `_base_request_id`, and a number for each prompt."""
+    """Return the id that the engine gives to a request (vLLM `_base_request_id`, and a number for each prompt)."""
     return f"chatcmpl-{attempt_id}" if call.api is Api.CHAT else f"cmpl-{attempt_id}-0"

@@ -31,16 +31,16 @@ class Attempt:
     """Until the decoder's first output: more than timeouts.first_token_seconds, which None means, where the prefill is
     still under way."""
     prefill_answer: PrefillAnswer | None = None
-    """What the prefiller answers; None where it adds nothing to what the decoder tells, or is the only engine."""
+    """The prefiller's answer; None if the client needs nothing of it, or if the prefiller is the only engine."""
 
     @property
     def prompt_tokens(self) -> int | None:
-        """How many tokens the prompt has, as far as an engine has told."""
+        """How many tokens the prompt has; None until an engine reports it."""
         return self.timeline.usage.prompt_tokens
 
     @property
     def prompt_details(self) -> dict[str, Any] | None:
-        """What the engines tell of the prompt's tokens, as far as it is true; None: nothing."""
+        """Details of the prompt's tokens that engines report and that are true; None: there are none."""
         return self.timeline.usage.prompt_details
 
     def saw_usage(self, usage: Any) -> None:
@@ -68,7 +68,7 @@ class Attempt:
 
 
 class Handoff(Protocol):
-    """Hears how the hand-over of an attempt's KV cache ends."""
+    """Handles the end of the handoff of an attempt's KV cache."""
 
     def arrived(self) -> None:
         """See Attempt.kv_arrived. May be called again."""

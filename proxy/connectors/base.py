@@ -1,4 +1,4 @@
-"""What every KV-transfer protocol has in common: the Connector, and the Attempt it opens."""
+"""The base of all KV-transfer protocols: the Connector, and the Attempt it opens."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ new_attempt_id: Final = new_id
 """The X-Request-Id of one attempt, the same on all its legs. Engines key KV transfer by it, so a client's own id, which
 may collide with a live one, is never used."""
 
-# Slower than this no decoder writes an answer, or somebody would have noticed.
+# No decoder writes an answer more slowly than this.
 _SECONDS_PER_TOKEN: Final = 1.0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ConnectorContext:
-    """What a connector works with: one worker's parts."""
+    """One worker's parts that a connector works with."""
 
     pools: Pools
     upstream: Upstream
@@ -70,13 +70,13 @@ class ConnectorContext:
     metrics: Metrics
     fitness: Fitness
     background: Background
-    """For tasks that no request waits for."""
+    """Owner of tasks that no request waits for."""
     callbacks: Callbacks = field(default_factory=Callbacks)
-    """Who waits for engines that call back."""
+    """Attempts that wait for engines to call back."""
     new_seat: Callable[[], Seat] | None = None
-    """A seat in the journal, where it is heard what engines tell of their caches. None: they do not."""
+    """Makes a seat in the journal, if engines send events of their caches. None: they do not."""
     callback_url: str | None = None
-    """Where engines reach the routes of this worker's connector: scheme, host and port. None: nowhere."""
+    """Scheme, host and port of the routes of this worker's connector. None: it has none."""
 
 
 class Connector:
@@ -85,24 +85,24 @@ class Connector:
     roles: tuple[Role, ...] = (Role.PREFILL, Role.DECODE)
     """Roles that need a healthy backend before the gateway is ready."""
     apis: Sequence[Api] = OPENAI_APIS
-    """What its engines speak."""
+    """The APIs of its engines."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._context = context
 
     def check(self, call: Call) -> None:
-        """Raise BadRequest for what this protocol cannot serve."""
+        """Raise BadRequest for a call that this protocol cannot serve."""
 
     def splits(self, call: Call) -> bool:
         """Whether an attempt at it serves one prompt and one sample: the gateway splits what has more."""
         return True
 
     def configure(self, settings: Settings) -> None:
-        """Take changed settings for what is opened from now on."""
+        """Take changed settings for the next attempts."""
         self._context.settings = settings
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """What engines call; served at the context's callback URL."""
+        """Return the routes that engines call; served at the context's callback URL."""
         return ()
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
@@ -128,14 +128,14 @@ class Connector:
     def alone(
         self, call: Call, request: PickRequest, timeline: Timeline
     ) -> AbstractAsyncContextManager[Attempt] | None:
-        """An attempt of one decoder that is handed no KV cache and computes the prompt by itself. None: no engine of
-        this protocol does.
+        """Return an attempt of one decoder that gets no KV cache and computes the prompt. None: no engine of this
+        protocol does.
         """
         return None
 
 
 def prefill_seconds(timeouts: Timeouts, call: Call) -> float:
-    """How long a prefiller may take to answer."""
+    """Return how long a prefiller may take to answer."""
     return timeouts.prefill_seconds + timeouts.prefill_seconds_per_1k_tokens * call.prompt_tokens / 1000
 
 
@@ -171,7 +171,7 @@ class PrefilledChoice(msgspec.Struct):
 
 
 class Prefilled(msgspec.Struct):
-    """What a prefiller of vLLM answered with, as far as anybody reads it: not the token."""
+    """The parts of a vLLM prefiller's answer that are read: not the token."""
 
     written_usage: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"null"), name="usage")
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
@@ -182,7 +182,7 @@ class Prefilled(msgspec.Struct):
 
     @property
     def usage(self) -> Any:
-        """Whatever it really is; None: none, or not to be written as it was read, as a client may be told of it."""
+        """The usage, of whatever type. None: there is none, or it cannot be written to clients as it was read."""
         try:
             return orjson.loads(bytes(self.written_usage))
         except orjson.JSONDecodeError:

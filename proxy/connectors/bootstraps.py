@@ -1,4 +1,4 @@
-"""What bootstrap servers tell: vLLM's MooncakeConnector has one beside each prefiller, which knows its engines.
+"""Bootstrap servers: vLLM's MooncakeConnector has one beside each prefiller, which knows its engines.
 
 An instance that anybody added may be behind it, so its answer is bounded in bytes and in time, and believed to be what
 it should only after a look. It is given no credentials, and followed nowhere.
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from proxy.backend import Backend
 
-# A prefiller takes longer than this to start, so what was told since is told by the process that runs.
+# A prefiller takes longer than this to start, so a newer answer is of the process that runs.
 _FRESH_SECONDS: Final = 5.0
-# Who waited for the same answer does not ask for it again.
+# Attempts that waited for the same answer do not ask for it again.
 _PROBLEM_SECONDS: Final = 1.0
 _ANSWER_SECONDS: Final = 2.0
 _MAX_ANSWER_BYTES: Final = 1024 * 1024
@@ -35,7 +35,7 @@ _HEALTH_PATH: Final = "/health"
 
 
 def bootstrap_address(prefiller: Backend, default_port: int) -> str:
-    """Where a prefiller's bootstrap server is, for us and for decoders: scheme, host and port."""
+    """Return scheme, host and port of a prefiller's bootstrap server, for this gateway and for decoders."""
     host = f"[{prefiller.host}]" if ":" in prefiller.host else prefiller.host
     return f"http://{host}:{prefiller.bootstrap_port or default_port}"
 
@@ -70,7 +70,7 @@ def _engine_id(entry: Any) -> str:
 
 @dataclass(slots=True)
 class _Bootstrap:
-    """What is known of one prefiller's bootstrap server."""
+    """The last answer of one prefiller's bootstrap server."""
 
     prefiller: Backend
     address: str
@@ -116,7 +116,7 @@ class Bootstraps:
             known = self._known[prefiller.slot] = _Bootstrap(prefiller, address)
         if known.engines:
             if self._clock() >= known.due:
-                known.due = self._clock() + _ANSWER_SECONDS  # meanwhile the others go on with what is known
+                known.due = self._clock() + _ANSWER_SECONDS  # meanwhile the others use the last answer
                 await self._ask(known)
         else:
             async with known.lock:  # one asks for all
@@ -220,7 +220,7 @@ class Bootstraps:
         return True
 
     async def _query(self, address: str) -> bytes:
-        """What a bootstrap server tells, which needs no key. Raises NoAnswer, ValueError."""
+        """Return the answer of a bootstrap server, which needs no key. Raises NoAnswer, ValueError."""
         answer = await engine_json.get(self._session, address, "/query", _ANSWER_SECONDS, max_bytes=_MAX_ANSWER_BYTES)
         if answer.status != 200:
             raise ValueError(f"status {answer.status}")

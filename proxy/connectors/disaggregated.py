@@ -1,4 +1,4 @@
-"""What vLLM's protocols have in common: two legs for most calls, and one engine for what no handoff can serve.
+"""The base of vLLM's protocols: two legs for most calls, and one engine for what no handoff can serve.
 
 A prefill leg asks for the prompt's KV cache, and for one token that is thrown away.
 """
@@ -42,7 +42,7 @@ _CHANGES: Final[dict[str, object]] = {
     "return_token_ids": REMOVED,
 }
 _LIMITED: Final = {"max_completion_tokens": 1}
-"""Where the client says it."""
+"""Changes of requests with this member."""
 
 
 class Disaggregated(Connector):
@@ -88,7 +88,7 @@ class Disaggregated(Connector):
 
 
 class Prefill:
-    """What a protocol asks prefillers for, the same of every prompt."""
+    """Makes the bodies of prefill legs, with the same KV parameters for every prompt."""
 
     def __init__(self, kv_params: Mapping[str, object]) -> None:
         """`kv_params` are the protocol's own."""

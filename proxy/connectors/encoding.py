@@ -46,7 +46,7 @@ _LOOK_AGAIN_SECONDS: Final = 0.02
 
 
 class Encoding(Connector):
-    """A connector in front of another one. Its encoders are needed for media alone, so they are none of its roles."""
+    """A connector in front of another one. Only media need its encoders, so they are not among its roles."""
 
     def __init__(self, connector: Connector, encoders: Pool, context: ConnectorContext) -> None:
         super().__init__(context)
@@ -58,7 +58,7 @@ class Encoding(Connector):
         self.apis = connector.apis
 
     def check(self, call: Call) -> None:
-        """What the other connector cannot serve."""
+        """Refuse calls that the other connector cannot serve."""
         self._connector.check(call)
 
     def splits(self, call: Call) -> bool:
@@ -87,7 +87,7 @@ class Encoding(Connector):
     def alone(
         self, call: Call, request: PickRequest, timeline: Timeline
     ) -> AbstractAsyncContextManager[Attempt] | None:
-        """As the other connector does, for calls without media. See Connector.alone."""
+        """The other connector's attempt, for calls without media. See Connector.alone."""
         return self._connector.alone(call, request, timeline)
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
@@ -109,7 +109,7 @@ class Encoding(Connector):
         # The room that admission saw is kept until the connector takes it, which it does before it waits for anything.
         with ExitStack() as room:
             for role in self.roles:
-                with suppress(NoBackendAvailable):  # the lease will tell, unless somebody is back by then
+                with suppress(NoBackendAvailable):  # the lease fails then, unless an encoder is back
                     room.enter_context(self._pools.of(role).reserve(request))
             await self._encode(call, items, request.avoid)
             timeline.end_encoding()
@@ -164,7 +164,7 @@ class Encoding(Connector):
 
 
 def media(call: Call) -> Sequence[Mapping[str, Any]]:
-    """What of a chat an encoder works on, in the order of the messages."""
+    """Return the parts of a chat that an encoder works on, in the order of the messages."""
     messages = call.values.get("messages") if call.api is Api.CHAT else None
     items: list[Mapping[str, Any]] = []
     for message in messages if isinstance(messages, list) else ():

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class KvSource(Enum):
-    """Where the decoder is to have the KV cache from."""
+    """The source of the decoder's KV cache."""
 
     PREFILLER = "prefiller"
     """From that very prefiller, so a failure may be about the pair of them."""
@@ -41,7 +41,7 @@ class KvSource(Enum):
 
 
 class KvState(Enum):
-    """What is known of the KV cache."""
+    """The state of the KV cache."""
 
     COMPUTING = "computing"
     HELD = "held"

@@ -69,7 +69,7 @@ class KvParams(msgspec.Struct):
 
     @property
     def transfer(self) -> KvTransfer:
-        """Which connector wrote them, told by a member that only its `request_finished` writes."""
+        """The connector that wrote them, by a member that only its `request_finished` writes."""
         if self.tp_size is not msgspec.UNSET:  # vLLM's nixl/pull_scheduler.py
             return _NIXL
         # vllm-ascend's mooncake_connector.py; neither its mooncake_hybrid_connector.py nor its

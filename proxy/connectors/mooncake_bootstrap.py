@@ -134,7 +134,7 @@ class MooncakeBootstrap(Disaggregated):
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What the two engines of one attempt find each other by: the members of vLLM's mooncake_connector_proxy.py."""
+    """The members by which the two engines of an attempt find each other (vLLM's mooncake_connector_proxy.py)."""
 
     attempt_id: str
     address: str
@@ -158,7 +158,7 @@ class Meeting:
 
 
 def _kept_kv(call: Call, prefiller: Backend, meeting: Meeting) -> PrefilledKv:
-    """What the prefiller keeps for the decoder once it has answered."""
+    """Return the KV that the prefiller keeps for the decoder after its answer."""
     return PrefilledKv(
         prefiller,
         orjson.dumps(meeting.decode_params),

@@ -1,4 +1,4 @@
-"""Requests that one engine serves by itself, and those that no handoff can serve.
+"""Requests that one engine serves alone, and those that no handoff can serve.
 
 SingleLeg sends a request to one engine, whichever role it has. OneEngine decides which engine of a vLLM deployment
 serves a request that cannot be handed over, or in which words it is refused.
@@ -115,7 +115,7 @@ class OneEngine:
         self.decoder = SingleLeg(context, Role.DECODE, ranks)
 
     def check(self, call: Call) -> None:
-        """Raise BadRequest for what can neither be handed over nor be served by one engine."""
+        """Raise BadRequest for a call that can neither be handed over nor be served by one engine."""
         self._role(call)
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
@@ -126,7 +126,7 @@ class OneEngine:
         return (self._prefiller if role is Role.PREFILL else self.decoder).legs(call, request, timeline)
 
     def _role(self, call: Call) -> Role | None:
-        """Who serves a call alone; None: it can be handed over. Raises BadRequest."""
+        """Return the role that serves a call alone; None: it can be handed over. Raises BadRequest."""
         if RARE.isdisjoint(call.values):
             return None
         problem = _problem(call)
@@ -161,8 +161,8 @@ def echo_refused() -> BadRequest:
 
 
 def _problem(call: Call) -> BadRequest | None:
-    """What is asked for that one KV cache cannot express, or that only the prefiller's discarded answer has; None:
-    nothing.
+    """Return the error of a request that one KV cache cannot express, or whose result only the prefiller's discarded
+    answer has. None: there is no such problem.
     """
     values = call.values
     if values.get("use_beam_search"):

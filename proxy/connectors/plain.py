@@ -1,4 +1,4 @@
-"""No disaggregation ("PD mixed"): one pool of engines, each of which prefills and decodes a request by itself.
+"""No disaggregation ("PD mixed"): one pool of engines, each of which prefills and decodes its requests alone.
 
 For single-node and data-parallel deployments. Promises the same leases, retries and answers as the PD protocols.
 """

@@ -21,7 +21,7 @@ RANK_HEADER: Final = "x-data-parallel-rank"
 
 @dataclass(slots=True)
 class _Claimed:
-    """What is claimed on one backend: legs in flight by rank, and the rank whose turn it is."""
+    """The claims on one backend: legs in flight by rank, and the rank whose turn it is."""
 
     legs: list[int] = field(default_factory=list)
     turn: int = 0

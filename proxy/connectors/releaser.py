@@ -88,9 +88,9 @@ class Releaser(BackgroundOwner):
         self._models = parts.models
         self._metrics = parts.metrics
         self._settle_seconds = parts.settle_seconds
-        # All engines of a deployment speak one: what a lost answer might have told is what the last one did.
+        # All engines of a deployment speak one protocol, so a lost answer would have named that of the last one.
         self.last_transfer = KvTransfer.OTHER
-        """For which connector a prefiller has answered last that it keeps KV."""
+        """The connector of the last prefiller that answered that it keeps KV."""
         self._doubtful: dict[str, tuple[Backend, deque[tuple[Backend, int, KvTransfer, float]]]] = {}
         """By the keys of decoders that are not yet known to fetch KV: these, and what they were to fetch, as prefiller,
         tokens and connector, and the monotonic second at which they answered."""

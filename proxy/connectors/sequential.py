@@ -66,7 +66,7 @@ class Sequential(Disaggregated):
     least_tokens: ClassVar[int] = LEAST_TOKENS
     """A hand-over of a shorter prompt does not show whether the decoder fetches KV."""
     source_without_kv: ClassVar[KvSource]
-    """Where a decoder gets the KV from when the prefiller's answer names none for it to fetch."""
+    """The source of a decoder's KV if the prefiller's answer names none."""
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
@@ -215,7 +215,7 @@ class Sequential(Disaggregated):
         timeline.decoder, timeline.decode_id = decoder.name, timeline.prefill_id
         headers = {**call.headers, "x-request-id": timeline.prefill_id}
         if rank is not None:
-            # Any rank can fetch what any rank of the prefiller keeps: the parameters tell which one that is.
+            # Any rank can fetch the KV of any rank of the prefiller, which the parameters name.
             headers |= rank.header(decoder, self._decode_ranks)
         return Leg(decoder, call.api.path, body, headers, self._handoff_seconds(handoff.kv, call))
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 # Where no decoder is (`FAKE_BOOTSTRAP_HOST` in disaggregation/utils.py): the engines' own warm-up requests and health
 # checks go there.
 _NOBODY: Final = "2.2.2.2"
-# What has an answer tell token ids.
+# Members by which an answer has token ids.
 _IDS: Final = ("return_token_ids",)
 # A signed 64-bit number in the engines. Room 0 is that of their health checks.
 _ROOMS: Final = 1 << 63
@@ -250,7 +250,7 @@ def room(drawn: int, rank: int, dp_size: int) -> int:
 
 
 class Aborts:
-    """Tells engines, in the background, to stop working on requests that were given up.
+    """Aborts requests that were given up, in the background.
 
     An engine notices a closed connection only after some seconds, and its partner's end after minutes. Nothing depends
     on it, so an abort that fails is not repeated, and those beyond the bound are left out.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class VllmPull(Sequential):
-    """Prefill → decode, one after the other; the second with what the first one's answer names."""
+    """Prefill → decode, one after the other; the decoder gets the KV parameters of the prefiller's answer."""
 
     source_without_kv = KvSource.DECODER
 
@@ -41,7 +41,7 @@ class VllmPull(Sequential):
             self._let_decoder_compute(answer, is_short=is_short)
             return True
         self._metrics.missing_kv_total.labels("retry_prefill").inc()
-        self.move(lease, handoff.failed, _missing_kv(answer))  # the same prefiller once more where there is no other
+        self.move(lease, handoff.failed, _missing_kv(answer))  # the same prefiller again if there is no other
         return False
 
     def go_without_kv(self, handoff: KvHandoff, answer: EngineAnswer) -> None:
