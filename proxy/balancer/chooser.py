@@ -34,7 +34,6 @@ class Chooser:
     def __init__(
         self,
         role: Role,
-        policy: Policy,
         scoreboard: Scoreboard,
         share_percent: Callable[[Backend], int],
         *,
@@ -42,7 +41,9 @@ class Chooser:
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
-        """`share_percent`: of its share of requests what a backend gets now, by its weight, and by its slow start.
+        """Create one that needs `use` and `consider` before it chooses.
+
+        `share_percent`: of its share of requests what a backend gets now, by its weight, and by its slow start.
         `back_offs`: what all workers know of those that are passed over; None: this is the only worker.
         """
         self.back_offs = back_offs or BackOffs(scoreboard.slots)
@@ -50,7 +51,12 @@ class Chooser:
         self._role = role
         self.seen_changes = -1
         """What `changes` holds must be this. Otherwise `look` comes first."""
-        self.use(policy)
+        self.policy: Policy
+        """By which it chooses now."""
+        self.holds_queue: bool
+        """Whether the policy has a say in who has room."""
+        self._per_compute: int
+        self._per_kv: int
         self.pressure_seconds = 0.0
         """How long a backend that ran out of KV memory is passed over."""
         self.queues_refused = True
@@ -147,7 +153,6 @@ class Chooser:
         self.policy = policy
         self._per_compute, self._per_kv = policy.weights or WEIGHTS[self._role]
         self.holds_queue = type(policy).has_room is not Policy.has_room
-        """Whether the policy has a say in who has room."""
 
     def has_room(self, request: Callable[[], PickRequest] | None = None) -> bool:
         """Whether the policy would send something to some candidate below its limit, or there are none. `request`: or

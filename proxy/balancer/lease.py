@@ -79,15 +79,15 @@ class Lease:
             return
         if error is None:
             if not self._has_served:
-                pool.outcomes.served(backend, self._trial, self._request.proves_generation)
-            pool.outcomes.count_served(backend)
+                pool.served(backend, self._trial, self._request.proves_generation)
+            pool.count_served(backend)
         elif isinstance(error, UpstreamError) and error.backend == backend:
             self._report(backend, error)
         elif self._has_served:
-            pool.outcomes.count_served(backend)
+            pool.count_served(backend)
         else:
             # The client left, or another part failed: that says nothing about this backend.
-            pool.outcomes.abandon(backend, self._trial)
+            pool.abandon(backend, self._trial)
         if self._tracker is not None:
             tracker, self._tracker = self._tracker, None
             tracker.ended(error is None, self.answer_tokens)
@@ -102,10 +102,10 @@ class Lease:
             self._has_begun = True
             self._tracker.began()
         if self._trial and self._request.proves_generation:
-            self._pool.outcomes.served(self.backend, self._trial)
+            self._pool.served(self.backend, self._trial)
             self._trial = 0
         else:
-            self._pool.outcomes.began(self.backend)
+            self._pool.began(self.backend)
 
     def tell(self, prompt_tokens: int | None, cached_tokens: int | None) -> None:
         """What the backend has told of the prompt, before `free_compute`; None: nothing."""
@@ -118,7 +118,7 @@ class Lease:
         if not self._has_served:
             self._has_served = True
             # Now, and not when the lease ends: a success of long ago says nothing about a backend that has died since.
-            pool.outcomes.served(self.backend, self._trial, self._request.proves_generation)
+            pool.served(self.backend, self._trial, self._request.proves_generation)
             self._trial = 0
         if self._running:
             pool.row.take_work(self.backend.slot, self._compute)
@@ -192,9 +192,7 @@ class Lease:
             self._reported = error
             trial, self._trial = self._trial, 0
             if error.is_breakdown and not trial:
-                error.blame = self._pool.outcomes.accuse(backend, error, self._request.proves_generation)
+                error.blame = self._pool.accuse(backend, error, self._request.proves_generation)
             else:
                 others_running = self._pool.running(backend) - self._running
-                self._pool.outcomes.report(
-                    backend, error, trial, self._request.proves_generation, others_running=others_running
-                )
+                self._pool.report(backend, error, trial, self._request.proves_generation, others_running=others_running)

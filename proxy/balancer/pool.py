@@ -1,14 +1,17 @@
-"""The backends of one role: leases on them, and what is known of them.
+"""The backends of one role: which of them are eligible, leases on them, and how requests on them ended.
 
-`members` says which are eligible now, `chooser` which of them gets a request, and `outcomes` reports how it went.
-When none is eligible there is no lease: a down backend is not tried for want of a better one. A backend on probation
-gets the next lease there is, and no other until that one has told something.
+Eligible means enabled, which the operator says through the roster, and healthy, which probes and traffic say. The
+`Chooser` says which of the eligible ones gets a request. When none is eligible there is no lease: a down backend is not
+tried for want of a better one. A backend on probation gets the next lease there is, and no other until that one has
+told something.
 """
 
 from __future__ import annotations
 
+import math
+import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Load, Role
@@ -17,27 +20,29 @@ from proxy.balancer.chooser import Chooser
 from proxy.balancer.engines.engine_facts import UNKNOWN_VERSION
 from proxy.balancer.health.backend_health import HealthState
 from proxy.balancer.lease import Lease
-from proxy.balancer.members import Members, SomeMembers
-from proxy.balancer.outcomes import Outcomes
 from proxy.balancer.pick import PickRequest, Policy
 from proxy.balancer.slow_start import FULL
+from proxy.errors import Failure
 
 if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from proxy.backend import Backend
     from proxy.balancer.choice import Pick
     from proxy.balancer.engines.engine_facts import EngineFacts, EngineVersion
     from proxy.balancer.fitness.fitness import Fitness
     from proxy.balancer.fitness.pinned_kv import PinnedKv
+    from proxy.balancer.health.backend_health import BackendHealth
     from proxy.balancer.health.health import Health, Transition
     from proxy.balancer.health.pair_quarantine import PairQuarantine
+    from proxy.balancer.member import Member
     from proxy.balancer.roster import Roster
     from proxy.balancer.shared.back_offs import BackOffs
     from proxy.balancer.shared.scoreboard import Row, Scoreboard
+    from proxy.errors import UpstreamError
 
 _NO_LOAD: Final = Load()
+_UNAUTHORIZED: Final = 401
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,82 +59,100 @@ class PoolLimits:
     """Whether requests wait while all of them refuse. Otherwise they go to one of them and get its refusal."""
 
 
-class Pool:
-    """One role's backends as one worker sees them. `row` is that worker's own; its leases write it."""
+def ignore(*_: object) -> None:
+    """Do nothing with a report that nobody needs."""
 
-    def __init__(
-        self,
-        role: Role,
-        *,
-        policy: Policy,
-        scoreboard: Scoreboard,
-        row: Row,
-        roster: Roster,
-        health: Health,
-        limits: PoolLimits | None = None,
-        on_transition: Callable[[Transition], None] | None = None,
-        on_end: Callable[[Backend, str], None] | None = None,
-        pinned_kv: PinnedKv | None = None,
-        quarantine: PairQuarantine | None = None,
-        fitness: Fitness | None = None,
-        on_change: Callable[[], None] | None = None,
-        part: tuple[Pool, Callable[[Collection[Backend]], tuple[Backend, ...]]] | None = None,
-        back_offs: BackOffs | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        rng: random.Random | None = None,
-    ) -> None:
-        """`on_transition` hears of changes of health; `on_end` how each lease ended: `ok`, the failure's name, or
-        `abandoned` when the reason lies outside the backend. `pinned_kv`: the KV that stays pinned on these backends.
-        `quarantine`, `fitness` and it forget the backends that leave. `on_change` hears when backends or what is known
-        of them have changed. `part`: the pool of all backends of the role, and which of them are this one's.
-        `back_offs`: see Chooser.
-        """
-        self.role = role
-        self.is_decode = role is Role.DECODE
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PoolParts:
+    """What a pool is made of."""
+
+    role: Role
+    policy: Policy
+    scoreboard: Scoreboard
+    row: Row
+    """The worker's own row of the scoreboard. Its leases write it."""
+    roster: Roster
+    health: Health
+    limits: PoolLimits = field(default_factory=PoolLimits)
+    on_transition: Callable[[Transition], None] = ignore
+    """Called when the health of a backend has changed."""
+    on_end: Callable[[Backend, str], None] = ignore
+    """Called when a lease has ended: `ok`, the failure's name, or `abandoned` if the backend is not the reason."""
+    on_change: Callable[[], None] = ignore
+    """Called when backends, or what is known of them, have changed."""
+    pinned_kv: PinnedKv | None = None
+    """The KV that stays pinned on these backends."""
+    quarantine: PairQuarantine | None = None
+    """Forgets the backends that leave."""
+    fitness: Fitness | None = None
+    whole: Pool | None = None
+    """The pool of all backends of the role, if this is a pool of some of them. It looks after health and the rest of
+    what is known of backends when they come and go."""
+    serving: Callable[[Collection[Backend]], tuple[Backend, ...]] = tuple
+    """Which backends of `whole` belong to this pool, in their order."""
+    back_offs: BackOffs | None = None
+    """What all workers know of backends that refuse requests; None: as for `whole`, or this is the only worker."""
+    clock: Callable[[], float] = time.monotonic
+    rng: random.Random = field(default_factory=random.Random)
+
+
+class Pool:
+    """One role's backends as one worker sees them."""
+
+    def __init__(self, parts: PoolParts) -> None:
+        self.role = parts.role
+        self.is_decode = parts.role is Role.DECODE
         """For leases: which of its two costs a request has here."""
-        self.row = row
+        self.row = parts.row
         self.changes = 0
         """How often members, their health, their facts or the limits have changed, as far as this pool has noticed."""
         self.on_release: Callable[[], None] | None = None
         """Called when there may be room where there was none: a lease has given its request back, or backends have
         come, come back or gone."""
-        self._scoreboard = scoreboard
-        self._health = health
-        on_transition = on_transition or _nobody_asks
-        self._tell_change = on_change or _nobody_listens
-        self._clock = clock
+        self._scoreboard = parts.scoreboard
+        self._roster = parts.roster
+        self._roster_versions = parts.roster.versions
+        self._health = parts.health
+        self._fitness = parts.fitness
+        self._pinned_kv = parts.pinned_kv
+        self._expiries = () if parts.pinned_kv is None else parts.pinned_kv.expiries
+        self._quarantine = parts.quarantine
+        self._on_transition = parts.on_transition
+        self._on_end = parts.on_end
+        self._on_change = parts.on_change
+        self._clock = parts.clock
+        self._whole = parts.whole
+        self._serving = parts.serving
+        # In slot order, by the versions of roster and health below. `_refresh` comes before they are read.
+        self._all: tuple[Backend, ...] = ()  # also those that are down, disabled or draining
+        self._enabled: tuple[Backend, ...] = ()  # those that neither drain nor are disabled
+        self._eligible: tuple[Backend, ...] = ()
+        self._awaiting_trial: tuple[Backend, ...] = ()
+        self._weights: Mapping[Backend, int] = {}  # percent of their share, of those that are to get less than it
+        self._gone_at: float | None = None  # when the last one that was up became unreachable; None: some are reachable
+        self._seen_roster = self._seen_health = -1
+        self._has_looked = False
+        self._disabled: frozenset[Backend] = frozenset()
+        self._well: dict[str, BackendHealth] = {}  # by the keys of those that are well, at that version of health
+        self._well_at = -1
         self._engine_ids: dict[Backend, str] = {}
         self._room: object = None  # who could take requests, and how many, at the last look
-        if part is not None:
-            whole, serving = part
-            self._members: Members = SomeMembers(whole._members, serving, notes=[self], on_change=self._on_change)
-        else:
-            self._members = Members(
-                role,
-                roster,
-                health,
-                pinned_kv=pinned_kv,
-                notes=[notes for notes in (pinned_kv, quarantine, fitness, self) if notes is not None],
-                on_transition=on_transition,
-                on_change=self._on_change,
-            )
-        if part is not None and back_offs is None:
-            back_offs = part[0]._chooser.back_offs
+        back_offs = parts.back_offs
+        if back_offs is None and parts.whole is not None:
+            back_offs = parts.whole._chooser.back_offs
         self._chooser: Chooser = Chooser(
-            role, policy, scoreboard, self._share_percent, back_offs=back_offs, clock=clock, rng=rng
+            parts.role, parts.scoreboard, self._share_percent, back_offs=back_offs, clock=parts.clock, rng=parts.rng
         )
-        self.outcomes = Outcomes(
-            self._members, self._chooser, health, fitness=fitness, on_transition=on_transition, on_end=on_end
-        )
-        self.use(policy)
-        self.configure(limits or PoolLimits())
+        self.use(parts.policy)
+        self.configure(parts.limits)
 
     def configure(self, limits: PoolLimits) -> None:
         """Take changed settings for the leases from now on."""
         self._limits = limits
         self._chooser.pressure_seconds = limits.pressure_seconds
         self._chooser.queues_refused = limits.queues_refused
-        self._on_change()
+        self._changed()
 
     @property
     def policy(self) -> Policy:
@@ -162,11 +185,11 @@ class Pool:
         """The backend for a lease, with why, and the number of the trial that the lease is, 0 if it is none: see Lease.
         Raises NoBackendAvailable.
         """
-        members, chooser = self._members, self._chooser
-        members.refresh()
+        chooser = self._chooser
+        self._refresh()
         if chooser.changes[0] != chooser.seen_changes:
             chooser.look()
-        if members.awaiting_trial and (trial := self._trial_for(request)) is not None:
+        if self._awaiting_trial and (trial := self._trial_for(request)) is not None:
             return (trial, TRIAL), self._health.begin_trial(trial)
         if request.avoid or request.prefer is not None or chooser.passes_over or not chooser.candidates:
             backend = chooser.choose(request)
@@ -177,19 +200,19 @@ class Pool:
 
     def _trial_for(self, request: PickRequest) -> Backend | None:
         """The backend for which a request is a trial; None: it is none."""
-        members, avoid = self._members, request.avoid
+        avoid = request.avoid
         is_wanted_elsewhere = not request.proves_generation or (
-            request.prefer is not None and request.prefer in members.eligible
+            request.prefer is not None and request.prefer in self._eligible
         )
-        if is_wanted_elsewhere and not all(backend in avoid for backend in members.eligible):
+        if is_wanted_elsewhere and not all(backend in avoid for backend in self._eligible):
             return None
         is_refusing = self._chooser.back_offs.refuses
         now = self._clock()
-        takes_any = not (members.eligible or self._limits.queues_refused)
+        takes_any = not (self._eligible or self._limits.queues_refused)
         return next(
             (
                 backend
-                for backend in members.awaiting_trial
+                for backend in self._awaiting_trial
                 if backend not in avoid and (takes_any or not is_refusing(backend, now))
             ),
             None,
@@ -197,7 +220,7 @@ class Pool:
 
     def choose(self, request: PickRequest) -> Backend:
         """An eligible backend, of which nothing is to be told. Raises NoBackendAvailable."""
-        self._members.refresh()
+        self._refresh()
         return self._chooser.choose(request)
 
     def pick(self, avoid: Collection[Backend] = (), prefer: Backend | None = None) -> Backend:
@@ -215,13 +238,13 @@ class Pool:
 
     def eligible(self) -> tuple[Backend, ...]:
         """The backends that may get new requests, in slot order."""
-        self._members.refresh()
-        return self._members.eligible
+        self._refresh()
+        return self._eligible
 
     def backends(self) -> tuple[Backend, ...]:
         """All backends in slot order, also those that are down, disabled or draining."""
-        self._members.refresh()
-        return self._members.all
+        self._refresh()
+        return self._all
 
     def is_healthy(self, backend: Backend) -> bool:
         """Whether it is not known to be down or of no use; a draining one may well be healthy."""
@@ -258,24 +281,22 @@ class Pool:
         restarting: a lease that fails at once is nothing to wait for. `request`: of one that nobody is in front of,
         whether it need not wait for a better place, by the policy.
         """
-        members = self._members
-        members.refresh()
-        if members.gone_at is not None and self.is_restarting():
+        self._refresh()
+        if self._gone_at is not None and self.is_restarting():
             return False
-        if members.awaiting_trial:
+        if self._awaiting_trial:
             if not self._all_on_probation_refuse():
                 return True
-            if not members.eligible:
+            if not self._eligible:
                 return not self._limits.queues_refused
         return self._chooser.has_room(request)
 
     def refuse_all(self) -> bool:
         """Whether all backends that may get requests would probably refuse one now."""
-        members = self._members
-        members.refresh()
-        if members.awaiting_trial and not self._all_on_probation_refuse():
+        self._refresh()
+        if self._awaiting_trial and not self._all_on_probation_refuse():
             return False
-        return self._chooser.refuse_all if members.eligible else bool(members.awaiting_trial)
+        return self._chooser.refuse_all if self._eligible else bool(self._awaiting_trial)
 
     def refused_until(self) -> float:
         """Return until when all backends that may get requests refuse them by their own Retry-After.
@@ -286,25 +307,24 @@ class Pool:
         if not self.refuse_all():
             return 0.0
         of = self._chooser.back_offs.of
-        times = [of(backend).closed_until for backend in self._members.awaiting_trial]
-        if self._members.eligible:
+        times = [of(backend).closed_until for backend in self._awaiting_trial]
+        if self._eligible:
             times.append(self._chooser.refused_until())
         return min(times)
 
     def takes(self, avoid: Collection[Backend]) -> bool:
         """Whether some eligible backend that is not to be avoided would probably take a request now."""
-        self._members.refresh()
+        self._refresh()
         return self._chooser.takes(avoid)
 
     def _all_on_probation_refuse(self) -> bool:
         now, refuses = self._clock(), self._chooser.back_offs.refuses
-        return all(refuses(backend, now) for backend in self._members.awaiting_trial)
+        return all(refuses(backend, now) for backend in self._awaiting_trial)
 
     def would_take(self) -> bool:
         """Return whether an engine would take a request now, limits that were learned aside. Not while all restart."""
-        members = self._members
-        members.refresh()
-        if members.gone_at is not None and self.is_restarting():
+        self._refresh()
+        if self._gone_at is not None and self.is_restarting():
             return False
         return self._chooser.would_take()
 
@@ -314,14 +334,14 @@ class Pool:
 
     def work_seconds(self, request: PickRequest) -> float:
         """What a request takes where it takes least, by the policy; 0: it does not know."""
-        self._members.refresh()
+        self._refresh()
         return self._chooser.work_seconds(request)
 
     def soonest_seconds(self, request: PickRequest) -> float | None:
         """When the soonest would have done its work for a request, by the policy; None: it does not know, or there are
         none.
         """
-        self._members.refresh()
+        self._refresh()
         candidates = self._chooser.candidates
         return self.policy.soonest_seconds(candidates, request) if candidates else None
 
@@ -336,49 +356,41 @@ class Pool:
 
     def first_to_go(self, waiting: Sequence[PickRequest]) -> int | None:
         """Of those who wait the place of the first that should go now, by the policy; None: all had better wait."""
-        self._members.refresh()
-        if self._members.awaiting_trial and not self._all_on_probation_refuse():
+        self._refresh()
+        if self._awaiting_trial and not self._all_on_probation_refuse():
             return 0
         return self._chooser.first_to_go(waiting)
 
-    def forget(self, backend: Backend) -> None:
-        """A backend has left. See members.Notes."""
-        self._engine_ids.pop(backend, None)
-        self._chooser.back_offs.forget(backend)
-        self.policy.emptied(backend)
-
     def is_gone(self) -> bool:
         """Whether no backend takes connections any more, though at least one was up before."""
-        self._members.refresh()
-        return self._members.gone_at is not None
+        self._refresh()
+        return self._gone_at is not None
 
     def is_restarting(self) -> bool:
         """Whether they are gone for less than `restart_seconds`, so that they may soon be back. Backends that never
         were up, or are gone for longer, are not waited for.
         """
-        self._members.refresh()
-        return (
-            self._members.gone_at is not None and self._clock() - self._members.gone_at < self._limits.restart_seconds
-        )
+        self._refresh()
+        return self._gone_at is not None and self._clock() - self._gone_at < self._limits.restart_seconds
 
     def is_ready(self) -> bool:
         """Whether a request that came now could be expected to be served, if only as a trial."""
-        self._members.refresh()
+        self._refresh()
         serving = (HealthState.UP, HealthState.PROBATION)
         health = self._health
-        if any(health.of(backend).state in serving for backend in self._members.enabled):
+        if any(health.of(backend).state in serving for backend in self._enabled):
             return True
         # Those that are only slow to probes may well serve what waits for them.
-        return self.is_restarting() and any(health.of(backend).is_slow for backend in self._members.enabled)
+        return self.is_restarting() and any(health.of(backend).is_slow for backend in self._enabled)
 
     def is_last(self, backend: Backend) -> bool:
         """Whether a backend is the only one that may get requests."""
-        self._members.refresh()
-        return self._members.eligible == (backend,)
+        self._refresh()
+        return self._eligible == (backend,)
 
     def weight(self, backend: Backend) -> int:
         """How much of its share of requests it is let to get, in per cent; 0: none, it is disabled or drains."""
-        return self._members.weights.get(backend, FULL) if backend in self._members.enabled else 0
+        return self._weights.get(backend, FULL) if backend in self._enabled else 0
 
     def in_flight(self, backend: Backend) -> int:
         """Open leases on a backend, over all workers."""
@@ -392,30 +404,237 @@ class Pool:
         """What a backend is charged with, by all workers."""
         return self._scoreboard.load(backend.slot)
 
-    # How
+    # How requests ended
 
-    def _share_percent(self, backend: Backend) -> int:
-        """Of its share of requests what it is to get now: by its weight, and by how long ago it came back."""
-        percent = self._health.share_percent(backend)
-        weight = self._members.weights.get(backend)
-        return percent if weight is None else max(1, percent * weight // FULL)
+    def report(
+        self,
+        backend: Backend,
+        error: UpstreamError | None,
+        trial: int = 0,
+        is_proof: bool = True,
+        others_running: int = 0,
+    ) -> None:
+        """How a request on a backend ended; None means well. `others_running`: requests that it works on besides."""
+        if error is None:
+            self.served(backend, trial, is_proof)
+            self.count_served(backend)
+            return
+        if error.failure is Failure.REMOVED:
+            self.abandon(backend, trial)
+            return
+        refusals = 0
+        if error.failure is Failure.RECOMPUTED:
+            self._chooser.press(backend)
+        elif error.is_refusal and is_proof:
+            refusals = self._chooser.refused(backend, error.retry_after_seconds)
+        elif self._chooser.passes_over:
+            self._chooser.make_room(backend)
+        self._refresh()
+        if error.engine_status == _UNAUTHORIZED and self._fitness and not self._health.of(backend).has_served:
+            self._fitness.refused_key(backend)
+        transition = self._health.on_outcome(
+            backend,
+            error,
+            self._enabled,
+            trial=trial,
+            is_proof=is_proof,
+            # An engine that works on other requests is busy.
+            refusals=0 if others_running else refusals,
+        )
+        self._tell(transition)
+        self._on_end(backend, error.failure.value)
 
-    def _on_change(self) -> None:
+    def accuse(self, backend: Backend, error: UpstreamError, is_proof: bool = True) -> Callable[[], None]:
+        """A request on a backend broke down. What is returned holds it against the backend: to be called once it is
+        known that the request fares better elsewhere.
+        """
+        self._on_end(backend, error.failure.value)
+
+        def blame() -> None:
+            self._refresh()
+            self._tell(self._health.on_outcome(backend, error, self._enabled, is_proof=is_proof))
+
+        return blame
+
+    def report_stall(self, backend: Backend) -> bool:
+        """A backend sends nothing on any of its streams while others do; whether it is out now, for this or for another
+        reason, so that nothing more is to be expected of it.
+        """
+        self._refresh()
+        self._tell(self._health.on_stall(backend, self._enabled))
+        return backend not in self._enabled or not self._health.of(backend).is_healthy
+
+    def report_hang(self, backend: Backend) -> bool:
+        """Report that a backend is silent on all of its streams and makes no progress.
+
+        Returns:
+            Whether another backend could go on with its answers.
+        """
+        self._refresh()
+        enabled, health = self._enabled, self._health
+        self._tell(health.on_stall(backend, enabled, "sends nothing and makes no progress"))
+        return any(health.of(other).is_eligible for other in enabled if other != backend)
+
+    def report_refusal(self, backend: Backend) -> None:
+        """Report that a backend with silent answers refused a connection that was opened to find out."""
+        health, reason = self._health, "refuses connections, and its answers are silent"
+        if health.of(backend).verdict is not HealthState.UNKNOWN:  # it may have been removed
+            self._tell(health.on_probe(backend, False, reason, is_refused=True))
+
+    def report_verdict(self, backend: Backend) -> None:
+        """Another gateway has found a backend of no use."""
+        self._refresh()
+        self._tell(self._health.on_verdict(backend, self._enabled))
+
+    def served(self, backend: Backend, trial: int = 0, is_proof: bool = True) -> None:
+        """A request has gone well, perhaps before its lease ends, or a trial before its request does."""
+        health = self._health
+        if is_proof and self._chooser.passes_over:
+            self._chooser.served(backend, is_complete=True)
+        condition = self._well.get(backend.key)
+        if condition is not None and health.version == self._well_at and is_proof and not trial:
+            # What `on_outcome` comes to for a backend that is well, without a call: every request comes by here.
+            health.events += 1
+            condition.served_at = health.events
+            if condition.breaker.failures or condition.breaker.refuses_since:
+                condition.breaker.served()
+            return
+        self._tell(health.on_outcome(backend, None, self._enabled, trial=trial, is_proof=is_proof))
+
+    def began(self, backend: Backend) -> None:
+        """A backend has begun to answer a request."""
+        if self._chooser.passes_over:
+            self._chooser.served(backend, is_complete=False)
+
+    def count_served(self, backend: Backend) -> None:
+        """The lease of such a request has ended."""
+        fitness = self._fitness
+        if fitness is not None and fitness.takes_key_at != fitness.versions[0]:
+            fitness.served(backend)
+        self._on_end(backend, "ok")
+
+    def abandon(self, backend: Backend, trial: int = 0) -> None:
+        """A request on a backend was broken off, and the backend is not to blame."""
+        if trial:
+            self._health.abandon_trial(backend, trial)
+        if self._chooser.passes_over:
+            self._chooser.make_room(backend)
+        self._on_end(backend, "abandoned")
+
+    def _tell(self, transition: Transition | None) -> None:
+        if transition is not None:
+            self._on_transition(transition)
+
+    # Who is eligible
+
+    def _refresh(self) -> None:
+        """Find out which backends there are, and which are eligible, if roster or health have changed.
+
+        Every pick and every scrape comes by here, and in each worker at least the prober.
+        """
+        health = self._health
+        if self._whole is not None:
+            self._whole._refresh()
+            if self._whole._seen_roster != self._seen_roster or health.version != self._seen_health:
+                self._take_part_of(self._whole)
+            return
+        if (
+            self._roster_versions[0] == self._seen_roster
+            and health.version == self._seen_health
+            and health.due == math.inf
+            and not self._expiries
+        ):
+            return
+        if self._pinned_kv is not None:
+            self._pinned_kv.expire()
+        for transition in health.advance():
+            self._on_transition(transition)
+        roster_version = self._roster_versions[0]  # before the members: another worker may change them meanwhile
+        if roster_version == self._seen_roster and health.version == self._seen_health:
+            return
+        members = self._roster.members(self.role)
+        self._meet(members)
+        self._enabled = tuple(member.backend for member in members if member.serves)
+        self._weights = {member.backend: member.weight for member in members if member.weight < FULL}
+        self._judge(roster_version)
+
+    def _take_part_of(self, whole: Pool) -> None:
+        """Look at the backends of `whole` that belong to this pool."""
+        before, self._all = self._all, self._serving(whole._all)
+        self._enabled = tuple(backend for backend in self._all if backend in whole._enabled)
+        self._weights = whole._weights
+        for gone in set(before).difference(self._all):
+            self._forget(gone)
+        self._judge(whole._seen_roster)
+
+    def _judge(self, roster_version: int) -> None:
+        """Who of the enabled may get requests; all else was computed by this version of the roster."""
+        for transition in self._health.relieve(self._enabled):
+            self._on_transition(transition)
+        health = self._health
+        self._eligible = tuple(backend for backend in self._enabled if health.of(backend).is_eligible)
+        self._awaiting_trial = tuple(backend for backend in self._enabled if health.of(backend).awaits_trial)
+        if not self._eligible and not self._awaiting_trial:
+            # All are new, as after a reload that replaces them: unprobed backends are better than none.
+            unknown = (backend for backend in self._enabled if health.of(backend).state is HealthState.UNKNOWN)
+            self._eligible = tuple(unknown)
+        self._gone_at = None
+        if all(health.of(backend).is_unreachable for backend in (*self._eligible, *self._awaiting_trial)):
+            gone = (health.of(backend).gone_at for backend in self._enabled)
+            self._gone_at = max((since for since in gone if since is not None), default=None)
+        self._seen_roster, self._seen_health = roster_version, health.version
+        self._changed()
+
+    def _meet(self, members: Sequence[Member]) -> None:
+        """Forget who has left, whichever worker finalised that, and note who came later than the first look. One that
+        is enabled again may be another process than the one that was disabled, so that nothing is known of its health.
+        """
+        backends = tuple(member.backend for member in members)
+        for back in self._disabled.intersection(member.backend for member in members if member.serves):
+            transition = self._health.on_enabled(back)
+            if transition is not None:
+                self._on_transition(transition)
+        self._disabled = frozenset(member.backend for member in members if member.is_disabled)
+        for gone in set(self._all).difference(backends):
+            self._health.forget(gone)
+            for part in (self._pinned_kv, self._quarantine, self._fitness):
+                if part is not None:
+                    part.forget(gone)
+            self._forget(gone)
+        if self._has_looked:
+            for added in set(backends).difference(self._all):
+                self._health.on_added(added)
+        self._has_looked = True
+        self._all = backends
+
+    def _changed(self) -> None:
         """Backends, their health, or what settings say of them may be other ones than before."""
-        self._tell_change()
-        members = self._members
+        self._on_change()
         self.changes += 1
-        limits = tuple(map(self.limit, members.eligible))
-        self._chooser.consider(members.eligible, limits)
-        self.outcomes.consider(members.eligible)
+        limits = tuple(map(self.limit, self._eligible))
+        self._chooser.consider(self._eligible, limits)
+        health = self._health
+        conditions = {backend.key: health.of(backend) for backend in self._eligible}
+        self._well = {
+            key: condition
+            for key, condition in conditions.items()
+            if condition.state is HealthState.UP and not condition.is_unreachable
+        }
+        self._well_at = health.version
         if self._looks_for_restarts:
-            for backend in members.all:
+            for backend in self._all:
                 if self._has_gone(backend):
                     self.policy.emptied(backend)
-        room = (members.eligible, members.awaiting_trial, limits)
+        room = (self._eligible, self._awaiting_trial, limits)
         if room != self._room:
             self._room = room
             self.released()
+
+    def _forget(self, backend: Backend) -> None:
+        """Forget a backend that has left."""
+        self._engine_ids.pop(backend, None)
+        self._chooser.back_offs.forget(backend)
+        self.policy.emptied(backend)
 
     def _has_gone(self, backend: Backend) -> bool:
         """Whether it is down, or another process than at the last look."""
@@ -429,13 +648,11 @@ class Pool:
         self._engine_ids[backend] = engine_id
         return before != engine_id
 
-
-def _nobody_listens() -> None:
-    """For pools whose changes concern nobody else."""
-
-
-def _nobody_asks(transition: Transition) -> None:
-    """For pools whose changes of health need not be reported."""
+    def _share_percent(self, backend: Backend) -> int:
+        """Of its share of requests what it is to get now: by its weight, and by how long ago it came back."""
+        percent = self._health.share_percent(backend)
+        weight = self._weights.get(backend)
+        return percent if weight is None else max(1, percent * weight // FULL)
 
 
 def _overrides(policy: Policy, name: str) -> bool:

@@ -16,7 +16,7 @@ from proxy.balancer.health.pair_quarantine import PairQuarantine
 from proxy.balancer.models import Models
 from proxy.balancer.pick import PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool, PoolLimits
+from proxy.balancer.pool import Pool, PoolLimits, PoolParts, ignore
 from proxy.balancer.pools import Pools
 from proxy.configuration import text_of
 from proxy.discovery.prober import log_transition
@@ -91,21 +91,24 @@ def build_balancing(basis: Basis) -> Balancing:
         policy = make_policy(_policy_name(current, role), context)
         policy.configure(current.balance)
         made = Pool(
-            role,
-            policy=policy,
-            scoreboard=shared.scoreboard,
-            row=row,
-            roster=shared.roster,
-            health=health,
-            limits=_limits(current, role),
-            on_transition=on_transition,
-            on_end=ends.of(role),
-            pinned_kv=pinned_kv if role is Role.PREFILL else None,
-            quarantine=quarantine,
-            fitness=fitness,
-            on_change=models.look if part is None else None,
-            part=part,
-            back_offs=shared.back_offs,
+            PoolParts(
+                role=role,
+                policy=policy,
+                scoreboard=shared.scoreboard,
+                row=row,
+                roster=shared.roster,
+                health=health,
+                limits=_limits(current, role),
+                on_transition=on_transition,
+                on_end=ends.of(role),
+                pinned_kv=pinned_kv if role is Role.PREFILL else None,
+                quarantine=quarantine,
+                fitness=fitness,
+                on_change=models.look if part is None else ignore,
+                whole=None if part is None else part[0],
+                serving=tuple if part is None else part[1],
+                back_offs=shared.back_offs,
+            )
         )
         return made, _configuring(made, current, context)
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     import aiohttp
 
-    from proxy.backend import Backend
-    from proxy.balancer.outcomes import Outcomes
     from proxy.balancer.pool import Pool
     from proxy.balancer.pools import Pools
     from proxy.connectors.base import Connector
@@ -147,7 +145,7 @@ async def build_lines(basis: Basis, balancing: Balancing) -> AsyncIterator[Lines
             names,
             stall_seconds=stall_seconds(settings),
             on_work=balancing.health.on_work,
-            on_stall=lambda backend: balancing.pool_of.find(backend).outcomes.report_stall(backend),
+            on_stall=lambda backend: balancing.pool_of.find(backend).report_stall(backend),
             silence_seconds=settings.health.silence_seconds,
             silence_checks=_silence_checks(balancing, session),
             is_news=basis.shared.bulletin.is_news,
@@ -159,14 +157,12 @@ async def build_lines(basis: Basis, balancing: Balancing) -> AsyncIterator[Lines
 
 
 def _silence_checks(balancing: Balancing, session: aiohttp.ClientSession) -> SilenceChecks:
-    def outcomes(backend: Backend) -> Outcomes:
-        return balancing.pool_of.find(backend).outcomes
-
+    pool_of = balancing.pool_of
     return SilenceChecks(
         is_down=lambda backend: balancing.health.of(backend).verdict is HealthState.DOWN,
-        on_refused=lambda backend: outcomes(backend).report_refusal(backend),
+        on_refused=lambda backend: pool_of.find(backend).report_refusal(backend),
         makes_progress=partial(makes_progress, session, balancing.keys),
-        on_hang=lambda backend: outcomes(backend).report_hang(backend),
+        on_hang=lambda backend: pool_of.find(backend).report_hang(backend),
     )
 
 

@@ -20,7 +20,7 @@ from proxy.balancer.health.health_board import HealthBoard
 from proxy.balancer.health.suspect_memory import SuspectMemory
 from proxy.balancer.models import Models
 from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool
+from proxy.balancer.pool import Pool, PoolParts
 from proxy.balancer.pools import Pools
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
@@ -103,13 +103,15 @@ class Gateway:
         self.metrics = Metrics()
         self.pools = {
             role: Pool(
-                role,
-                policy=make_policy("round_robin"),
-                scoreboard=self.scoreboard,
-                row=row,
-                roster=self.roster,
-                health=self.health,
-                on_end=self._count,
+                PoolParts(
+                    role=role,
+                    policy=make_policy("round_robin"),
+                    scoreboard=self.scoreboard,
+                    row=row,
+                    roster=self.roster,
+                    health=self.health,
+                    on_end=self._count,
+                )
             )
             for role in (Role.PREFILL, Role.DECODE)
         }

@@ -12,7 +12,7 @@ from proxy.backend import Load, Role
 from proxy.balancer.health.health import Health, Transition
 from proxy.balancer.pick import PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool, PoolLimits
+from proxy.balancer.pool import Pool, PoolLimits, PoolParts
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Row, Scoreboard
 from proxy.settings import HealthChecks
@@ -39,22 +39,24 @@ class Balancer:
 
     def pool(self, role: Role, policy: str = "least_tokens", max_running: int | None = None) -> Pool:
         return Pool(
-            role,
-            policy=make_policy(policy, PolicyContext(rng=random.Random(1), role=role)),
-            scoreboard=self.scoreboard,
-            row=self.row,
-            roster=self.roster,
-            health=self.health,
-            on_transition=self.transitions.append,
-            on_end=lambda backend, result: self.ends.append((backend.name, result)),
-            clock=self.clock,
-            rng=random.Random(1),
-            limits=PoolLimits(max_running=max_running),
+            PoolParts(
+                role=role,
+                policy=make_policy(policy, PolicyContext(rng=random.Random(1), role=role)),
+                scoreboard=self.scoreboard,
+                row=self.row,
+                roster=self.roster,
+                health=self.health,
+                on_transition=self.transitions.append,
+                on_end=lambda backend, result: self.ends.append((backend.name, result)),
+                clock=self.clock,
+                rng=random.Random(1),
+                limits=PoolLimits(max_running=max_running),
+            )
         )
 
     def eject(self, backend: Backend) -> None:
         """For about eject_seconds."""
-        assert self.decoders.outcomes.report_stall(backend)
+        assert self.decoders.report_stall(backend)
         assert self.transitions[-1].cause == "stall"
 
     def put_on_probation(self, backend: Backend) -> None:

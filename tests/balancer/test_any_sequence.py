@@ -23,7 +23,7 @@ from proxy.balancer.health.health import Health
 from proxy.balancer.health.pair_quarantine import PairQuarantine
 from proxy.balancer.pick import PickRequest
 from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool, PoolLimits
+from proxy.balancer.pool import Pool, PoolLimits, PoolParts
 from proxy.balancer.roster import ADMIN, CONFIG, Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
@@ -87,17 +87,19 @@ class AnySequence(RuleBasedStateMachine):
         self.quarantines = [PairQuarantine(2, 10.0, self.clock) for _ in range(2)]
         self.pools = {
             (role, worker): Pool(
-                role,
-                policy=make_policy(policy),
-                scoreboard=self.scoreboard,
-                row=self.scoreboard.row(worker),
-                roster=self.roster,
-                health=self.healths[worker],
-                on_transition=partial(self.check_transition, worker),
-                quarantine=self.quarantines[worker],
-                clock=self.clock,
-                rng=random.Random(worker),
-                limits=PoolLimits(max_running=max_running),
+                PoolParts(
+                    role=role,
+                    policy=make_policy(policy),
+                    scoreboard=self.scoreboard,
+                    row=self.scoreboard.row(worker),
+                    roster=self.roster,
+                    health=self.healths[worker],
+                    on_transition=partial(self.check_transition, worker),
+                    quarantine=self.quarantines[worker],
+                    clock=self.clock,
+                    rng=random.Random(worker),
+                    limits=PoolLimits(max_running=max_running),
+                )
             )
             for worker in range(2)
             for role in Role
@@ -252,7 +254,7 @@ class AnySequence(RuleBasedStateMachine):
 
     @rule(role=roles, port=ports, worker=workers)
     def stall(self, role: Role, port: int, worker: int) -> None:
-        self.pools[role, worker].outcomes.report_stall(self.backend(role, port))
+        self.pools[role, worker].report_stall(self.backend(role, port))
 
     @rule(seconds=st.sampled_from([1.0, 5.0, 12.0, 30.0]))
     def let_time_pass(self, seconds: float) -> None:

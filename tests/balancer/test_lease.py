@@ -163,7 +163,7 @@ def test_a_success_counts_when_the_work_is_done_and_not_when_the_lease_ends(bala
     with pool.lease(PickRequest.of(COST)) as lease:
         lease.free_compute()
         for _ in range(2):
-            pool.outcomes.report(lease.backend, refused(lease.backend))
+            pool.report(lease.backend, refused(lease.backend))
         assert lease.backend not in pool.eligible()
     assert lease.backend not in pool.eligible()
 
@@ -193,7 +193,7 @@ def test_load_is_given_back_even_if_reporting_fails(balancer: Balancer) -> None:
         raise OSError("log disk is full")
 
     pool = balancer.pool(balancer.decoders.role)
-    pool.outcomes._on_transition = broken
+    pool._on_transition = broken
     with pytest.raises(OSError, match="full"), pool.lease(PickRequest.of(COST)):
         pass
     assert balancer.all_books() == {NOTHING}
@@ -280,7 +280,7 @@ def test_a_trial_has_succeeded_as_soon_as_the_backend_is_seen_to_work(balancer: 
 
 def test_a_prefiller_has_passed_its_trial_when_it_has_computed(balancer: Balancer) -> None:
     one, _ = balancer.prefillers.backends()
-    assert balancer.prefillers.outcomes.report_stall(one)
+    assert balancer.prefillers.report_stall(one)
     balancer.clock.now += 36.0
     with balancer.prefillers.lease(PickRequest.of(COST)) as trial:
         assert trial.backend == one
@@ -315,7 +315,7 @@ def test_a_trial_that_moves_away_has_failed(balancer: Balancer) -> None:
 
 def test_who_prefers_another_backend_tries_none(balancer: Balancer) -> None:
     one, two = balancer.prefillers.backends()
-    assert balancer.prefillers.outcomes.report_stall(one)
+    assert balancer.prefillers.report_stall(one)
     balancer.clock.now += 36.0
     with balancer.prefillers.lease(PickRequest.of(COST, prefer=two)) as lease:
         assert lease.backend == two
@@ -331,7 +331,7 @@ def test_who_prefers_another_backend_tries_none(balancer: Balancer) -> None:
 def test_a_lease_that_proves_little_says_little(balancer: Balancer, error: Failure | None) -> None:
     one, two = balancer.decoders.backends()
     for _ in range(4):
-        balancer.decoders.outcomes.report(one, failed(one))
+        balancer.decoders.report(one, failed(one))
     for _ in range(5):
         lease = balancer.decoders.lease(PickRequest.of(COST, avoid=[two], proves_generation=False))
         with contextlib.suppress(UpstreamError):

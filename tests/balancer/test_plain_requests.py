@@ -18,7 +18,7 @@ from proxy.balancer.health.backend_health import HealthState
 from proxy.balancer.health.health import Health
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool, PoolLimits
+from proxy.balancer.pool import Pool, PoolLimits, PoolParts
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Row, Scoreboard
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
@@ -47,17 +47,19 @@ class Side:
         self.pinned_kv = PinnedKv(self.rows[0], self.clock)
         self.transitions: list[Transition] = []
         self.pool = Pool(
-            Role.DECODE,
-            policy=make_policy(policy, PolicyContext(worker, random.Random(1), self.clock)),
-            scoreboard=self.board,
-            row=self.rows[worker],
-            roster=self.roster,
-            health=self.health,
-            limits=PoolLimits(max_running=max_running),
-            on_transition=self.transitions.append,
-            pinned_kv=self.pinned_kv,
-            clock=self.clock,
-            rng=random.Random(1),
+            PoolParts(
+                role=Role.DECODE,
+                policy=make_policy(policy, PolicyContext(worker, random.Random(1), self.clock)),
+                scoreboard=self.board,
+                row=self.rows[worker],
+                roster=self.roster,
+                health=self.health,
+                limits=PoolLimits(max_running=max_running),
+                on_transition=self.transitions.append,
+                pinned_kv=self.pinned_kv,
+                clock=self.clock,
+                rng=random.Random(1),
+            )
         )
         self.backends = self.pool.backends()
 
@@ -84,7 +86,7 @@ class Side:
 
     def fail(self, place: int, failure: Failure) -> None:
         backend = self.backend(place)
-        self.pool.outcomes.report(backend, UpstreamError(failure, backend, "it failed"))
+        self.pool.report(backend, UpstreamError(failure, backend, "it failed"))
 
     def probe(self, place: int, amount: int) -> None:
         self.health.on_probe(self.backend(place), amount > 0, "probed")
@@ -150,7 +152,7 @@ def test_its_success_is_to_health_what_any_success_is(happened: list[tuple[Steps
         for side in (short, general):
             for step, at, amount in some:
                 step(side, at, amount)
-        short.pool.outcomes.served(short.backend(place))
+        short.pool.served(short.backend(place))
         if transition := general.health.on_outcome(general.backend(place), None):
             general.transitions.append(transition)
         assert short.transitions == general.transitions
@@ -168,7 +170,7 @@ def test_it_gets_what_time_alone_has_changed() -> None:
     side.clock.now += 20.0
     assert taken(side.pool, plain) == ("d:2", 0)
     assert taken(side.pool, plain) == ("d:0", 0)
-    assert side.pool.outcomes.report_stall(side.backend(1))
+    assert side.pool.report_stall(side.backend(1))
     assert {taken(side.pool, plain) for _ in range(3)} == {("d:0", 0), ("d:2", 0)}
     side.clock.now += 3600.0
     assert taken(side.pool, plain) == ("d:1", 1)
@@ -182,7 +184,7 @@ def test_its_success_on_a_backend_that_was_just_ejected_is_told() -> None:
     for _ in range(2):
         side.refuse(0, 0)
     assert side.transitions[-1].cause == "connect"
-    side.pool.outcomes.served(side.backend(0))
+    side.pool.served(side.backend(0))
     assert side.transitions[-1].new is HealthState.UP
 
 
@@ -194,6 +196,6 @@ def test_its_success_is_not_that_of_the_next_backend_in_the_slot() -> None:
     assert new.slot == old.slot
     side.health.on_probe(new, True, "200")
     side.pool.eligible()
-    side.pool.outcomes.served(old)
+    side.pool.served(old)
     assert side.health.of(old).has_served
     assert not side.health.of(new).has_served

@@ -15,7 +15,7 @@ from proxy.balancer.health.health import Health
 from proxy.balancer.health.pair_quarantine import PairQuarantine
 from proxy.balancer.pick import PickRequest
 from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool, PoolLimits
+from proxy.balancer.pool import Pool, PoolLimits, PoolParts
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.back_offs import LONGEST_SECONDS, BackOffs
 from proxy.balancer.shared.scoreboard import Scoreboard
@@ -96,7 +96,7 @@ def test_a_removed_backend_is_forgotten(balancer: Balancer) -> None:
 def test_the_observer_hears_of_every_change_once(balancer: Balancer) -> None:
     one, _ = balancer.decoders.backends()
     for _ in range(4):
-        balancer.decoders.outcomes.report(one, UpstreamError(Failure.CONNECT, one, "connection refused"))
+        balancer.decoders.report(one, UpstreamError(Failure.CONNECT, one, "connection refused"))
     balancer.clock.now += 36.0
     for _ in range(2):
         balancer.prefillers.backends()
@@ -110,12 +110,14 @@ def test_short_requests_one_after_the_other_reach_all_of_eight_equal_backends(po
     scoreboard = Scoreboard(slots=8)
     roster = Roster([], [("d", port) for port in range(8)], scoreboard)
     pool = Pool(
-        Role.DECODE,
-        policy=make_policy(policy),
-        scoreboard=scoreboard,
-        row=scoreboard.row(0),
-        roster=roster,
-        health=Health(),
+        PoolParts(
+            role=Role.DECODE,
+            policy=make_policy(policy),
+            scoreboard=scoreboard,
+            row=scoreboard.row(0),
+            roster=roster,
+            health=Health(),
+        )
     )
     ports = []
     for _ in range(16):
@@ -190,18 +192,20 @@ class Pressed:
         scoreboard = Scoreboard(slots=3)
         self.roster = Roster([], [("d", port) for port in range(3)], scoreboard)
         self.pool = Pool(
-            Role.DECODE,
-            policy=make_policy("least_tokens"),
-            scoreboard=scoreboard,
-            row=scoreboard.row(0),
-            roster=self.roster,
-            health=Health(),
-            clock=lambda: self.now,
-            limits=PoolLimits(pressure_seconds=5.0),
+            PoolParts(
+                role=Role.DECODE,
+                policy=make_policy("least_tokens"),
+                scoreboard=scoreboard,
+                row=scoreboard.row(0),
+                roster=self.roster,
+                health=Health(),
+                clock=lambda: self.now,
+                limits=PoolLimits(pressure_seconds=5.0),
+            )
         )
 
     def recomputed(self, decoder: Backend) -> None:
-        self.pool.outcomes.report(decoder, UpstreamError(Failure.RECOMPUTED, decoder, "no memory"))
+        self.pool.report(decoder, UpstreamError(Failure.RECOMPUTED, decoder, "no memory"))
 
     def picked(self, avoid: tuple[Backend, ...] = ()) -> set[int]:
         return {self.pool.pick(avoid).port for _ in range(6)}
@@ -216,14 +220,16 @@ class TwoWorkers:
         roster = Roster([], [("d", port) for port in range(3)], scoreboard)
         self.pools = [
             Pool(
-                Role.DECODE,
-                policy=make_policy("least_tokens"),
-                scoreboard=scoreboard,
-                row=scoreboard.row(worker),
-                roster=roster,
-                health=Health(),
-                clock=lambda: self.now,
-                back_offs=back_offs,
+                PoolParts(
+                    role=Role.DECODE,
+                    policy=make_policy("least_tokens"),
+                    scoreboard=scoreboard,
+                    row=scoreboard.row(worker),
+                    roster=roster,
+                    health=Health(),
+                    clock=lambda: self.now,
+                    back_offs=back_offs,
+                )
             )
             for worker in range(2)
         ]
@@ -261,7 +267,7 @@ def test_a_pool_refuses_for_as_long_as_all_backends_say() -> None:
     for decoder, seconds, until in zip(pool.backends(), (600.0, 700.0, 500.0), (0.0, 0.0, now + 500.0), strict=True):
         error = UpstreamError(Failure.STATUS, decoder, "busy", engine_status=429)
         error.retry_after_seconds = seconds
-        pool.outcomes.report(decoder, error)
+        pool.report(decoder, error)
         assert workers.pools[1].refused_until() == until
     workers.now += LONGEST_SECONDS
     assert pool.refused_until() == 0.0, "one of them is tried"
@@ -280,7 +286,7 @@ def test_nothing_waits_for_the_last_backend_if_refusals_are_not_queued() -> None
     for other in others * HealthChecks().fall:
         health.on_probe(other, False, "gone")
     health.relieve(pool.backends())
-    pool.outcomes.report(last, refusal)
+    pool.report(last, refusal)
     assert health.of(last).awaits_trial
     assert not pool.has_room()
     pool.configure(PoolLimits(queues_refused=False))
@@ -327,9 +333,9 @@ def test_other_failures_and_successes_are_no_shortage() -> None:
     pressed = Pressed()
     zero, one, _ = pressed.pool.backends()
     for failure in set(Failure) - {Failure.RECOMPUTED}:
-        pressed.pool.outcomes.report(zero, UpstreamError(failure, zero, "failed"))
-        pressed.pool.outcomes.report(zero, None)
-    pressed.pool.outcomes.report(one, None)
+        pressed.pool.report(zero, UpstreamError(failure, zero, "failed"))
+        pressed.pool.report(zero, None)
+    pressed.pool.report(one, None)
     assert pressed.picked() == {0, 1, 2}
 
 
@@ -347,7 +353,7 @@ def test_an_ejected_backend_gets_no_requests_and_is_still_there(balancer: Balanc
 def test_a_stall_of_the_last_one_changes_nothing(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
     balancer.eject(one)
-    assert not balancer.decoders.outcomes.report_stall(two)
+    assert not balancer.decoders.report_stall(two)
     assert balancer.decoders.eligible() == (two,)
     assert len(balancer.transitions) == 1
 
@@ -355,12 +361,12 @@ def test_a_stall_of_the_last_one_changes_nothing(balancer: Balancer) -> None:
 def test_nothing_is_to_be_expected_of_a_stalled_backend_that_is_out_already(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
     balancer.eject(one)
-    assert balancer.decoders.outcomes.report_stall(one)
+    assert balancer.decoders.report_stall(one)
     down(balancer, two)
-    assert balancer.decoders.outcomes.report_stall(two)
+    assert balancer.decoders.report_stall(two)
     for prefiller in balancer.prefillers.backends():
         balancer.roster.remove(Role.PREFILL, prefiller.host, prefiller.port)
-        assert balancer.prefillers.outcomes.report_stall(prefiller)
+        assert balancer.prefillers.report_stall(prefiller)
     assert [t.cause for t in balancer.transitions if t.cause] == ["stall"]
 
 
@@ -368,10 +374,10 @@ def test_failures_reported_to_the_pool_eject_a_backend_while_it_has_enabled_peer
     one, two = balancer.decoders.backends()
     balancer.roster.remove(Role.DECODE, "d", 2)
     for _ in range(10):
-        balancer.decoders.outcomes.report(one, UpstreamError(Failure.RESET, one, "gone"))
+        balancer.decoders.report(one, UpstreamError(Failure.RESET, one, "gone"))
     assert balancer.decoders.eligible() == (one,)
     balancer.roster.add(Backend(Role.DECODE, "d", 2))
-    balancer.decoders.outcomes.report(one, UpstreamError(Failure.RESET, one, "gone"))
+    balancer.decoders.report(one, UpstreamError(Failure.RESET, one, "gone"))
     assert balancer.decoders.eligible() == (two,)
 
 
@@ -439,13 +445,15 @@ def test_a_draining_backend_that_is_added_again_goes_on_as_it_was(balancer: Bala
 def test_pairs_forget_a_backend_that_has_left(balancer: Balancer) -> None:
     quarantine = PairQuarantine(after=1)
     pool = Pool(
-        Role.PREFILL,
-        policy=make_policy("random"),
-        scoreboard=balancer.scoreboard,
-        row=balancer.row,
-        roster=balancer.roster,
-        health=balancer.health,
-        quarantine=quarantine,
+        PoolParts(
+            role=Role.PREFILL,
+            policy=make_policy("random"),
+            scoreboard=balancer.scoreboard,
+            row=balancer.row,
+            roster=balancer.roster,
+            health=balancer.health,
+            quarantine=quarantine,
+        )
     )
     prefiller, decoder = pool.backends()[0], balancer.decoders.backends()[0]
     quarantine.failed(prefiller, decoder)
@@ -775,7 +783,7 @@ def test_who_was_up_and_takes_no_connections_may_only_be_restarting(balancer: Ba
             if how == "probes":
                 health.on_probe(backend, False, "refused", is_refused=True)
             else:
-                pool.outcomes.report(backend, refused(backend))
+                pool.report(backend, refused(backend))
 
     for backend in (one, two):
         health.on_probe(backend, True, "200")
@@ -825,7 +833,7 @@ def test_an_answer_to_a_request_shows_that_connections_are_taken(balancer: Balan
     one, two = pool.backends()
     for backend in (one, two):
         health.on_probe(backend, True, "200")
-        pool.outcomes.report(backend, refused(backend))
+        pool.report(backend, refused(backend))
     assert pool.is_restarting()
-    pool.outcomes.report(two, None)
+    pool.report(two, None)
     assert (pool.is_restarting(), pool.has_room()) == (False, True)

@@ -12,7 +12,7 @@ from proxy.balancer.engines.engine_facts import EngineFacts, Identity
 from proxy.balancer.models import Models, odd_ones
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool
+from proxy.balancer.pool import Pool, PoolParts
 from proxy.errors import NoBackendAvailable
 
 if TYPE_CHECKING:
@@ -43,15 +43,18 @@ class Fleet:
     def pool(self, role: Role, name: str) -> Pool:
         whole = self.balancer.prefillers if role is Role.PREFILL else self.balancer.decoders
         return Pool(
-            role,
-            policy=make_policy("least_tokens", PolicyContext(role=role)),
-            scoreboard=self.balancer.scoreboard,
-            row=self.balancer.row,
-            roster=self.balancer.roster,
-            health=self.balancer.health,
-            on_transition=self.balancer.transitions.append,
-            part=(whole, lambda backends: self.models.among(name, backends)),
-            clock=self.balancer.clock,
+            PoolParts(
+                role=role,
+                policy=make_policy("least_tokens", PolicyContext(role=role)),
+                scoreboard=self.balancer.scoreboard,
+                row=self.balancer.row,
+                roster=self.balancer.roster,
+                health=self.balancer.health,
+                on_transition=self.balancer.transitions.append,
+                whole=whole,
+                serving=lambda backends: self.models.among(name, backends),
+                clock=self.balancer.clock,
+            )
         )
 
 
@@ -158,10 +161,10 @@ def test_an_engine_that_serves_another_model_after_its_restart_changes_pools(fle
 
 def test_a_model_does_not_lose_its_last_instance_to_an_ejection(fleet: Fleet) -> None:
     fleet.tell("a", "b", "a", "b")
-    assert fleet.balancer.decoders.outcomes.report_stall(fleet.decoders[0])
+    assert fleet.balancer.decoders.report_stall(fleet.decoders[0])
     fleet.balancer.health.forget(fleet.decoders[0])
     fleet.balancer.health.on_probe(fleet.decoders[0], True, "up")
-    assert not fleet.pool(Role.DECODE, "a").outcomes.report_stall(fleet.decoders[0])
+    assert not fleet.pool(Role.DECODE, "a").report_stall(fleet.decoders[0])
 
 
 def test_one_model_is_not_ready_while_the_other_is(fleet: Fleet) -> None:

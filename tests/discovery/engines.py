@@ -14,7 +14,7 @@ from proxy.backend import Role
 from proxy.balancer.engines.engine_keys import EngineKeys
 from proxy.balancer.health.health import Health, Transition
 from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool
+from proxy.balancer.pool import Pool, PoolParts
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.discovery.joining import Joiner
@@ -96,12 +96,14 @@ class Gateway:
         row = self.scoreboard.row(0)
         self.pools = {
             role: Pool(
-                role,
-                policy=make_policy("least_tokens"),
-                scoreboard=self.scoreboard,
-                row=row,
-                roster=self.roster,
-                health=self.health,
+                PoolParts(
+                    role=role,
+                    policy=make_policy("least_tokens"),
+                    scoreboard=self.scoreboard,
+                    row=row,
+                    roster=self.roster,
+                    health=self.health,
+                )
             )
             for role in Role
         }

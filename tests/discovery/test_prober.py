@@ -155,7 +155,7 @@ async def test_a_backend_that_refused_connections_is_asked_soon_and_is_back_when
             gateway.transitions.get_nowait()
         gateway.health.forget(gateway.pools[Role.PREFILL].backends()[1])
         for _ in range(2):
-            gateway.pools[Role.PREFILL].outcomes.report(backend, UpstreamError(Failure.CONNECT, backend, "refused"))
+            gateway.pools[Role.PREFILL].report(backend, UpstreamError(Failure.CONNECT, backend, "refused"))
         assert gateway.health.of(backend).state is HealthState.EJECTED
         await until(lambda: gateway.health.of(backend).state is HealthState.UP)
         await until(lambda: gateway.health.of(backend).facts is not None)
@@ -199,7 +199,7 @@ async def test_prober_asks_facts_of_an_engine_on_probation(session: aiohttp.Clie
         await until(lambda: gateway.health.of(backend).facts is not None)
         gateway.health.forget(other)
         for _ in range(5):
-            pool.outcomes.report(backend, UpstreamError(Failure.BROKEN, backend, "broken"))
+            pool.report(backend, UpstreamError(Failure.BROKEN, backend, "broken"))
         engine.status = 503
         await until(lambda: gateway.health.of(backend).state is HealthState.DOWN)
         engine.answers["/version"], engine.status = {"version": "0.30.0"}, 200

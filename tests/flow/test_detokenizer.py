@@ -16,7 +16,7 @@ from proxy.backend import Backend, Load, Role
 from proxy.balancer.engines.engine_keys import EngineKeys
 from proxy.balancer.health.health import Health
 from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool
+from proxy.balancer.pool import Pool, PoolParts
 from proxy.balancer.pools import Pools
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
@@ -95,13 +95,15 @@ async def deploy() -> AsyncIterator[Deploy]:
                 policy = make_policy("least_tokens")
                 on_end = ends_of(ends)
                 return Pool(
-                    role,
-                    policy=policy,
-                    scoreboard=scoreboard,
-                    row=scoreboard.row(0),
-                    roster=roster,
-                    health=health,
-                    on_end=on_end,
+                    PoolParts(
+                        role=role,
+                        policy=policy,
+                        scoreboard=scoreboard,
+                        row=scoreboard.row(0),
+                        roster=roster,
+                        health=health,
+                        on_end=on_end,
+                    )
                 )
 
             pools = Pools(pool(Role.PREFILL), pool(Role.DECODE))

@@ -405,7 +405,7 @@ def stalls(gateway: Deployment, engine: SimulatedEngine) -> bool:
     """Whether it is taken out for being silent."""
     backend = backend_of(gateway, engine)
     pool = gateway.worker.lanes.of_backend(backend).pools.of(backend.role)
-    return pool.outcomes.report_stall(backend)
+    return pool.report_stall(backend)
 
 
 def waiting(gateway: Deployment) -> int:

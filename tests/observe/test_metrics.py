@@ -23,7 +23,7 @@ from proxy.balancer.health.backend_health import HealthState
 from proxy.balancer.health.health import Health
 from proxy.balancer.pick import PickRequest
 from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool
+from proxy.balancer.pool import Pool, PoolParts
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.dialects import DIALECTS
@@ -52,13 +52,15 @@ class Gateway:
         self.pinned_kv = PinnedKv(row)
         self.pools = {
             role: Pool(
-                role,
-                policy=make_policy("least_tokens"),
-                scoreboard=self.scoreboard,
-                row=row,
-                roster=self.roster,
-                health=self.health,
-                pinned_kv=self.pinned_kv,
+                PoolParts(
+                    role=role,
+                    policy=make_policy("least_tokens"),
+                    scoreboard=self.scoreboard,
+                    row=row,
+                    roster=self.roster,
+                    health=self.health,
+                    pinned_kv=self.pinned_kv,
+                )
             )
             for role in Role
         }
@@ -147,7 +149,7 @@ def test_instances_show_health_and_load_of_the_moment(gateway: Gateway) -> None:
     labels = {"role": "prefill", "address": "10.0.0.1:7100"}
     assert gateway.value("pdproxy_instance_up", **labels) == 0
     gateway.health.on_probe(prefiller, True, "")
-    prefillers.outcomes.report(prefiller, UpstreamError(Failure.RESET, prefiller, "gone"))
+    prefillers.report(prefiller, UpstreamError(Failure.RESET, prefiller, "gone"))
     with prefillers.lease(PickRequest.of(Load(compute=30, kv=7))):
         assert gateway.value("pdproxy_instance_up", **labels) == 1
         assert gateway.value("pdproxy_instance_state", **labels) == list(HealthState).index(HealthState.UP)
@@ -198,7 +200,7 @@ WORKERS = """
     from proxy.balancer.fitness.misfits import Misfits
     from proxy.balancer.fitness.pinned_kv import PinnedKv
     from proxy.balancer.policies.least_tokens import make_policy
-    from proxy.balancer.pool import Pool
+    from proxy.balancer.pool import Pool, PoolParts
     from proxy.balancer.roster import Roster
     from proxy.balancer.shared.scoreboard import Scoreboard
     from proxy.observe.metrics import Metrics
@@ -221,10 +223,10 @@ WORKERS = """
         work(1)
         os._exit(0)
     os.wait()
-    pool = Pool(
-        Role.PREFILL, policy=make_policy("random"), scoreboard=scoreboard,
+    pool = Pool(PoolParts(
+        role=Role.PREFILL, policy=make_policy("random"), scoreboard=scoreboard,
         row=scoreboard.row(0), roster=roster, health=health,
-    )
+    ))
     metrics = work(0)
     metrics.watch_instances([pool], scoreboard, health, Misfits())
     print(metrics.render("")[0].decode())

@@ -222,7 +222,7 @@ async def test_an_ejection_is_counted(deploy: Deploy) -> None:
     gateway = await deploy(1, 2)
     pool = gateway.worker.pools.decode
     stalled = pool.backends()[0]
-    assert pool.outcomes.report_stall(stalled)
+    assert pool.report_stall(stalled)
     assert gateway.metrics("pdproxy_instance_ejected_total") == {(stalled.name, "stall", "decode"): 1.0}
 
 

@@ -17,7 +17,7 @@ from proxy.backend import Role
 from proxy.balancer.health.health import Health
 from proxy.balancer.pick import PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool
+from proxy.balancer.pool import Pool, PoolParts
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.call import Call, measured_prompt
@@ -63,15 +63,17 @@ def _microseconds(
     origins[role] = [("10.0.0.1", 7000 + number) for number in range(instances)]
     roster = Roster(origins[Role.PREFILL], origins[Role.DECODE], scoreboard)
     pool = Pool(
-        role,
-        policy=make_policy(policy, PolicyContext(rng=random.Random(1), role=role)),
-        scoreboard=scoreboard,
-        row=scoreboard.row(0),
-        roster=roster,
-        health=Health(HealthChecks()),
+        PoolParts(
+            role=role,
+            policy=make_policy(policy, PolicyContext(rng=random.Random(1), role=role)),
+            scoreboard=scoreboard,
+            row=scoreboard.row(0),
+            roster=roster,
+            health=Health(HealthChecks()),
+        )
     )
     for member in roster.members(role):  # until then each success is news, and all instances are looked at anew
-        pool.outcomes.served(member.backend)
+        pool.served(member.backend)
     pool.eligible()
     bodies = [Document(_body(messages, sentences, turn)) for turn in range(200)]
     tokens = [measured_prompt(body, Cost())[0] for body in bodies]

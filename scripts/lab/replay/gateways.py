@@ -11,7 +11,7 @@ from proxy.backend import Role
 from proxy.balancer.health.health import Health
 from proxy.balancer.health.health_board import HealthBoard
 from proxy.balancer.pick import PolicyContext
-from proxy.balancer.pool import Pool, PoolLimits
+from proxy.balancer.pool import Pool, PoolLimits, PoolParts
 from proxy.balancer.pools import Pools
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.fronts import Fronts
@@ -184,13 +184,15 @@ class Gateway:
             lag_within=self._plan.loop_lag.within if self._plan.loop_lag else lambda began, ended: 0.0,
         )
         return Pool(
-            role,
-            policy=self._plan.policies[role](context, self._engines),
-            scoreboard=self.scoreboard,
-            row=row,
-            roster=self._roster,
-            health=self._health,
-            limits=PoolLimits(max_running=self._plan.max_running[role]),
-            clock=self._clock,
-            rng=self._rng,
+            PoolParts(
+                role=role,
+                policy=self._plan.policies[role](context, self._engines),
+                scoreboard=self.scoreboard,
+                row=row,
+                roster=self._roster,
+                health=self._health,
+                limits=PoolLimits(max_running=self._plan.max_running[role]),
+                clock=self._clock,
+                rng=self._rng,
+            )
         )

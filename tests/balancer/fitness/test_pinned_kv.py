@@ -11,7 +11,7 @@ from proxy.balancer.fitness.pinned_kv import Pin, PinnedKv
 from proxy.balancer.health.health import Health
 from proxy.balancer.pick import PickRequest
 from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool
+from proxy.balancer.pool import Pool, PoolParts
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Pinned, Scoreboard
 from tests.clock import Clock
@@ -137,13 +137,15 @@ def test_the_sums_are_those_of_the_pins_after_any_steps(steps: list[tuple[str, i
 def prefillers(board: Scoreboard, pinned_kv: PinnedKv) -> tuple[Pool, Roster]:
     roster = Roster([("p", 0), ("p", 1)], [], board)
     pool = Pool(
-        Role.PREFILL,
-        policy=make_policy("least_tokens"),
-        scoreboard=board,
-        row=board.row(0),
-        roster=roster,
-        health=Health(),
-        pinned_kv=pinned_kv,
+        PoolParts(
+            role=Role.PREFILL,
+            policy=make_policy("least_tokens"),
+            scoreboard=board,
+            row=board.row(0),
+            roster=roster,
+            health=Health(),
+            pinned_kv=pinned_kv,
+        )
     )
     return pool, roster
 

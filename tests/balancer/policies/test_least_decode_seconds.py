@@ -13,7 +13,7 @@ from proxy.balancer.engines.engine_facts import EngineFacts
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.policies.least_decode_seconds import LeastDecodeSeconds
 from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool, PoolLimits
+from proxy.balancer.pool import Pool, PoolLimits, PoolParts
 from proxy.call import DECODE_OVERHEAD_TOKENS
 from proxy.wire.prefix import PrefixKeys
 from tests.balancer.policies.test_decode_pace import on_an_a3
@@ -62,14 +62,16 @@ class Decoders:
             )
         )
         self.pool = Pool(
-            Role.DECODE,
-            policy=self.policy,
-            scoreboard=balancer.scoreboard,
-            row=balancer.row,
-            roster=balancer.roster,
-            health=balancer.health,
-            clock=balancer.clock,
-            limits=PoolLimits(max_running=None),
+            PoolParts(
+                role=Role.DECODE,
+                policy=self.policy,
+                scoreboard=balancer.scoreboard,
+                row=balancer.row,
+                roster=balancer.roster,
+                health=balancer.health,
+                clock=balancer.clock,
+                limits=PoolLimits(max_running=None),
+            )
         )
 
     def begin(self, request: PickRequest | None = None) -> Lease:

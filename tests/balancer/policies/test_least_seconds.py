@@ -14,7 +14,7 @@ from proxy.balancer.policies.cache_count import CacheCount
 from proxy.balancer.policies.least_seconds import LeastSeconds
 from proxy.balancer.policies.prefill_samples import Sample, Step
 from proxy.balancer.policies.prefiller import write_count
-from proxy.balancer.pool import Pool, PoolLimits
+from proxy.balancer.pool import Pool, PoolLimits, PoolParts
 from proxy.balancer.shared.journal import Journal
 from proxy.call import PREFILL_OVERHEAD_TOKENS
 from proxy.errors import Failure, UpstreamError
@@ -58,14 +58,16 @@ class Prefillers:
         seat = None if journal is None else journal.seat(worker)
         self.policy = LeastSeconds(PolicyContext(worker, clock=balancer.clock, journal=seat))
         self.pool = Pool(
-            Role.PREFILL,
-            policy=self.policy,
-            scoreboard=balancer.scoreboard,
-            row=balancer.scoreboard.row(worker),
-            roster=balancer.roster,
-            health=balancer.health,
-            clock=balancer.clock,
-            limits=PoolLimits(max_running=max_running),
+            PoolParts(
+                role=Role.PREFILL,
+                policy=self.policy,
+                scoreboard=balancer.scoreboard,
+                row=balancer.scoreboard.row(worker),
+                roster=balancer.roster,
+                health=balancer.health,
+                clock=balancer.clock,
+                limits=PoolLimits(max_running=max_running),
+            )
         )
         self.scoreboard = balancer.scoreboard
         self.roster = balancer.roster

@@ -19,7 +19,7 @@ from proxy.backend import Load, Role
 from proxy.balancer.health.health import Health
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool
+from proxy.balancer.pool import Pool, PoolParts
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
 
@@ -43,12 +43,14 @@ class Workers:
         roster = Roster([], [("d", 1 + number) for number in range(self.backends)], self.scoreboard)
         self.pools = [
             Pool(
-                Role.DECODE,
-                policy=make_policy(self.policy, PolicyContext(worker=worker)),
-                scoreboard=self.scoreboard,
-                row=self.scoreboard.row(worker),
-                roster=roster,
-                health=Health(),
+                PoolParts(
+                    role=Role.DECODE,
+                    policy=make_policy(self.policy, PolicyContext(worker=worker)),
+                    scoreboard=self.scoreboard,
+                    row=self.scoreboard.row(worker),
+                    roster=roster,
+                    health=Health(),
+                )
             )
             for worker in range(self.count)
         ]

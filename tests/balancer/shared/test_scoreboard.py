@@ -10,7 +10,7 @@ import pytest
 from proxy.backend import Load, Role
 from proxy.balancer.health.health import Health
 from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool, PoolLimits
+from proxy.balancer.pool import Pool, PoolLimits, PoolParts
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import LANES, Handovers, Pinned, Scoreboard, SlotReader, layout
 
@@ -180,13 +180,15 @@ def test_a_pool_chooses_around_the_load_of_another_gateway() -> None:
     board = Scoreboard(workers=1, slots=2, guests=1)
     roster = Roster([], [("d", 1), ("d", 2)], board)
     pool = Pool(
-        Role.DECODE,
-        policy=make_policy("least_tokens"),
-        scoreboard=board,
-        row=board.row(0),
-        roster=roster,
-        health=Health(),
-        limits=PoolLimits(max_running=2),
+        PoolParts(
+            role=Role.DECODE,
+            policy=make_policy("least_tokens"),
+            scoreboard=board,
+            row=board.row(0),
+            roster=roster,
+            health=Health(),
+            limits=PoolLimits(max_running=2),
+        )
     )
     one, two = pool.backends()
     replica = Replica(board, 1)

@@ -6,7 +6,7 @@ from typing import Final
 
 _BY_PACKAGE: Final = {
     "": "api_keys backend call usage",
-    "balancer": "choice chooser lease members outcomes pick pool pools",
+    "balancer": "choice chooser lease pick pool pools",
     "balancer/engines": "pace progress",
     "balancer/fitness": "fitness misfits",
     "balancer/health": "blame pair_quarantine suspect_memory",
