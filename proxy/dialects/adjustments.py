@@ -36,19 +36,19 @@ class ModelNames:
     def __init__(self, aliases: Sequence[str]) -> None:
         pairs = [(said, served) for said, _, served in (alias.rpartition("=") for alias in aliases)]
         self.exact: Mapping[str, str] = {said: served for said, served in pairs if _WILDCARDS.isdisjoint(said)}
-        """Those that can be listed."""
+        """Aliases without wildcards, which can be listed."""
         self._patterns = [(said, served) for said, served in pairs if said not in self.exact]
         self._served = frozenset(served for _, served in pairs)
         self.has_aliases = bool(pairs)
 
     def served(self, name: str) -> str:
-        """What engines call it."""
+        """Return the name by which engines know a model."""
         if name in self.exact or name in self._served:
             return self.exact.get(name, name)
         return next((served for pattern, served in self._patterns if fnmatchcase(name, pattern)), name)
 
     def translated(self, call: Call) -> Call:
-        """The call as engines are asked. Its answer has the client's name."""
+        """Return the call with the engines' name of its model. Its answer has the client's name."""
         said = call.values.get("model")
         if not self._served or not isinstance(said, str) or (served := self.served(said)) == said:
             return call
@@ -57,7 +57,7 @@ class ModelNames:
 
 
 def bound_priority(call: Call, least: int, *, lower_first: bool) -> Call:
-    """The call with a priority, in its body and headers, that does not go before `least`.
+    """Return the call with a priority, in its body and headers, that does not go before `least`.
 
     A request that asks for none reaches engines without one, since vLLM refuses any number but 0 unless its scheduling
     policy is `priority`.
@@ -83,7 +83,7 @@ def bound_priority(call: Call, least: int, *, lower_first: bool) -> Call:
 
 
 def priority_change(asked: object, least: int, *, lower_first: bool) -> Mapping[str, Any]:
-    """The change of the member `priority` of a body, `asked`; empty if it may stay as it is."""
+    """Return the change of the member `priority` of a body, `asked`; empty if it may stay as it is."""
     try:
         number: Any = whole_number(asked)
     except ValueError:
@@ -99,7 +99,7 @@ class SystemFirst:
         self._models = models
 
     def arranged(self, call: Call) -> Call:
-        """The call as such a model's engines take it."""
+        """Return the call as the engines of such a model accept it."""
         changes = self.changes(call.values)
         if not changes:
             return call
@@ -107,7 +107,7 @@ class SystemFirst:
         return call.part(changes)
 
     def changes(self, chat: Mapping[str, Any]) -> dict[str, object]:
-        """Members that differ; none if the chat's model takes it as it is."""
+        """Return the members that differ; none if the chat's model accepts the chat as it is."""
         model, messages = chat.get("model"), chat["messages"]
         if not any(fnmatchcase(str(model), pattern) for pattern in self._models):
             return {}

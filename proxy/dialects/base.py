@@ -1,4 +1,4 @@
-"""What the gateway needs of an API that clients speak: its requests as calls, its answers as bytes.
+"""The port of an API that clients speak: its requests as calls, its answers as bytes.
 
 A Dialect has no state and does no IO. What belongs to one client request, such as an id that all chunks have in common,
 is in the Rendering that it makes for that request.
@@ -58,7 +58,7 @@ class WatchedWhole(Protocol):
 
 
 class UnitRendering(Protocol):
-    """What the client gets of one unit's streams."""
+    """Writes the client's events of one unit's streams."""
 
     def begin(self, attempt: AnsweredAttempt, *, goes_on: bool) -> None:
         """Another decoder begins to answer: what waited of the one before is not for the client. `goes_on`: it
@@ -101,7 +101,7 @@ class Dialect(ABC):
     label: ClassVar[str]
     """The metric label, and `api` in the access log."""
     methods: ClassVar[Sequence[str]] = ("POST",)
-    """Of HTTP, by which it is asked."""
+    """HTTP methods of its requests."""
     request_id_header: ClassVar[str] = "X-Request-Id"
     """The header in which its clients look for the id of their request."""
     speaks_as_engines: ClassVar[bool] = False
@@ -109,13 +109,13 @@ class Dialect(ABC):
     done_event: ClassVar[bytes] = DONE_EVENT
     """The last bytes of a complete stream."""
     keep_alive: ClassVar[bytes] = b": keep-alive\n\n"
-    """What a stream has that is silent; see KeepAlive."""
+    """The event that is sent in a silent stream; see KeepAlive."""
 
     # Requests
 
     @abstractmethod
     def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
-        """The call that a request body makes. Raises BadRequest for what no engine could make sense of."""
+        """Return the call of a request body. Raises BadRequest for a body that no engine could read."""
 
     @abstractmethod
     def split(self, call: Call, cost: Cost, max_units: int) -> list[Unit]:
@@ -125,7 +125,7 @@ class Dialect(ABC):
     def is_single(self, call: Call) -> bool:
         """Whether the answer is one choice, with one sequence of tokens behind it."""
 
-    # What engines answer
+    # Answers of engines
 
     def new_segment(self) -> Segment:
         """The reader of one engine's stream."""
@@ -136,7 +136,7 @@ class Dialect(ABC):
         return self.new_segment()
 
     def watched_rendering(self, call: Call) -> UnitRendering | None:
-        """What the client gets of a watched answer that is its only one; None: the engine's own bytes."""
+        """Return the writer of a watched answer that is the client's only one. None: clients get the engine's bytes."""
         return None
 
     def watched_whole(self, call: Call) -> WatchedWhole | None:
@@ -145,7 +145,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def check_answer(self, response: EngineAnswer, values: dict[str, Any]) -> None:
-        """Raise UpstreamError for an engine's whole answer that is broken, incomplete or tells of a failure."""
+        """Raise UpstreamError for an engine's whole answer that is broken, incomplete or reports a failure."""
 
     @abstractmethod
     def usage(self, values: dict[str, Any]) -> Any:
@@ -165,7 +165,7 @@ class Dialect(ABC):
         """Return what `corrected` does for an answer that waits for the prefiller. Raises UpstreamError."""
         return self.corrected(values, attempt)
 
-    # What clients get
+    # Answers to clients
 
     @abstractmethod
     def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[Whole]) -> bytes:
@@ -173,10 +173,10 @@ class Dialect(ABC):
 
     @abstractmethod
     def rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
-        """For one streamed client request."""
+        """Return the writer of events of one streamed client request."""
 
     def error_body(self, error: GatewayError) -> bytes | None:
-        """The JSON body of an error on this route, whoever refused the request; None: OpenAI's, or what an engine said,
-        byte for byte.
+        """Return the JSON body of an error on this route, of the gateway or of an engine. None: OpenAI's body, or the
+        engine's, byte for byte.
         """
         return None

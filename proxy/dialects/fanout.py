@@ -143,7 +143,7 @@ class MergedStreams:
         return data_event({**last_payload, **self._common, "choices": [], "usage": usage})
 
     def error_event(self, error: GatewayError) -> bytes:
-        """As engines tell theirs."""
+        """Return the event of an error, in the form that engines use."""
         return openai.error_event(error)
 
 
@@ -156,7 +156,7 @@ class _MergedUnit:
         """Nothing waits."""
 
     def render(self, payload: dict[str, Any]) -> bytes:
-        """The payload with what all chunks have in common."""
+        """Return the payload with the members that all chunks have in common."""
         if "id" not in self._common:
             self._common.update((name, payload[name]) for name in ("id", "created") if name in payload)
         choices = [{**choice, "index": self._index} for choice in payload["choices"]]

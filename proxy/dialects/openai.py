@@ -174,5 +174,5 @@ class _AsItIs:
         return b""
 
     def error_event(self, error: GatewayError) -> bytes:
-        """As engines tell theirs."""
+        """Return the event of an error, in the form that engines use."""
         return openai.error_event(error)

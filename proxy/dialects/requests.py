@@ -1,4 +1,4 @@
-"""What dialects have in common when they read a request.
+"""Functions with which all dialects read a request.
 
 Only what the gateway decides by is read and checked; every other field is the engine's business and reaches it with the
 bytes the client sent.
@@ -23,7 +23,7 @@ FLAG: Final = (flag, "true or false", bool)
 
 
 def read(raw: bytes) -> Document:
-    """The JSON of a request body, for `Dialect.parse`. Raises BadRequest."""
+    """Return the JSON of a request body, for `Dialect.parse`. Raises BadRequest."""
     try:
         return Document(raw)
     except InvalidDocument as error:
@@ -31,8 +31,9 @@ def read(raw: bytes) -> Document:
 
 
 def spelled_otherwise(values: Mapping[str, Any], readings: Mapping[str, Reading]) -> dict[str, object]:
-    """Of what the gateway acts on, the members that engines take for something else than they are, as what they take
-    them for. Raises BadRequest for what they take for nothing.
+    """Return the members whose JSON type engines coerce (`"5"` for 5), with the coerced value.
+
+    Raises BadRequest for a value that engines cannot read.
     """
     changes: dict[str, object] = {}
     for name, (read, what, plain) in readings.items():
@@ -63,7 +64,7 @@ def without_reserved(values: Mapping[str, Any], reserved: Set[str]) -> dict[str,
 
 
 def boolean(values: Mapping[str, Any], name: str) -> bool:
-    """A flag the gateway itself acts on, so it must not guess what `"yes"` means to the engine."""
+    """Return a flag that the gateway uses: it must not guess what `"yes"` means to an engine. Raises BadRequest."""
     value = values.get(name)
     if value not in (None, 0, 1):  # True is 1, and engines take 1 for true
         raise BadRequest(f"{name} must be true or false", param=name)
@@ -71,7 +72,7 @@ def boolean(values: Mapping[str, Any], name: str) -> bool:
 
 
 def at_least_one(values: Mapping[str, Any], name: str) -> object:
-    """A limit, however its number is spelled. Raises BadRequest for a value that is no whole number of at least 1."""
+    """Return a limit, in any spelling. Raises BadRequest for a value that is no whole number of at least 1."""
     value = values.get(name)
     try:
         number: Any = whole_number(value)
@@ -83,7 +84,7 @@ def at_least_one(values: Mapping[str, Any], name: str) -> object:
 
 
 def object_in(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A member that is an object; an empty one if it is not there. Raises BadRequest."""
+    """Return a member that is an object; an empty one if it is not there. Raises BadRequest."""
     value = values.get(name)
     if value is not None and not isinstance(value, dict):
         raise BadRequest(f"{name} must be an object", param=name)
@@ -91,7 +92,7 @@ def object_in(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def objects(values: object, param: str) -> list[dict[str, Any]]:
-    """A list of objects, of the member `param`. Raises BadRequest."""
+    """Return the list of objects of the member `param`. Raises BadRequest."""
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
         raise BadRequest(f"{param} must be a list of objects", param=param)
     return values

@@ -28,7 +28,7 @@ PROMPT_IDS: Final = b'"prompt_token_ids":['
 
 
 class Meaning(Enum):
-    """What an event is, for the relay."""
+    """The meaning of an event for the relay."""
 
     OTHER = auto()  # a comment or an object nobody here knows: passed on untouched
     OPENING = auto()  # the role chunk: nothing of the answer yet
@@ -57,7 +57,7 @@ class Segment:
     """State of one decoder stream; one choice, or the several an engine streams side by side."""
 
     has_usage_chunk: ClassVar[bool] = True
-    """Usage comes in a chunk of its own, and not with each event."""
+    """Whether usage comes in a separate chunk, and not with each event."""
 
     __slots__ = (
         "data",
@@ -75,7 +75,7 @@ class Segment:
         self.payload: Any = None
         """The parsed data of the last event read; None when it was not JSON. Without the prompt's token ids."""
         self.data: bytes | None = None
-        """The bytes of that data, likewise."""
+        """The bytes of that data, also without the prompt's token ids."""
         self.prompt_ids: bytes | None = None
         """The token ids of the prompt as the JSON array that the engine wrote; None until it does."""
         self.has_engine_members = False
@@ -178,7 +178,7 @@ class Segment:
 
 
 def is_mute(choice: dict[str, Any]) -> bool:
-    """Does this choice of a chunk tell nothing?"""
+    """Return whether a choice of a chunk has no content."""
     if choice.get("token_ids") or choice.get("text") or choice.get("logprobs"):
         return False
     for name, value in (choice.get("delta") or {}).items():  # noqa: SIM110 - a generator takes longer

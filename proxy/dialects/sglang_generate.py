@@ -154,7 +154,7 @@ class _Rendering:
         return b""
 
     def error_event(self, error: GatewayError) -> bytes:
-        """As engines tell theirs."""
+        """Return the event of an error, in the form that engines use."""
         return openai.error_event(error)
 
 

@@ -83,7 +83,7 @@ class Translated(ChatCompletions):
         return {name: chat[name] for name in _OF_THE_PROMPT if name in chat}
 
     def asked(self, values: Mapping[str, Any]) -> Any:
-        """What the answer needs of the body; see Call."""
+        """Return the parts of the body that the answer needs; see Call."""
         return None
 
     def check_answer(self, response: EngineAnswer, values: dict[str, Any]) -> None:
@@ -112,7 +112,7 @@ class CompletionHead:
     """The engine's id without its prefix, which its log has, too; drawn here if it gave none."""
     model: str | None
     created: int
-    """In seconds since 1970; 0: the engine did not tell."""
+    """The time of the answer, in seconds since 1970; 0: the engine did not report it."""
 
     @classmethod
     def read(cls, payload: Mapping[str, Any]) -> CompletionHead:
@@ -174,7 +174,7 @@ def call_id(call: ToolCall) -> str:
 
 
 class PartKind(StrEnum):
-    """What a part of an answer is."""
+    """The kind of a part of an answer."""
 
     REASONING = "reasoning"
     TEXT = "text"
@@ -191,7 +191,7 @@ class AnswerPart:
     call: ToolCall | None = None
     """The tool call, as far as the engine has written it; None for the other kinds."""
     id: str = ""
-    """Of a tool call."""
+    """The id of a tool call."""
     name: str = ""
     written: bytearray = field(default_factory=bytearray)
     """Its text, or the arguments of a tool call, UTF-8. Text is left out where it is needed only once."""
@@ -215,7 +215,7 @@ class Parts(ABC):
     def __init__(self) -> None:
         self.finish_reason: str | None = None
         self.matched_stop: object = None
-        """What the engine names as the reason of its stop, such as a stop string."""
+        """The reason that the engine gives for its stop, such as a stop string."""
         self._forget()
 
     def _forget(self) -> None:
@@ -229,7 +229,7 @@ class Parts(ABC):
         self.unsent: Sequence[bytes] = ()
         """The events of a chunk before its member that cannot be read, which belong before the error event."""
 
-    # What the port asks for
+    # Rendering
 
     def unit(self, unit: Unit) -> UnitRendering | None:
         """There is only one."""
@@ -278,7 +278,7 @@ class Parts(ABC):
     def error_event(self, error: GatewayError) -> bytes:
         """See Rendering."""
 
-    # What an API says
+    # Events of an API
 
     @abstractmethod
     def anew(self, attempt: AnsweredAttempt) -> None:
@@ -286,7 +286,7 @@ class Parts(ABC):
 
     @abstractmethod
     def started(self, payload: dict[str, Any]) -> bytes:
-        """What comes before all parts; the first chunk is given."""
+        """Return the events before all parts; the first chunk is given."""
 
     @abstractmethod
     def opened(self, part: AnswerPart) -> bytes:
@@ -394,7 +394,7 @@ def event(name: str, data: Mapping[str, Any]) -> bytes:
 
 
 def words(error: GatewayError) -> str:
-    """What an error says, be it the engine's own words."""
+    """Return the message of an error, or that of the engine."""
     told = error.body if isinstance(error, UpstreamError) else None
     if told is None:
         return error.message

@@ -49,7 +49,7 @@ GRAMMARS: Final[Sequence[Grammar]] = (Kimi(),)
 UNRECOGNISED: Final = ThinkTags()
 
 PROMPT_TAIL_TOKENS: Final = 64
-"""Where the header of the assistant's turn is found, with room for a template that says more."""
+"""Tokens at the end of a prompt that have the header of the assistant's turn, also with long templates."""
 # They are that long if a tokenizer has 2**32 ids, and each is written behind a comma and a space.
 _PROMPT_TAIL_BYTES: Final = 12 * PROMPT_TAIL_TOKENS
 

@@ -1,4 +1,4 @@
-"""What it takes to go on with the answers of a family of models: how they write reasoning and tool calls.
+"""Grammars: how a family of models writes reasoning and tool calls, which continuing its answers needs.
 
 A Grammar has no state and does no IO; an AnswerParser is the state of one answer.
 """
@@ -23,7 +23,7 @@ class AnswerParser(ABC):
     @property
     @abstractmethod
     def unsaid(self) -> str:
-        """What was read of the present text and is not said yet, such as half a marker."""
+        """The part of the present text that is read and not yet in a delta, such as half a marker."""
 
     @property
     @abstractmethod
@@ -43,13 +43,13 @@ class Grammar(ABC):
     reasoning_end_ids: ClassVar[Sequence[int]] = ()
     """Token ids of the markers that end reasoning; empty where they are not known."""
     tools_begin_ids: ClassVar[Sequence[int]] = ()
-    """Token ids of the markers that begin tool calls, likewise."""
+    """Token ids of the markers that begin tool calls; empty where they are not known."""
     has_tools: ClassVar[bool] = True
     """Its parser reads tool calls."""
 
     @abstractmethod
     def recognises(self, prompt_tail: Sequence[int]) -> bool:
-        """Whether the last token ids of a prompt are of this family's tokenizer and chat template."""
+        """Return whether the last token ids of a prompt are of this family's tokenizer and chat template."""
 
     @abstractmethod
     def opens_reasoning(self, prompt_tail: str) -> bool | None:
@@ -69,7 +69,7 @@ class Grammar(ABC):
 
 
 class Verbatim(AnswerParser):
-    """In place of a parser, where engines have none: all text is content."""
+    """The parser of answers whose engines have none: all text is content."""
 
     __slots__ = ()
 

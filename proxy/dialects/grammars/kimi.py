@@ -118,7 +118,7 @@ class KimiParser(AnswerParser):
 
     @property
     def phase(self) -> KimiPhase:
-        """Where the text so far ends; half a marker at its end does not count."""
+        """The part of an answer in which the text so far ends; half a marker at its end does not count."""
         return self._phase
 
     @property
@@ -128,7 +128,7 @@ class KimiParser(AnswerParser):
 
     @property
     def unsaid(self) -> str:
-        """What was read of the present text and is not said yet: white space at its end, half a marker."""
+        """The part of the present text that is read and not yet in a delta: white space at its end, half a marker."""
         return "".join(self._kept) + self._half_marker
 
     @property
@@ -185,7 +185,7 @@ class KimiParser(AnswerParser):
                 part = {"index": self._calls - 1, "function": {"arguments": text}}
                 said.setdefault("tool_calls", []).append(part)
             case KimiPhase.ARGUMENTS:
-                self._kept.clear()  # an id that is none hides a call that has arguments
+                self._kept.clear()  # an id of another form hides a call that has arguments
             case KimiPhase.SECTION | KimiPhase.AFTER:
                 pass
 

@@ -72,7 +72,7 @@ class MessageEvents(Parts):
         self._call = call
         self._prompt_usage: dict[str, Any] = {}
         self._arguments: str | None = None
-        """Those of the last tool call that has ended; None: none has."""
+        """The arguments of the last tool call that has ended; None: no call has ended."""
         self._legal: LegalStrings | None = None
         """Of the tool call that is open."""
 

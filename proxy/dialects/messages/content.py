@@ -91,7 +91,7 @@ def _document(block: Mapping[str, Any], left_out: LeftOut, depth: int) -> list[P
 
 
 def _read(source: Mapping[str, Any]) -> list[Part] | None:
-    """The text of a document's source; None: it is none."""
+    """Return the text of a document's source; None: it is no text."""
     data, media_type = source.get("data"), source.get("media_type")
     if not isinstance(data, str):
         return None

@@ -155,7 +155,7 @@ class _Items:
         return self._ids[part.index]
 
     def item(self, part: AnswerPart, *, is_begun: bool = False, is_cut: bool = False) -> dict[str, Any]:
-        """What it is so far. `is_begun`: it says nothing yet; `is_cut`: it ends too soon."""
+        """Return the item so far. `is_begun`: it has no content yet; `is_cut`: it ends too soon."""
         status = "in_progress" if is_begun else "incomplete" if is_cut else "completed"
         item: dict[str, Any] = {"id": self.id_of(part)}
         match part.kind:

@@ -32,7 +32,7 @@ class Responses(Translated):
         return chat_of(values, left_out)
 
     def asked(self, values: Mapping[str, Any]) -> KeptRequest:
-        """What the response repeats of it."""
+        """Return the members that the response repeats."""
         return KeptRequest(values)
 
     def answer(self, call: Call, completion: Completion) -> dict[str, Any]:

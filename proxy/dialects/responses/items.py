@@ -254,7 +254,7 @@ def sealed(thoughts: str) -> str:
 
 
 def _unsealed(content: str) -> str:
-    """Empty for somebody else's."""
+    """Return the reasoning; empty if another service has sealed it."""
     try:
         return utf8_text(b64decode(content.removeprefix(_SEAL), validate=True)) if content.startswith(_SEAL) else ""
     except (NoBase64, UnicodeDecodeError):

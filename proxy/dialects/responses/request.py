@@ -159,7 +159,7 @@ _ECHOED_DEFAULTS: Final[Mapping[str, Any]] = {
 
 
 class KeptRequest:
-    """What is kept of a request for its response."""
+    """The members of a request that its response needs."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.echo: Mapping[str, Any] = {
@@ -170,7 +170,7 @@ class KeptRequest:
         }
         """Members that a response repeats."""
         self.tools: Mapping[str, Tool] = {tool.function_name: tool for tool in tools_of(values, LeftOut())}
-        """By the names that the model knows."""
+        """The tools, by the names that the model knows."""
         self.wants_sealed = "reasoning.encrypted_content" in _included(values)
         """The client gives reasoning back only as something that it cannot read."""
 

@@ -25,7 +25,7 @@ _TOOLS_IN_ITEMS: Final = ("additional_tools", "tool_search_output")
 
 
 class ToolKind(Enum):
-    """How the client describes a tool, and how it is told of a call."""
+    """How the client describes a tool, and how a call is reported to it."""
 
     FUNCTION = "function"
     CUSTOM = "custom"
@@ -49,7 +49,7 @@ class Tool:
         return function_name(self.name, self.namespace)
 
     def function(self) -> dict[str, Any]:
-        """As the tool of a chat."""
+        """Return the tool as that of a chat."""
         described: dict[str, Any] = {"name": self.function_name}
         if self.kind is ToolKind.CUSTOM:
             text = {_INPUT: {"type": "string", "description": "The input of this tool, as plain text."}}
