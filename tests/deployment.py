@@ -45,9 +45,10 @@ if TYPE_CHECKING:
 
     Engine = SimulatedEngine | CannedEngine
 
-_QUIET_WITHIN_SECONDS = 2.0
+_QUIET_WITHIN_SECONDS = 30.0
 
-# Nothing waits long in a test, and health checks come once, at the beginning: what follows is the test's own doing.
+# Deadlines are so long that they end only what hangs, however busy the machine is: a test in which a deadline ends a
+# request sets its own. Health checks come once, at the beginning: what follows is the test's own doing.
 _SETTINGS: dict[str, dict[str, object]] = {
     "retry": {"base_delay_seconds": 0.0, "max_delay_seconds": 0.0},
     "timeouts": {
@@ -58,9 +59,14 @@ _SETTINGS: dict[str, dict[str, object]] = {
         "answer_seconds": 30.0,
         "idle_seconds": 30.0,
     },
-    "admission": {"wait_seconds": 0.5},
-    "resume": {"deadline_seconds": 0.5},
-    "health": {"interval_seconds": 3600.0, "changing_interval_seconds": 3600.0, "transfer_interval_seconds": 0.0},
+    "admission": {"wait_seconds": 20.0},
+    "resume": {"deadline_seconds": 20.0},
+    "health": {
+        "interval_seconds": 3600.0,
+        "timeout_seconds": 60.0,
+        "changing_interval_seconds": 3600.0,
+        "transfer_interval_seconds": 0.0,
+    },
     "layerwise": {"host": "127.0.0.1"},
 }
 

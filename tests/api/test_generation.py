@@ -269,7 +269,8 @@ ACCOUNTS = [
 async def test_a_failure_is_accounted_to_its_stage(
     deploy: Deploy, who: str, how: str, stream: bool, term: str, status: int
 ) -> None:
-    timeouts = {"prefill_seconds": 0.1, "first_token_seconds": 0.1} if how == "hang_before_headers" else {}
+    names = ("prefill",) if who == "prefiller" else ("handoff", "first_token", "answer")
+    timeouts = {f"{name}_seconds": 0.1 for name in names} if how == "hang_before_headers" else {}
     deployment = await deploy(timeouts=timeouts, kv={"release": "never"})
     (engine,) = deployment.prefillers if who == "prefiller" else deployment.decoders
     engine.faults.add(how, status=500)

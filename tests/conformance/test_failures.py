@@ -258,6 +258,15 @@ def timeouts(connector: str, failure: Case) -> dict[str, Any]:
     return sections | (layerwise if names and connector == "ascend_layerwise" else {})
 
 
+def wait_seconds(failure: Case) -> float:
+    """How long the gateway waits for engines, for a request or to release KV.
+
+    KV is released by engines that are well again, however long that takes on a busy machine. Requests wait only where
+    all engines of a role are gone or refuse.
+    """
+    return 0.5 if failure.which == ALL and failure.action in ("down", "refuse_status") else 60.0
+
+
 def either_endpoint(row: tuple[object, ...]) -> set[Hashable]:
     """As `all_of_one`, but the endpoints share: each meets every mode, failure and shape, though not all at once."""
     return all_of_one(row[:-1]) | pairs(row)
@@ -267,7 +276,12 @@ def either_endpoint(row: tuple[object, ...]) -> set[Hashable]:
 async def test_a_failing_engine(deploy: Deploy, connector: str, mode: str, failure: Case, shape: str, api: Api) -> None:
     stream = shape == "stream"
     gateway = await deploy(
-        2, 2, connector=connector, **timeouts(connector, failure), resume={"mode": mode, "repeat_up_to_tokens": 0}
+        2,
+        2,
+        connector=connector,
+        **timeouts(connector, failure),
+        resume={"mode": mode, "repeat_up_to_tokens": 0},
+        admission={"wait_seconds": wait_seconds(failure)},
     )
     await break_engines(gateway, failure)
     expected = outcome(connector, failure, mode, stream, api)

@@ -30,7 +30,7 @@ ATTENTIVE: dict[str, Any] = {"interval_seconds": 0.02, "changing_interval_second
 @pytest.mark.fault(4)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_where_all_are_busy_a_client_is_told_when_the_first_one_is_not(deploy: Deploy, role: str) -> None:
-    gateway = await deploy(2, 2)
+    gateway = await deploy(2, 2, admission={"wait_seconds": 0.5})
     body = {"error": {"message": "full", "type": "Own", "code": 503}}
     for engine, seconds in zip(engines_of(gateway, role), ("3", "9"), strict=True):
         engine.faults.add("refuse_status", status=503, body=body, headers={"Retry-After": seconds})
@@ -293,7 +293,9 @@ async def test_signs_of_life_are_no_first_token(deploy: Deploy, sign: bytes) -> 
 @pytest.mark.parametrize("sign", SIGNS_OF_LIFE.values(), ids=SIGNS_OF_LIFE)
 async def test_signs_of_life_are_no_next_token(deploy: Deploy, sign: bytes, stream: bool) -> None:
     engine = CannedEngine("both", for_ever(sign, text_event("a")), pause_seconds=0.005)
-    gateway = await deploy(decoders=[engine], connector="plain", timeouts={"idle_seconds": 0.1})
+    # An answer that is not streamed is read as a whole, whose deadline is the first one of both.
+    timeouts = {"answer_seconds": 0.5, "idle_seconds": 0.1}
+    gateway = await deploy(decoders=[engine], connector="plain", timeouts=timeouts)
     answer = await gateway.ask(request(Api.COMPLETIONS, stream=stream))
     assert b'"code":"decode_timeout"' in answer.body
 
@@ -331,7 +333,7 @@ async def test_a_bootstrap_server_that_sglangs_decoders_do_not_reach_costs_an_at
     async with SimulatedEngine(role="prefill", profile_name="sglang") as lost:
         stand_in = StandIn("prefill", port=lost.port, bootstrap_port=1)
         met = SimulatedEngine(role="prefill", profile_name="sglang")
-        engine = {"profile_name": "sglang", "handshake_seconds": 0.05}
+        engine = {"profile_name": "sglang", "handshake_seconds": 1.0}
         gateway = await deploy([stand_in, met], 2, connector="sglang_bootstrap", engine=engine)
         for _ in range(4):
             answer = await gateway.ask(request(Api.COMPLETIONS, stream=stream))

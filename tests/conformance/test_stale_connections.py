@@ -51,7 +51,7 @@ async def test_no_request_fails_for_a_connection_that_was_closed_just_then(
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_an_engine_that_dies_of_a_request_is_not_asked_for_ever(deploy: Deploy, role: str) -> None:
     """It looks the same on a connection that had served before."""
-    gateway = await deploy(1, 1)
+    gateway = await deploy(1, 1, kv={"release": "never"})
     body = request(Api.CHAT)
     assert (await gateway.ask(body)).is_done
     (engine,) = gateway.prefillers if role == "prefill" else gateway.decoders
@@ -67,7 +67,7 @@ async def test_an_engine_that_dies_of_a_request_is_not_asked_for_ever(deploy: De
 @pytest.mark.fault(70)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_the_same_engine_is_asked_once_more_and_no_more(deploy: Deploy, role: str) -> None:
-    gateway = await deploy(1, 1)
+    gateway = await deploy(1, 1, kv={"release": "never"})
     body = request(Api.CHAT)
     assert (await gateway.ask(body)).is_done
     (engine,) = gateway.prefillers if role == "prefill" else gateway.decoders

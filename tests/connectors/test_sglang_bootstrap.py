@@ -293,7 +293,7 @@ async def test_a_failing_leg_ends_the_other_at_once(deploy: Deploy, role: Role, 
 
 
 async def test_a_prefiller_that_cannot_be_reached_ends_the_decode_leg(deploy: Deploy) -> None:
-    pair = await start(deploy, decode=hangs)
+    pair = await start(deploy, decode=hangs, admission={"wait_seconds": 0.5})
     assert pair.prefiller._server is not None
     pair.prefiller._server.close()
     await asyncio.sleep(0)

@@ -601,7 +601,7 @@ async def test_a_bootstrap_port_that_nobody_serves_is_told_of_and_the_prefiller_
 async def test_a_prefiller_that_is_not_there_has_no_wrong_bootstrap_port(
     deploy: Deploy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gateway = await deploy(connector="mooncake_bootstrap", health=LOOKS)
+    gateway = await deploy(connector="mooncake_bootstrap", health=LOOKS, admission={"wait_seconds": 0.5})
     await gateway.prefillers[0].kill()
     answer = await gateway.ask(request(Api.CHAT))
     assert (answer.status, answer.error["code"]) == (503, "no_healthy_prefill")

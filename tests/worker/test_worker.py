@@ -121,7 +121,8 @@ async def test_an_engine_that_refuses_connections_is_left_alone(deploy: Deploy) 
 
 
 async def test_a_restarted_prefiller_is_used_again(deploy: Deploy) -> None:
-    gateway = await deploy(1, 1, health={"interval_seconds": 0.02, "changing_interval_seconds": 0.02, "rise": 1})
+    health = {"interval_seconds": 0.02, "changing_interval_seconds": 0.02, "rise": 1}
+    gateway = await deploy(1, 1, health=health, admission={"wait_seconds": 0.5})
     (prefiller,) = gateway.prefillers
     assert (await gateway.ask(request(Api.CHAT))).is_done
     await prefiller.kill()
