@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
-async def until(condition: Callable[[], object], what: str, timeout_seconds: float = 60.0) -> None:
+async def until(condition: Callable[[], object], what: str, timeout_seconds: float = 100.0) -> None:
     """Let the event loop turn until a condition holds."""
     try:
         async with asyncio.timeout(timeout_seconds):

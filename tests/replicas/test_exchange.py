@@ -348,15 +348,17 @@ async def test_limits_are_shared_only_if_that_is_asked_for(is_shared: bool, depl
     async with Store(live.current.settings, "another") as other:
         for name in names:
             assert (await deployment.ask(request(Api.CHAT), Authorization=f"Bearer {name}")).status == 200
-        told: dict[str, Used] = {}
+        told: list[dict[str, Used]] = []
         for turn in count():
             messages = await other.exchange(
                 encode(Told(turn, keys={"limited": (5, 0), "rated": (0, 4), "free": (9, 9)}))
             )
-            told = next(decode(message) for name, message in messages.items() if name != "another").keys  # type: ignore[union-attr]
-            if told or not is_shared:
+            heard = [decode(message) for name, message in messages.items() if name != "another"]
+            told += [each.keys for each in heard if each is not None]
+            # What it told before the requests were over may still be there.
+            if (not is_shared and len(told) == 3) or {"limited": (0, 1), "rated": (0, 1)} in told:
                 break
-        assert told == ({"limited": (0, 1), "rated": (0, 1)} if is_shared else {})
+        assert is_shared or told == [{}] * 3
         await until(lambda: hears() == 1, "the other gateway")
         statuses = [(await deployment.ask(request(Api.CHAT), Authorization=f"Bearer {name}")).status for name in names]
         assert statuses == ([429, 429, 200] if is_shared else [200, 200, 200])

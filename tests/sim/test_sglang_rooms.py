@@ -161,11 +161,17 @@ async def test_nobody_tells_a_leg_that_its_partner_has_left(client: Client, who:
 
 
 async def test_a_prefiller_answers_when_the_decoder_has_the_kv_and_not_before(client: Client) -> None:
-    async with pair(waiting_seconds=0.3, prefill_ms_per_1k_tokens=30_000.0) as (prefiller, decoder):
+    async with (
+        SimulatedEngine(
+            role="prefill", profile_name="sglang", waiting_seconds=2.0, prefill_ms_per_1k_tokens=200_000.0
+        ) as prefiller,
+        SimulatedEngine(role="decode", profile_name="sglang", waiting_seconds=0.3) as decoder,
+    ):
         request = leg(BODIES[COMPLETIONS], prefiller)
         prefilling = asyncio.create_task(client.stream(prefiller, COMPLETIONS, request))
         decoding = asyncio.create_task(client.post(decoder, COMPLETIONS, request))
         await prefiller.wait_until(lambda state: state.prompt_tokens > 0)
+        # The prefill takes two seconds, after which the decoder, whose client has left, waits no more.
         decoding.cancel()
         error, end = await prefilling
         assert error["error"]["code"] == 500
@@ -244,13 +250,11 @@ async def test_the_room_chooses_the_rank_of_both(client: Client) -> None:
 
 
 async def test_a_rank_that_the_decoder_does_not_know_of_is_another_room(client: Client) -> None:
-    async with pair(dp_size=4, waiting_seconds=0.1) as (prefiller, decoder):
-        request = leg(BODIES[COMPLETIONS], prefiller, room=6, routed_dp_rank=1)
-        answers = await asyncio.gather(*[client.post(e, COMPLETIONS, request) for e in (prefiller, decoder)])
-        assert [status for status, _ in answers] == [500, 500]
-        request |= {"disagg_prefill_dp_rank": 1}
-        answers = await asyncio.gather(*[client.post(e, COMPLETIONS, request) for e in (prefiller, decoder)])
-        assert [status for status, _ in answers] == [200, 200]
+    for waiting_seconds, fields, status in ((0.1, {}, 500), (60.0, {"disagg_prefill_dp_rank": 1}, 200)):
+        async with pair(dp_size=4, waiting_seconds=waiting_seconds) as engines:
+            request = leg(BODIES[COMPLETIONS], engines[0], room=6, routed_dp_rank=1, **fields)
+            answers = await asyncio.gather(*[client.post(engine, COMPLETIONS, request) for engine in engines])
+            assert [told for told, _ in answers] == [status, status]
 
 
 async def test_different_prompts_in_one_room_are_nonsense(client: Client) -> None:
