@@ -14,7 +14,7 @@ from aiohttp import web
 
 from proxy.api.queries import truth
 from proxy.errors import BadRequest, GatewayError
-from proxy.observe.receipt import names_engine_id, names_instance, shown
+from proxy.observe.receipts import names_engine_id, names_instance, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -18,7 +18,7 @@ LINES_PER_SECOND: Final = 5.0
 _TELL_AFTER_SECONDS: Final = 1.0
 
 
-class Kind(NamedTuple):
+class LineKind(NamedTuple):
     """Lines that differ only in what is filled in."""
 
     logger: str
@@ -43,11 +43,11 @@ class Floods:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._buckets: dict[Kind, _Bucket] = {}
+        self._buckets: dict[LineKind, _Bucket] = {}
         self.suppressed = 0
         """Lines left out so far."""
 
-    def admits(self, kind: Kind) -> bool:
+    def admits(self, kind: LineKind) -> bool:
         """Whether one more line of this kind may be written now."""
         now = self._clock()
         bucket = self._buckets.get(kind)
@@ -64,13 +64,13 @@ class Floods:
         self.suppressed += 1
         return False
 
-    def tell(self, kind: Kind) -> int:
+    def tell(self, kind: LineKind) -> int:
         """How many lines of this kind were left out since this was last asked."""
         bucket = self._buckets[kind]
         untold, bucket.untold = bucket.untold, 0
         return untold
 
-    def overdue(self) -> Iterator[Kind]:
+    def overdue(self) -> Iterator[LineKind]:
         """The kinds of which lines were left out a while ago, and none that could have told of it came since."""
         told_by = self._clock() - _TELL_AFTER_SECONDS
         return (kind for kind, bucket in self._buckets.items() if bucket.untold and bucket.untold_since <= told_by)

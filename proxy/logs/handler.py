@@ -8,7 +8,7 @@ import time
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.logs.floods import Kind
+from proxy.logs.floods import LineKind
 from proxy.logs.formats import encoded
 
 if TYPE_CHECKING:
@@ -156,18 +156,18 @@ class LineHandler(logging.Handler):
         self._write(Context().run(self.format, record))
 
 
-def _kind(record: logging.LogRecord) -> Kind | None:
+def _kind(record: logging.LogRecord) -> LineKind | None:
     """What a record is counted as, None for one that is never left out."""
     if getattr(record, "is_always_written", False):
         return None
     name = record.name
     is_ours = name.startswith("proxy.") and isinstance(record.msg, str)
-    return Kind(name, record.levelno, record.msg if is_ours else f"{record.filename}:{record.lineno}")
+    return LineKind(name, record.levelno, record.msg if is_ours else f"{record.filename}:{record.lineno}")
 
 
-def _kind_of_request(fields: Mapping[str, Any]) -> Kind | None:
+def _kind_of_request(fields: Mapping[str, Any]) -> LineKind | None:
     """The same for the line of a request."""
     term = fields.get("term", "")
     # P: the gateway refused it. R, Q: its client was still sending, or was waiting for its turn.
     has_asked = not term.startswith("P") and not term.endswith(("R", "Q")) and fields.get("instance") != "-"
-    return None if has_asked else Kind(access.name, logging.INFO, "request", term, fields.get("code"))
+    return None if has_asked else LineKind(access.name, logging.INFO, "request", term, fields.get("code"))

@@ -1,11 +1,11 @@
-"""The metrics of the instances, read when somebody scrapes."""
+"""The metrics of instances, models and sources of discovery, read when somebody scrapes."""
 
 from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING, Final
 
-from prometheus_client.metrics_core import GaugeMetricFamily
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
 from proxy.balancer.health.backend_health import HealthState
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from proxy.balancer.health.health import Health
     from proxy.balancer.models import Models
     from proxy.balancer.pool import Pool
+    from proxy.balancer.roster import Roster
     from proxy.balancer.shared.scoreboard import Scoreboard
+    from proxy.balancer.shared.source_states import SourceStates
+
 
 _STATES: Final = {state: number for number, state in enumerate(HealthState)}
 
@@ -148,3 +151,37 @@ def collect_models(models: Models, pools: Sequence[Pool]) -> Iterator[Metric]:
     for (name, role), count in counts.items():
         found.add_metric((name, role.value), count)
     yield found
+
+
+def collect_sources(states: SourceStates, roster: Roster) -> Iterator[Metric]:
+    """Of the sources there are at that moment."""
+    labels = ("source",)
+    up = GaugeMetricFamily(
+        "pdproxy_discovery_up",
+        "1 if a source of discovery was well when it was last asked; 0 if it failed, and its instances stay as they "
+        "were, or did not answer yet.",
+        labels=labels,
+    )
+    instances = GaugeMetricFamily(
+        "pdproxy_discovery_instances", "Instances that a source of discovery has named last.", labels=labels
+    )
+    failures = CounterMetricFamily(
+        "pdproxy_discovery_failures",
+        "Times that a source of discovery could not be asked, or said what cannot be.",
+        labels=labels,
+    )
+    last_success = GaugeMetricFamily(
+        "pdproxy_discovery_last_success_timestamp_seconds",
+        "When a source of discovery last said which instances there are, which a file does when it has changed, in "
+        "seconds since the Unix epoch.",
+        labels=labels,
+    )
+    wanted = roster.wanted()
+    for origin, state in states.all().items():
+        key = (origin,)
+        up.add_metric(key, state.told_at is not None and state.problem is None)
+        instances.add_metric(key, len(wanted.get(origin, ())))
+        failures.add_metric(key, state.failures)
+        if state.told_at is not None:
+            last_success.add_metric(key, state.told_at)
+    yield from (up, instances, failures, last_success)

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from proxy.observe.metrics import Metrics
-    from proxy.observe.outcome import Outcome
-    from proxy.observe.record import RequestRecord
+    from proxy.observe.record import Outcome, RequestRecord
     from proxy.observe.timeline import Timeline
 
 _Item = TypeVar("_Item")

@@ -26,9 +26,8 @@ from proxy.balancer.fitness.handovers import Verdict
 from proxy.balancer.health.breaker import Cause
 from proxy.build_info import IS_COMPILED
 from proxy.errors import Failure
-from proxy.observe.instances import Instances, collect_models
+from proxy.observe.instances import Instances, collect_models, collect_sources
 from proxy.observe.instruments import Counter, GatheringHistogram, Gauge, Histogram, MetricRow
-from proxy.observe.sources import collect_sources
 from proxy.observe.worker_files import DIRECTORY, WorkerFiles, make_directory
 from proxy.terms import KV_EVENT_GAPS, KV_EVENTS, Action, Stage
 

@@ -18,10 +18,8 @@ from proxy.terms import Stage
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from proxy.observe.attempt_record import AttemptRecord, Marks
-    from proxy.observe.outcome import Outcome
-    from proxy.observe.record import RequestRecord
-    from proxy.observe.timeline import Timeline
+    from proxy.observe.record import Outcome, RequestRecord
+    from proxy.observe.timeline import AttemptRecord, Marks, Timeline
     from proxy.observe.trace import TracedLeg
 
     Attributes = dict[str, str | int | float | bool]

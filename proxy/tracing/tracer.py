@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span
 
-    from proxy.observe.attempt_record import AttemptRecord
     from proxy.observe.record import RequestRecord
+    from proxy.observe.timeline import AttemptRecord
     from proxy.observe.trace import TracedLeg, Traces
     from proxy.tracing.collector import SpanIds
     from proxy.tracing.spans import Attributes, Traced

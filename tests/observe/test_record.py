@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from proxy.backend import Role
 from proxy.errors import NoBackendAvailable
 from proxy.observe.access_line import FACTS, AccessFacts, access_line
-from proxy.observe.attempt_record import OF_AN_ATTEMPT, AttemptRecord, seconds_of
 from proxy.observe.record import RequestRecord
-from proxy.observe.timeline import Timeline
+from proxy.observe.timeline import OF_AN_ATTEMPT, AttemptRecord, Timeline, seconds_of
 from proxy.terms import Stage
 
 if TYPE_CHECKING:
-    from proxy.observe.attempt_record import Marks
+    from proxy.observe.timeline import Marks
     from tests.clock import Clock
 
 

@@ -30,7 +30,7 @@ _BY_PACKAGE: Final = {
     "listener": "header_deadlines",
     "logs": "floods formats handler redaction writer",
     "monitor": "loop_lag",
-    "observe": "access_line attempt_record listeners observers receipt receipts record timeline",
+    "observe": "access_line listeners observers receipts record timeline",
     "resume": "call_options chat_as_completion continuation cut engines overlap plan seam transcript",
     "upstream": (
         "answer_reader connection fast_forward plain_head request_heads response silences size_lines upstream"
