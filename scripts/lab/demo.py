@@ -12,18 +12,14 @@ import re
 import signal
 import socket
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from lab.common.fleet import Fleet
+from lab.common.fleet import Fleet, Gateway
 from lab.common.invocation import unwind_on_signals
 from lab.common.processes import HOST, fetch, quiet_ports
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from lab.common.fleet import Gateway
 
 GATEWAY_PORT: Final = 1999
 MODEL: Final = "demo"

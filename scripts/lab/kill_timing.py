@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import uvloop
 
@@ -26,9 +26,7 @@ from lab.common.fleet import Fleet
 from lab.common.invocation import called_from, unwind_on_signals
 from lab.common.load import Connections, Load, post
 from lab.common.output import aligned
-
-if TYPE_CHECKING:
-    from lab.common.processes import Program
+from lab.common.processes import Program
 
 _REQUESTS_PER_SECOND = 50
 _TOKENS = 20

@@ -8,19 +8,15 @@ import socket
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import uvloop
 
 from lab.common.engines import Script
-from lab.common.fleet import STOPS_SOON, Fleet
+from lab.common.fleet import STOPS_SOON, Fleet, Gateway
 from lab.common.invocation import allow_many_files, unwind_on_signals
 from lab.common.load import Crowd, scripted
 from lab.common.proc import Memory, memory
 from lab.common.processes import HOST
-
-if TYPE_CHECKING:
-    from lab.common.fleet import Gateway
 
 _PREFILLERS, _DECODERS = 2, 4
 _STREAMS_PER_SECOND = 500

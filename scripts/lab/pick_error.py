@@ -12,22 +12,17 @@ import asyncio
 import random
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import uvloop
 
 from lab.common.engines import Script
-from lab.common.fleet import STOPS_SOON, Fleet
+from lab.common.fleet import STOPS_SOON, Fleet, Gateway
 from lab.common.invocation import allow_many_files, unwind_on_signals
 from lab.common.load import Crowd, scripted
 from lab.common.output import aligned
 from lab.common.proc import accepted
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lab.common.fleet import Gateway
 
 _PREFILLERS, _DECODERS = 4, 8
 _PATIENCE_SECONDS = 30.0

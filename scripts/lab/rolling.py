@@ -9,25 +9,20 @@ import re
 import signal
 import sys
 import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import orjson
 import uvloop
 
-from lab.common.fleet import Fleet
+from lab.common.fleet import Fleet, Gateway
 from lab.common.invocation import allow_many_files, unwind_on_signals
-from lab.common.load import DONE, Connections, Histogram, Load, ask, post
+from lab.common.load import DONE, Answer, Connections, Histogram, Load, ask, post
 from lab.common.output import aligned
 from proxy.roll import Gateways, Limits, Progress, Walk
 from proxy.sim.engine import SimulatedEngine
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-
-    from lab.common.fleet import Gateway
-    from lab.common.load import Answer
 
 _STEP_MS: Final = 100.0
 _TAKEN_OVER: Final = r"process (\d+) has taken over"

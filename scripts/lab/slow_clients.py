@@ -10,22 +10,17 @@ import re
 import socket
 import sys
 import time
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import uvloop
 
-from lab.common.fleet import Fleet
+from lab.common.fleet import Fleet, Gateway
 from lab.common.invocation import unwind_on_signals
 from lab.common.load import CHAT, Load, ask, post
 from lab.common.output import aligned
 from lab.common.proc import open_fds
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-
-    from lab.common.fleet import Gateway
 
 _CONNECTIONS = 200
 _CONNECTIONS_PER_SECOND = 100

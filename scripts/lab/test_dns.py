@@ -13,19 +13,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from lab.common.fleet import Fleet
+from lab.common.fleet import Fleet, Gateway
 from lab.common.invocation import unwind_on_signals
 from lab.common.load import Connections, Load, post
 from lab.common.processes import Program, fetch, quiet_ports
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from lab.common.fleet import Gateway
 
 ZONE = "fleet.test"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lab.bench.course import Course, not_resuming, takes_part
 from lab.bench.duel import dueller, fight, opponent, ratios, verdict
@@ -18,9 +18,6 @@ from lab.common import peers
 from lab.common.compiled import NotCompiled, compiled
 from lab.common.fleet import Fleet
 from lab.common.invocation import allow_many_files, called_from, unwind_on_signals
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def main() -> None:

@@ -5,24 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from lab.bench.figures import NOT_RESUMING, Measurement
 from lab.bench.load import PATIENCE_SECONDS, Result
-from lab.bench.scenarios import LARGE_PROMPT, PACED, SHORT_ANSWER, SHORT_STREAM, SLOW_5000, named
+from lab.bench.scenarios import LARGE_PROMPT, PACED, SHORT_ANSWER, SHORT_STREAM, SLOW_5000, Scenario, named
+from lab.common.fleet import Fleet
 from lab.common.peers import REFERENCE, Peer, ours
 from lab.common.proc import cpu_seconds, resident_bytes
-from lab.common.processes import clean_environment
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from lab.bench.scenarios import Scenario
-    from lab.common.fleet import Fleet
-    from lab.common.processes import Program
+from lab.common.processes import Program, clean_environment
 
 ENGINES_PER_ROLE: Final = 2
 _WARM_UP_SECONDS: Final = 0.5

@@ -10,23 +10,19 @@ import os
 import resource
 import shutil
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from math import nan
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lab.bench.course import ENGINES_PER_ROLE, Asked, measured
 from lab.bench.figures import FIGURES, Measurement, Measurements
-from lab.bench.scenarios import SHORT_STREAM, named
+from lab.bench.scenarios import SHORT_STREAM, Scenario, named
 from lab.common.fleet import Fleet
 from lab.common.peers import OURS, RUST_ROUTERS, Peer, ours, routers
 from lab.common.processes import HOST
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from lab.bench.scenarios import Scenario
 
 HAPROXY: Final = "haproxy"
 _WARM_UP_SECONDS: Final = 1.0

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import isnan, nan
 from statistics import median
-from typing import TYPE_CHECKING, Final
+from typing import Final, TypeAlias
 
+from lab.bench.load import Result
 from lab.bench.scenarios import SHORT_STREAM
 from lab.common.load import Histogram
 from lab.common.peers import RUST_ROUTERS
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import TypeAlias
-
-    from lab.bench.load import Result
-
-    Of: TypeAlias = Callable[["Measurements", str, str], float]
+Of: TypeAlias = Callable[["Measurements", str, str], float]
 
 
 DIRECT: Final = "direct"

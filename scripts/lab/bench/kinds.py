@@ -11,26 +11,21 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from statistics import median, quantiles
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import uvloop
 
-from lab.common.fleet import Fleet
-from lab.common.load import CHAT, connect, post
+from lab.common.fleet import Fleet, Gateway
+from lab.common.load import CHAT, Answer, connect, post
 from lab.common.output import aligned
 from lab.common.peers import ours
 from lab.common.proc import cpu_seconds
 from lab.common.processes import fetch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from lab.common.fleet import Gateway
-    from lab.common.load import Answer
 
 TOKENS: Final = 16
 _STEP_MS: Final = "1"

@@ -13,18 +13,13 @@ import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import orjson
 import uvloop
 
-from lab.bench.scenarios import named
+from lab.bench.scenarios import Scenario, named
 from lab.common.engines import ENGINE_ID, WORD
-from lab.common.load import Histogram, connect, post
-
-if TYPE_CHECKING:
-    from lab.bench.scenarios import Scenario
-    from lab.common.load import Answer, Client
+from lab.common.load import Answer, Client, Histogram, connect, post
 
 _CONTENT = f'"content":"{WORD}'.encode()
 PATIENCE_SECONDS = 30.0

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from math import isnan
-from typing import TYPE_CHECKING
 
-from lab.bench.figures import DIRECT, FIGURES, NOT_RESUMING
-from lab.bench.scenarios import PACED, SATURATED_ANSWER, SATURATED_STREAM, SHORT_ANSWER, SHORT_STREAM, SLOW_5000
+from lab.bench.figures import DIRECT, FIGURES, NOT_RESUMING, Measurements
+from lab.bench.scenarios import (
+    PACED,
+    SATURATED_ANSWER,
+    SATURATED_STREAM,
+    SHORT_ANSWER,
+    SHORT_STREAM,
+    SLOW_5000,
+    Scenario,
+)
 from lab.common.engines import FIRST_TOKEN_SECONDS
 from lab.common.output import svg
 from lab.common.peers import OURS, REFERENCE, RUST_ROUTERS
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lab.bench.figures import Measurements
-    from lab.bench.scenarios import Scenario
 
 _NOTHING = "-"
 NOTES = f"""\

@@ -10,19 +10,16 @@ import json
 import re
 import struct
 import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 from lab.client_tools.libraries import NODE
+from lab.common.fleet import Gateway
 from lab.common.processes import HOST, fetch, finished
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from lab.common.fleet import Gateway
-
-    Call = dict[str, Any]
+Call = dict[str, Any]
 
 _OLD, _NEW, _END = "hello old world\n", "hello new world\n", "Done: the note is new."
 _PATIENCE_SECONDS: Final = 120.0

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from lab.common.fleet import Fleet
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from lab.common.fleet import Gateway
+from lab.common.fleet import Fleet, Gateway
 
 MODEL = "served"
 _SPEED = ("--prefill-ms-per-1k-tokens", "50", "--decode-step-ms", "5")

@@ -13,16 +13,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lab.client_tools.deployments import MODEL
 from lab.common.environment import PEERS
 from lab.common.processes import HOST, finished
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 INPUT_TOKENS, OUTPUT_TOKENS, CONCURRENCY = 100, 16, 8
 _PATIENCE_SECONDS = 300.0

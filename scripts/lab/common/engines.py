@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import httptools
 import orjson
@@ -32,9 +33,6 @@ from proxy.balancer.policies.least_tokens import WEIGHTS
 from proxy.dialects.openai import ChatCompletions
 from proxy.dialects.requests import read
 from proxy.settings.model import Cost
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 MODEL: Final = "bench"
 """Models are called `bench-50ms`: an engine takes its pace from the name, because some routers drop unknown fields."""

@@ -9,19 +9,16 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
+from lab.common.peers import Peer
 from lab.common.proc import tree
 from lab.common.processes import HOST, Program, fetch, quiet_ports
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-
-    from lab.common.peers import Peer
-    from proxy.sim.engine import SimulatedEngine
+from proxy.sim.engine import SimulatedEngine
 
 PDPROXY: Final = (sys.executable, "-m", "proxy")
 STOPS_SOON: Final[dict[str, str]] = {"PROXY_DRAIN__STREAMS_SECONDS": "1"}
@@ -195,8 +192,6 @@ class Fleet:
 @asynccontextmanager
 async def simulated(role: str, count: int, **options: Any) -> AsyncIterator[list[SimulatedEngine]]:
     """Run simulated engines in this process, on ports that they keep when they are killed and started again."""
-    from proxy.sim.engine import SimulatedEngine  # which not all scripts need
-
     async with AsyncExitStack() as stack:
         made = [SimulatedEngine(role=role, port=port, **options) for port in sorted(quiet_ports(count))]
         yield [await stack.enter_async_context(engine) for engine in made]

@@ -11,21 +11,18 @@ import json
 import re
 import time
 from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from functools import partial
+from random import Random
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 import httptools
 
+from lab.common.engines import Script
 from lab.common.processes import HOST
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-    from random import Random
-
-    from lab.common.engines import Script
 
 CHAT: Final = "/v1/chat/completions"
 DONE: Final = b"data: [DONE]"

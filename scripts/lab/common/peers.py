@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from pathlib import Path
+from typing import TypeAlias
 
 from lab.common.environment import PEERS
 from lab.common.processes import HOST, free_ports
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    Spelling: TypeAlias = Callable[[int, Sequence[int], Sequence[int]], list[str]]
+Spelling: TypeAlias = Callable[[int, Sequence[int], Sequence[int]], list[str]]
 
 OURS = "pdproxy"
 RUST_ROUTERS = ("vllm-router", "sglang-router")

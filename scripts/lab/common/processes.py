@@ -9,17 +9,15 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 from urllib.request import ProxyHandler, Request, build_opener
 
 from lab.common.proc import tree
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 HOST = "127.0.0.1"
 _READY_SECONDS = 60.0

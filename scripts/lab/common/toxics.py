@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol, Self
+from types import TracebackType
+from typing import Protocol, Self
 
 from proxy.sim.engine.stream import reset_transport
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-    from types import TracebackType
-
-    Sleep = Callable[[float], Awaitable[None]]
+Sleep = Callable[[float], Awaitable[None]]
 
 _HOST = "127.0.0.1"
 _BACKLOG = 4096

@@ -6,11 +6,9 @@ their tag.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
 
 SCHEMA_VERSION: Final = 41
 TAG: Final = "pdproxy"

@@ -6,20 +6,16 @@ import argparse
 import http.client
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lab.common.invocation import called_from, unwind_on_signals
 from lab.common.processes import HOST, Program, free_ports
 from lab.differential import engines, pairs, report
 from lab.differential.differences import Record
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lab.differential.pairs import Pair, Side
-    from lab.differential.requests import Request
+from lab.differential.pairs import Pair, Side
+from lab.differential.requests import Request
 
 _PATIENCE_SECONDS = 10.0
 _NO_ANSWER = 599

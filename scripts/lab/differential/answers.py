@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from lab.differential.requests import CHAT, GENERATE
 from lab.differential.units import answers as count
 from lab.differential.units import prompts
 from lab.differential.wire import Answer
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 _WORDS = ("Hello", " you")
 _PROMPT_IDS = [1, 2, 3, 4]

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import isclose
-from typing import TYPE_CHECKING
 
-from lab.differential.differences import CLIENT, DECODE, LEGS, PREFILL, STATUS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from lab.differential.differences import Difference
+from lab.differential.differences import CLIENT, DECODE, LEGS, PREFILL, STATUS, Difference
 
 _RESERVED = frozenset(
     {

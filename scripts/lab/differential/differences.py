@@ -6,18 +6,15 @@ What is another one each time, and has to be, is replaced by a word: rooms, ids,
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
+from lab.differential.pairs import Pair
+from lab.differential.requests import Request
 from lab.differential.units import is_several, units
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from lab.differential.pairs import Pair
-    from lab.differential.requests import Request
-    from lab.differential.wire import Heard
+from lab.differential.wire import Heard
 
 CLIENT, PREFILL, DECODE = "client", "prefill", "decode"
 STATUS, LEGS, RULES = "(status)", "(requests)", "(rules)"

@@ -5,21 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lab.common.processes import HOST, free_ports
-from lab.differential.protocols import ENGINE_ID, AgainstTheRules
+from lab.differential.protocols import ENGINE_ID, AgainstTheRules, Hearings
 from lab.differential.requests import CHAT, COMPLETIONS, GENERATE, MODEL
-from lab.differential.wire import Answer, encoded, read
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from lab.differential.protocols import Hearings
-    from lab.differential.wire import Heard
+from lab.differential.wire import Answer, Heard, encoded, read
 
 _GENERATION = (CHAT, COMPLETIONS, GENERATE)
 # What programs ask engines about themselves; everything else is answered with an empty object.

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from pathlib import Path
+from typing import TypeAlias
 
 from lab.common import peers
 from lab.common.environment import PEERS
+from lab.common.peers import Peer
 from lab.common.processes import HOST, free_ports
 from lab.differential import protocols
-from lab.differential.requests import NATIVE, OPENAI
+from lab.differential.engines import Engines
+from lab.differential.protocols import Hearings
+from lab.differential.requests import NATIVE, OPENAI, Request
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
-    from lab.common.peers import Peer
-    from lab.differential.engines import Engines
-    from lab.differential.protocols import Hearings
-    from lab.differential.requests import Request
-
-    Flags: TypeAlias = Callable[[int, Engines], list[str]]
+Flags: TypeAlias = Callable[[int, Engines], list[str]]
 
 # What the layerwise script imports from packages of gigabytes, for a logger and a name.
 _IN_PLACE_OF_PACKAGES = {

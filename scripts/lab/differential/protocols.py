@@ -8,18 +8,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import defaultdict
+from collections.abc import Mapping
 from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from lab.differential.answers import answer
 from lab.differential.requests import CHAT
 from lab.differential.units import answers, prompts
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from lab.differential.wire import Answer, Heard
+from lab.differential.wire import Answer, Heard
 
 _PATIENCE_SECONDS = 2.0
 ENGINE_ID = "0c1b6f0e-5f43-4d54-8a53-5f1f3a0b7c5e"

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from lab.differential.corrections import CORRECTIONS, correction
-from lab.differential.differences import compare
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lab.differential.differences import Difference, Record
-    from lab.differential.pairs import Pair
+from lab.differential.differences import Difference, Record, compare
+from lab.differential.pairs import Pair
 
 _LONGEST = 100
 _NOTES = """

@@ -5,11 +5,9 @@ Said once more, and not taken from the gateway, because this is what it is measu
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from itertools import product
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+from typing import Any
 
 _PROMPTS = ("prompt", "text", "input_ids")
 # Members of a body that have a list with an entry for each prompt, or for each answer.

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
-
-if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,21 +12,17 @@ import select
 import signal
 import sys
 from bisect import bisect
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import pytest
 
 from lab.mutation import places
 from lab.mutation.making import Functions
+from lab.mutation.places import Place
 from lab.mutation.reach import Reach
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lab.mutation.places import Place
-
 
 _ALONE_SECONDS: Final = 20.0
 """The time of the processor that tests may take of one place alone. Those that it is too short for are tried, too: on

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from lab.mutation.places import Place
+from lab.mutation.places import Place
 
 
 class Functions:

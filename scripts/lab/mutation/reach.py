@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Iterable
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from lab.mutation import places
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-    from lab.mutation.places import Place
+from lab.mutation.places import Place
 
 
 def function_of(test: str) -> str:

@@ -11,18 +11,15 @@ import builtins
 import json
 import os
 import time
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from lab.mutation import places
 from lab.mutation.making import Functions
 from lab.mutation.mutants import PROBE
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
 
 
 class Recorder:

@@ -10,15 +10,13 @@ import argparse
 import re
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
 
 from lab.common.environment import PEERS
 from lab.profile import choosing, compiled, instructions, scraping
 from lab.profile.sampling import SAMPLED, cost, sampled
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
 
 _SAMPLES_PER_SECOND: Final = 500
 

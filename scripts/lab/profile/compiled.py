@@ -11,14 +11,12 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
 
 from lab.common.compiled import NotCompiled, compiled
 from lab.profile.sampling import SAMPLED, cost, sampled
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
 # The stacks of compiled code are found by what debuggers know, so each sample takes a copy of the stack.
 _RECORD: Final = ("perf", "record", "--freq=1500", "--event=cpu-clock", "--call-graph=dwarf,24000")

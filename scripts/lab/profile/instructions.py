@@ -13,14 +13,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lab.bench.scenarios import SHORT_ANSWER, SHORT_STREAM
 from lab.profile.sampling import ask, serving
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _SCENARIOS: Final = (SHORT_STREAM, SHORT_ANSWER)
 _WARM_UP_SECONDS: Final = 4.0

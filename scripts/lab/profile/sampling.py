@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import signal
 import subprocess
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from lab.bench.course import ENGINES_PER_ROLE, Asked, measured
+from lab.bench.figures import Measurement
 from lab.bench.scenarios import PACED, SHORT_ANSWER, SHORT_STREAM, named
 from lab.common import peers
 from lab.common.fleet import Fleet
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
-    from lab.bench.figures import Measurement
-    from lab.common.processes import Program
+from lab.common.processes import Program
 
 SAMPLED: Final = (SHORT_STREAM, SHORT_ANSWER, PACED)
 """The scenarios in which stacks are sampled."""

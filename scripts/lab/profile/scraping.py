@@ -9,19 +9,15 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lab.bench.scenarios import PACED
-from lab.common.fleet import Fleet
+from lab.common.fleet import Fleet, Gateway
 from lab.common.load import Histogram
 from lab.common.output import aligned
 from lab.profile.sampling import ask
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lab.common.fleet import Gateway
 
 _ROUNDS: Final = 3
 _PAUSE_SECONDS: Final = 0.1

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING
 
 import orjson
 
 from lab.common.invocation import allow_many_files, called_from, unwind_on_signals
 from lab.replay import report
 from lab.replay.advising import advice
+from lab.replay.figures import Run
+from lab.replay.fleet import Fleet
 from lab.replay.margins import margins
 from lab.replay.options import read_options
 from lab.replay.sockets import sweep_sockets
 from lab.replay.sweep import fleets, sweep
-from lab.replay.trace import InvalidTrace, read
+from lab.replay.trace import InvalidTrace, Request, read
 from proxy.sim.hardware.machines import published
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
-
-    from lab.replay.figures import Run
-    from lab.replay.fleet import Fleet
-    from lab.replay.trace import Request
 
 
 def main() -> int:

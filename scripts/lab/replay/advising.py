@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from lab.common.output import aligned
-from lab.replay.figures import Slo, figures, mean
+from lab.replay.figures import Figures, Slo, figures, mean
+from lab.replay.fleet import Fleet, Replay
 from lab.replay.policies import policies
 from lab.replay.sweep import Progress, arrivals, fleets, in_virtual_time
+from lab.replay.trace import Request
 from proxy.advise.split import LEAST_GAIN, Split, verdict
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
-
-    from lab.replay.figures import Figures
-    from lab.replay.fleet import Fleet, Replay
-    from lab.replay.trace import Request
 
 
 def advice(options: argparse.Namespace, traces: dict[str, list[Request]]) -> str:

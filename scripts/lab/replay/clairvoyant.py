@@ -7,21 +7,16 @@ held in front of them, as `least_load` does that has to guess.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping, Sequence
+from typing import Final
 
+from lab.replay.engines import Engine
 from lab.replay.fleet import Subject
 from lab.replay.trace import BLOCK_TOKENS
-from proxy.backend import Load
-from proxy.balancer.pick import Policy
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from lab.replay.engines import Engine
-    from proxy.backend import Backend
-    from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
-    from proxy.sim.hardware.cost import Cost
-    from proxy.sim.hardware.machines import Machine
+from proxy.backend import Backend, Load
+from proxy.balancer.pick import Candidate, PickRequest, Policy, PolicyContext
+from proxy.sim.hardware.cost import Cost
+from proxy.sim.hardware.machines import Machine
 
 # A prefiller that has no more to do than this gets the next prompt.
 _AHEAD_SECONDS: Final = 0.05

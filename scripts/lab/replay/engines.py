@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 from proxy.sim.hardware.batch import Batch
-from proxy.sim.hardware.work import Work
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from proxy.sim.hardware.cost import Cost
-    from proxy.sim.hardware.work import Shape
+from proxy.sim.hardware.cost import Cost
+from proxy.sim.hardware.work import Shape, Work
 
 
 class Engine:

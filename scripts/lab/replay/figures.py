@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from math import isnan, nan
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lab.replay.engines import Engine
-    from lab.replay.fleet import Course, Fleet
-    from proxy.backend import Backend
+from lab.replay.engines import Engine
+from lab.replay.fleet import Course, Fleet
+from proxy.backend import Backend
 
 # The first tenth of a run fills queues and caches, and does not count.
 _WARM_UP: Final = 0.1

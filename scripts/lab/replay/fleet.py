@@ -5,31 +5,26 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lab.replay.engines import Engine
 from lab.replay.gateways import Gateway, Plan, SharedStore
 from lab.replay.told import Told
-from lab.replay.trace import BLOCK_TOKENS
+from lab.replay.trace import BLOCK_TOKENS, Request
 from proxy.backend import Backend, Load, Role
 from proxy.balancer.engines.engine_facts import EngineFacts
-from proxy.balancer.pick import PickRequest, PolicyContext
+from proxy.balancer.pick import PickRequest, Policy, PolicyContext
 from proxy.call import DECODE_OVERHEAD_TOKENS, PREFILL_OVERHEAD_TOKENS
 from proxy.errors import NoBackendAvailable, Overloaded
+from proxy.monitor import LoopLag
 from proxy.settings.model import Cost as CostSettings
+from proxy.sim.hardware.machines import Machine
 from proxy.wire.prefix import PrefixKeys
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from lab.replay.trace import Request
-    from proxy.balancer.pick import Policy
-    from proxy.monitor import LoopLag
-    from proxy.sim.hardware.machines import Machine
-
-    MakePolicy = Callable[[PolicyContext, Mapping[Backend, Engine]], Policy]
+MakePolicy = Callable[[PolicyContext, Mapping[Backend, Engine]], Policy]
 
 # 70 KB of KV a token at 25 GB/s.
 _TRANSFER_SECONDS_PER_TOKEN: Final = 2.8e-6

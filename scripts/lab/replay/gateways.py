@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from lab.replay.engines import Engine
 from proxy.api_keys import KeyUsage
-from proxy.backend import Role
+from proxy.backend import Backend, Role
+from proxy.balancer.engines.engine_facts import EngineFacts
 from proxy.balancer.health.health import Health
 from proxy.balancer.health.health_board import HealthBoard
-from proxy.balancer.pick import PolicyContext
+from proxy.balancer.pick import PickRequest, Policy, PolicyContext
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts
 from proxy.balancer.pools import Pools
 from proxy.balancer.roster import Roster
-from proxy.balancer.shared.fronts import Fronts
+from proxy.balancer.shared.fronts import Fronts, WorkerFront
 from proxy.balancer.shared.journal import Journal
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.flow.admission import Admission
+from proxy.monitor import LoopLag
 from proxy.observe.metrics import Metrics
 from proxy.replicas.exchange import Exchange
 from proxy.replicas.guests import Guests
@@ -26,18 +30,7 @@ from proxy.settings import Settings
 from proxy.settings.model import Admission as AdmissionLimits
 from proxy.settings.model import HealthChecks
 
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable, Collection, Mapping
-
-    from lab.replay.engines import Engine
-    from proxy.backend import Backend
-    from proxy.balancer.engines.engine_facts import EngineFacts
-    from proxy.balancer.pick import PickRequest, Policy
-    from proxy.balancer.shared.fronts import WorkerFront
-    from proxy.monitor import LoopLag
-
-    MakePolicy = Callable[[PolicyContext, Mapping[Backend, Engine]], Policy]
+MakePolicy = Callable[[PolicyContext, Mapping[Backend, Engine]], Policy]
 
 
 @dataclass(slots=True)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Coroutine
+from typing import Final
 
 from lab.replay import virtual_time
 from proxy.monitor import LoopLag
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
 
 # A late loop stands still for so long, after it has run for so long.
 _STALLS: Final = (0.2, 1.0)

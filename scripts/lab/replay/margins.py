@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isnan, nan
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lab.common.output import aligned
-from lab.replay.figures import by_policy
+from lab.replay.figures import Figures, Run, by_policy
 from lab.replay.policies import CLAIRVOYANT, TODAY, peer_names
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lab.replay.figures import Figures, Run
 
 SLACK: Final = 0.003
 """Runs that differ by less are equal: as much as seeds make of the same policy."""

@@ -8,19 +8,14 @@ options, these are its defaults.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from lab.replay.trace import BLOCK_TOKENS
-from proxy.backend import Load
-from proxy.balancer.pick import Policy
+from proxy.backend import Backend, Load
+from proxy.balancer.pick import Candidate, PickRequest, Policy, PolicyContext, Tracker
 from proxy.balancer.policies.least_tokens import LeastTokens, RoundRobin
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from proxy.backend import Backend
-    from proxy.balancer.pick import Candidate, PickRequest, PolicyContext, Tracker
-    from proxy.sim.hardware.cost import Cost
+from proxy.sim.hardware.cost import Cost
 
 _MICROSECONDS: Final = 1e6
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lab.replay.clairvoyant import Clairvoyant, ClairvoyantDecode
+from lab.replay.engines import Engine
+from lab.replay.fleet import Fleet, MakePolicy
 from lab.replay.peers import peers
+from proxy.backend import Backend
+from proxy.balancer.pick import Policy, PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.settings import POLICIES
 from proxy.sim.hardware.machines import MACHINES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from lab.replay.engines import Engine
-    from lab.replay.fleet import Fleet, MakePolicy
-    from proxy.backend import Backend
-    from proxy.balancer.pick import Policy, PolicyContext
 
 OURS: Final = "least_load"
 TODAY: Final = "today"

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from math import isnan
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lab.common.output import aligned
-from lab.replay.figures import SUSTAINED, by_policy, sustained_load
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lab.replay.figures import Figures, Run
-    from proxy.sim.hardware.machines import Figure
+from lab.replay.figures import SUSTAINED, Figures, Run, by_policy, sustained_load
+from proxy.sim.hardware.machines import Figure
 
 _HEADS: Final = (
     *("policy", "load", "in time", "≤ 10 s", "good", "hits", "mean", "p50", "p99", "p99 ≤32K", "p99 slow"),

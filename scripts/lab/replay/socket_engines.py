@@ -10,25 +10,20 @@ are the same for equal names of its blocks.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import httptools
 import orjson
 
 from lab.common.engines import STREAM_HEAD, chunk, event, json_answer, kv_params, usage
 from lab.common.load import post
-from lab.replay.trace import BLOCK_TOKENS
-from proxy.backend import Role
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lab.replay.engines import Engine
-    from lab.replay.fleet import Course
-    from lab.replay.trace import Request
-    from proxy.backend import Backend
-    from proxy.sim.hardware.work import Work
+from lab.replay.engines import Engine
+from lab.replay.fleet import Course
+from lab.replay.trace import BLOCK_TOKENS, Request
+from proxy.backend import Backend, Role
+from proxy.sim.hardware.work import Work
 
 # Tokens that a stream sends together: every token by itself is what scripts/bench is for.
 _STREAM_INTERVAL: Final = 32

@@ -5,36 +5,31 @@ Engines and clients are in this process, each program is beside them in processe
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import random
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lab.common import peers
 from lab.common.fleet import Fleet as Deployment
 from lab.common.fleet import become_aware, figure, store, store_url
 from lab.common.load import ask
 from lab.common.output import aligned
+from lab.common.peers import Peer
 from lab.common.proc import cpu_seconds
-from lab.common.processes import HOST, quiet_ports
+from lab.common.processes import HOST, Program, quiet_ports
+from lab.replay.engines import Engine
 from lab.replay.figures import Case, Run, Slo, figures
-from lab.replay.fleet import Course
+from lab.replay.fleet import Course, Fleet
 from lab.replay.policies import policies
 from lab.replay.socket_engines import Engines, request_bytes
 from lab.replay.sweep import Progress, fleets, in_virtual_time, timed_arrivals
+from lab.replay.trace import Request
 from proxy.backend import Backend, Role
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Iterator, Sequence
-
-    from lab.common.peers import Peer
-    from lab.common.processes import Program
-    from lab.replay.engines import Engine
-    from lab.replay.fleet import Fleet
-    from lab.replay.trace import Request
 
 # Of an answer after its request; what takes longer is not served.
 _PATIENCE_SECONDS: Final = 120.0

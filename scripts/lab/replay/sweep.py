@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lab.replay import virtual_time
 from lab.replay.figures import Case, Run, Slo, figures
-from lab.replay.fleet import Fleet, Replay
+from lab.replay.fleet import Fleet, MakePolicy, Replay
 from lab.replay.policies import CLAIRVOYANT, TODAY, peer_names, policies
-from lab.replay.trace import bursty, faster, spread
+from lab.replay.trace import Request, bursty, faster, spread
 from proxy.sim.hardware.machines import MACHINES
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Mapping, Sequence
-
-    from lab.replay.fleet import MakePolicy
-    from lab.replay.trace import Request
-
 
 _URL: Final = "redis://in-memory"
 SHARED: Final[Mapping[str, Mapping[str, object] | None]] = {

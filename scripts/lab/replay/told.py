@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, cast
+import asyncio
+from collections.abc import Hashable, Sequence
+from typing import Final, cast
 
+from proxy.backend import Backend
 from proxy.balancer.policies.prefiller import write_count
+from proxy.balancer.shared.journal import Seat
 from proxy.kv_events.blocks import Blocks
-from proxy.wire.kv_events import AllCleared, BlocksRemoved, BlocksStored
-
-if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Hashable, Sequence
-
-    from proxy.backend import Backend
-    from proxy.balancer.shared.journal import Seat
-    from proxy.wire.kv_events import Event
+from proxy.wire.kv_events import AllCleared, BlocksRemoved, BlocksStored, Event
 
 # As the subscriber does.
 _TELL_SECONDS: Final = 0.1

@@ -7,17 +7,15 @@ in another one.
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import orjson
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
 BLOCK_TOKENS: Final = 512
 _AZURE_HEAD: Final = "TIMESTAMP,ContextTokens,GeneratedTokens"

@@ -7,28 +7,22 @@ import asyncio
 import signal
 import sys
 import tempfile
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import orjson
 import uvloop
 
 from lab.common.invocation import called_from
 from lab.common.processes import clean_environment
-from lab.soak.cluster import LIMITS, started
-from lab.soak.evidence import Answer, Evidence, Fault, Outcome, absences, log_lines
+from lab.soak.cluster import LIMITS, Cluster, started
+from lab.soak.evidence import Answer, Evidence, Fault, Leg, Outcome, Sample, absences, log_lines
 from lab.soak.faults import EVACUATE_AFTER_SECONDS, FaultInjector
 from lab.soak.invariants import INVARIANTS, judged
 from lab.soak.recorder import Recorder
 from lab.soak.report import details, table
 from lab.soak.workload import request_number, workload
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from lab.soak.cluster import Cluster
-    from lab.soak.evidence import Leg, Sample
 
 _WARM_UP_SECONDS = 5.0
 _QUIET_SECONDS = 5.0

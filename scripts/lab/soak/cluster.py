@@ -6,24 +6,19 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from lab.common.fleet import PDPROXY, Fleet, store, store_url
+from lab.common.fleet import PDPROXY, Fleet, Gateway, store, store_url
 from lab.common.proc import open_fds, resident_bytes, tree
 from lab.common.processes import HOST, Program, fetch, quiet_ports
-from lab.common.toxics import ToxicProxy
+from lab.common.toxics import ToxicProxy, Watcher
 from lab.soak.evidence import Limits, Sample, together
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-    from pathlib import Path
-
-    from lab.common.fleet import Gateway
-    from lab.common.toxics import Watcher
 
 ENGINE_OPTIONS: dict[str, Any] = {"eos_after": 150, "tool_call_parser": "kimi_k2", "prompt_tokens_details": False}
 """What decides what engines say: those of the cluster and the one that is asked alone."""

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    Series = tuple[str, tuple[tuple[str, str], ...]]
-    """A metric's name and its labels, sorted."""
+Series = tuple[str, tuple[tuple[str, str], ...]]
+"""A metric's name and its labels, sorted."""
 
 KILL_WORKER = "kill worker"
 """The fault that the gateway itself suffers."""

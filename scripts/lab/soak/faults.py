@@ -11,20 +11,15 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lab.common.toxics import Direction, Latency, Slicer
-from lab.soak.cluster import STALL_SECONDS, until
+from lab.soak.cluster import STALL_SECONDS, Cluster, Engine, until
 from lab.soak.evidence import KILL_WORKER, Absence, Fault
 from proxy.roll import Gateways, GatewayTrouble, Limits, Progress, RollStopped, Walk
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lab.soak.cluster import Cluster, Engine
 
 Damage = Callable[["Cluster", "Engine"], Awaitable[None]]
 Change = Callable[["Engine"], Awaitable[None]]

@@ -8,20 +8,15 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
 
-from lab.soak.evidence import KILL_WORKER, Outcome
+from lab.soak.evidence import KILL_WORKER, Evidence, Leg, Outcome
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from lab.soak.evidence import Evidence, Leg
-
-    Judge = Callable[[Evidence], list[str]]
-    Verdicts = Mapping["Invariant", list[str] | None]
-    """None: it was not judged."""
+Judge = Callable[[Evidence], list[str]]
+Verdicts = Mapping["Invariant", list[str] | None]
+"""None: it was not judged."""
 
 # A clean request takes as long as most do, and at most so much longer.
 _LONGER_SECONDS = 1.0

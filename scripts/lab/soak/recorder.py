@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httptools
 
@@ -14,9 +15,6 @@ from lab.common.load import DONE
 from lab.common.toxics import Direction
 from lab.soak.evidence import Leg
 from proxy.connectors.releaser import RELEASE_MODEL
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _GENERATION = (b"/v1/chat/completions", b"/v1/completions")
 _KEPT_BYTES = 4096

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
 
-from lab.soak.evidence import Outcome
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from lab.soak.evidence import Answer, Evidence
-    from lab.soak.invariants import Verdicts
+from lab.soak.evidence import Answer, Evidence, Outcome
+from lab.soak.invariants import Verdicts
 
 _SHOWN = 3
 

@@ -10,25 +10,21 @@ import asyncio
 import random
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, BinaryIO
 
 import orjson
 import uvloop
 
+from lab.common import load
 from lab.common.load import DONE, Connections, Load, ask, post
 from lab.soak.cluster import ENGINE_OPTIONS
 from lab.soak.evidence import Answer, Outcome
 from lab.soak.workload import Request, user_name, workload
 from proxy.sim.engine import SimulatedEngine
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import BinaryIO
-
-    from lab.common import load
 
 _PATIENCE_SECONDS = 60.0
 _CLEAN_PER_SECOND = 10.0

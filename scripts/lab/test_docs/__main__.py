@@ -14,10 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 
@@ -25,9 +25,6 @@ from lab.common.invocation import unwind_on_signals
 from lab.common.output import aligned
 from lab.common.proc import tree
 from lab.test_docs.pages import Block, Kind, PageError, blocks, unlike, without_comment
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 ROOT = Path(__file__).parents[3]
 PAGES = ("README.md", "OPERATING.md")

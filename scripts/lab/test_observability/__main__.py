@@ -12,7 +12,6 @@ import tempfile
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import aiohttp
 import uvloop
@@ -23,12 +22,8 @@ from lab.test_observability.alerts import Watch, drive, outcome
 from lab.test_observability.faults import BY_ITSELF, UNDER_LOAD, disturb
 from lab.test_observability.panels import empty_variables, look, missing_engine_metrics
 from lab.test_observability.picture import picture
-from lab.test_observability.prometheus import RULES, prometheus
-from lab.test_observability.site import site
-
-if TYPE_CHECKING:
-    from lab.test_observability.prometheus import Prometheus
-    from lab.test_observability.site import Site
+from lab.test_observability.prometheus import RULES, Prometheus, prometheus
+from lab.test_observability.site import Site, site
 
 _WARM_SECONDS = 10.0
 _DISTURBED_SECONDS = 6.0

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import yaml
 
-from lab.test_observability.prometheus import RULES
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lab.test_observability.faults import Fault
-    from lab.test_observability.prometheus import Prometheus
-    from lab.test_observability.site import Site
+from lab.test_observability.faults import Fault
+from lab.test_observability.prometheus import RULES, Prometheus
+from lab.test_observability.site import Site
 
 _PATIENCE_SECONDS: Final = 200.0
 _LOOK_SECONDS: Final = 0.5

@@ -9,20 +9,15 @@ import asyncio
 import os
 import resource
 import signal
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from lab.common.fleet import Gateway
 from lab.common.load import Load
-from lab.test_observability.site import change
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-    from contextlib import AbstractAsyncContextManager
-
-    from lab.common.fleet import Gateway
-    from lab.test_observability.site import Site
-    from proxy.sim.engine import SimulatedEngine
+from lab.test_observability.site import Site, change
+from proxy.sim.engine import SimulatedEngine
 
 _STOPPED_SECONDS: Final = 0.8
 _MANY: Final = 200

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lab.dashboards.all import DASHBOARDS
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lab.dashboards.grafana import Dashboard, Panel, Variable
-    from lab.test_observability.prometheus import Prometheus, Series
+from lab.dashboards.grafana import Dashboard, Panel, Variable
+from lab.test_observability.prometheus import Prometheus, Series
 
 _RATE_INTERVAL: Final = "5s"
 _AT_ONCE: Final = ("stat", "table")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from html import escape
 from math import isfinite
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from lab.dashboards.grafana import Panel
-    from lab.test_observability.panels import Shown
-    from lab.test_observability.prometheus import Point, Series
+from lab.dashboards.grafana import Panel
+from lab.test_observability.panels import Shown
+from lab.test_observability.prometheus import Point, Series
 
 STATS: Final = ("Requests", "Failed", "First token, p95", "Waiting", "Prefillers up", "Decoders up")
 DRAWN: Final = (

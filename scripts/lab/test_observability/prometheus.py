@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import aiohttp
 
 from lab.common.processes import HOST, Program, quiet_ports
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
-
-    import aiohttp
 
 RULES: Final = Path("configs/prometheus")
 SCRAPE_SECONDS: Final = 1.0

@@ -9,19 +9,15 @@ import dataclasses
 import os
 import random
 import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
-from lab.common.fleet import Fleet, addresses, simulated
+from lab.common.fleet import Fleet, Gateway, addresses, simulated
 from lab.common.load import CHAT, Connections, Load, post
 from lab.common.processes import quiet_ports
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
-    from pathlib import Path
-
-    from lab.common.fleet import Gateway
-    from proxy.sim.engine import SimulatedEngine
+from proxy.sim.engine import SimulatedEngine
 
 ENGINE: Final[dict[str, Any]] = {"decode_step_ms": 10.0, "prefill_ms_per_1k_tokens": 40.0, "connector_name": "nixl"}
 

@@ -11,26 +11,21 @@ import argparse
 import asyncio
 import random
 import sys
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import uvloop
 
 from lab.common.engines import Script
-from lab.common.fleet import STOPS_SOON, Fleet, become_aware, store, store_url
+from lab.common.fleet import STOPS_SOON, Fleet, Gateway, become_aware, store, store_url
 from lab.common.invocation import allow_many_files, called_from, unwind_on_signals
 from lab.common.load import Crowd, scripted
 from lab.common.output import aligned
 from lab.common.processes import quiet_ports
 from lab.pick_error import picks
 from lab.test_replicas import replayed
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from lab.common.fleet import Gateway
 
 _PREFILLERS, _DECODERS, _GATEWAYS = 4, 8, 3
 _PATIENCE_SECONDS = 30.0

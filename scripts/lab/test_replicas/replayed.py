@@ -5,25 +5,20 @@ answers are good, over sockets, and by the same course of requests in virtual ti
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from lab.common import peers
 from lab.common.output import aligned
-from lab.replay.figures import Slo, figures
+from lab.replay.figures import Figures, Slo, figures
 from lab.replay.fleet import Fleet, Replay
 from lab.replay.policies import OURS, policies
 from lab.replay.sockets import Contender, over_sockets
 from lab.replay.sweep import SHARED, arrivals, replayed
-from lab.replay.trace import bursty, read
+from lab.replay.trace import Request, bursty, read
 from proxy.sim.hardware.machines import MACHINES
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from lab.replay.figures import Figures
-    from lab.replay.trace import Request
 
 _GATEWAYS: Final = 3
 _LOAD: Final = 0.8

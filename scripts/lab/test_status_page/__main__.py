@@ -14,12 +14,10 @@ import uvloop
 from lab.common.invocation import called_from, unwind_on_signals
 from lab.test_status_page.browser import SCHEMES, SIZES, chromium, tab
 from lab.test_status_page.checks import ALONE, keeps_still, tells_of_each
-from lab.test_status_page.site import KEY, site
+from lab.test_status_page.site import KEY, Site, site
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, ViewportSize
-
-    from lab.test_status_page.site import Site
 
 _PICTURE: Final[ViewportSize] = {"width": 1240, "height": 880}
 """Of the picture in OPERATING.md."""

@@ -8,21 +8,17 @@ import math
 import random
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from lab.common.processes import HOST
-from lab.test_status_page.browser import tab
-from lab.test_status_page.site import DOOMED, KEY, MARKUP
+from lab.test_status_page.browser import Tab, tab
+from lab.test_status_page.site import DOOMED, KEY, MARKUP, Site
 from proxy.top.scrape import Scrape, quantile, rate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from playwright.async_api import Browser
-
-    from lab.test_status_page.browser import Tab
-    from lab.test_status_page.site import Site
 
 _SHIFTS: Final = """
 () => {

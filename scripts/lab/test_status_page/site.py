@@ -5,22 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 from urllib.request import Request, urlopen
 
-from lab.common.fleet import Fleet, addresses, simulated
+from lab.common.fleet import Fleet, Gateway, addresses, simulated
 from lab.common.load import Connections, Load, post
 from lab.common.processes import HOST, fetch, quiet_ports
 from proxy.sim.engine import SimulatedEngine
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from lab.common.fleet import Gateway
 
 KEY: Final = "the-admin-key"
 MARKUP: Final = "<img src=x onerror=window.owned=1>"

@@ -8,10 +8,8 @@ from __future__ import annotations
 import ast
 import builtins
 import re
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator
+from typing import Final
 
 _FUTURE: Final = "from __future__ import annotations\n\n"
 # What compiling alone knows: that a class may have subclasses which are not compiled.

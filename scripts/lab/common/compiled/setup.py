@@ -8,14 +8,12 @@ from __future__ import annotations
 import shutil
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _HERE: Final = Path(__file__).parent
 _SUFFIX: Final = sysconfig.get_config_var("EXT_SUFFIX")

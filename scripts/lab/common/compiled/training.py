@@ -12,14 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from http.client import HTTPConnection
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 from lab.common import peers
 from lab.common.fleet import Fleet
 from lab.common.processes import HOST
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _MODEL: Final = "training"
 _KEY: Final = "training"
