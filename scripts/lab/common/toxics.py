@@ -42,11 +42,9 @@ class Watcher(Protocol):
 
 
 class Toxic(Protocol):
-    """What happens to bytes. Yields what is passed on of them; EOFError closes the connection, ConnectionResetError
-    resets it. `passed_bytes` went this way before.
-    """
+    """What happens to bytes. Yields what is passed on of them."""
 
-    def treat(self, data: bytes, passed_bytes: int, sleep: Sleep) -> AsyncIterator[bytes]: ...
+    def treat(self, data: bytes, sleep: Sleep) -> AsyncIterator[bytes]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +53,8 @@ class Latency:
 
     seconds: float
 
-    async def treat(self, data: bytes, passed_bytes: int, sleep: Sleep) -> AsyncIterator[bytes]:
+    async def treat(self, data: bytes, sleep: Sleep) -> AsyncIterator[bytes]:
         await sleep(self.seconds)
-        yield data
-
-
-@dataclass(frozen=True, slots=True)
-class Bandwidth:
-    """No more than so much passes."""
-
-    bytes_per_second: int
-
-    async def treat(self, data: bytes, passed_bytes: int, sleep: Sleep) -> AsyncIterator[bytes]:
-        await sleep(len(data) / self.bytes_per_second)
         yield data
 
 
@@ -78,22 +65,10 @@ class Slicer:
     size: int
     pause_seconds: float = 0.0
 
-    async def treat(self, data: bytes, passed_bytes: int, sleep: Sleep) -> AsyncIterator[bytes]:
+    async def treat(self, data: bytes, sleep: Sleep) -> AsyncIterator[bytes]:
         for at in range(0, len(data), self.size):
             yield data[at : at + self.size]
             await sleep(self.pause_seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class Timeout:
-    """Nothing passes, and after a while the connection is closed."""
-
-    seconds: float
-
-    async def treat(self, data: bytes, passed_bytes: int, sleep: Sleep) -> AsyncIterator[bytes]:
-        await sleep(self.seconds)
-        raise EOFError
-        yield  # type: ignore[unreachable]  # this makes it a generator
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,30 +77,9 @@ class Blackhole:
 
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def treat(self, data: bytes, passed_bytes: int, sleep: Sleep) -> AsyncIterator[bytes]:
+    async def treat(self, data: bytes, sleep: Sleep) -> AsyncIterator[bytes]:
         await self.over.wait()
         yield data
-
-
-@dataclass(frozen=True, slots=True)
-class ResetPeer:
-    """The connection is reset as soon as anything comes."""
-
-    async def treat(self, data: bytes, passed_bytes: int, sleep: Sleep) -> AsyncIterator[bytes]:
-        raise ConnectionResetError
-        yield  # type: ignore[unreachable]
-
-
-@dataclass(frozen=True, slots=True)
-class LimitData:
-    """The connection is closed behind so many bytes."""
-
-    size: int
-
-    async def treat(self, data: bytes, passed_bytes: int, sleep: Sleep) -> AsyncIterator[bytes]:
-        yield data[: max(0, self.size - passed_bytes)]
-        if passed_bytes + len(data) >= self.size:
-            raise EOFError
 
 
 class ToxicProxy:
@@ -246,8 +200,6 @@ class ToxicProxy:
             async with asyncio.TaskGroup() as pipes:
                 pipes.create_task(self._pipe(Direction.UP, from_client, to_server, watcher))
                 pipes.create_task(self._pipe(Direction.DOWN, from_server, to_client, watcher))
-        except* EOFError:
-            pass
         except* OSError:  # mostly a ConnectionError
             for transport in link:
                 reset_transport(transport)
@@ -265,16 +217,14 @@ class ToxicProxy:
         writer: asyncio.StreamWriter,
         watcher: Watcher | None,
     ) -> None:
-        passed_bytes = 0
         while data := await reader.read(65536):
             if watcher is not None and direction is Direction.UP:
                 watcher.on_data(direction, data)
-            async for part in self._treated(data, passed_bytes, tuple(self._toxics[direction])):
+            async for part in self._treated(data, tuple(self._toxics[direction])):
                 if writer.is_closing():
                     return  # it was reset meanwhile
                 writer.write(part)
                 await writer.drain()
-                passed_bytes += len(part)
                 if watcher is not None and direction is Direction.DOWN:
                     watcher.on_data(direction, part)
         if watcher is not None:
@@ -283,10 +233,10 @@ class ToxicProxy:
             with suppress(OSError):  # it has just been reset
                 writer.write_eof()
 
-    async def _treated(self, data: bytes, passed_bytes: int, toxics: tuple[Toxic, ...]) -> AsyncIterator[bytes]:
+    async def _treated(self, data: bytes, toxics: tuple[Toxic, ...]) -> AsyncIterator[bytes]:
         if not toxics:
             yield data
             return
-        async for part in toxics[0].treat(data, passed_bytes, self._sleep):
-            async for treated in self._treated(part, passed_bytes, toxics[1:]):
+        async for part in toxics[0].treat(data, self._sleep):
+            async for treated in self._treated(part, toxics[1:]):
                 yield treated

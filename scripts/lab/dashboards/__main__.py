@@ -5,9 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Final
 
-from lab.dashboards.all import DASHBOARDS
+from lab.dashboards.choosing import CHOOSING
+from lab.dashboards.engines import ENGINES
+from lab.dashboards.faults import FAULTS
 from lab.dashboards.grafana import as_json
+from lab.dashboards.instances import INSTANCES_PAGE
+from lab.dashboards.overview import OVERVIEW
+from lab.dashboards.stages import STAGES
+
+DASHBOARDS: Final = (OVERVIEW, STAGES, INSTANCES_PAGE, CHOOSING, FAULTS, ENGINES)
+
 
 DIRECTORY = Path("configs/grafana")
 

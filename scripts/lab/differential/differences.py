@@ -12,9 +12,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lab.differential.pairs import Pair
+from lab.differential.protocols import Heard, is_several, units
 from lab.differential.requests import Request
-from lab.differential.units import is_several, units
-from lab.differential.wire import Heard
 
 CLIENT, PREFILL, DECODE = "client", "prefill", "decode"
 STATUS, LEGS, RULES = "(status)", "(requests)", "(rules)"

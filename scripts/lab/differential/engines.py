@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lab.common.processes import HOST, free_ports
-from lab.differential.protocols import ENGINE_ID, AgainstTheRules, Hearings
-from lab.differential.requests import CHAT, COMPLETIONS, GENERATE, MODEL
-from lab.differential.wire import Answer, Heard, encoded, read
+from aiohttp import web
 
+from lab.common.processes import HOST, free_ports
+from lab.differential.protocols import ENGINE_ID, AgainstTheRules, Answer, Heard, Hearings
+from lab.differential.requests import CHAT, COMPLETIONS, GENERATE, MODEL
+
+_LARGEST_BODY = 64 << 20
 _GENERATION = (CHAT, COMPLETIONS, GENERATE)
 # What programs ask engines about themselves; everything else is answered with an empty object.
 _FACTS: Mapping[str, Any] = {
@@ -63,39 +65,40 @@ def running(hearings: Hearings) -> Iterator[Engines]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
-        servers = asyncio.run_coroutine_threadsafe(_serve(engines, hearings), loop).result()
+        runners = asyncio.run_coroutine_threadsafe(_serve(engines, hearings), loop).result()
         yield engines
-        asyncio.run_coroutine_threadsafe(_end(servers), loop).result()
+        asyncio.run_coroutine_threadsafe(_end(runners), loop).result()
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
 
 
-async def _serve(engines: Engines, hearings: Hearings) -> list[asyncio.Server]:
+async def _serve(engines: Engines, hearings: Hearings) -> list[web.AppRunner]:
+    runners = []
     ports = {engines.prefill_port: "prefill", engines.decode_port: "decode", engines.bootstrap_port: "bootstrap"}
-    connected = {port: partial(_connection, engines, hearings, role) for port, role in ports.items()}
-    return [await asyncio.start_server(handler, HOST, port) for port, handler in connected.items()]
+    for port, role in ports.items():
+        application = web.Application(client_max_size=_LARGEST_BODY)
+        application.router.add_route("*", "/{path:.*}", partial(_handle, engines, hearings, role))
+        runners.append(web.AppRunner(application, access_log=None, shutdown_timeout=0.1))
+        await runners[-1].setup()
+        await web.TCPSite(runners[-1], HOST, port).start()
+    return runners
 
 
-async def _connection(
-    engines: Engines, hearings: Hearings, role: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> None:
-    try:
-        while (heard := await read(role, reader)) is not None:
-            writer.write(encoded(await engines.answer(hearings, heard)))
-            await writer.drain()
-    except (asyncio.IncompleteReadError, ConnectionError):
-        pass  # it has ended
-    finally:
-        writer.close()
+async def _handle(engines: Engines, hearings: Hearings, role: str, request: web.Request) -> web.StreamResponse:
+    headers = {name.lower(): value for name, value in request.headers.items()}
+    heard = Heard(role, request.method, request.path, headers, await request.read())
+    answer = await engines.answer(hearings, heard)
+    if answer.events is None:
+        return web.json_response(answer.payload, status=answer.status)
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await response.prepare(request)
+    for event in answer.events:
+        await response.write(f"data: {event}\n\n".encode())
+    return response
 
 
-async def _end(servers: list[asyncio.Server]) -> None:
-    """Listen no more, and end every connection, which is every task but this one."""
-    for server in servers:
-        server.close()
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+async def _end(runners: list[web.AppRunner]) -> None:
+    for runner in runners:
+        await runner.cleanup()

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from lab.common.invocation import called_from
 from lab.common.output import aligned
-from lab.mutation import places
 from lab.mutation.judging import verdicts
+from lab.mutation.mutants import Place, read_places, sample, write_places
 
 _PACKAGES = ("balancer", "flow", "resume", "connectors", "wire", "upstream")
 _HANGS_AFTER_SECONDS = 60
@@ -40,7 +40,7 @@ def run_pytest(plugin: str, keep: Path, *arguments: str) -> None:
         ran.check_returncode()
 
 
-def report(drawn: list[places.Place], short: dict[str, str], full: dict[str, str]) -> None:
+def report(drawn: list[Place], short: dict[str, str], full: dict[str, str]) -> None:
     """Say what was caught, by package, and name what was not."""
     rows = [("package", "places", "caught by the short suite", "by the full one")]
     for package in (*dict.fromkeys(place.package for place in drawn), ""):
@@ -66,13 +66,11 @@ def main() -> int:
         keep = (called_from() / options.keep).absolute() if options.keep else Path(temporary)
         keep.mkdir(exist_ok=True)
         drawn = [
-            place
-            for package in options.package or _PACKAGES
-            for place in places.sample(package, options.count, options.seed)
+            place for package in options.package or _PACKAGES for place in sample(package, options.count, options.seed)
         ]
-        if (keep / "places").exists() and places.read(keep / "places") != drawn:
+        if (keep / "places").exists() and read_places(keep / "places") != drawn:
             parser.error(f"{options.keep} has another sample, or one of another source")
-        places.write(drawn, keep / "places")
+        write_places(drawn, keep / "places")
         if not list(keep.glob("reached-*")):
             run_pytest("recording", keep, "-n", "auto", "--dist", "worksteal")
         run_pytest("judging", keep, "--full", "-s")

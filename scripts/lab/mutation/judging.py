@@ -7,22 +7,55 @@ are added to a file in it, a line each, and what stands there already is not jud
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
 import sys
 from bisect import bisect
-from collections.abc import Sequence
-from itertools import accumulate
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Final
 
 import pytest
 
-from lab.mutation import places
 from lab.mutation.making import Functions
-from lab.mutation.places import Place
-from lab.mutation.reach import Reach
+from lab.mutation.mutants import Place, read_places
+
+
+def function_of(test: str) -> str:
+    """A test without its parameters."""
+    return test.partition("[")[0]
+
+
+class Reach:
+    """What a recorded run tells. Parts of tests that run in processes of their own are not seen."""
+
+    def __init__(self, directory: Path) -> None:
+        self.seconds: dict[str, float] = {}
+        """Of the processor, of each test that was recorded."""
+        self._places = read_places(directory / "places")
+        self._tests: defaultdict[Place, set[str]] = defaultdict(set)
+        for file in directory.glob("reached-*"):
+            for line in file.read_text().splitlines():
+                test, seconds, reached = json.loads(line)
+                self.seconds[test] = seconds
+                for number in reached:
+                    self._tests[self._places[number]].add(test)
+
+    def tests(self, place: Place) -> list[str]:
+        """Those that reach it, in the order in which to try them."""
+        return self.ordered(self._tests[place])
+
+    def ordered(self, tests: Iterable[str]) -> list[str]:
+        """One row of each test function, the cheapest function first, then the second rows, and so on."""
+        rows: defaultdict[str, list[str]] = defaultdict(list)
+        for test in sorted(tests, key=lambda test: self.seconds.get(test, 0.0)):
+            rows[function_of(test)].append(test)
+        return [test for turn in zip_longest(*rows.values()) for test in turn if test is not None]
+
 
 _ALONE_SECONDS: Final = 20.0
 """The time of the processor that tests may take of one place alone. Those that it is too short for are tried, too: on
@@ -48,7 +81,7 @@ class Judge:
         self._functions = Functions(session.config.rootpath)
         reach = Reach(self._keep)
         short = set((self._keep / "short-suite").read_text().splitlines())
-        missed = [place for place in places.read(self._keep / "places") if not self._judged(place, reach)]
+        missed = [place for place in read_places(self._keep / "places") if not self._judged(place, reach)]
         left = {test for place in missed for test in self._tests(place, reach)[1]}
         left |= {test for test in short if test not in reach.seconds}
         missed = self._left(missed, [test for test in self._items if test in left], "short")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType
 
-from lab.mutation.places import Place
+from lab.mutation.mutants import Place
 
 
 class Functions:

@@ -17,9 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from lab.mutation import places
 from lab.mutation.making import Functions
-from lab.mutation.mutants import PROBE
+from lab.mutation.mutants import PROBE, read_places
 
 
 class Recorder:
@@ -27,7 +26,7 @@ class Recorder:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._places = places.read(directory / "places")
+        self._places = read_places(directory / "places")
         self._notes: Path | None = None
         self._reached: set[int] = set()
 

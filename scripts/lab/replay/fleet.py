@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from lab.replay.engines import Engine
-from lab.replay.gateways import Gateway, Plan, SharedStore
-from lab.replay.told import Told
+from lab.replay.gateways import Gateway, Plan, SharedStore, Told
 from lab.replay.trace import BLOCK_TOKENS, Request
 from proxy.backend import Backend, Load, Role
 from proxy.balancer.engines.engine_facts import EngineFacts

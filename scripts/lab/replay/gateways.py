@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final, cast
 
 from lab.replay.engines import Engine
 from proxy.api_keys import KeyUsage
@@ -14,13 +15,15 @@ from proxy.balancer.engines.engine_facts import EngineFacts
 from proxy.balancer.health.health import Health
 from proxy.balancer.health.health_board import HealthBoard
 from proxy.balancer.pick import PickRequest, Policy, PolicyContext
+from proxy.balancer.policies.prefiller import write_count
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts
 from proxy.balancer.pools import Pools
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.fronts import Fronts, WorkerFront
-from proxy.balancer.shared.journal import Journal
+from proxy.balancer.shared.journal import Journal, Seat
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.flow.admission import Admission
+from proxy.kv_events.blocks import Blocks
 from proxy.monitor import LoopLag
 from proxy.observe.metrics import Metrics
 from proxy.replicas.exchange import Exchange
@@ -29,6 +32,46 @@ from proxy.replicas.own import Own
 from proxy.settings import Settings
 from proxy.settings.model import Admission as AdmissionLimits
 from proxy.settings.model import HealthChecks
+from proxy.wire.kv_events import AllCleared, BlocksRemoved, BlocksStored, Event
+
+# As the subscriber does.
+_TELL_SECONDS: Final = 0.1
+
+
+class Told:
+    """Watches one engine's blocks, and lets all gateways hear of them."""
+
+    def __init__(
+        self, backend: Backend, block_tokens: int, hearers: Sequence[Seat], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._backend = backend
+        self._block_tokens = block_tokens
+        self._hearers = hearers
+        self._loop = loop
+        self._blocks = Blocks()
+        self._is_due = False
+
+    def stored(self, parent: Hashable | None, names: Sequence[Hashable]) -> None:
+        hashes = [cast("int", name) for name in names]
+        self._take(BlocksStored(hashes, cast("int | None", parent), self._block_tokens, None, None, True))
+
+    def removed(self, name: Hashable) -> None:
+        self._take(BlocksRemoved([cast("int", name)], None, None))
+
+    def cleared(self) -> None:
+        self._take(AllCleared())
+
+    def _take(self, event: Event) -> None:
+        self._blocks.take((event,))
+        if not self._is_due:
+            self._is_due = True
+            self._loop.call_later(_TELL_SECONDS, self._tell)
+
+    def _tell(self) -> None:
+        self._is_due = False
+        for hearer in self._hearers:
+            write_count(hearer, self._backend.slot, self._blocks.count)
+
 
 MakePolicy = Callable[[PolicyContext, Mapping[Backend, Engine]], Policy]
 

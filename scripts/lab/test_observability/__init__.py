@@ -2,6 +2,6 @@
 
 prometheus   the program, its configuration with times that are shortened, and the questions one asks it
 site         simulated engines, two gateways, and who asks them
-faults       what goes wrong, under load and with a gateway itself; alerts: whether they tell of it
-panels       the queries of the dashboards, and what they gave; picture: drawn
+faults       what goes wrong, under load and with a gateway itself
+alerts       whether alerts tell of it, and what the queries of the dashboards gave; picture: drawn
 """

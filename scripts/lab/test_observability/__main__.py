@@ -18,9 +18,8 @@ import uvloop
 
 from lab.common.invocation import called_from, unwind_on_signals
 from lab.common.output import aligned
-from lab.test_observability.alerts import Watch, drive, outcome
+from lab.test_observability.alerts import Watch, drive, empty_variables, look, missing_engine_metrics, outcome
 from lab.test_observability.faults import BY_ITSELF, UNDER_LOAD, disturb
-from lab.test_observability.panels import empty_variables, look, missing_engine_metrics
 from lab.test_observability.picture import picture
 from lab.test_observability.prometheus import RULES, Prometheus, prometheus
 from lab.test_observability.site import Site, site

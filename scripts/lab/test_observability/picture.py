@@ -8,7 +8,7 @@ from math import isfinite
 from typing import Final
 
 from lab.dashboards.grafana import Panel
-from lab.test_observability.panels import Shown
+from lab.test_observability.alerts import Shown
 from lab.test_observability.prometheus import Point, Series
 
 STATS: Final = ("Requests", "Failed", "First token, p95", "Waiting", "Prefillers up", "Decoders up")

@@ -8,18 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lab.common.toxics import (
-    Bandwidth,
-    Blackhole,
-    Direction,
-    Latency,
-    LimitData,
-    ResetPeer,
-    Slicer,
-    Timeout,
-    Toxic,
-    ToxicProxy,
-)
+from lab.common.toxics import Blackhole, Direction, Latency, Slicer, Toxic, ToxicProxy
 from tests.asking import until
 
 if TYPE_CHECKING:
@@ -146,7 +135,6 @@ async def test_an_end_is_passed_on_from_either_side(proxy: ToxicProxy, server: S
     ("toxic", "seconds"),
     [
         (Latency(0.5), [0.5]),
-        (Bandwidth(10), [0.5]),
         (Slicer(2, pause_seconds=0.25), [0.25, 0.25, 0.25]),
     ],
     ids=str,
@@ -182,38 +170,16 @@ async def test_a_toxic_works_in_its_direction_and_as_long_as_its_block_lasts(
     assert server.received == b"hellohello"
 
 
-async def test_data_is_cut_off_at_a_limit(proxy: ToxicProxy) -> None:
-    async with connected(proxy) as (reader, writer):
-        with proxy.toxic(LimitData(7)):
-            writer.write(b"hello")
-            assert await reader.readexactly(5) == b"HELLO"
-            writer.write(b"hello")
-            assert await reader.read() == b"HE"
-
-
-async def test_a_timeout_closes_a_connection_without_an_answer(proxy: ToxicProxy, pauses: Pauses) -> None:
-    async with connected(proxy) as (reader, writer):
-        with proxy.toxic(Timeout(9.0)):
-            writer.write(b"hello")
-            assert await reader.read() == b""
-    assert pauses.seconds == [9.0]
-
-
 async def test_a_reset_is_one_at_both_ends(proxy: ToxicProxy, server: Server, notes: Notes) -> None:
-    async with connected(proxy) as (reader, writer):
-        with proxy.toxic(ResetPeer()):
-            writer.write(b"hello")
-            with pytest.raises(ConnectionResetError):
-                await reader.read()
-        await notes.is_closed.wait()
     async with connected(proxy) as (reader, writer):
         writer.write(b"hello")
         assert await reader.readexactly(5) == b"HELLO"
         proxy.reset_all()
         with pytest.raises(ConnectionResetError):
             await reader.read()
-    await until(lambda: len(server.ended_with) == 2, "the server to notice")
-    assert server.ended_with == ["reset"] * 2
+    await notes.is_closed.wait()
+    await until(lambda: server.ended_with, "the server to notice")
+    assert server.ended_with == ["reset"]
 
 
 async def test_a_black_hole_gives_back_what_it_took(proxy: ToxicProxy, server: Server, notes: Notes) -> None:

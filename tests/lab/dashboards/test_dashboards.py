@@ -13,8 +13,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanaDashboard
 
-from lab.dashboards.__main__ import DIRECTORY
-from lab.dashboards.all import DASHBOARDS
+from lab.dashboards.__main__ import DASHBOARDS, DIRECTORY
 from lab.dashboards.grafana import TAG, as_json
 from lab.dashboards.instances import STATES
 from proxy.balancer.health.backend_health import HealthState

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lab.dashboards.all import DASHBOARDS
+from lab.dashboards.__main__ import DASHBOARDS
 from proxy.observe import metrics
 from proxy.terms import Stage
 from tests.lab.dashboards.promql import asked

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from lab.mutation import places
-from lab.mutation.mutants import mutants
-from lab.mutation.places import Place
-from lab.mutation.reach import Reach
+from lab.mutation.judging import Reach
+from lab.mutation.mutants import Place, mutants, write_places
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
 
 def test_a_place_has_the_tests_of_all_processes_every_function_before_any_has_another_turn(tmp_path: Path) -> None:
     here, there = (Place("proxy/a.py", mutant) for mutant in mutants(b"def f():\n    return 1\n"))
-    places.write([here, there], tmp_path / "places")
+    write_places([here, there], tmp_path / "places")
     told = [("t::a[1]", 0.1, [0]), ("t::a[2]", 0.2, [0, 1]), ("t::a[3]", 0.3, [0])]
     (tmp_path / "reached-1").write_text("".join(json.dumps(line) + "\n" for line in told))
     told = [("t::b", 9.0, [0]), ("t::c[1]", 0.15, [0]), ("t::c[2]", 5.0, [0]), ("t::d", 0.1, [])]

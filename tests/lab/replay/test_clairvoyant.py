@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lab.replay import virtual_time
-from lab.replay.clairvoyant import ClairvoyantDecode
 from lab.replay.fleet import Replay, Subject
-from lab.replay.policies import CLAIRVOYANT, policies
+from lab.replay.policies import CLAIRVOYANT, ClairvoyantDecode, policies
 from lab.replay.trace import Request
 from proxy.backend import Backend, Load, Role
 from proxy.balancer.pick import Candidate, PickRequest, PolicyContext

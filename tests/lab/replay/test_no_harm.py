@@ -11,7 +11,7 @@ from itertools import product
 
 import pytest
 
-from lab.replay.no_harm import ARRIVALS, LENGTHS, Outcome, World, compared
+from tests.lab.replay.no_harm import ARRIVALS, LENGTHS, Outcome, World, compared
 
 FLEETS = ((2, 2), (2, 8), (1, 1), (4, 1))
 AT_MOST = 1.1

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lab.replay.prefill_worlds import ARRIVALS, LENGTHS, PREFILLERS, RANKS_OF, PrefillWorld, prefilled
+from tests.lab.replay.prefill_worlds import ARRIVALS, LENGTHS, PREFILLERS, RANKS_OF, PrefillWorld, prefilled
 
 AT_MOST = 1.1
 """How many times as long as with `least_tokens` the mean time to the first token may be."""

@@ -13,10 +13,10 @@ from lab.replay import virtual_time
 from lab.replay.figures import Figures, Slo, figures
 from lab.replay.fleet import Fleet, Replay
 from lab.replay.policies import policies
-from lab.replay.ranks import RANKS, FleetOfRanks
 from lab.replay.trace import Request
 from proxy.sim.hardware.machines import MACHINES
 from tests.lab.replay.conftest import MACHINE
+from tests.lab.replay.ranks import RANKS, FleetOfRanks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -8,10 +8,9 @@ import re
 
 import pytest
 
-from lab.dashboards.all import DASHBOARDS
-from lab.test_observability.alerts import alert_rules, first_end
+from lab.dashboards.__main__ import DASHBOARDS
+from lab.test_observability.alerts import Shown, alert_rules, first_end, problems, substituted
 from lab.test_observability.faults import BY_ITSELF, UNDER_LOAD
-from lab.test_observability.panels import Shown, problems, substituted
 from lab.test_observability.picture import DRAWN, STATS, picture
 from lab.test_observability.prometheus import RULES, Series, shortened
 from tests.test_readme import ROOT

@@ -7,19 +7,22 @@ have room for all, so the time to the first token is that of the prefillers. No 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from lab.replay import late_loop
 from lab.replay.fleet import Course, Fleet, Replay
 from lab.replay.policies import policies
-from lab.replay.ranks import RANKS, FleetOfRanks
 from lab.replay.trace import BLOCK_TOKENS, Request
-from proxy.monitor import LoopLag
 from proxy.sim.hardware.cost import Cost
 from proxy.sim.hardware.machines import MACHINES, Machine
 from proxy.sim.hardware.work import Shape
+from tests.lab.replay import late_loop
+from tests.lab.replay.ranks import RANKS, FleetOfRanks
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from proxy.monitor import LoopLag
 
 _H200: Final = MACHINES["kimi-k2.5-h200"]
 _A3: Final = MACHINES["kimi-k2-thinking-a3"]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from lab.replay import virtual_time
 from proxy.monitor import LoopLag
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
 
 # A late loop stands still for so long, after it has run for so long.
 _STALLS: Final = (0.2, 1.0)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lab.replay.engines import Engine
 from lab.replay.fleet import Fleet
 from proxy.backend import Role
 from proxy.balancer.engines.engine_facts import EngineFacts
-from proxy.sim.hardware.work import Work
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from proxy.sim.hardware.work import Work
 
 RANKS = 4
 
