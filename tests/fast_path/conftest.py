@@ -9,10 +9,10 @@ import pytest
 from tests.fast_path.roads import Roads
 
 if TYPE_CHECKING:
-    from tests.conftest import Deploy
+    from pathlib import Path
 
 
 @pytest.fixture
-def roads(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> Roads:
+def roads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Roads:
     """Takes a conversation through two gateways, and compares what it comes to."""
-    return Roads(deploy, monkeypatch)
+    return Roads(tmp_path, monkeypatch)

@@ -33,7 +33,7 @@ async def test_pipelined_requests_are_answered_in_their_order(roads: Roads) -> N
         for _ in range(4):
             await line.answer()
 
-    await roads.take(talk, **OFF)
+    await roads.take(talk, settings=OFF)
 
 
 @pytest.mark.parametrize("at", [1, 20, 80, 120, 200, -1])
@@ -48,7 +48,7 @@ async def test_a_request_in_two_pieces(roads: Roads, at: int) -> None:
         line.send(whole[at:])
         await line.answer()
 
-    await roads.take(talk)
+    await roads.take(talk, settings={})
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ async def test_what_is_not_plain_is_answered_alone_and_behind_what_is(
         other = await clients.connect()
         await other.ask(STREAM, X_Request_Id="r-2")
 
-    await roads.take(talk, **OFF)
+    await roads.take(talk, settings=OFF)
 
 
 PHASES: list[tuple[str, str, dict[str, Any], Callable[[Deployment], bool]]] = [
@@ -132,11 +132,7 @@ async def test_a_request_of_two_legs_at_a_time_ends_in_any_phase(
                 await line.answer()
         await clients.rest()
 
-    def prepare(gateway: Deployment) -> None:
-        gateway.may_stay_pinned = 1
-        gateway.expects_inexact_pins = True
-
-    await roads.take(talk, connector="sglang_bootstrap", counts_reads=False, before=prepare, is_fast=1, **OFF)
+    await roads.take(talk, connector="sglang_bootstrap", loses_kv=True, is_fast=1, settings=OFF)
 
 
 async def test_a_client_whose_host_is_gone_is_noticed(deploy: Deploy) -> None:

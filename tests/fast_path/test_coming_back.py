@@ -46,7 +46,7 @@ async def test_the_next_plain_request_is_fast(roads: Roads, odd: bytes, body: di
             await line.ask(body, X_Request_Id=f"r-{number}")
             await line.ask(body, X_Request_Id=f"r-{number}-again")
 
-    await roads.take(talk, is_fast=6, **OFF)
+    await roads.take(talk, is_fast=6, settings=OFF)
 
 
 # What is sent, and how many answers come of it before the next piece. The last piece looks like a plain request.
@@ -79,7 +79,7 @@ async def test_it_stays_where_it_is_not_certain_that_a_request_begins(
             for _ in range(20):
                 await asyncio.sleep(0)
 
-    await roads.take(talk, is_fast=0, **OFF)
+    await roads.take(talk, is_fast=0, settings=OFF)
 
 
 async def test_one_that_goes_to_and_fro_stays(roads: Roads) -> None:
@@ -89,7 +89,7 @@ async def test_one_that_goes_to_and_fro_stays(roads: Roads) -> None:
             await line.ask({**WHOLE, "n": 0}, X_Request_Id=f"r-{number}")
         await line.ask(WHOLE, X_Request_Id="r-6")
 
-    await roads.take(talk, is_fast=0, **OFF)
+    await roads.take(talk, is_fast=0, settings=OFF)
 
 
 async def test_a_client_that_reads_nothing_meanwhile(roads: Roads) -> None:
@@ -102,4 +102,4 @@ async def test_a_client_that_reads_nothing_meanwhile(roads: Roads) -> None:
             await line.answer()
             await line.answer()
 
-    await roads.take(talk, **OFF)
+    await roads.take(talk, settings=OFF)

@@ -32,4 +32,4 @@ async def test_a_decoder_is_connected_to_before_it_is_asked(roads: Roads, is_tak
         else:
             line.leave()
 
-    await roads.take(talk, 1, 1, is_fast=1)
+    await roads.take(talk, is_fast=1, settings={})

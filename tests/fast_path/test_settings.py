@@ -32,7 +32,7 @@ async def test_an_answer_while_the_gateway_stops_accepting(roads: Roads, body: d
         await line.is_closed()
         await idle.is_closed()
 
-    await roads.take(talk, is_fast=2, resume={"mode": "off"})
+    await roads.take(talk, is_fast=2, settings={"resume": {"mode": "off"}})
 
 
 @pytest.mark.parametrize("body", [STREAM, WHOLE], ids=["stream", "whole"])
@@ -52,5 +52,5 @@ async def test_each_connection_that_is_told_to_end_does_also_if_their_requests_h
             await line.is_closed()
 
     # A policy that holds no prompt back, so that both are under way at one time.
-    balance = {"prefill_policy": "least_tokens"}
-    await roads.take(talk, is_fast=2, unordered=True, resume={"mode": "off"}, balance=balance)
+    settings = {"resume": {"mode": "off"}, "balance": {"prefill_policy": "least_tokens"}}
+    await roads.take(talk, is_fast=2, is_unordered=True, settings=settings)

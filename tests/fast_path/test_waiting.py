@@ -56,7 +56,7 @@ async def test_a_drain_cuts_off_a_queued_request(roads: Roads, body: dict[str, A
         first.leave()
 
     # Both end in one moment.
-    await roads.take(talk, 1, 1, is_fast=2, unordered=True, **busy())
+    await roads.take(talk, is_fast=2, is_unordered=True, settings=busy())
 
 
 @pytest.mark.interpreted

@@ -133,11 +133,37 @@ class _AccessLog(logging.Handler):
             logger.setLevel(level)
 
 
-async def course(conversation: Conversation, fast_path: bool, store: Callable[[], Path]) -> str:
+class _Log(logging.Handler):
+    """Keeps what the gateway logs. The lines of engines and libraries are their own."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not record.name.startswith(("proxy.sim", "proxy.access")):
+            self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        logger = logging.getLogger("proxy")
+        level = logger.level
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+        try:
+            yield
+        finally:
+            logger.removeHandler(self)
+            logger.setLevel(level)
+
+
+async def course(
+    conversation: Conversation, fast_path: bool, store: Callable[[], Path], *, tells_log: bool = False
+) -> str:
     """Have the conversation with a new gateway, and return its course."""
     settings = conversation.settings
     settings = {**settings, "listen": {**settings.get("listen", {}), "fast_path": fast_path}}
-    wiretap, access = _Wiretap(), _AccessLog()
+    wiretap, access, log = _Wiretap(), _AccessLog(), _Log()
     with ExitStack() as stack:
         stack.enter_context(wiretap.listening())
         prefillers, decoders = conversation.make_engines(store)
@@ -150,7 +176,7 @@ async def course(conversation: Conversation, fast_path: bool, store: Callable[[]
             wiretap.pieces.clear()
             before = _metrics(gateway)
             clients = Clients(gateway)
-            with access.listening():
+            with access.listening(), log.listening():
                 await conversation.talk(clients)
                 for line in clients.lines:
                     line.writer.close()
@@ -163,6 +189,7 @@ async def course(conversation: Conversation, fast_path: bool, store: Callable[[]
                 **_requests(gateway, wiretap),
                 "metrics": _changes(before, after),
                 "access log": access.lines,
+                **({"log": log.lines} if tells_log else {}),
             }
             name = _Names(gateway)
     named = {title: [*map(name.plain, texts)] for title, texts in sections.items()}
