@@ -17,13 +17,22 @@ _LF, _CR = 0x0A, 0x0D
 class Event:
     """One event of a stream."""
 
-    __slots__ = ("data", "raw")
+    __slots__ = ("_raw", "data")
 
-    def __init__(self, raw: bytes, data: bytes | None) -> None:
-        self.raw = raw
-        """Its bytes, with the blank line that ends it."""
+    def __init__(self, data: bytes | None, raw: bytes | None = None) -> None:
+        """Take the bytes of an event. `raw` None: they are those of `data: `, the data and a blank line."""
         self.data = data
         """Its data field; None: it has none, as a comment or a heartbeat."""
+        self._raw = raw
+
+    @property
+    def raw(self) -> bytes:
+        """Its bytes, with the blank line that ends it."""
+        raw = self._raw
+        if raw is None:
+            assert self.data is not None
+            raw = self._raw = b"data: " + self.data + b"\n\n"
+        return raw
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Event) and self.raw == other.raw and self.data == other.data
@@ -41,11 +50,13 @@ class EventTooLong(ValueError):
 class EventSplitter:
     """Cuts a byte stream into events; owns the bytes of the event that has not ended yet."""
 
-    __slots__ = ("_max_event_bytes", "_parts", "_pending_bytes", "_tail")
+    __slots__ = ("_has_cr", "_max_event_bytes", "_parts", "_pending_bytes", "_tail")
 
     def __init__(self, max_event_bytes: int = 32 * 1024 * 1024) -> None:
         self._parts: list[bytes] = []
         self._pending_bytes = 0
+        self._has_cr = False
+        """Whether one of the parts has a carriage return."""
         self._tail = b""  # the last bytes of the parts: as many as may belong to the blank line that ends the event
         self._max_event_bytes = max_event_bytes
 
@@ -61,16 +72,19 @@ class EventSplitter:
 
     def feed(self, chunk: bytes) -> list[Event]:
         """Take the next bytes and return the events they complete. Raises EventTooLong."""
+        has_cr = _CR in chunk
         if self._parts:
             # A long event is not searched again with every read: its end must touch the new bytes.
-            if self._tail[-1] != _CR and _CR not in chunk and not _has_blank_line(self._tail[-1], chunk):
-                self._hold(chunk)
+            if not has_cr and self._tail[-1] != _CR and not _has_blank_line(self._tail[-1], chunk):
+                self._hold(chunk, has_cr=False)
                 return []
             chunk = b"".join((*self._parts, chunk))
+            has_cr |= self._has_cr
             self._parts.clear()
             self._pending_bytes = 0
+            self._has_cr = False
             self._tail = b""
-        if _CR in chunk:
+        if has_cr:
             return self._feed_any_line_end(chunk)
         events = []
         start = searched = 0
@@ -81,14 +95,15 @@ class EventSplitter:
             if chunk[searched] != _LF:
                 is_one_line = False
                 continue
-            raw = chunk[start : line_end + 2]
             # The common shape, `data: {…}` on one line, costs one slice; everything else goes through the grammar.
-            is_plain = is_one_line and raw.startswith(b"data: ")
-            events.append(Event(raw, raw[6:-2] if is_plain else _data_of(raw[:-2])))
+            if is_one_line and chunk[start : start + 6] == b"data: ":
+                events.append(Event(chunk[start + 6 : line_end]))
+            else:
+                events.append(Event(_data_of(chunk[start:line_end]), chunk[start : line_end + 2]))
             start = searched = line_end + 2
             is_one_line = True
         if start < len(chunk):
-            self._hold(chunk[start:])
+            self._hold(chunk[start:], has_cr=False)
         return events
 
     def _feed_any_line_end(self, chunk: bytes) -> list[Event]:
@@ -97,14 +112,16 @@ class EventSplitter:
         for blank in _BLANK_LINE.finditer(chunk):
             if blank.end() == len(chunk) and chunk.endswith(b"\n\r"):
                 break  # lines ended with LF, so the LF of this line end may still be on its way
-            events.append(Event(chunk[start : blank.end()], _data_of(chunk[start : blank.start()])))
+            events.append(Event(_data_of(chunk[start : blank.start()]), chunk[start : blank.end()]))
             start = blank.end()
         if start < len(chunk):
-            self._hold(chunk[start:])
+            rest = chunk[start:]
+            self._hold(rest, has_cr=_CR in rest)
         return events
 
-    def _hold(self, chunk: bytes) -> None:
+    def _hold(self, chunk: bytes, *, has_cr: bool) -> None:
         self._parts.append(chunk)
+        self._has_cr |= has_cr
         self._pending_bytes += len(chunk)
         self._tail = (self._tail + chunk[-3:])[-3:]
         if self._pending_bytes > self._max_event_bytes:

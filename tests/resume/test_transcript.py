@@ -16,7 +16,7 @@ DONE = b"[DONE]"
 
 
 def event(data: bytes | None) -> Event:
-    return Event(b": ping\n\n" if data is None else b"data: " + data + b"\n\n", data)
+    return Event(data, b": ping\n\n" if data is None else None)
 
 
 def chunk(*choices: dict[str, Any], **more: Any) -> bytes:

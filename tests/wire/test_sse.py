@@ -118,19 +118,19 @@ def test_any_bytes_at_all(stream: bytes, cut: int) -> None:
 @pytest.mark.parametrize("blank", [b"\n\n", b"\r\n\r\n", b"\r\r", b"\n\r\n", b"\r\n\n"])
 def test_an_event_is_told_as_soon_as_it_is_complete(blank: bytes) -> None:
     events, pending = events_of(b"data: [DONE]" + blank)
-    assert events == [Event(b"data: [DONE]" + blank, b"[DONE]")]
+    assert events == [Event(b"[DONE]", b"data: [DONE]" + blank)]
     assert pending == b""
 
 
 def test_a_line_feed_that_belongs_to_a_carriage_return_is_waited_for() -> None:
     splitter = EventSplitter()
     assert splitter.feed(b"data: 1\r\n\r") == []
-    assert splitter.feed(b"\n") == [Event(b"data: 1\r\n\r\n", b"1")]
+    assert splitter.feed(b"\n") == [Event(b"1", b"data: 1\r\n\r\n")]
     assert splitter.pending == b""
 
 
 def test_an_event_without_data_is_an_event() -> None:
-    assert events_of(b": ping\n\nevent: x\n\n")[0] == [Event(b": ping\n\n", None), Event(b"event: x\n\n", None)]
+    assert events_of(b": ping\n\nevent: x\n\n")[0] == [Event(None, b": ping\n\n"), Event(None, b"event: x\n\n")]
 
 
 def test_pending_is_what_came_after_the_last_complete_event() -> None:
