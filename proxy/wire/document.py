@@ -49,13 +49,15 @@ class Document:
     of two equal names counts, so such a body could mean one thing to the gateway and another to the engine.
     """
 
-    __slots__ = ("_raw", "_spans", "values")
+    __slots__ = ("_plain", "_raw", "_spans", "values")
 
     def __init__(self, raw: bytes | bytearray) -> None:
         self.values: dict[str, Any] | Members
         """By name. Those of a long object are read when they are asked for."""
         self._spans: Spans | None = None
         """None: a copy is made from the values, with the same bytes."""
+        self._plain: dict[str, Any] = {}
+        """The values, if a copy is made from them."""
         # Not kept beside the values where it is not needed: a call lives as long as its answer takes.
         self._raw: bytes | bytearray = b""
         try:
@@ -71,7 +73,9 @@ class Document:
                 is_plainly_spelled = orjson.dumps(values) == raw
             except orjson.JSONEncodeError:  # nested deeper than orjson writes, though it reads it
                 is_plainly_spelled = False
-            if not is_plainly_spelled:  # if it is, no name stands twice, too
+            if is_plainly_spelled:  # and no name stands twice
+                self._plain = values
+            else:
                 self._raw, self._spans = raw, spans_of(raw)
         except TooManyMembers as error:
             raise InvalidDocument(str(error)) from None
@@ -139,11 +143,21 @@ class Document:
 
     def with_both(self, first: Mapping[str, object], second: Mapping[str, object]) -> Body:
         """As `with_changes` with both, one after the other."""
-        return self.with_changes(self.together(first, second))
+        if self._spans is not None:
+            return self.with_changes(self.together(first, second))
+        members = self._plain.copy()
+        members.update(first)
+        members.update(second)
+        return _written(members)
 
     def with_written(self, changes: Mapping[str, object], name: str, value: bytes) -> Body:
         """As `with_changes`, and then with this member, which the changes do not have: its value verbatim."""
-        return self.with_changes({**changes, name: orjson.Fragment(value)})
+        if self._spans is not None:
+            return self.with_changes({**changes, name: orjson.Fragment(value)})
+        members = self._plain.copy()
+        members.update(changes)
+        members[name] = orjson.Fragment(value)
+        return _written(members)
 
     def with_changes(self, changes: Mapping[str, object]) -> Body:
         """The object with members replaced, added at the end, or left out (REMOVED).
@@ -152,11 +166,9 @@ class Document:
         that stay beside each other stays, too.
         """
         if self._spans is None:
-            members = {**self.values, **changes}
-            for name, value in changes.items():
-                if value is REMOVED:
-                    del members[name]
-            return dumps(members)
+            members = self._plain.copy()
+            members.update(changes)
+            return _written(members)
         source = memoryview(self._raw)
         pieces: list[bytes | memoryview] = [b"{"]
         start, end = -1, 0  # of the members in a row that stay as they are; before 0: there are none
@@ -182,6 +194,13 @@ class Document:
         else:
             pieces.append(b"}")
         return b"".join(pieces) if len(source) <= JOINED_BYTES else pieces
+
+
+def _written(members: dict[str, Any]) -> bytes:
+    """Return the object without the members that are REMOVED. The dictionary is changed."""
+    for name in [name for name, value in members.items() if value is REMOVED]:
+        del members[name]
+    return dumps(members)
 
 
 def pieces_of(body: Body) -> Sequence[bytes | memoryview]:
