@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from proxy.connectors.base import ConnectorContext
     from proxy.connectors.legs import Legs
     from proxy.observe.timeline import Timeline
-    from proxy.settings import Settings
 
 MEDIA: Final = frozenset({"image_url", "input_audio", "audio_url", "video_url"})
 """Members of the parts that an encoder works on: the type may be missing (vLLM `chat_utils.py`)."""
@@ -46,7 +45,10 @@ _LOOK_AGAIN_SECONDS: Final = 0.02
 
 
 class Encoding(Connector):
-    """A connector in front of another one. Only media need its encoders, so they are not among its roles."""
+    """A connector in front of another one. Only media need its encoders, so they are not among its roles.
+
+    Both connectors have one context, and so the same settings.
+    """
 
     def __init__(self, connector: Connector, encoders: Pool, context: ConnectorContext) -> None:
         super().__init__(context)
@@ -64,11 +66,6 @@ class Encoding(Connector):
     def splits(self, call: Call) -> bool:
         """The same as for the other connector."""
         return self._connector.splits(call)
-
-    def configure(self, settings: Settings) -> None:
-        """Take changed settings, and the other connector, too."""
-        super().configure(settings)
-        self._connector.configure(settings)
 
     def routes(self) -> Sequence[web.RouteDef]:
         """The routes of the other connector."""

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from proxy.connectors.legs import Legs
     from proxy.connectors.ranks import RankClaim
     from proxy.observe.timeline import Timeline
-    from proxy.settings import Settings
     from proxy.upstream import Response
     from proxy.wire.document import Body
 
@@ -75,21 +74,10 @@ class Sequential(Disaggregated):
         self._local_prefill = LocalPrefill(context.pools.prefill, context.pools.decode, seat)
         self._metrics = context.metrics
         self._releaser = context.releaser
-        self._read(context.settings)
-
-    def configure(self, settings: Settings) -> None:
-        """See Connector."""
-        super().configure(settings)
-        self._read(settings)
-
-    def _read(self, settings: Settings) -> None:
-        """Keep at hand what every request asks for."""
-        self._kv, self._timeouts = settings.kv, settings.timeouts
-        self._prefill_ranks, self._decode_ranks = settings.balance.prefill_dp_ranks, settings.balance.decode_dp_ranks
 
     def legs_of_both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         """Both legs, but a decoder alone for a short prompt, and for one that it has sooner. See Disaggregated."""
-        kv = self._kv
+        kv = self._context.settings.kv
         if call.prompt_tokens < kv.prefill_min_tokens:
             self._metrics.prefills_skipped_total.inc()
             return self._one_engine.decoder.legs(call, request, timeline)
@@ -104,7 +92,7 @@ class Sequential(Disaggregated):
             yield from self._both(call, request, timeline)
             return
         asked = ask(request)
-        choice = local.sooner(asked, self._kv.local_max_tokens)
+        choice = local.sooner(asked, self._context.settings.kv.local_max_tokens)
         if choice is None:
             yield from self._both(call, request, timeline)
             if timeline.kv != "local" and not usage.is_resumed:
@@ -118,11 +106,12 @@ class Sequential(Disaggregated):
         local.served(timeline.decoder, choice, _first_token(timeline), usage.completion_tokens or 0, told)
 
     def _both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
+        balance = self._context.settings.balance
         with KvHandoff(self._context, call, request, timeline, self.least_tokens) as handoff:
             timeline.enter(_PREFILL)
             asks_again = True
             while True:
-                rank = self._ranks.claim() if self._prefill_ranks > 1 else None
+                rank = self._ranks.claim() if balance.prefill_dp_ranks > 1 else None
                 try:
                     answer, body = yield self._prefill_leg(call, handoff, rank, timeline)
                     told = parse_prefilled(answer, body)
@@ -146,7 +135,7 @@ class Sequential(Disaggregated):
             is_local = handoff.source is DECODER
             handoff.prefilled(*of_prompt)
             handoff.held(kv)
-            rank = self._ranks.claim() if self._decode_ranks > 1 else None
+            rank = self._ranks.claim() if balance.decode_dp_ranks > 1 else None
             try:
                 body = _decode_body(call, None if is_local else params)
                 # An answer that is not streamed comes in one piece at the end: its hand-over cannot be told from its
@@ -195,9 +184,9 @@ class Sequential(Disaggregated):
         timeline.prefiller, timeline.prefill_id = prefiller.name, new_attempt_id()
         headers = {**call.headers, "x-request-id": timeline.prefill_id}
         if rank is not None:
-            headers |= rank.header(prefiller, self._prefill_ranks)
+            headers |= rank.header(prefiller, self._context.settings.balance.prefill_dp_ranks)
         body = _ASK_FOR_KV.body(call, self._pools.prefill, prefiller)
-        seconds = prefill_seconds(self._timeouts, call)
+        seconds = prefill_seconds(self._context.settings.timeouts, call)
         return Leg(
             prefiller,
             call.api.path,
@@ -216,7 +205,7 @@ class Sequential(Disaggregated):
         headers = {**call.headers, "x-request-id": timeline.prefill_id}
         if rank is not None:
             # Any rank can fetch the KV of any rank of the prefiller, which the parameters name.
-            headers |= rank.header(decoder, self._decode_ranks)
+            headers |= rank.header(decoder, self._context.settings.balance.decode_dp_ranks)
         return Leg(decoder, call.api.path, body, headers, self._handoff_seconds(handoff.kv, call))
 
     def _move_decoder(self, handoff: KvHandoff, error: UpstreamError, timeline: Timeline) -> None:
@@ -235,7 +224,7 @@ class Sequential(Disaggregated):
         """How long a decoder may take to answer at all. One that came back later might fetch blocks that the prefiller
         has given to others meanwhile. An answer that is not streamed says nothing before its end.
         """
-        timeouts = self._timeouts
+        timeouts = self._context.settings.timeouts
         if not call.stream:
             return first_byte_seconds(timeouts, call)
         if kv is None:
