@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from proxy.balancer.pick import PickRequest
     from proxy.balancer.policies.asked import Asked
     from proxy.balancer.pool import Pool
-    from proxy.balancer.shared.journal import Seat
+    from proxy.balancer.shared.journal import JournalWriter
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class _Computed:
 class LocalPrefill:
     """What one worker knows of it. `cost` is that of decoders."""
 
-    def __init__(self, prefill: Pool, decode: Pool, journal: Seat | None = None) -> None:
+    def __init__(self, prefill: Pool, decode: Pool, journal: JournalWriter | None = None) -> None:
         """`journal`: where it hears what decoders tell of their caches; None: they do not."""
         self._tried_tokens = _FIRST_TOKENS / 2
         self._prefill = prefill
@@ -245,7 +245,7 @@ class LocalPrefill:
             self._hear(self._journal)
         return eligible
 
-    def _hear(self, journal: Seat) -> None:
+    def _hear(self, journal: JournalWriter) -> None:
         """Take in what decoders have told of their caches."""
         names = {backend.slot: backend.name for backend in self._eligible}
         for data in journal.news():

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.balancer.choice import Columns
     from proxy.balancer.engines.engine_facts import EngineFacts
-    from proxy.balancer.shared.journal import Seat
+    from proxy.balancer.shared.journal import JournalWriter
     from proxy.balancer.shared.scoreboard import Scoreboard
     from proxy.settings import Balance
 
@@ -182,7 +182,7 @@ class PolicyContext:
     """What the engine says of itself; None: nothing yet."""
     role: Role = Role.PREFILL
     """Whom it chooses."""
-    journal: Seat | None = None
+    journal: JournalWriter | None = None
     """Where a policy tells those of the other workers what they should know; None: there are no others."""
     elsewhere: Callable[[Backend], int] | None = None
     """Requests that a backend works on for other workers; None: there are none."""

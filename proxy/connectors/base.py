@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from proxy.balancer.fitness.fitness import Fitness
     from proxy.balancer.pick import PickRequest
     from proxy.balancer.pools import Pools
-    from proxy.balancer.shared.journal import Seat
+    from proxy.balancer.shared.journal import JournalWriter
     from proxy.call import Call
     from proxy.connectors.attempt import Attempt
     from proxy.connectors.legs import Legs
@@ -73,7 +73,7 @@ class ConnectorContext:
     """Owner of tasks that no request waits for."""
     callbacks: Callbacks = field(default_factory=Callbacks)
     """Attempts that wait for engines to call back."""
-    new_seat: Callable[[], Seat] | None = None
+    new_seat: Callable[[], JournalWriter] | None = None
     """Makes a seat in the journal, if engines send events of their caches. None: they do not."""
     callback_url: str | None = None
     """Scheme, host and port of the routes of this worker's connector. None: it has none."""

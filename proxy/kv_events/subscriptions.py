@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from proxy.balancer.engines.engine_keys import EngineKeys
     from proxy.balancer.health.health import Health
     from proxy.balancer.pool import Pool
-    from proxy.balancer.shared.journal import Seat
+    from proxy.balancer.shared.journal import JournalWriter
     from proxy.kv_events.messages import Source, Told
     from proxy.kv_events.process import Process
     from proxy.observe.metrics import Metrics
@@ -86,7 +86,7 @@ class Subscriptions(BackgroundOwner):
         *,
         pools: Sequence[Pool],
         health: Health,
-        journal: Seat,
+        journal: JournalWriter,
         names: Names,
         session: aiohttp.ClientSession,
         keys: EngineKeys,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from proxy.api_keys import KeyUsage
     from proxy.balancer.health.health_board import HealthBoard
     from proxy.balancer.shared.fronts import Fronts
-    from proxy.balancer.shared.journal import Seat
+    from proxy.balancer.shared.journal import JournalWriter
     from proxy.balancer.shared.scoreboard import Scoreboard
     from proxy.replicas.told import Charge, Used
 
@@ -23,7 +23,7 @@ class Guests:
     """The only writer of the first guests' rows."""
 
     def __init__(
-        self, scoreboard: Scoreboard, key_usage: KeyUsage, board: HealthBoard, fronts: Fronts, journal: Seat
+        self, scoreboard: Scoreboard, key_usage: KeyUsage, board: HealthBoard, fronts: Fronts, journal: JournalWriter
     ) -> None:
         """`journal`: the guests' seat. The first guests' rows of all others are written here and nowhere else."""
         self._scoreboard = scoreboard

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from proxy.balancer.health.health_board import HealthBoard
     from proxy.balancer.roster import Roster
     from proxy.balancer.shared.fronts import Fronts
-    from proxy.balancer.shared.journal import Seat
+    from proxy.balancer.shared.journal import JournalWriter
     from proxy.balancer.shared.scoreboard import Scoreboard
 
 # What the names of prompts' prefixes may take, in bytes a second, and at once.
@@ -37,7 +37,7 @@ class Own:
         key_usage: KeyUsage,
         board: HealthBoard,
         fronts: Fronts,
-        journal: Seat,
+        journal: JournalWriter,
     ) -> None:
         """`key_slots`: by name, those of the client keys whose use is told. What is told of is in the rest, as Guests
         have it. `journal`: the guests' seat, who hear all workers.

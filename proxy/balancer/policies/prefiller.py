@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from proxy.backend import Backend
     from proxy.balancer.policies.asked import Asked
-    from proxy.balancer.shared.journal import Seat
+    from proxy.balancer.shared.journal import JournalWriter
 
 # So many prompts that could have been computed together and were not show that the backend works on one at a time; that
 # is believed for so many more, and then found out once more.
@@ -51,7 +51,7 @@ class Prefiller:
     """Called when what was sent there has been computed, or will not be."""
     cached: CachedPrefixes = field(default_factory=CachedPrefixes)
     slowness: float = 1.0
-    journal: Seat | None = None
+    journal: JournalWriter | None = None
     """Where the other workers hear what this one has sent there; None: there are none."""
     version: int = 0
     charge: int = 0
@@ -333,7 +333,7 @@ class Prefiller:
             self.version += 1
 
 
-def write_count(journal: Seat, slot: int, count: CacheCount) -> None:
+def write_count(journal: JournalWriter, slot: int, count: CacheCount) -> None:
     """Let all workers hear what the engine in this slot tells of its cache."""
     journal.write(packed(Record(Kind.COUNTED, slot, (), (), count)))
 
@@ -354,7 +354,7 @@ def _left(seconds: float, spent: float) -> float:
     return max(seconds - spent, spent - seconds, _LEAST_LEFT * seconds)
 
 
-def hear(journal: Seat, prefillers: Mapping[int, Prefiller]) -> Iterator[tuple[Prefiller, Sample, float]]:
+def hear(journal: JournalWriter, prefillers: Mapping[int, Prefiller]) -> Iterator[tuple[Prefiller, Sample, float]]:
     """Take in what other workers have sent there, and what has come of it. Yield what that teaches, with its time.
 
     `prefillers`: by slot; of others nothing is kept.

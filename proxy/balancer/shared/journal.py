@@ -41,9 +41,9 @@ class Journal:
         self.newest = cells[rings:]
         """Where the last record of each worker begins."""
 
-    def seat(self, worker: int) -> Seat:
+    def seat(self, worker: int) -> JournalWriter:
         """One worker's access. What was written before is not read."""
-        return Seat(self, worker)
+        return JournalWriter(self, worker)
 
     def put(self, worker: int, place: int, data: bytes) -> None:
         """Store bytes at a place of a worker's ring."""
@@ -85,7 +85,7 @@ class Journal:
         return 2 * self.rings * _CELL_BYTES + worker * self._ring_bytes
 
 
-class Seat:
+class JournalWriter:
     """One worker's: it writes its ring and reads the others'."""
 
     def __init__(self, journal: Journal, worker: int) -> None:

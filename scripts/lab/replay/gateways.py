@@ -20,7 +20,7 @@ from proxy.balancer.pool import Pool, PoolLimits, PoolParts
 from proxy.balancer.pools import Pools
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.fronts import Fronts, WorkerFront
-from proxy.balancer.shared.journal import Journal, Seat
+from proxy.balancer.shared.journal import Journal, JournalWriter
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.flow.admission import Admission
 from proxy.kv_events.blocks import Blocks
@@ -42,7 +42,7 @@ class Told:
     """Watches one engine's blocks, and lets all gateways hear of them."""
 
     def __init__(
-        self, backend: Backend, block_tokens: int, hearers: Sequence[Seat], loop: asyncio.AbstractEventLoop
+        self, backend: Backend, block_tokens: int, hearers: Sequence[JournalWriter], loop: asyncio.AbstractEventLoop
     ) -> None:
         self._backend = backend
         self._block_tokens = block_tokens
