@@ -73,7 +73,7 @@ class ConnectorContext:
     """Owner of tasks that no request waits for."""
     callbacks: Callbacks = field(default_factory=Callbacks)
     """Attempts that wait for engines to call back."""
-    new_seat: Callable[[], JournalWriter] | None = None
+    new_journal_writer: Callable[[], JournalWriter] | None = None
     """Makes a seat in the journal, if engines send events of their caches. None: they do not."""
     callback_url: str | None = None
     """Scheme, host and port of the routes of this worker's connector. None: it has none."""

@@ -70,7 +70,7 @@ class Sequential(Disaggregated):
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
         self._pools = context.pools
-        seat = None if context.new_seat is None else context.new_seat()
+        seat = None if context.new_journal_writer is None else context.new_journal_writer()
         self._local_prefill = LocalPrefill(context.pools.prefill, context.pools.decode, seat)
         self._metrics = context.metrics
         self._releaser = context.releaser

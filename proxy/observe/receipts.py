@@ -255,7 +255,7 @@ class Receipts:
 
     def seat(self, worker: int, redact: Callable[[str], str]) -> ReceiptWriter:
         """What one worker writes with. `redact` masks secrets in what engines say."""
-        troubled, others = (journal.seat(worker).write for journal in self._journals)
+        troubled, others = (journal.writer(worker).write for journal in self._journals)
         return ReceiptWriter(troubled, others, worker, redact)
 
     def latest(

@@ -1,17 +1,17 @@
 """Several gateways in front of the same engines, which tell each other their loads through Redis or Valkey.
 
-told.py      what a gateway tells, as bytes
-own.py       what this one has to tell
-peers.py     what the others have told, for as long as it counts
-guests.py    what they have told, in the guests' rows of shared memory, where picks look
-store.py     the only place that knows the store
-exchange.py  the loops of one worker, which has all of that done
+gateway_state.py  what a gateway reports, as bytes
+local_state.py    what this gateway has to report
+peers.py          the reports of the others, for as long as they count
+peer_rows.py      the same in rows of shared memory, where picks look
+store.py          the only place that knows the store
+exchange.py       the loops of one worker
 """
 
-from proxy.replicas.exchange import Exchange
-from proxy.replicas.guests import Guests
-from proxy.replicas.own import Own
+from proxy.replicas.exchange import StateExchange
+from proxy.replicas.local_state import LocalState
+from proxy.replicas.peer_rows import PeerRows
 from proxy.replicas.port import StoreFailed
 from proxy.replicas.store import Store
 
-__all__ = ["Exchange", "Guests", "Own", "Store", "StoreFailed"]
+__all__ = ["LocalState", "PeerRows", "StateExchange", "Store", "StoreFailed"]

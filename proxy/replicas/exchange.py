@@ -14,17 +14,17 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from proxy.background import Background, BackgroundOwner
+from proxy.replicas.gateway_state import decode_news, encode, encode_news
 from proxy.replicas.peers import Peers
 from proxy.replicas.port import StoreFailed, StoreRefused
-from proxy.replicas.told import decode_news, encode, encode_news
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
 
     from proxy.observe.metrics import Metrics
-    from proxy.replicas.guests import Guests
-    from proxy.replicas.own import Own
+    from proxy.replicas.local_state import LocalState
+    from proxy.replicas.peer_rows import PeerRows
     from proxy.replicas.port import StorePort
     from proxy.settings import Settings
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _RETRY_SECONDS: Final = 1.0
 
 
-class Exchange(BackgroundOwner):
+class StateExchange(BackgroundOwner):
     """For the one worker that exchanges. `async with` it: leaving tells the others that this gateway has nothing."""
 
     def __init__(
@@ -41,8 +41,8 @@ class Exchange(BackgroundOwner):
         *,
         store: StorePort,
         me: str,
-        own: Own,
-        guests: Guests,
+        own: LocalState,
+        guests: PeerRows,
         key_slots: Callable[[], Mapping[str, int]],
         settings: Settings,
         metrics: Metrics,

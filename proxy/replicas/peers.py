@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.shared.fronts import NOBODY, least, moved
-from proxy.replicas.told import Charge, News, Used, added, decode
+from proxy.replicas.gateway_state import Charge, News, Used, added, decode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Set

@@ -83,7 +83,7 @@ def build_balancing(basis: Basis) -> Balancing:
             worker=basis.index,
             role=role,
             facts=lambda backend: health.of(backend).facts,
-            journal=shared.journal.seat(basis.index) if shared.journal.rings > 1 else None,
+            journal=shared.journal.writer(basis.index) if shared.journal.rings > 1 else None,
             elsewhere=shared.scoreboard.elsewhere(row),
             lag_within=basis.loop_lag.within,
         )

@@ -196,7 +196,9 @@ async def build_link(
             metrics=basis.metrics,
             fitness=balancing.fitness,
             background=background,
-            new_seat=partial(basis.shared.journal.seat, basis.index) if settings.kv_events.tellers else None,
+            new_journal_writer=partial(basis.shared.journal.writer, basis.index)
+            if settings.kv_events.tellers
+            else None,
             callback_url=_callback_url(basis),
         )
         yield Link(connector=CONNECTORS[settings.connector](context), context=context, releaser=releaser)

@@ -32,7 +32,7 @@ async def build_kv_events(basis: Basis, balancing: Balancing, engines: Engines) 
     async with Subscriptions(
         pools=[engines.serving[role] for role in roles],
         health=balancing.health,
-        journal=journal.seat(journal.workers),
+        journal=journal.writer(journal.workers),
         names=engines.lines.names,
         session=engines.lines.session,
         keys=balancing.keys,

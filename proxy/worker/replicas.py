@@ -25,23 +25,23 @@ async def build_replicas(basis: Basis, hearsay: Hearsay) -> AsyncIterator[None]:
         yield
         return
     # Late, because only this needs the extra.
-    from proxy.replicas import Exchange, Guests, Own, Store
+    from proxy.replicas import LocalState, PeerRows, StateExchange, Store
 
     rows = (
         shared.scoreboard,
         shared.key_usage,
         shared.health_board,
         shared.fronts,
-        shared.journal.seat(settings.workers),
+        shared.journal.writer(settings.workers),
     )
     key_slots = partial(_key_slots, basis)
     async with (
         Store(settings, shared.replica) as store,
-        Exchange(
+        StateExchange(
             store=store,
             me=shared.replica,
-            own=Own(shared.replica, shared.roster, key_slots, *rows),
-            guests=Guests(*rows),
+            own=LocalState(shared.replica, shared.roster, key_slots, *rows),
+            guests=PeerRows(*rows),
             key_slots=key_slots,
             settings=settings,
             metrics=basis.metrics,

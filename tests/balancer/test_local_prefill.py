@@ -32,7 +32,7 @@ class Both:
         self.prefillers.teach()
         self.decoders = balancer.decoders
         self.journal = Journal(workers=1, tellers=1)
-        self.local = LocalPrefill(self.prefillers.pool, self.decoders, self.journal.seat(0))
+        self.local = LocalPrefill(self.prefillers.pool, self.decoders, self.journal.writer(0))
         self.first, self.second = self.decoders.eligible()
 
     def hand_over(self, request: PickRequest, decoder: Backend | None = None, seconds: float | None = 0.2) -> None:
@@ -210,7 +210,7 @@ def test_what_is_told_not_to_be_cached_is_not_counted_on(both: Both) -> None:
 
 
 def test_a_decoder_that_tells_that_its_cache_is_empty_is_believed(both: Both) -> None:
-    events = both.journal.seat(1)
+    events = both.journal.writer(1)
     events.write(b"what is not of caches")
     both.learn(0.002)
     both.hand_over(prompt(*range(1, 20)), both.second)
@@ -223,7 +223,7 @@ def test_a_decoder_that_tells_that_its_cache_is_empty_is_believed(both: Both) ->
 def test_a_decoder_that_tells_what_it_evicts_has_no_more(both: Both) -> None:
     both.learn(0.002)
     both.hand_over(prompt(*range(1, 20)), both.second)
-    write_count(both.journal.seat(1), both.second.slot, CacheCount(stored=20_000, reach=500, evicts=1, cleared=0))
+    write_count(both.journal.writer(1), both.second.slot, CacheCount(stored=20_000, reach=500, evicts=1, cleared=0))
     assert both.sooner(TURN) is None
 
 

@@ -23,9 +23,9 @@ from proxy.balancer.shared.journal import Journal
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.errors import LimitExceeded
 from proxy.observe.metrics import Metrics
-from proxy.replicas import Exchange, Guests, Own, Store
+from proxy.replicas import LocalState, PeerRows, StateExchange, Store
+from proxy.replicas.gateway_state import GatewayState, Used, decode, encode
 from proxy.replicas.port import StoreRefused
-from proxy.replicas.told import Told, Used, decode, encode
 from proxy.settings import ClientKey, Loaded, Settings
 from proxy.shared import Listeners, share
 from proxy.wire.openai import Api
@@ -80,15 +80,15 @@ async def _gateway(
     settings = Settings.model_validate({"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": replicas})
     board = Scoreboard(workers=workers, slots=8, guests=1)
     gateway = Gateway(board, Roster([], decode, board), Metrics(), KeyUsage(workers, slots=8, guests=1))
-    journal = Journal(workers + 1).seat(workers)
+    journal = Journal(workers + 1).writer(workers)
     rows = board, gateway.usage, HealthBoard(workers, slots=8), Fronts(workers, guests=1), journal
     async with (
         kind(settings, name) as store,
-        Exchange(
+        StateExchange(
             store=store,
             me=name,
-            own=Own(name, gateway.roster, lambda: keys, *rows),
-            guests=Guests(*rows),
+            own=LocalState(name, gateway.roster, lambda: keys, *rows),
+            guests=PeerRows(*rows),
             key_slots=lambda: keys,
             settings=settings,
             metrics=gateway.metrics,
@@ -126,7 +126,7 @@ async def test_what_changes_is_known_before_the_next_exchange(store_port: int) -
     replicas = {**_sections(store_port), "interval_seconds": 20.0, "news_seconds": 0.001}
     settings = Settings.model_validate({"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": replicas})
     async with Store(settings, "before") as before:
-        await before.exchange(encode(Told(1)))  # somebody for the first one to tell
+        await before.exchange(encode(GatewayState(1)))  # somebody for the first one to tell
         async with _gateway("one", replicas, [_A]) as one:
             await until(lambda: one.peers == 1, "its exchange")
             async with _gateway("two", replicas, [_A]) as two:
@@ -268,7 +268,7 @@ async def test_picks_go_around_what_another_gateway_has(store_port: int, deploy:
     )
     backend = next(b for b in deployment.worker.pools.decode.backends() if b.port == busy.port)
     async with Store(settings, "another") as other:
-        await other.exchange(encode(Told(1, {backend.key: (5, 500, 500)})))
+        await other.exchange(encode(GatewayState(1, {backend.key: (5, 500, 500)})))
         await until(lambda: deployment.scoreboard.running(backend.slot) == 5, "the load of the other")
         for _ in range(4):
             assert (await deployment.ask(request(Api.CHAT))).status == 200
@@ -351,7 +351,7 @@ async def test_limits_are_shared_only_if_that_is_asked_for(is_shared: bool, depl
         told: list[dict[str, Used]] = []
         for turn in count():
             messages = await other.exchange(
-                encode(Told(turn, keys={"limited": (5, 0), "rated": (0, 4), "free": (9, 9)}))
+                encode(GatewayState(turn, keys={"limited": (5, 0), "rated": (0, 4), "free": (9, 9)}))
             )
             heard = [decode(message) for name, message in messages.items() if name != "another"]
             told += [each.keys for each in heard if each is not None]

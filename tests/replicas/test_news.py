@@ -23,9 +23,9 @@ from proxy.balancer.roster import Roster
 from proxy.balancer.shared.fronts import Fronts
 from proxy.balancer.shared.journal import Journal
 from proxy.balancer.shared.scoreboard import Scoreboard
-from proxy.replicas.guests import Guests
-from proxy.replicas.own import Own
-from proxy.replicas.told import News, decode_news, encode_news
+from proxy.replicas.gateway_state import News, decode_news, encode_news
+from proxy.replicas.local_state import LocalState
+from proxy.replicas.peer_rows import PeerRows
 from tests.clock import Clock
 
 if TYPE_CHECKING:
@@ -51,12 +51,12 @@ class Gateway:
         self.board, self.fronts = HealthBoard(2, slots=8), Fronts(2, guests=1)
         journal, usage = Journal(3, tellers=1), KeyUsage(2, slots=1, guests=1)
         self.roster = Roster([("p", port) for port in self.order], [], self.scoreboard)
-        context = PolicyContext(clock=self.clock, journal=journal.seat(0))
+        context = PolicyContext(clock=self.clock, journal=journal.writer(0))
         self.policy = LeastSeconds(context)
-        rows = self.scoreboard, usage, self.board, self.fronts, journal.seat(2)
-        self.own = Own(self.name, self.roster, dict, *rows)
-        self.guests = Guests(*rows)
-        self.events = journal.seat(3)
+        rows = self.scoreboard, usage, self.board, self.fronts, journal.writer(2)
+        self.own = LocalState(self.name, self.roster, dict, *rows)
+        self.guests = PeerRows(*rows)
+        self.events = journal.writer(3)
 
     def backend(self, port: int) -> Backend:
         return next(each.backend for each in self.roster.members(Role.PREFILL) if each.backend.port == port)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from proxy.balancer.shared.fronts import AGEING, NOBODY, front_of
+from proxy.replicas.gateway_state import GatewayState, News, decode, decode_news, encode
 from proxy.replicas.peers import Peers
-from proxy.replicas.told import News, Told, decode, decode_news, encode
 
 
 def _message(turn: int, **instances: tuple[int, int, int]) -> bytes:
-    return encode(Told(turn, instances))
+    return encode(GatewayState(turn, instances))
 
 
 def test_what_others_have_adds_up_and_ones_own_is_left_out() -> None:
@@ -65,8 +65,8 @@ def test_news_count_from_gateways_that_are_known_and_not_before_what_they_have_t
 def test_who_waits_longest_at_another_gateway_is_known_by_this_clock() -> None:
     peers = Peers("me", ttl_seconds=1.0)
     ours, theirs = 100.0, 7.0
-    told = Told(round(theirs * 1e9), front=front_of(0, AGEING * 5.0))  # for two seconds
-    peers.hear({"one": encode(told), "two": encode(Told(1))}, ours)
+    told = GatewayState(round(theirs * 1e9), front=front_of(0, AGEING * 5.0))  # for two seconds
+    peers.hear({"one": encode(told), "two": encode(GatewayState(1))}, ours)
     assert peers.front(ours) == front_of(0, AGEING * (ours - 2.0))
     assert peers.hear_news(News("one", told.turn + 500_000_000, front=NOBODY), ours + 0.5)
     assert peers.front(ours + 0.5) == NOBODY
@@ -104,4 +104,4 @@ def test_what_is_not_understood_is_no_load() -> None:
 
 
 def test_what_a_later_version_tells_besides_is_ignored() -> None:
-    assert decode(b'{"turn":1,"instances":{"a":[1,2,3]},"more":[]}') == Told(1, {"a": (1, 2, 3)})
+    assert decode(b'{"turn":1,"instances":{"a":[1,2,3]},"more":[]}') == GatewayState(1, {"a": (1, 2, 3)})

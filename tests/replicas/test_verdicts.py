@@ -12,8 +12,8 @@ from proxy.backend import Backend, Role
 from proxy.balancer.health.backend_health import HealthState
 from proxy.balancer.health.health_board import HealthBoard
 from proxy.replicas import Store
+from proxy.replicas.gateway_state import GatewayState, News, decode, decode_news, encode, encode_news
 from proxy.replicas.peers import Peers
-from proxy.replicas.told import News, Told, decode, decode_news, encode, encode_news
 from proxy.settings import Settings
 from proxy.wire.openai import Api
 from tests.asking import request, until
@@ -40,13 +40,13 @@ class Another:
     async def finds(self, *backends: Backend) -> None:
         """These are of no use."""
         self._verdicts = {backend.key: next(_TURNS) for backend in backends}
-        await self._store.exchange(encode(Told(next(_TURNS), verdicts=self._verdicts)))
+        await self._store.exchange(encode(GatewayState(next(_TURNS), verdicts=self._verdicts)))
 
-    async def hears(self) -> Told:
+    async def hears(self) -> GatewayState:
         """What the gateway under test tells next."""
-        told: dict[int, Told] = {}
+        told: dict[int, GatewayState] = {}
         while len(told) < 3:  # the second may be under way already
-            messages = await self._store.exchange(encode(Told(next(_TURNS), verdicts=self._verdicts)))
+            messages = await self._store.exchange(encode(GatewayState(next(_TURNS), verdicts=self._verdicts)))
             told |= {each.turn: each for name, text in messages.items() if name != "another" and (each := decode(text))}
         return told[max(told)]
 
@@ -167,7 +167,10 @@ async def test_a_verdict_of_others_on_all_instances_leaves_those_that_are_needed
 
 def test_verdicts_of_gateways_count_as_long_as_what_they_tell() -> None:
     peers = Peers("me", ttl_seconds=1.0)
-    peers.hear({"one": encode(Told(1, verdicts={"a": 7})), "two": encode(Told(1, verdicts={"a": 3, "b": 4}))}, 100.0)
+    peers.hear(
+        {"one": encode(GatewayState(1, verdicts={"a": 7})), "two": encode(GatewayState(1, verdicts={"a": 3, "b": 4}))},
+        100.0,
+    )
     assert peers.verdicts(100.9) == {("a", "one", 7), ("a", "two", 3), ("b", "two", 4)}
     assert peers.hear_news(News("two", 2, verdicts={"a": 0, "c": 5}), 100.9)
     assert peers.verdicts(101.5) == {("b", "two", 4), ("c", "two", 5)}
@@ -176,7 +179,7 @@ def test_verdicts_of_gateways_count_as_long_as_what_they_tell() -> None:
 
 def test_a_verdict_is_understood_however_long_a_host_is_up() -> None:
     number = round(10_000_000 * 1e9)  # of the seconds of 115 days
-    told = decode(encode(Told(number, {}, verdicts={"a": number})))
+    told = decode(encode(GatewayState(number, {}, verdicts={"a": number})))
     assert told is not None
     assert told.verdicts == {"a": number}
     news = decode_news(encode_news(News("one", number, verdicts={"a": number})))

@@ -41,7 +41,7 @@ class Journal:
         self.newest = cells[rings:]
         """Where the last record of each worker begins."""
 
-    def seat(self, worker: int) -> JournalWriter:
+    def writer(self, worker: int) -> JournalWriter:
         """One worker's access. What was written before is not read."""
         return JournalWriter(self, worker)
 

@@ -26,9 +26,9 @@ from proxy.flow.admission import Admission
 from proxy.kv_events.blocks import Blocks
 from proxy.monitor import LoopLag
 from proxy.observe.metrics import Metrics
-from proxy.replicas.exchange import Exchange
-from proxy.replicas.guests import Guests
-from proxy.replicas.own import Own
+from proxy.replicas.exchange import StateExchange
+from proxy.replicas.local_state import LocalState
+from proxy.replicas.peer_rows import PeerRows
 from proxy.settings import Settings
 from proxy.settings.model import Admission as AdmissionLimits
 from proxy.settings.model import HealthChecks
@@ -175,7 +175,7 @@ class Gateway:
         count = plan.prefillers + plan.decoders
         self.scoreboard = Scoreboard(workers=plan.workers, slots=count, guests=guests)
         self._journal = Journal(plan.workers + guests, tellers=int(plan.kv_events))
-        self.events = self._journal.seat(self._journal.workers) if plan.kv_events else None
+        self.events = self._journal.writer(self._journal.workers) if plan.kv_events else None
         """Where it hears what prefillers publish; None: it does not."""
         addresses = [("10.0.0.1", 7000 + number) for number in range(count)]
         self._roster = Roster(addresses[: plan.prefillers], addresses[plan.prefillers :], self.scoreboard)
@@ -189,17 +189,17 @@ class Gateway:
         pools = Pools(prefill=self._pool(number, Role.PREFILL), decode=self._pool(number, Role.DECODE))
         return Worker(pools, self._clock, self._fronts.of_worker(number))
 
-    def exchange(self, store: SharedStore) -> Exchange:
+    def exchange(self, store: SharedStore) -> StateExchange:
         """What shares with the others."""
         sections = {"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": self._plan.replicas}
         workers = self._plan.workers
         board, usage = HealthBoard(workers, self.scoreboard.slots), KeyUsage(workers, slots=1, guests=1)
-        rows = self.scoreboard, usage, board, self._fronts, self._journal.seat(workers)
-        return Exchange(
+        rows = self.scoreboard, usage, board, self._fronts, self._journal.writer(workers)
+        return StateExchange(
             store=store.of(self._name),
             me=self._name,
-            own=Own(self._name, self._roster, dict, *rows),
-            guests=Guests(*rows),
+            own=LocalState(self._name, self._roster, dict, *rows),
+            guests=PeerRows(*rows),
             key_slots=dict,
             settings=Settings.model_validate(sections),
             metrics=Metrics(),
@@ -214,7 +214,7 @@ class Gateway:
             rng=self._rng,
             clock=self._clock,
             facts=self._plan.facts,
-            journal=self._journal.seat(worker) if self._journal.rings > 1 else None,
+            journal=self._journal.writer(worker) if self._journal.rings > 1 else None,
             role=role,
             elsewhere=self.scoreboard.elsewhere(row),
             lag_within=self._plan.loop_lag.within if self._plan.loop_lag else lambda began, ended: 0.0,

@@ -55,7 +55,7 @@ class Prefillers:
         self, balancer: Balancer, max_running: int | None = None, *, worker: int = 0, journal: Journal | None = None
     ) -> None:
         self.clock = balancer.clock
-        seat = None if journal is None else journal.seat(worker)
+        seat = None if journal is None else journal.writer(worker)
         self.policy = LeastSeconds(PolicyContext(worker, clock=balancer.clock, journal=seat))
         self.pool = Pool(
             PoolParts(
@@ -347,7 +347,7 @@ def test_workers_hear_a_sample_once_it_is_known_that_the_event_loop_was_not_late
 def test_all_workers_hear_what_engines_tell_of_their_caches() -> None:
     balancer, journal = Balancer(), Journal(workers=2, tellers=1)
     workers = [Prefillers(balancer, worker=worker, journal=journal) for worker in range(2)]
-    engines = journal.seat(2)
+    engines = journal.writer(2)
     there = workers[0].serve(prompt(1, 2, 3))
     hear(workers)
     write_count(engines, there.slot, CacheCount(stored=10**6, reach=10_000, evicts=True, cleared=0))
@@ -367,11 +367,11 @@ def test_a_cache_that_is_emptied_is_no_other_engine_and_gets_what_is_under_way()
     served = prefillers.serve(prompt(1, 2, 3))
     known = prefillers.policy._prefillers.of(served)
     known._alone = 100
-    write_count(journal.seat(1), served.slot, CacheCount(stored=10**6, reach=0, evicts=0, cleared=0))
+    write_count(journal.writer(1), served.slot, CacheCount(stored=10**6, reach=0, evicts=0, cleared=0))
     lease = prefillers.begin(prompt(1, 2, 3, 4))
     assert lease.backend == served
     hear([prefillers])
-    write_count(journal.seat(1), served.slot, CacheCount(stored=10**6, reach=0, evicts=0, cleared=1))
+    write_count(journal.writer(1), served.slot, CacheCount(stored=10**6, reach=0, evicts=0, cleared=1))
     prefillers.serve(prompt(7, 8, 9))
     hear([prefillers])
     assert known.works_on_one

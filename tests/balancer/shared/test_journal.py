@@ -11,7 +11,7 @@ from proxy.balancer.shared.journal import Journal
 
 def test_each_hears_all_others_and_not_itself() -> None:
     journal = Journal(workers=3)
-    seats = [journal.seat(number) for number in range(3)]
+    seats = [journal.writer(number) for number in range(3)]
     seats[0].write(b"a")
     seats[1].write(b"b")
     seats[0].write(b"")
@@ -21,7 +21,7 @@ def test_each_hears_all_others_and_not_itself() -> None:
 
 def test_there_is_news_until_it_was_read() -> None:
     journal = Journal(workers=2)
-    writer, reader = journal.seat(0), journal.seat(1)
+    writer, reader = journal.writer(0), journal.writer(1)
     writer.write(b"a")
     assert (writer.has_news, reader.has_news) == (False, True)
     assert list(reader.news()) == [b"a"]
@@ -30,7 +30,7 @@ def test_there_is_news_until_it_was_read() -> None:
 
 def test_records_go_on_at_the_start_of_the_ring() -> None:
     journal = Journal(workers=2, ring_bytes=256)
-    writer, reader = journal.seat(0), journal.seat(1)
+    writer, reader = journal.writer(0), journal.writer(1)
     for number in range(100):
         writer.write(bytes([number]) * (number % 40))
         assert list(reader.news()) == [bytes([number]) * (number % 40)]
@@ -38,7 +38,7 @@ def test_records_go_on_at_the_start_of_the_ring() -> None:
 
 def test_who_was_overtaken_goes_on_with_what_comes_then() -> None:
     journal = Journal(workers=2, ring_bytes=256)
-    writer, reader = journal.seat(0), journal.seat(1)
+    writer, reader = journal.writer(0), journal.writer(1)
     for number in range(100):
         writer.write(bytes([number]) * 30)
     assert list(reader.news()) == []
@@ -48,7 +48,7 @@ def test_who_was_overtaken_goes_on_with_what_comes_then() -> None:
 
 def test_a_record_that_is_not_there_yet_is_read_later() -> None:
     journal = Journal(workers=2)
-    writer, reader = journal.seat(0), journal.seat(1)
+    writer, reader = journal.writer(0), journal.writer(1)
     writer.write(b"first")
     place = journal.written[0]
     writer.write(b"second")
@@ -61,17 +61,17 @@ def test_a_record_that_is_not_there_yet_is_read_later() -> None:
 
 def test_what_would_fill_the_ring_is_left_out() -> None:
     journal = Journal(workers=2, ring_bytes=256)
-    journal.seat(0).write(b"x" * 100)
-    assert not journal.seat(1).has_news
+    journal.writer(0).write(b"x" * 100)
+    assert not journal.writer(1).has_news
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="workers are forked")
 def test_a_forked_worker_is_heard() -> None:
     journal = Journal(workers=2)
-    reader = journal.seat(0)
+    reader = journal.writer(0)
     child = os.fork()
     if not child:
-        journal.seat(1).write(b"from the child")
+        journal.writer(1).write(b"from the child")
         os._exit(0)
     os.waitpid(child, 0)
     assert list(reader.news()) == [b"from the child"]
@@ -80,7 +80,7 @@ def test_a_forked_worker_is_heard() -> None:
 def test_what_is_there_is_read_backwards_by_anybody() -> None:
     journal = Journal(workers=2, ring_bytes=256)
     assert list(journal.latest(0)) == []
-    writer = journal.seat(0)
+    writer = journal.writer(0)
     for number in range(20):
         writer.write(bytes([number]) * 8)
         latest = [record[0] for record in journal.latest(0)]
@@ -91,7 +91,7 @@ def test_what_is_there_is_read_backwards_by_anybody() -> None:
 
 def test_reading_backwards_ends_at_what_is_not_whole() -> None:
     journal = Journal(workers=1)
-    writer = journal.seat(0)
+    writer = journal.writer(0)
     places = []
     for number in range(4):
         places.append(journal.written[0])
@@ -102,9 +102,9 @@ def test_reading_backwards_ends_at_what_is_not_whole() -> None:
 
 def test_a_teller_is_heard_by_all_workers_and_one_worker_alone_by_nobody() -> None:
     journal = Journal(workers=1, tellers=1)
-    worker, teller = journal.seat(0), journal.seat(1)
+    worker, teller = journal.writer(0), journal.writer(1)
     teller.write(b"counted")
     assert worker.has_news
     assert list(worker.news()) == [b"counted"]
     assert not worker.is_heard
-    assert Journal(workers=2).seat(0).is_heard
+    assert Journal(workers=2).writer(0).is_heard

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from proxy.balancer.shared.fronts import Fronts
     from proxy.balancer.shared.journal import JournalWriter
     from proxy.balancer.shared.scoreboard import Scoreboard
-    from proxy.replicas.told import Charge, Used
+    from proxy.replicas.gateway_state import Charge, Used
 
 
-class Guests:
+class PeerRows:
     """The only writer of the first guests' rows."""
 
     def __init__(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from proxy.backend import Role
 from proxy.balancer.policies.prefill_records import Kind, kind_and_slot, packed, unpacked, without_keys
 from proxy.balancer.shared.fronts import NOBODY
-from proxy.replicas.told import Charge, News, Told
+from proxy.replicas.gateway_state import Charge, GatewayState, News
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +25,7 @@ _KEYS_PER_SECOND: Final = 256 * 1024
 _KEYS_AT_ONCE: Final = 64 * 1024
 
 
-class Own:
+class LocalState:
     """Of all workers. Times are seconds of the clock that the journal's records tell."""
 
     def __init__(
@@ -39,7 +39,7 @@ class Own:
         fronts: Fronts,
         journal: JournalWriter,
     ) -> None:
-        """`key_slots`: by name, those of the client keys whose use is told. What is told of is in the rest, as Guests
+        """`key_slots`: by name, those of the client keys whose use is told. What is told of is in the rest, as PeerRows
         have it. `journal`: the guests' seat, who hear all workers.
         """
         self._me = me
@@ -61,13 +61,13 @@ class Own:
         """All instances."""
         return (member.backend for role in Role for member in self._roster.members(role))
 
-    def told(self, now: float) -> Told:
+    def told(self, now: float) -> GatewayState:
         """All that is told."""
         instances = {backend.key: charge for backend in self.members() if any(charge := self._charge(backend))}
         usage = self._key_usage
         used = {name: usage.own(slot, now) for name, slot in self._key_slots().items()}
         used = {name: counts for name, counts in used.items() if any(counts)}
-        return Told(_turn(now), instances, used, self._fronts.own(), self._judged(now))
+        return GatewayState(_turn(now), instances, used, self._fronts.own(), self._judged(now))
 
     def news(self, now: float) -> News | None:
         """What has changed since this was called last; None: nothing."""

@@ -24,7 +24,7 @@ Used = tuple[_Count, _Count]
 _Counts = TypeVar("_Counts", Charge, Used)
 
 
-class Told(msgspec.Struct, frozen=True):
+class GatewayState(msgspec.Struct, frozen=True):
     """What one gateway has under way. Members that another version has besides are ignored."""
 
     turn: int
@@ -41,17 +41,17 @@ class Told(msgspec.Struct, frozen=True):
 
 
 class News(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What has changed since the last ones. Some may be lost: what they hold is in the next Told, or merely of use."""
+    """What has changed since the last ones. Some may be lost: what they hold is in the next GatewayState, or merely of use."""
 
     me: str
     turn: int
-    """Of the same count as Told's: nanoseconds at the clock that records tell."""
+    """Of the same count as in GatewayState: nanoseconds at the clock that records tell."""
     instances: dict[str, Charge] = {}
     """By Backend.key, those that have changed; they may have nothing any more."""
     front: int | None = None
-    """As in Told; None: where it was."""
+    """As in GatewayState; None: where it was."""
     verdicts: dict[str, _Number] = {}
-    """As in Told, those that have changed; 0: not any more."""
+    """As in GatewayState, those that have changed; 0: not any more."""
     prompts: dict[str, list[bytes]] = {}
     """By the prefiller's Backend.key, what was sent there and what came of it: see
     balancer/policies/prefill_records.py."""
@@ -64,11 +64,11 @@ class News(msgspec.Struct, frozen=True, omit_defaults=True):
 
 encode: Final = msgspec.json.Encoder().encode
 encode_news: Final = msgspec.msgpack.Encoder().encode
-_told_in: Final = msgspec.json.Decoder(Told).decode
+_told_in: Final = msgspec.json.Decoder(GatewayState).decode
 _news_in: Final = msgspec.msgpack.Decoder(News).decode
 
 
-def decode(message: bytes) -> Told | None:
+def decode(message: bytes) -> GatewayState | None:
     """None: it is nothing that this version understands."""
     try:
         return _told_in(message)
