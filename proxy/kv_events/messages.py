@@ -10,7 +10,7 @@ Word = Literal["lost", "replayed", "started_anew"]
 """What befell a subscription: one of terms.KV_EVENT_GAPS."""
 
 
-class Source(msgspec.Struct, frozen=True):
+class EventSource(msgspec.Struct, frozen=True):
     """Where one rank of an instance publishes."""
 
     instance: str
@@ -21,13 +21,13 @@ class Source(msgspec.Struct, frozen=True):
     topic: str = ""
 
 
-class Wanted(msgspec.Struct):
+class SubscribeTo(msgspec.Struct):
     """To the process: what to subscribe to from now on, and nothing else."""
 
-    sources: list[Source]
+    sources: list[EventSource]
 
 
-class Told(msgspec.Struct):
+class InstanceReport(msgspec.Struct):
     """From the process, of one instance, all of whose ranks are heard."""
 
     instance: str

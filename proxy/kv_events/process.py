@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 import proxy
-from proxy.kv_events.messages import Told, Wanted
+from proxy.kv_events.messages import InstanceReport, SubscribeTo
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from proxy.kv_events.messages import Source
+    from proxy.kv_events.messages import EventSource
 
 _END_SECONDS: Final = 2.0
 _LINE_BYTES: Final = 1024 * 1024
-_read_told: Final = msgspec.json.Decoder(Told).decode
+_read_told: Final = msgspec.json.Decoder(InstanceReport).decode
 _encode: Final = msgspec.json.Encoder().encode
 
 
@@ -30,16 +30,16 @@ class Process:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
-        self._wanted: list[Source] | None = None
+        self._wanted: list[EventSource] | None = None
 
-    def want(self, sources: list[Source]) -> None:
+    def want(self, sources: list[EventSource]) -> None:
         """Have it subscribe to these, and to no others any more."""
         if sources != self._wanted:
             self._wanted = sources
             assert self._process.stdin is not None
-            self._process.stdin.write(_encode(Wanted(sources)) + b"\n")
+            self._process.stdin.write(_encode(SubscribeTo(sources)) + b"\n")
 
-    async def told(self) -> AsyncIterator[Told]:
+    async def told(self) -> AsyncIterator[InstanceReport]:
         """What it tells, until it ends."""
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy.discovery.facts import SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS
 from proxy.errors import Failure
-from proxy.kv_events.messages import Source
+from proxy.kv_events.messages import EventSource
 from proxy.settings.kv_events import port_at
 from proxy.upstream import AddressProblem, engine_json
 from proxy.wire.kv_events import configured_sources, of_ranks, parse_sources
@@ -55,12 +55,12 @@ def address(names: Names, host: str, last: str | None) -> str | None:
     return last if last in known else min(known, key=lambda each: ":" in each, default=None)
 
 
-def at_address(address: str, backend: Backend, sources: Sequence[wire.Source]) -> list[Source]:
+def at_address(address: str, backend: Backend, sources: Sequence[wire.Source]) -> list[EventSource]:
     """The same as endpoints. Whatever host an engine tells, it is the instance's own."""
 
     host = f"[{address}]" if ":" in address else address
     return [
-        Source(
+        EventSource(
             backend.key,
             f"tcp://{host}:{source.port}",
             None if source.replay_port is None else f"tcp://{host}:{source.replay_port}",

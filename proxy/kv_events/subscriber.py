@@ -18,14 +18,14 @@ import msgspec
 import zmq
 
 from proxy.kv_events.blocks import MAX_BLOCKS, MAX_BLOCKS_OF_ALL, Blocks, together
-from proxy.kv_events.messages import Source, Told, Wanted, Word
+from proxy.kv_events.messages import EventSource, InstanceReport, SubscribeTo, Word
 from proxy.kv_events.subscription import CannotOpen, Subscription
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TELL_SECONDS: Final = 0.1
-_read_wanted: Final = msgspec.json.Decoder(Wanted).decode
+_read_wanted: Final = msgspec.json.Decoder(SubscribeTo).decode
 _encode: Final = msgspec.json.Encoder().encode
 
 
@@ -36,8 +36,8 @@ class Subscriber:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         # By default there are 1,023 in a context, and each rank has one or two.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
-        self._wanted: list[Source] = []
-        self._subscriptions: dict[Source, Subscription] = {}
+        self._wanted: list[EventSource] = []
+        self._subscriptions: dict[EventSource, Subscription] = {}
         self._unopened: dict[str, str] = {}  # by instance, what is to be told: an endpoint, and why
         self.poller = zmq.Poller()
 
@@ -46,7 +46,7 @@ class Subscriber:
         self.want([])
         self._context.term()
 
-    def want(self, sources: list[Source]) -> None:
+    def want(self, sources: list[EventSource]) -> None:
         """Subscribe to these, and to no others any more. What cannot be opened is tried again the next time."""
         self._wanted = sources
         self._unopened = {}
@@ -70,7 +70,7 @@ class Subscriber:
         """Take what has come. Whether there may be more."""
         return True in [subscription.receive() for subscription in self._subscriptions.values()]
 
-    def told(self) -> Iterator[Told]:
+    def told(self) -> Iterator[InstanceReport]:
         """What is new of each instance."""
         ranks: dict[str, list[Subscription | None]] = {}
         for source in self._wanted:
@@ -89,7 +89,7 @@ class Subscriber:
                 # Of a rank that cannot be heard nothing is known.
                 count = together(Blocks() if each is None else each.blocks for each in subscriptions)
                 numbers = int(count.stored), int(count.reach), bool(count.evicts), int(count.cleared)
-                yield Told(instance, numbers, events, words, why, unopened)
+                yield InstanceReport(instance, numbers, events, words, why, unopened)
 
 
 def run(asked: int, answers: int) -> None:

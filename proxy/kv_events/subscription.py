@@ -20,7 +20,7 @@ from proxy.wire.kv_events import AllCleared, BlocksRemoved, BlocksStored, Unread
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from proxy.kv_events.messages import Source, Word
+    from proxy.kv_events.messages import EventSource, Word
 
 _AT_ONCE: Final = 200
 _MOST_BYTES: Final = 16 * 1024 * 1024
@@ -40,7 +40,7 @@ class CannotOpen(Exception):
 class Subscription:
     """To one source. `close` it at the end. Raises CannotOpen."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], source: Source) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], source: EventSource) -> None:
         self.blocks = Blocks()
         self.events: Counter[str] = Counter()
         """How many have come, by kind."""

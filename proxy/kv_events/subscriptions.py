@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from proxy.balancer.health.health import Health
     from proxy.balancer.pool import Pool
     from proxy.balancer.shared.journal import JournalWriter
-    from proxy.kv_events.messages import Source, Told
+    from proxy.kv_events.messages import EventSource, InstanceReport
     from proxy.kv_events.process import Process
     from proxy.observe.metrics import Metrics
     from proxy.settings.kv_events import KvEvents
@@ -137,7 +137,7 @@ class Subscriptions(BackgroundOwner):
             process.want(list(self._sources()))
             await asyncio.sleep(_LOOK_SECONDS)
 
-    def _sources(self) -> Iterator[Source]:
+    def _sources(self) -> Iterator[EventSource]:
         """Of the instances that are up: one that was away publishes something new."""
         up = [
             backend for pool in self._pools for backend in pool.backends() if self._health.of(backend).facts is not None
@@ -179,7 +179,7 @@ class Subscriptions(BackgroundOwner):
                 self._warn(backend, heard, _NO_ANSWER, error)
             await asyncio.sleep(_ASK_AGAIN_SECONDS)
 
-    def _notice_silence(self, backend: Backend, heard: _Heard, found: Sequence[Source]) -> None:
+    def _notice_silence(self, backend: Backend, heard: _Heard, found: Sequence[EventSource]) -> None:
         if heard.has_published or heard.said & {_UNOPENED, _UNREADABLE, _SILENT}:
             return
         heard.looks += any(pool.in_flight(backend) for pool in self._pools)
@@ -189,7 +189,7 @@ class Subscriptions(BackgroundOwner):
 
     # What they say
 
-    def _hear(self, told: Told) -> None:
+    def _hear(self, told: InstanceReport) -> None:
         found = next((each for each in self._heard.items() if each[0].key == told.instance), None)
         if found is None:
             return  # it has gone meanwhile

@@ -157,7 +157,7 @@ def _is_map(packed: bytes) -> bool:
     return bool(packed) and (packed[0] & 0xF0 == 0x80 or packed[0] in (0xDE, 0xDF))
 
 
-class Source(NamedTuple):
+class EventPublisher(NamedTuple):
     """Where one rank of an engine publishes, on the engine's own host."""
 
     port: int
@@ -166,7 +166,7 @@ class Source(NamedTuple):
     topic: str
 
 
-def parse_sources(answer: object) -> list[Source] | None:
+def parse_sources(answer: object) -> list[EventPublisher] | None:
     """What an engine tells at `GET /kv_event_sources` (vLLM 0.32, PR #55844): the configuration of each rank's
     publisher by the rank, with its own ports. None: it is not that. Raises ValueError where nobody can publish.
     """
@@ -174,10 +174,10 @@ def parse_sources(answer: object) -> list[Source] | None:
         return None
     _check_ranks(len(answer))
     configs = msgspec.convert(answer, dict[str, _EventsConfig]).values()
-    return [Source(_port(config.endpoint), _replay_port(config), config.topic) for config in configs]
+    return [EventPublisher(_port(config.endpoint), _replay_port(config), config.topic) for config in configs]
 
 
-def configured_sources(info: object) -> list[Source] | None:
+def configured_sources(info: object) -> list[EventPublisher] | None:
     """What follows from how an engine was started, by `/server_info`: of SGLang, and of vLLM with
     VLLM_SERVER_DEV_MODE=1. None: it does not tell, or publishes nothing. Raises ValueError where nobody can publish.
     """
@@ -196,14 +196,14 @@ def configured_sources(info: object) -> list[Source] | None:
     return of_ranks(ranks, _port(config.endpoint), _replay_port(config), config.topic)
 
 
-def of_ranks(ranks: int, port: int, replay_port: int | None, topic: str) -> list[Source]:
+def of_ranks(ranks: int, port: int, replay_port: int | None, topic: str) -> list[EventPublisher]:
     """Each at the next port, as both engines have it (ZmqEventPublisher.offset_endpoint_port). Raises ValueError if
     there are not so many.
     """
     _check_ranks(ranks)
     if max(port, replay_port or 0) + ranks > 65536:
         raise ValueError(f"{ranks} ranks have no ports from {max(port, replay_port or 0)} on")
-    return [Source(port + rank, replay_port and replay_port + rank, topic) for rank in range(ranks)]
+    return [EventPublisher(port + rank, replay_port and replay_port + rank, topic) for rank in range(ranks)]
 
 
 def _check_ranks(ranks: int) -> None:

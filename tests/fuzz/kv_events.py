@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from proxy.kv_events.messages import Told, Wanted
+from proxy.kv_events.messages import InstanceReport, SubscribeTo
 from proxy.wire.kv_events import decode
 from tests.fuzz.cutting import spelled, words
 
@@ -27,7 +27,7 @@ def check_kv_events(data: bytes) -> None:
         assert isinstance(decode(raw), list)
     except ValueError as error:
         assert str(error)  # noqa: PT017 either way is right
-    for kind in (Told, Wanted):
+    for kind in (InstanceReport, SubscribeTo):
         try:
             message = msgspec.json.decode(raw, type=kind)
         except (ValueError, RecursionError):

@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from proxy.kv_events import subscription
-from proxy.kv_events.messages import Source, Told, Wanted
+from proxy.kv_events.messages import EventSource, InstanceReport, SubscribeTo
 from proxy.kv_events.subscriber import Subscriber, run
 from tests.asking import until
 from tests.kv_events.test_subscription import CONFIG, REPLAYS, SIZE, heard, joined, publishing, stored, to
@@ -54,10 +54,10 @@ def _received(subscription: Subscription) -> Subscription:
 
 async def test_one_that_cannot_be_opened_is_told_and_costs_no_other() -> None:
     """Of an instance with such a rank it is not known how far its cache reaches."""
-    odd = Source("prefill 127.0.0.1 1", "tcp://no host:1")
+    odd = EventSource("prefill 127.0.0.1 1", "tcp://no host:1")
     async with publishing(CONFIG) as publisher:
         with closing(Subscriber()) as subscriber:
-            subscriber.want([odd, to(publisher), Source("prefill other 1", "tcp://no host:2")])
+            subscriber.want([odd, to(publisher), EventSource("prefill other 1", "tcp://no host:2")])
             first, other = subscriber.told()
             assert (first.unopened, other.unopened) == (
                 "tcp://no host:1: Invalid argument",
@@ -86,15 +86,15 @@ def test_there_may_be_as_many_sockets_as_there_can_be() -> None:
 
 
 @contextmanager
-def running(sources: list[Source]) -> Iterator[Iterator[Told]]:
+def running(sources: list[EventSource]) -> Iterator[Iterator[InstanceReport]]:
     """The program in a thread, and what it tells."""
     (asked, ask), (answers, answer) = os.pipe(), os.pipe()
     thread = Thread(target=run, args=(asked, answer))
     thread.start()
     try:
-        os.write(ask, msgspec.json.encode(Wanted(sources)) + b"\n")
+        os.write(ask, msgspec.json.encode(SubscribeTo(sources)) + b"\n")
         with os.fdopen(answers, "rb", closefd=False) as lines:
-            yield (msgspec.json.decode(line, type=Told) for line in lines)
+            yield (msgspec.json.decode(line, type=InstanceReport) for line in lines)
     finally:
         os.close(ask)
         thread.join()

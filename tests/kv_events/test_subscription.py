@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from proxy.kv_events import subscription as module
-from proxy.kv_events.messages import Source
+from proxy.kv_events.messages import EventSource
 from proxy.kv_events.subscription import Subscription
 from proxy.sim.engine.kv_events import KvEventPublisher
 from proxy.sim.options import Options
@@ -43,8 +43,8 @@ async def publishing(
         await publisher.stop()
 
 
-def to(publisher: KvEventPublisher, topic: str = "") -> Source:
-    return Source("prefill 127.0.0.1 1", publisher.endpoint, publisher.replay_endpoint, topic)
+def to(publisher: KvEventPublisher, topic: str = "") -> EventSource:
+    return EventSource("prefill 127.0.0.1 1", publisher.endpoint, publisher.replay_endpoint, topic)
 
 
 async def joined(subscription: Subscription, publisher: KvEventPublisher) -> None:
@@ -124,7 +124,7 @@ def test_a_replay_that_is_longer_than_what_is_taken_at_once_is_not_waited_for(
     with context.socket(zmq.XPUB) as pub, context.socket(zmq.ROUTER) as router:
         pub.bind("inproc://events")
         router.bind("inproc://replay")
-        source = Source("prefill 127.0.0.1 1", "inproc://events", "inproc://replay")
+        source = EventSource("prefill 127.0.0.1 1", "inproc://events", "inproc://replay")
         with closing(Subscription(context, source)) as subscription:
             pub.recv()
             for number in (0, 10):

@@ -12,7 +12,7 @@ from proxy.wire.kv_events import (
     AllCleared,
     BlocksRemoved,
     BlocksStored,
-    Source,
+    EventPublisher,
     Unreadable,
     configured_sources,
     decode,
@@ -158,9 +158,9 @@ OTHER_RANK = {"publisher": "zmq", "endpoint": "tcp://10.0.0.1:28558", "replay_en
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        ({"0": RANK}, [Source(28557, 28657, "")]),
-        ({"0": RANK, "1": OTHER_RANK}, [Source(28557, 28657, ""), Source(28558, None, "kv")]),
-        ({"0": {"endpoint": "tcp://[::]:7", "replay_endpoint": ""}}, [Source(7, None, "")]),
+        ({"0": RANK}, [EventPublisher(28557, 28657, "")]),
+        ({"0": RANK, "1": OTHER_RANK}, [EventPublisher(28557, 28657, ""), EventPublisher(28558, None, "kv")]),
+        ({"0": {"endpoint": "tcp://[::]:7", "replay_endpoint": ""}}, [EventPublisher(7, None, "")]),
         ({}, []),
         ({"detail": "Not Found"}, None),
         ([RANK], None),
@@ -200,10 +200,10 @@ TOP_REPLAY = '{"publisher":"zmq","endpoint":"tcp://*:1","replay_endpoint":"tcp:/
 @pytest.mark.parametrize(
     ("info", "expected"),
     [
-        ({"kv_events_config": '{"publisher":"zmq","topic":"kv"}'}, [Source(5557, None, "kv")]),
+        ({"kv_events_config": '{"publisher":"zmq","topic":"kv"}'}, [EventPublisher(5557, None, "kv")]),
         (
             sglang('{"publisher":"zmq","endpoint":"tcp://*:7","replay_endpoint":"tcp://*:9"}', 2),
-            [Source(7, 9, ""), Source(8, 10, "")],
+            [EventPublisher(7, 9, ""), EventPublisher(8, 10, "")],
         ),
         (
             {
@@ -212,10 +212,10 @@ TOP_REPLAY = '{"publisher":"zmq","endpoint":"tcp://*:1","replay_endpoint":"tcp:/
                     "parallel_config": {"data_parallel_size": 2},
                 }
             },
-            [Source(7, None, ""), Source(8, None, "")],
+            [EventPublisher(7, None, ""), EventPublisher(8, None, "")],
         ),
-        ({"kv_events_config": '{"publisher":"zmq","replay_endpoint":""}'}, [Source(5557, None, "")]),
-        (sglang(TOP, 2), [Source(65534, None, ""), Source(65535, None, "")]),
+        ({"kv_events_config": '{"publisher":"zmq","replay_endpoint":""}'}, [EventPublisher(5557, None, "")]),
+        (sglang(TOP, 2), [EventPublisher(65534, None, ""), EventPublisher(65535, None, "")]),
         ({"kv_events_config": "{}"}, None),
         ({"kv_events_config": None}, None),
         ({"vllm_config": {"kv_events_config": None}}, None),
