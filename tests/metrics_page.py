@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from proxy.balancer.fitness.misfits import MisfitKind, Misfits
 from proxy.balancer.health.health import Health
-from proxy.balancer.models import Models
+from proxy.balancer.models import ServedModels
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.balancer.shared.source_states import SourceStates
@@ -79,7 +79,7 @@ def _families() -> tuple[Sequence[Metric], Mapping[str, Sequence[str]]]:
     """All metrics, and the names of each one's labels."""
     metrics = Metrics()
     metrics.watch_instances((), Scoreboard(slots=1), Health(), Misfits())
-    metrics.watch_models(Models(Roster((), (), Scoreboard(slots=1)), Health(), ()), ())
+    metrics.watch_models(ServedModels(Roster((), (), Scoreboard(slots=1)), Health(), ()), ())
     metrics.show_generation_series(dialect.label for dialect in DIALECTS)
     metrics.watch_sources(SourceStates(), Roster((), (), Scoreboard(slots=1)))
     metrics.watch_workers(lambda: {"died": 0, "frozen": 0})

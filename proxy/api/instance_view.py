@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from proxy.balancer.health.health import Health
     from proxy.balancer.health.health_board import HealthBoard
     from proxy.balancer.member import Member
-    from proxy.balancer.models import Models
+    from proxy.balancer.models import ServedModels
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
     from proxy.balancer.shared.scoreboard import Scoreboard
@@ -39,7 +39,7 @@ class InstanceView:
         health_board: HealthBoard,
         misfits: Misfits,
         joiner: Joiner,
-        models: Models,
+        models: ServedModels,
         pool_of: Callable[[Backend], Pool] | None = None,
     ) -> None:
         """`pool_of`: in which pool an instance is compared with others, if not in that of its role."""

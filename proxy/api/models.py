@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from proxy.api.key_auth import KeyAuth
     from proxy.backend import Backend
     from proxy.balancer.engines.engine_keys import EngineKeys
-    from proxy.balancer.models import Models
+    from proxy.balancer.models import ServedModels
     from proxy.balancer.pool import Pool
     from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
@@ -48,7 +48,7 @@ class ModelsApi:
         client_keys: KeyAuth,
         metrics: Metrics,
         settings: Settings,
-        models: Models,
+        models: ServedModels,
     ) -> None:
         """`pools`: those whose backends are asked. `models`: what is known of all instances."""
         self._pools = pools

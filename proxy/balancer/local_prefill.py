@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.policies.cache_count import CacheCount
 from proxy.balancer.policies.prefill_cost import PrefillCost
-from proxy.balancer.policies.prefill_records import Kind, kind_and_slot, unpacked
+from proxy.balancer.policies.prefill_records import RecordKind, kind_and_slot, unpacked
 from proxy.balancer.policies.prefixes import CachedPrefixes
 from proxy.balancer.policies.unlearned import Unlearned
 
 if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.balancer.pick import PickRequest
-    from proxy.balancer.policies.asked import Asked
+    from proxy.balancer.policies.compared_prompt import ComparedPrompt
     from proxy.balancer.pool import Pool
     from proxy.balancer.shared.journal import JournalWriter
 
@@ -58,7 +58,7 @@ class LocalChoice:
     """A prompt that a decoder is to compute by itself."""
 
     decoder: Backend
-    asked: Asked
+    asked: ComparedPrompt
     harm: float
     """The time of the answers that wait meanwhile, as a share of what the prompt takes."""
     instead_seconds: float
@@ -111,7 +111,7 @@ class LocalPrefill:
         """What these prompts took, the harm included, and what they would have taken by the prediction."""
         self._doubted_until = -inf
 
-    def sooner(self, asked: Asked, max_tokens: int) -> LocalChoice | None:
+    def sooner(self, asked: ComparedPrompt, max_tokens: int) -> LocalChoice | None:
         """The decoder that would be the first to have the prompt, sooner than any prefiller; None: there is none, it is
         not known, or it is not free to choose. None of them is at its knee, or short of KV memory, or would have to
         compute more than `max_tokens` of the prompt.
@@ -145,7 +145,9 @@ class LocalPrefill:
             return None
         return LocalChoice(decoder=best, asked=asked, harm=best_harm, instead_seconds=instead)
 
-    def handed_over(self, decoder: str, asked: Asked, first_token: FirstToken | None, answer_tokens: int) -> None:
+    def handed_over(
+        self, decoder: str, asked: ComparedPrompt, first_token: FirstToken | None, answer_tokens: int
+    ) -> None:
         """A decoder of this name got the prompt from a prefiller, and has answered.
 
         `first_token`: since the prefiller's answer; None: that is not known.
@@ -250,7 +252,7 @@ class LocalPrefill:
         names = {backend.slot: backend.name for backend in self._eligible}
         for data in journal.news():
             kind, slot = kind_and_slot(data)
-            if kind == Kind.COUNTED and slot in names:
+            if kind == RecordKind.COUNTED and slot in names:
                 prefixes = self._cached[names[slot]]
                 if prefixes.follow(CacheCount(*unpacked(data).numbers), computing=0.0):
                     prefixes.clear()

@@ -23,7 +23,7 @@ _MOST_NAMES: Final = 3
 _NOTHING: Final = frozenset[str]()
 
 
-class Models:
+class ServedModels:
     """What is served, as one worker knows it. `look` comes before whatever is read, once something has changed."""
 
     def __init__(self, roster: Roster, health: Health, roles: Collection[Role]) -> None:

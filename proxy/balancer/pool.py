@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from proxy.balancer.member import Member
     from proxy.balancer.roster import Roster
     from proxy.balancer.shared.back_offs import BackOffs
-    from proxy.balancer.shared.scoreboard import Row, Scoreboard
+    from proxy.balancer.shared.scoreboard import LoadRow, Scoreboard
     from proxy.errors import UpstreamError
 
 _NO_LOAD: Final = Load()
@@ -70,7 +70,7 @@ class PoolParts:
     role: Role
     policy: Policy
     scoreboard: Scoreboard
-    row: Row
+    row: LoadRow
     """The worker's own row of the scoreboard. Its leases write it."""
     roster: Roster
     health: Health

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.balancer.fitness.misfits import Misfits
     from proxy.balancer.fitness.pinned_kv import Pin, PinnedKv
-    from proxy.balancer.models import Models
+    from proxy.balancer.models import ServedModels
     from proxy.balancer.pools import Pools
     from proxy.connectors.kv_transfer import PrefilledKv
     from proxy.observe.metrics import Metrics
@@ -66,7 +66,7 @@ class ReleaserParts:
     upstream: Upstream
     pinned_kv: PinnedKv
     misfits: Misfits
-    models: Models
+    models: ServedModels
     metrics: Metrics
     settle_seconds: float = SETTLE_SECONDS
     """How long a release waits."""

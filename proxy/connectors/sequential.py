@@ -17,7 +17,7 @@ import orjson
 from proxy.backend import Role
 from proxy.balancer.fitness.handovers import LEAST_TOKENS
 from proxy.balancer.local_prefill import FirstToken, LocalPrefill
-from proxy.balancer.policies.asked import ask
+from proxy.balancer.policies.compared_prompt import compared_prompt
 from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds, refusal
 from proxy.connectors.disaggregated import Disaggregated, Prefill
@@ -91,7 +91,7 @@ class Sequential(Disaggregated):
         if usage.is_resumed:
             yield from self._both(call, request, timeline)
             return
-        asked = ask(request)
+        asked = compared_prompt(request)
         choice = local.sooner(asked, self._context.settings.kv.local_max_tokens)
         if choice is None:
             yield from self._both(call, request, timeline)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from proxy.backend import Backend, Role
-    from proxy.balancer.models import Models
+    from proxy.balancer.models import ServedModels
     from proxy.balancer.pool import Pool
     from proxy.balancer.pools import Pools
     from proxy.connectors.base import Connector
@@ -92,7 +92,7 @@ class Lanes:
 
     def __init__(
         self,
-        models: Models,
+        models: ServedModels,
         whole: Lane,
         make: Callable[[Serving], Lane],
         settings: Settings,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from proxy.balancer.engines.engine_keys import EngineKeys
     from proxy.balancer.fitness.fitness import Fitness
     from proxy.balancer.health.health import Health
-    from proxy.balancer.models import Models
+    from proxy.balancer.models import ServedModels
     from proxy.balancer.pool import Pool
     from proxy.balancer.shared.scoreboard import Scoreboard
     from proxy.observe.metrics import Metrics
@@ -47,7 +47,7 @@ class Inspector(BackgroundOwner):
         scoreboard: Scoreboard,
         health: Health,
         fitness: Fitness,
-        models: Models,
+        models: ServedModels,
         session: aiohttp.ClientSession,
         keys: EngineKeys,
         metrics: Metrics,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.fitness.attribution import PairWatch, culprits
-from proxy.balancer.fitness.handovers import Verdict, Watch
+from proxy.balancer.fitness.handovers import CounterWatch, Verdict
 from proxy.balancer.fitness.misfits import MisfitKind
 from proxy.balancer.shared.scoreboard import LANES
 from proxy.inspector.expiries import Expiries
@@ -41,7 +41,7 @@ _SELDOM: Final = 4
 class _Decoder:
     """What is known of one decoder since it came up."""
 
-    watch: Watch
+    watch: CounterWatch
     pair_watch: PairWatch
     pairs: dict[Backend, Verdict] = field(default_factory=dict)
     """By prefillers, without those of which nothing is known."""
@@ -108,7 +108,9 @@ class Transfers:
                 if self._decoders.pop(backend, None) is not None:
                     self._fitness.misfits.judge(backend, Verdict.UNKNOWN)
                 continue
-            known = self._decoders.setdefault(backend, _Decoder(Watch(self._from_store), PairWatch(self._from_store)))
+            known = self._decoders.setdefault(
+                backend, _Decoder(CounterWatch(self._from_store), PairWatch(self._from_store))
+            )
             is_new = known.looked_at != self._scoreboard.handovers(backend.slot)
             if is_new and now >= known.due and not known.is_being_read:
                 known.is_being_read = True

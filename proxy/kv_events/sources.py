@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 _SOURCES_PATH: Final = "/kv_event_sources"
 
 
-def configured(settings: KvEvents, backend: Backend) -> list[wire.Source]:
+def configured(settings: KvEvents, backend: Backend) -> list[wire.EventPublisher]:
     """As `settings` say, which name an endpoint. Raises ValueError where nobody can publish."""
     assert settings.endpoint is not None
     replay = None if settings.replay_endpoint is None else port_at(settings.replay_endpoint, backend.port)
     return of_ranks(settings.ranks, port_at(settings.endpoint, backend.port), replay, settings.topic)
 
 
-async def asked(session: aiohttp.ClientSession, keys: EngineKeys, backend: Backend) -> list[wire.Source]:
+async def asked(session: aiohttp.ClientSession, keys: EngineKeys, backend: Backend) -> list[wire.EventPublisher]:
     """As it tells; empty: it does not, or publishes nothing. Raises NoAnswer; ValueError: nobody can publish there."""
     told = parse_sources(await _answer(session, keys, backend, _SOURCES_PATH))
     if told is None:
@@ -55,7 +55,7 @@ def address(names: Names, host: str, last: str | None) -> str | None:
     return last if last in known else min(known, key=lambda each: ":" in each, default=None)
 
 
-def at_address(address: str, backend: Backend, sources: Sequence[wire.Source]) -> list[EventSource]:
+def at_address(address: str, backend: Backend, sources: Sequence[wire.EventPublisher]) -> list[EventSource]:
     """The same as endpoints. Whatever host an engine tells, it is the instance's own."""
 
     host = f"[{address}]" if ":" in address else address

@@ -67,7 +67,7 @@ _SILENT: Final = (
 class _Heard:
     """What is known of one instance since it came up."""
 
-    sources: Sequence[wire.Source] = ()
+    sources: Sequence[wire.EventPublisher] = ()
     """None of them: it is not known yet, or there are none."""
     address: str | None = None
     """Where they are heard."""

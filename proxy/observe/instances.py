@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.balancer.fitness.misfits import Misfits
     from proxy.balancer.health.health import Health
-    from proxy.balancer.models import Models
+    from proxy.balancer.models import ServedModels
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
     from proxy.balancer.shared.scoreboard import Scoreboard
@@ -133,7 +133,7 @@ class Instances:
         yield from (pinned_kv, pinned_tokens, pinned_oldest, misfits, knee)
 
 
-def collect_models(models: Models, pools: Sequence[Pool]) -> Iterator[Metric]:
+def collect_models(models: ServedModels, pools: Sequence[Pool]) -> Iterator[Metric]:
     """How many instances of these pools each model has at the moment of a scrape."""
     found = GaugeMetricFamily(
         "pdproxy_model_instances",

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from proxy.backend import Backend
     from proxy.balancer.fitness.misfits import Misfits
     from proxy.balancer.health.health import Health
-    from proxy.balancer.models import Models
+    from proxy.balancer.models import ServedModels
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
     from proxy.balancer.shared.scoreboard import Scoreboard
@@ -378,7 +378,7 @@ class Metrics:
         """From now on every scrape tells about the instances that these have at that moment; see Instances."""
         self._instances = Instances(tuple(pools), scoreboard, health, misfits, pool_of)
 
-    def watch_models(self, models: Models, pools: Iterable[Pool]) -> None:
+    def watch_models(self, models: ServedModels, pools: Iterable[Pool]) -> None:
         """From now on every scrape tells how many instances each model has at that moment."""
         self._models = partial(collect_models, models, tuple(pools))
 

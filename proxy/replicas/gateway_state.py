@@ -41,7 +41,10 @@ class GatewayState(msgspec.Struct, frozen=True):
 
 
 class News(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What has changed since the last ones. Some may be lost: what they hold is in the next GatewayState, or merely of use."""
+    """What has changed since the last ones.
+
+    Some may be lost: what they hold is in the next GatewayState, or is not needed.
+    """
 
     me: str
     turn: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from proxy.backend import Role
-from proxy.balancer.policies.prefill_records import Kind, kind_and_slot, packed, unpacked, without_keys
+from proxy.balancer.policies.prefill_records import RecordKind, kind_and_slot, packed, unpacked, without_keys
 from proxy.balancer.shared.fronts import NOBODY
 from proxy.replicas.gateway_state import Charge, GatewayState, News
 
@@ -108,7 +108,7 @@ class LocalState:
         prompts: dict[str, list[bytes]] = {}
         for data in self._journal.news():
             kind, slot = kind_and_slot(data)
-            if slot not in keys or kind == Kind.COUNTED:
+            if slot not in keys or kind == RecordKind.COUNTED:
                 continue
             record = unpacked(data)
             if record.keys and len(data) > self._keys_left:

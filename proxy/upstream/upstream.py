@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.engines.progress import Progress
+from proxy.balancer.engines.progress import StreamProgress
 from proxy.errors import Failure, UpstreamError
 from proxy.upstream.connection import Connection, upstream_error
 from proxy.upstream.dialing import Dialer
@@ -68,7 +68,7 @@ class Upstream:
         self._heads = RequestHeads(keys)
         self._mask_key = keys.mask
         self._names = names
-        self._progress = Progress(stall_seconds)
+        self._progress = StreamProgress(stall_seconds)
         self._on_stall = on_stall
         self._on_work = on_work
         self._silences = (

@@ -13,7 +13,7 @@ from proxy.balancer.fitness.fitness import Fitness
 from proxy.balancer.fitness.pinned_kv import PinnedKv
 from proxy.balancer.health.health import Health
 from proxy.balancer.health.pair_quarantine import PairQuarantine
-from proxy.balancer.models import Models
+from proxy.balancer.models import ServedModels
 from proxy.balancer.pick import PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts, ignore
@@ -52,7 +52,7 @@ class Balancing:
     pinned_kv: PinnedKv
     """The KV that no decoder fetches."""
     pools: Pools
-    models: Models
+    models: ServedModels
     """Which models the instances serve."""
     pool_of: PoolOf
     part: Callable[[Serving], tuple[Pools, Callable[[Settings], None]]]
@@ -76,7 +76,7 @@ def build_balancing(basis: Basis) -> Balancing:
     on_transition = _transitions(basis)
     ends = _InstanceRequests(basis.metrics)
     needed = (Role.PREFILL, Role.DECODE) if settings.connector_traits.takes_prefillers else (Role.DECODE,)
-    models = Models(shared.roster, health, needed)
+    models = ServedModels(shared.roster, health, needed)
 
     def pool(role: Role, part: tuple[Pool, Serving] | None = None) -> tuple[Pool, Callable[[Settings], None]]:
         context = PolicyContext(

@@ -18,7 +18,7 @@ from proxy.balancer.fitness.misfits import Misfits
 from proxy.balancer.health.health import Health
 from proxy.balancer.health.health_board import HealthBoard
 from proxy.balancer.health.suspect_memory import SuspectMemory
-from proxy.balancer.models import Models
+from proxy.balancer.models import ServedModels
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolParts
 from proxy.balancer.pools import Pools
@@ -179,7 +179,7 @@ class Gateway:
         suspects = Suspects(SuspectMemory(), pools, tuple(roles), self.prober.is_gone, self.metrics)
         connector, detokenizer = NoConnector(roles), Detokenizer(pools, Upstream(settings.timeouts, self.keys()))
         flow = FlowGateway(connector, pools, detokenizer, suspects, settings, self.metrics)
-        models = Models(self.roster, self.health, tuple(roles))
+        models = ServedModels(self.roster, self.health, tuple(roles))
         return Lanes(models, Lane(pools, flow, connector, suspects), make, settings, self.prober.refresh_models)
 
     def keys(self, key: str | None = None, trusted: Sequence[tuple[str, int]] = ()) -> EngineKeys:

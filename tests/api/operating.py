@@ -11,7 +11,7 @@ from proxy.api.instance_view import InstanceView
 from proxy.api.instances import InstancesApi
 from proxy.api.probes import ProbeApi
 from proxy.backend import Role
-from proxy.balancer.models import Models
+from proxy.balancer.models import ServedModels
 from proxy.balancer.shared.source_states import SourceStates
 from proxy.configuration import Change
 from proxy.listener.drain import Drain
@@ -67,7 +67,7 @@ async def client_of(
         gateway.health_board,
         gateway.misfits,
         gateway.joiner,
-        Models(gateway.roster, gateway.health, tuple(pools)),
+        ServedModels(gateway.roster, gateway.health, tuple(pools)),
     )
     instances = InstancesApi(
         pools,

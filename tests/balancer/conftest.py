@@ -14,7 +14,7 @@ from proxy.balancer.pick import PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts
 from proxy.balancer.roster import Roster
-from proxy.balancer.shared.scoreboard import Row, Scoreboard
+from proxy.balancer.shared.scoreboard import LoadRow, Scoreboard
 from proxy.settings import HealthChecks
 from tests.clock import Clock
 
@@ -32,7 +32,7 @@ class Balancer:
     def __post_init__(self) -> None:
         self.checks = HealthChecks(eject_seconds=30.0, slow_start_seconds=30.0)
         self.health = Health(self.checks, self.clock, random.Random(1))
-        self.row: Row = self.scoreboard.row(0)
+        self.row: LoadRow = self.scoreboard.row(0)
         self.roster = Roster([("p", 1), ("p", 2)], [("d", 1), ("d", 2)], self.scoreboard)
         self.prefillers = self.pool(Role.PREFILL)
         self.decoders = self.pool(Role.DECODE)

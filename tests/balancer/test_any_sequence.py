@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from proxy.backend import Backend, Load, Role
 from proxy.balancer.health.backend_health import HealthState
-from proxy.balancer.health.breaker import Phase
+from proxy.balancer.health.breaker import BreakerPhase
 from proxy.balancer.health.health import Health
 from proxy.balancer.health.pair_quarantine import PairQuarantine
 from proxy.balancer.pick import PickRequest
@@ -132,7 +132,7 @@ class AnySequence(RuleBasedStateMachine):
                 each.is_trial &= lease.backend != backend or each.worker != worker
         if transition.cause is not None:
             peers = self.enabled(backend.role)
-            out = [peer for peer in peers if health._conditions[peer].breaker.phase is not Phase.CLOSED]
+            out = [peer for peer in peers if health._conditions[peer].breaker.phase is not BreakerPhase.CLOSED]
             assert len(out) <= max(1, len(peers) // 2)
             assert any(health.of(peer).is_eligible for peer in peers)
 

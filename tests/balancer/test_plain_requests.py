@@ -20,7 +20,7 @@ from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts
 from proxy.balancer.roster import Roster
-from proxy.balancer.shared.scoreboard import Row, Scoreboard
+from proxy.balancer.shared.scoreboard import LoadRow, Scoreboard
 from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.settings import POLICIES, HealthChecks
 from tests.clock import Clock
@@ -41,7 +41,7 @@ class Side:
     def __init__(self, policy: str, workers: int, worker: int, max_running: int | None) -> None:
         self.clock = Clock()
         self.board = Scoreboard(workers, slots=8)
-        self.rows: list[Row] = [self.board.row(number) for number in range(workers)]
+        self.rows: list[LoadRow] = [self.board.row(number) for number in range(workers)]
         self.roster = Roster([], [("d", port) for port in range(BACKENDS)], self.board)
         self.health = Health(HealthChecks(eject_after=3, slow_start_seconds=30.0), self.clock, random.Random(1))
         self.pinned_kv = PinnedKv(self.rows[0], self.clock)

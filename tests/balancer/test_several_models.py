@@ -9,7 +9,7 @@ import pytest
 
 from proxy.backend import Load, Role
 from proxy.balancer.engines.engine_facts import EngineFacts, Identity
-from proxy.balancer.models import Models, odd_ones
+from proxy.balancer.models import ServedModels, odd_ones
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolParts
@@ -26,13 +26,13 @@ class Fleet:
 
     def __init__(self, balancer: Balancer) -> None:
         self.balancer = balancer
-        self.models = Models(balancer.roster, balancer.health, BOTH)
+        self.models = ServedModels(balancer.roster, balancer.health, BOTH)
         self.prefillers, self.decoders = balancer.prefillers.backends(), balancer.decoders.backends()
         self.everybody = (*self.prefillers, *self.decoders)
         for backend in self.everybody:
             balancer.health.on_probe(backend, True, "up")
 
-    def tell(self, *names: str, adapters: dict[int, str] | None = None) -> Models:
+    def tell(self, *names: str, adapters: dict[int, str] | None = None) -> ServedModels:
         for place, (backend, its) in enumerate(zip(self.everybody, names, strict=True)):
             its_adapters = frozenset((adapters or {}).get(place, "").split())
             identity = Identity(models=frozenset(its.split()), adapters=its_adapters)

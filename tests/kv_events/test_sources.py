@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from proxy.backend import Backend, Role
-from proxy.kv_events.messages import Source
+from proxy.kv_events.messages import EventSource
 from proxy.kv_events.sources import address, at_address, configured
 from proxy.settings.kv_events import KvEvents
 from proxy.upstream import AddressRules
-from proxy.wire.kv_events import Source as Told
+from proxy.wire.kv_events import EventPublisher
 from tests.upstream.desk import desk
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def test_the_ranks_of_an_instance_publish_at_ports_one_behind_the_other() -> None:
     settings = KvEvents(endpoint="tcp://*:+1000", replay_endpoint="tcp://*:5657", topic="kv", ranks=2)
     told = configured(settings, Backend(Role.PREFILL, "a", 7100))
-    assert told == [Told(8100, 5657, "kv"), Told(8101, 5658, "kv")]
+    assert told == [EventPublisher(8100, 5657, "kv"), EventPublisher(8101, 5658, "kv")]
 
 
 def test_ports_that_there_are_not_are_refused() -> None:
@@ -32,13 +32,13 @@ def test_ports_that_there_are_not_are_refused() -> None:
 
 
 def test_endpoints_are_those_of_the_address() -> None:
-    told = [Told(5557, 5657, "kv"), Told(5558, None, "")]
+    told = [EventPublisher(5557, 5657, "kv"), EventPublisher(5558, None, "")]
     backend = Backend(Role.PREFILL, "a", 7100)
     assert at_address("10.0.0.1", backend, told) == [
-        Source("prefill a 7100", "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5657", "kv"),
-        Source("prefill a 7100", "tcp://10.0.0.1:5558", None, ""),
+        EventSource("prefill a 7100", "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5657", "kv"),
+        EventSource("prefill a 7100", "tcp://10.0.0.1:5558", None, ""),
     ]
-    assert at_address("::1", backend, told[1:]) == [Source("prefill a 7100", "tcp://[::1]:5558", None, "")]
+    assert at_address("::1", backend, told[1:]) == [EventSource("prefill a 7100", "tcp://[::1]:5558", None, "")]
 
 
 async def test_an_instance_is_heard_at_one_of_its_addresses_as_long_as_it_has_that(clock: Clock) -> None:

@@ -13,11 +13,11 @@ from proxy.api_keys import KeyUsage
 from proxy.backend import Backend, Load, Role
 from proxy.balancer.health.health_board import HealthBoard
 from proxy.balancer.pick import PickRequest, PolicyContext
-from proxy.balancer.policies.asked import Asked
 from proxy.balancer.policies.cache_count import CacheCount
+from proxy.balancer.policies.compared_prompt import ComparedPrompt
 from proxy.balancer.policies.least_seconds import LeastSeconds
 from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD
-from proxy.balancer.policies.prefill_records import InvalidRecord, Kind, Record, packed, translated, unpacked
+from proxy.balancer.policies.prefill_records import InvalidRecord, Record, RecordKind, packed, translated, unpacked
 from proxy.balancer.policies.prefiller import write_count
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.fronts import Fronts
@@ -85,7 +85,7 @@ def send(
 ) -> Sent:
     """A prompt of which nothing is cached yet."""
     load = Load(round(seconds / SECONDS_PER_LOAD), tokens)
-    return prefiller.send(Asked(PickRequest.of(load), keys, ends, tokens), 0, seconds, *load, now)
+    return prefiller.send(ComparedPrompt(PickRequest.of(load), keys, ends, tokens), 0, seconds, *load, now)
 
 
 @pytest.fixture
@@ -175,13 +175,13 @@ def test_names_of_prefixes_take_no_more_than_so_many_bytes_a_second(pair: tuple[
     [
         b"",
         b"\0" * 20,
-        packed(Record(Kind.SENT, 0, _KEYS, _ENDS, [1.0, 2.0])),
-        packed(Record(Kind.SENT, 0, _KEYS, _ENDS[1:], [1.0, 2.0, 3.0])),
-        packed(Record(Kind.SENT, 0, _KEYS, _ENDS, [1.0, 2.0, 3.0]))[:-1],
-        packed(Record(Kind.SENT, 0, _KEYS, _ENDS, [1.0, 2.0, 3.0])) + b"more",
-        packed(Record(Kind.SENT, 0, _KEYS, _ENDS, [float("nan"), 2.0, 3.0])),
-        packed(Record(Kind.SENT, 0, _KEYS, [float("inf")] * 3, [1.0, 2.0, 3.0])),
-        packed(Record(Kind.ENDED, 0, _KEYS, _ENDS, [1.0, 2.0, 3.0, 4.0])),
+        packed(Record(RecordKind.SENT, 0, _KEYS, _ENDS, [1.0, 2.0])),
+        packed(Record(RecordKind.SENT, 0, _KEYS, _ENDS[1:], [1.0, 2.0, 3.0])),
+        packed(Record(RecordKind.SENT, 0, _KEYS, _ENDS, [1.0, 2.0, 3.0]))[:-1],
+        packed(Record(RecordKind.SENT, 0, _KEYS, _ENDS, [1.0, 2.0, 3.0])) + b"more",
+        packed(Record(RecordKind.SENT, 0, _KEYS, _ENDS, [float("nan"), 2.0, 3.0])),
+        packed(Record(RecordKind.SENT, 0, _KEYS, [float("inf")] * 3, [1.0, 2.0, 3.0])),
+        packed(Record(RecordKind.ENDED, 0, _KEYS, _ENDS, [1.0, 2.0, 3.0, 4.0])),
         packed(Record(7, 0, _KEYS, (), [1.0])),
         b"\xff" * 40,
     ],
@@ -200,11 +200,11 @@ def test_what_is_no_record_is_left_out(data: bytes, pair: tuple[Gateway, Gateway
 
 
 def test_a_record_comes_back_as_it_was() -> None:
-    record = Record(Kind.SENT, 3, array("Q", _KEYS), array("f", _ENDS), (1.5, 2.5, 3.5))
+    record = Record(RecordKind.SENT, 3, array("Q", _KEYS), array("f", _ENDS), (1.5, 2.5, 3.5))
     assert unpacked(packed(record)) == record
-    record = Record(Kind.ENDED, 3, (), (), (1.5, 2.5, 3.5, 4.5, -1.0, 1.0))
+    record = Record(RecordKind.ENDED, 3, (), (), (1.5, 2.5, 3.5, 4.5, -1.0, 1.0))
     assert unpacked(packed(record)) == record
-    record = Record(Kind.SAMPLED, 3, (), (), tuple(map(float, range(9))))
+    record = Record(RecordKind.SAMPLED, 3, (), (), tuple(map(float, range(9))))
     assert unpacked(packed(record)) == record
 
 
@@ -222,5 +222,5 @@ def test_what_engines_tell_of_their_caches_is_for_the_gateway_that_asks_them(pai
     write_count(one.events, one.backend(1).slot, count)
     assert one.prefiller(1).cached.capacity == 5000
     assert one.news() is None
-    two.guests.note_prompts({0: [packed(Record(Kind.COUNTED, 0, (), (), count))]}, 0.0)
+    two.guests.note_prompts({0: [packed(Record(RecordKind.COUNTED, 0, (), (), count))]}, 0.0)
     assert two.prefiller(2).cached.capacity == 10**6

@@ -32,7 +32,7 @@ class _Watched:
     is_told: bool = False
 
 
-class Progress:
+class StreamProgress:
     """Watches the backends with streams under way."""
 
     def __init__(self, stall_seconds: float) -> None:

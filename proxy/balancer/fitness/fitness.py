@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from proxy.balancer.engines.engine_keys import EngineKeys
     from proxy.balancer.fitness.handovers import Verdict
     from proxy.balancer.fitness.misfits import Misfits
-    from proxy.balancer.shared.scoreboard import Row
+    from proxy.balancer.shared.scoreboard import LoadRow
 
 NO_KV_PARAMS: Final = (
     "answers prefills without kv_transfer_params, so decoders compute its prompts again: check its "
@@ -37,7 +37,7 @@ class Fitness:
     def __init__(
         self,
         misfits: Misfits,
-        row: Row,
+        row: LoadRow,
         keys: EngineKeys,
         on_change: Callable[[Backend, MisfitKind, str | None], None] = lambda *_: None,
     ) -> None:

@@ -64,7 +64,7 @@ def judge(
 
 
 @dataclass(slots=True)
-class Watch:
+class CounterWatch:
     """What is known of one decoder's counters: the last reading that was judged, and what had been sent by then."""
 
     from_store: bool

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from proxy.backend import Backend
-    from proxy.balancer.shared.scoreboard import Row
+    from proxy.balancer.shared.scoreboard import LoadRow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +45,7 @@ class _Slot:
 class PinnedKv:
     """One worker's pins. `row` is its own; `clock` is the system's monotonic one except in tests."""
 
-    def __init__(self, row: Row, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, row: LoadRow, clock: Callable[[], float] = time.monotonic) -> None:
         self._row = row
         self._clock = clock
         # By slot and not by backend: one that was removed and added again is equal, but it is elsewhere.

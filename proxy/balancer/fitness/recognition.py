@@ -49,14 +49,14 @@ class EngineReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class RecognisedConnector:
     """A connector, and in half a sentence why it is that."""
 
     connector: str
     reason: str
 
 
-def recognise(engines: Sequence[EngineReport]) -> Finding:
+def recognise(engines: Sequence[EngineReport]) -> RecognisedConnector:
     """The connector for these engines, of which at least one is a prefiller.
 
     Raises SettingsError when there is none for all of them, or one has another role than it was given.
@@ -78,7 +78,7 @@ def recognise(engines: Sequence[EngineReport]) -> Finding:
     (kind,) = by_kind
     connectors = [name for name, traits in CONNECTOR_TRAITS.items() if traits.engine == kind]
     if len(connectors) == 1:
-        return Finding(connectors[0], f"{_count_of(engines)} are {kind}")
+        return RecognisedConnector(connectors[0], f"{_count_of(engines)} are {kind}")
     return _vllm(engines)
 
 
@@ -151,14 +151,14 @@ def _wrong_port(engine: EngineReport, bootstrap_port: int | None) -> tuple[Misfi
     return MisfitKind.BOOTSTRAP, f"{hint}: give it as `--prefill URL {its}`"
 
 
-def _vllm(engines: Sequence[EngineReport]) -> Finding:
+def _vllm(engines: Sequence[EngineReport]) -> RecognisedConnector:
     found: dict[str, tuple[str, str]] = {}  # by connector: how an engine calls it, and which engine
     for engine in engines:
         if engine.setup.tells_transfer:
             told, connector = _connector(engine)
             found.setdefault(connector, (told, engine.name))
     if not found:
-        return Finding(
+        return RecognisedConnector(
             "vllm_pull",
             f"{_count_of(engines)} are vLLM and do not report how their KV cache travels, as they would with "
             "VLLM_SERVER_DEV_MODE=1: name the connector unless decoders pull the cache",
@@ -167,7 +167,7 @@ def _vllm(engines: Sequence[EngineReport]) -> Finding:
         told = " and ".join(f"{name} has {told}" for told, name in found.values())
         raise SettingsError(f"connector auto: {told}, and no connector serves both")
     ((connector, (told, _)),) = found.items()
-    return Finding(connector, f"{_count_of(engines)} are vLLM with {told}")
+    return RecognisedConnector(connector, f"{_count_of(engines)} are vLLM with {told}")
 
 
 def _connector(engine: EngineReport) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from proxy.balancer import slow_start
-from proxy.balancer.health.breaker import Breaker, Phase
+from proxy.balancer.health.breaker import Breaker, BreakerPhase
 
 if TYPE_CHECKING:
     from proxy.balancer.engines.engine_facts import EngineFacts
@@ -68,9 +68,9 @@ class BackendHealth:
     @property
     def state(self) -> HealthState:
         """Both facts in one word."""
-        if self.breaker.phase is Phase.CLOSED or self.verdict is HealthState.DOWN:
+        if self.breaker.phase is BreakerPhase.CLOSED or self.verdict is HealthState.DOWN:
             return self.verdict
-        return HealthState.EJECTED if self.breaker.phase is Phase.EJECTED else HealthState.PROBATION
+        return HealthState.EJECTED if self.breaker.phase is BreakerPhase.EJECTED else HealthState.PROBATION
 
     @property
     def is_healthy(self) -> bool:
@@ -108,7 +108,7 @@ class BackendHealth:
     @property
     def is_eligible(self) -> bool:
         """Whether it may get requests, as many as there are."""
-        is_closed = self.breaker.phase is Phase.CLOSED
+        is_closed = self.breaker.phase is BreakerPhase.CLOSED
         return is_closed and self.verdict is not HealthState.DOWN and not self.awaits_first_probe
 
     @property

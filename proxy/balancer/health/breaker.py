@@ -30,7 +30,7 @@ _TIMEOUTS: Final = 2
 _REFUSALS: Final = 3
 
 
-class Phase(Enum):
+class BreakerPhase(Enum):
     """CLOSED is as a circuit is closed: requests flow."""
 
     CLOSED = auto()
@@ -42,7 +42,7 @@ class Phase(Enum):
 class Breaker:
     """One backend's breaker. Times are clock seconds, events are numbers that only grow."""
 
-    phase: Phase = Phase.CLOSED
+    phase: BreakerPhase = BreakerPhase.CLOSED
     failures: int = 0
     """Failures in a row, of any kind that the backend is to blame for."""
     until: float = 0.0
@@ -65,7 +65,7 @@ class Breaker:
     @property
     def is_out_for_doubt(self) -> bool:
         """Nothing but what another gateway says keeps it out."""
-        return self.is_doubted and self.phase is Phase.EJECTED
+        return self.is_doubted and self.phase is BreakerPhase.EJECTED
 
     @property
     def refused_connections(self) -> int:
@@ -116,12 +116,14 @@ class Breaker:
 
     def eject(self, cause: Cause, now: float, checks: HealthChecks, jitter: float) -> float:
         """Take it out; for how many seconds. `jitter` is a factor."""
-        self.ends_with_connection = cause == "connect" and (self.phase is Phase.CLOSED or self.ends_with_connection)
+        self.ends_with_connection = cause == "connect" and (
+            self.phase is BreakerPhase.CLOSED or self.ends_with_connection
+        )
         self.rest(now, checks.eject_seconds)
         if self._ejections * checks.eject_seconds < checks.max_eject_seconds:
             self._ejections += 1
         seconds = min(self._ejections * checks.eject_seconds, checks.max_eject_seconds) * jitter
-        self.phase = Phase.EJECTED
+        self.phase = BreakerPhase.EJECTED
         self.is_doubted = False
         self.until = now + seconds
         self.trial = 0
@@ -131,7 +133,7 @@ class Breaker:
         """Take it out until it has shown that it is well; for how many seconds at most. That is no failure of its own,
         and counts for none.
         """
-        self.phase = Phase.EJECTED
+        self.phase = BreakerPhase.EJECTED
         self.is_doubted = True
         self.until = now + checks.eject_seconds
         self.trial = 0
@@ -139,11 +141,11 @@ class Breaker:
 
     def release(self) -> None:
         """Its time is over, or cut short: it is on probation."""
-        self.phase = Phase.PROBATION
+        self.phase = BreakerPhase.PROBATION
 
     def close(self, now: float) -> None:
         """The backend serves again."""
-        self.phase = Phase.CLOSED
+        self.phase = BreakerPhase.CLOSED
         self.trial = 0
         self.ends_with_connection = False
         self.served()
@@ -157,5 +159,5 @@ class Breaker:
 
     def resume(self, now: float) -> None:
         """The backend is healthy from now on."""
-        if self.phase is Phase.CLOSED:
+        if self.phase is BreakerPhase.CLOSED:
             self._healthy_since = now

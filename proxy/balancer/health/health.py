@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.health.backend_health import BackendHealth, HealthState
-from proxy.balancer.health.breaker import Phase
+from proxy.balancer.health.breaker import BreakerPhase
 from proxy.balancer.health.health_board import HealthBoard
 from proxy.errors import Failure
 from proxy.settings import HealthChecks
@@ -236,7 +236,7 @@ class Health:
         self.due = math.inf
         released = []
         for backend, condition in self._conditions.items():
-            if condition.breaker.phase is Phase.EJECTED:
+            if condition.breaker.phase is BreakerPhase.EJECTED:
                 if condition.breaker.until <= now:
                     released.append(self._release(backend, condition, "the next request decides"))
                 else:
@@ -323,7 +323,7 @@ class Health:
         """Eject it if that was one failure too many. What fails on a backend that is out already was sent before."""
         breaker = condition.breaker
         cause: Cause | None = None
-        if breaker.phase is Phase.CLOSED:
+        if breaker.phase is BreakerPhase.CLOSED:
             others_served_at = max((self.of(peer).served_at for peer in peers), default=0)
             cause = breaker.cause(self._checks.eject_after, others_served_at)
         elif is_trial:
@@ -343,7 +343,7 @@ class Health:
     ) -> Transition | None:
         """Eject a backend that refuses requests that others serve."""
         others_served_at = max((self.of(peer).served_at for peer in peers if peer != backend), default=0)
-        is_judged = is_trial or condition.breaker.phase is Phase.CLOSED
+        is_judged = is_trial or condition.breaker.phase is BreakerPhase.CLOSED
         if not is_judged or not condition.breaker.refuses(refusals, others_served_at):
             return None
         if condition.verdict is HealthState.DOWN or not self._may_eject(backend, peers):
@@ -357,7 +357,7 @@ class Health:
             return False
         share = self._checks.max_ejected_share
         most = max(1, int(len(peers) * share + 1e-9)) if share else 0
-        return sum(other.breaker.phase is not Phase.CLOSED for other in others) < most
+        return sum(other.breaker.phase is not BreakerPhase.CLOSED for other in others) < most
 
     def _eject(self, backend: Backend, condition: BackendHealth, cause: Cause, reason: str) -> Transition | None:
         old = condition.state

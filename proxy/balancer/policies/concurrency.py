@@ -26,7 +26,7 @@ from proxy.balancer.policies.prefill_cost import misfit
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.balancer.policies.prefill_samples import Sample
+    from proxy.balancer.policies.prefill_samples import PrefillSample
 
 _MOST_LANES: Final = 64
 # So many answers to prompts that had company are enough for a first look, then so many more, and twice as many each
@@ -92,7 +92,7 @@ class _Throughput:
         """Whether there are enough groups."""
         return len(self._groups) >= _ENOUGH_GROUPS
 
-    def add(self, sample: Sample, size: int) -> bool:
+    def add(self, sample: PrefillSample, size: int) -> bool:
         """Add an answer to a group of this size, or to the next one. Return whether a group has become complete."""
         count, uncached, attention, seconds = self._group
         is_complete = count >= size and not _is_at_once(sample)
@@ -134,7 +134,7 @@ class Concurrency:
         # the prompt was sent.
         self._steps: deque[tuple[float, float, float]] = deque(maxlen=_LAST)
         self._answers: deque[tuple[float, float, float]] = deque(maxlen=_LAST)
-        self._overtaking: deque[float] = deque(maxlen=_LAST)  # see Sample.overtook, of those that had company
+        self._overtaking: deque[float] = deque(maxlen=_LAST)  # see PrefillSample.overtook, of those that had company
         self._unseen, self._more = _ENOUGH, _MORE
         self._at, self._beyond = _Throughput(), _Throughput()  # with as many prompts as it may have, and with more
         self._tried = 0  # groups of the latter since something was believed
@@ -159,7 +159,7 @@ class Concurrency:
         """Note that it may have another number of prompts from now on."""
         self._at = _Throughput()
 
-    def saw(self, sample: Sample, shape: Sequence[float] = (), now: float = 0.0) -> None:
+    def saw(self, sample: PrefillSample, shape: Sequence[float] = (), now: float = 0.0) -> None:
         """Learn from a prompt that has been computed.
 
         Args:
@@ -200,7 +200,7 @@ class Concurrency:
             self.is_orderly = None
             self._believed = self._belief = 0
 
-    def _compare(self, sample: Sample, shape: Sequence[float], now: float) -> None:
+    def _compare(self, sample: PrefillSample, shape: Sequence[float], now: float) -> None:
         """Compare what it computes with the prompts that it may have with what it computes with more."""
         if sample.fill > _AHEAD:
             self._tried += self._beyond.add(sample, _GROUP * self.lanes)
@@ -262,7 +262,7 @@ class Concurrency:
         self._unseen, self._more = _ENOUGH, _MORE
 
 
-def _is_at_once(sample: Sample) -> bool:
+def _is_at_once(sample: PrefillSample) -> bool:
     """Return whether a prompt was answered at the same time as the one before it."""
     return sample.seconds <= min(_AT_ONCE_SECONDS, _AT_ONCE * sample.whole)
 

@@ -16,7 +16,7 @@ from zlib import crc32
 from proxy.backend import Load
 from proxy.balancer.choice import CACHED_PREFIX, EQUAL, LEAST_SECONDS
 from proxy.balancer.pick import Prediction
-from proxy.balancer.policies.asked import LEAST_TOKENS, Asked, ask
+from proxy.balancer.policies.compared_prompt import LEAST_TOKENS, ComparedPrompt, compared_prompt
 from proxy.balancer.policies.least_tokens import LeastTokens
 from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD
 from proxy.balancer.policies.prefiller import Prefiller
@@ -53,7 +53,7 @@ _HOLD_WAITS: Final = 2.0
 _WEIGHTS: Final = 100, 3
 _SECONDS_PER_WEIGHT: Final = SECONDS_PER_LOAD / _WEIGHTS[0]
 # Who is going to get a request: both, and the pieces that are cached there and the seconds that the rest takes.
-_Choice = tuple["PickRequest", Prefiller, Asked, int, float]
+_Choice = tuple["PickRequest", Prefiller, ComparedPrompt, int, float]
 
 
 class LeastSeconds(LeastTokens):
@@ -75,7 +75,7 @@ class LeastSeconds(LeastTokens):
         self._busy = 0.0
         self._lag = 0.0  # the most seconds by which the event loop was late in the last ones
         self._lag_due = -inf  # when to look again
-        self._asked: dict[int, Asked] = {}  # who waits, by the subject's id
+        self._asked: dict[int, ComparedPrompt] = {}  # who waits, by the subject's id
         self._waiting_seconds: dict[int, float] = {}  # what their prompts take
         self._decided: tuple[object, list[Prefiller]] | None = None  # for whom it is best to go where
         self._chosen: _Choice | None = None
@@ -91,7 +91,7 @@ class LeastSeconds(LeastTokens):
         prefillers = known.known(candidates)
         asked = self._asked.get(id(request.subject or request)) if self._asked else None
         if asked is None:
-            asked = ask(request)
+            asked = compared_prompt(request)
         waits = self._waits(prefillers, weights, self.context.clock(), _SECONDS_PER_WEIGHT)
         work = known.work(prefillers, asked)
         place, is_equal = 0, False
@@ -111,7 +111,7 @@ class LeastSeconds(LeastTokens):
         prefillers: Sequence[Prefiller],
         weights: Sequence[int],
         request: PickRequest,
-        asked: Asked,
+        asked: ComparedPrompt,
         waits: Sequence[float],
         work: Sequence[float],
     ) -> tuple[int, bool]:
@@ -145,7 +145,7 @@ class LeastSeconds(LeastTokens):
         """What is known of the request, and of the backend, which somebody else may have chosen."""
         chosen = self._chosen
         if chosen is None or chosen[0] is not request or chosen[1].backend is not backend:
-            prefiller, asked = self._prefillers.of(backend), ask(request)
+            prefiller, asked = self._prefillers.of(backend), compared_prompt(request)
             chosen = self._chosen = request, prefiller, asked, *self._prefillers.own(prefiller, asked)
         return chosen
 
@@ -190,7 +190,7 @@ class LeastSeconds(LeastTokens):
         prefillers = self._prefillers.known(candidates)
         loads = self._prefillers.reader.compute()
         waits = self._waits(prefillers, loads, self.context.clock())
-        return min(map(float.__add__, waits, self._prefillers.work(prefillers, ask(request))))
+        return min(map(float.__add__, waits, self._prefillers.work(prefillers, compared_prompt(request))))
 
     @property
     def remembered(self) -> int:
@@ -213,7 +213,7 @@ class LeastSeconds(LeastTokens):
     def work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
         """What a prompt takes where it takes least. It waits from now on."""
         subject = id(request.subject or request)
-        asked = self._asked[subject] = ask(request)
+        asked = self._asked[subject] = compared_prompt(request)
         seconds = self._waiting_seconds[subject] = min(self._prefillers.work(self._prefillers.known(candidates), asked))
         return seconds
 
@@ -234,7 +234,7 @@ class LeastSeconds(LeastTokens):
         waits = self._waits(prefillers, loads, self.context.clock())
         if any(map(self._is_free, candidates, prefillers, waits, loads)):
             return inf  # it waits for decoders
-        work = min(self._prefillers.work(prefillers, ask(request)))
+        work = min(self._prefillers.work(prefillers, compared_prompt(request)))
         return _HOLD_WAITS * (min(waits) + sum(self._waiting_seconds.values()) / len(prefillers) + work / AGEING)
 
     def first_to_go(self, candidates: Sequence[Candidate], waiting: Sequence[PickRequest]) -> int | None:
@@ -252,7 +252,7 @@ class LeastSeconds(LeastTokens):
         ]
         share = len(self._asked) / len(prefillers)
         for place, request in enumerate(waiting):
-            asked = self._asked.get(id(request.subject or request)) or ask(request)
+            asked = self._asked.get(id(request.subject or request)) or compared_prompt(request)
             work = self._prefillers.work(prefillers, asked)
             scores, near = self._scores(waits, work)
             # Nothing is gained by waiting for another prefiller where the prompt takes as long everywhere.
@@ -366,7 +366,7 @@ class LeastSeconds(LeastTokens):
         return waits
 
 
-def _cached_tokens(prefillers: Sequence[Prefiller], asked: Asked) -> Sequence[float]:
+def _cached_tokens(prefillers: Sequence[Prefiller], asked: ComparedPrompt) -> Sequence[float]:
     """Of the prompt, that are probably cached at each of these."""
     ends, there = asked.ends, asked.there
     return [ends[pieces - 1] if (pieces := there[prefiller][1]) else 0.0 for prefiller in prefillers]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class Kind(IntEnum):
+class RecordKind(IntEnum):
     """Of a record."""
 
     SENT = 0
@@ -55,7 +55,7 @@ NO_AGE: Final = -1.0
 # Its kind, the prefiller's slot, and how many keys, ends and other numbers follow.
 _HEAD: Final = Struct("<IIIII")
 _KIND_AND_SLOT: Final = Struct("<II")
-_NUMBERS: Final = {Kind.SENT: 3, Kind.ENDED: 6, Kind.COUNTED: 4, Kind.SAMPLED: 9}
+_NUMBERS: Final = {RecordKind.SENT: 3, RecordKind.ENDED: 6, RecordKind.COUNTED: 4, RecordKind.SAMPLED: 9}
 _KEY_BYTES: Final = 8
 _END_BYTES: Final = 4
 
@@ -82,7 +82,7 @@ def unpacked(data: bytes) -> Record:
         raise InvalidRecord(str(problem)) from None
     ends_at = _HEAD.size + _KEY_BYTES * key_count
     numbers_at = ends_at + _END_BYTES * end_count
-    if number_count != _NUMBERS.get(kind) or end_count != (kind == Kind.SENT) * key_count:
+    if number_count != _NUMBERS.get(kind) or end_count != (kind == RecordKind.SENT) * key_count:
         raise InvalidRecord("it has not the parts of a record")
     written = _doubles(number_count)
     if len(data) != numbers_at + written.size:
@@ -109,7 +109,7 @@ def translated(record: Record, slot: int, seconds: float) -> Record:
     """The same of another gateway, for whom the prefiller has this slot, and whose clock is so much ahead. Raises
     InvalidRecord for numbers that are none.
     """
-    if record.kind == Kind.COUNTED:
+    if record.kind == RecordKind.COUNTED:
         raise InvalidRecord("it is not for other gateways")
     if not all(map(isfinite, record.numbers)) or not all(map(isfinite, record.ends)):
         raise InvalidRecord("it has numbers that are none")

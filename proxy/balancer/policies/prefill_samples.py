@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from proxy.balancer.pick import Prediction
-    from proxy.balancer.policies.asked import Asked
+    from proxy.balancer.policies.compared_prompt import ComparedPrompt
 
 
 @dataclass(slots=True, eq=False)
@@ -22,7 +22,7 @@ class Sent(Tracker):
     """Called when it has been computed, or will not be."""
     compute: int
     kv: int
-    asked: Asked
+    asked: ComparedPrompt
     at: float
     seconds: float
     """Predicted."""
@@ -48,7 +48,7 @@ class Sent(Tracker):
         self.on_end(self, served)
 
 
-class Sample(NamedTuple):
+class PrefillSample(NamedTuple):
     """A prompt that has been computed: tokens that were not cached and that were, and how long it took."""
 
     uncached: float
@@ -84,7 +84,7 @@ class Step(NamedTuple):
     largest: float
     """The uncached tokens of its largest prompt."""
 
-    def and_another(self, sample: Sample) -> Step:
+    def and_another(self, sample: PrefillSample) -> Step:
         """Return the step with a further prompt, which was answered right behind the others."""
         uncached, attention = self.uncached + sample.uncached, self.attention + sample.attention
         largest = max(self.largest, sample.uncached)

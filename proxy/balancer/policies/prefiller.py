@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Final
 from proxy.balancer.policies.cache_count import CacheCount
 from proxy.balancer.policies.concurrency import Concurrency, soonest_free
 from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD
-from proxy.balancer.policies.prefill_records import NO_AGE, Kind, Record, kind_and_slot, packed, unpacked
-from proxy.balancer.policies.prefill_samples import Sample, Sent, Step
+from proxy.balancer.policies.prefill_records import NO_AGE, Record, RecordKind, kind_and_slot, packed, unpacked
+from proxy.balancer.policies.prefill_samples import PrefillSample, Sent, Step
 from proxy.balancer.policies.prefixes import CachedPrefixes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from proxy.backend import Backend
-    from proxy.balancer.policies.asked import Asked
+    from proxy.balancer.policies.compared_prompt import ComparedPrompt
     from proxy.balancer.shared.journal import JournalWriter
 
 # So many prompts that could have been computed together and were not show that the backend works on one at a time; that
@@ -116,7 +116,7 @@ class Prefiller:
 
     @property
     def _fill(self) -> float:
-        """See Sample."""
+        """See PrefillSample."""
         if not self.shared_seconds or self.concurrency.lanes > 1:
             return self.under_way / self.concurrency.lanes
         return (self.computing + sum([computed for _, _, computed in self._others])) / self.step_tokens
@@ -139,7 +139,7 @@ class Prefiller:
         """This worker has sent something that is under way."""
         return bool(self._sent)
 
-    def send(self, asked: Asked, hit: int, seconds: float, compute: int, kv: int, now: float) -> Sent:
+    def send(self, asked: ComparedPrompt, hit: int, seconds: float, compute: int, kv: int, now: float) -> Sent:
         """A prompt goes there, of whose pieces so many are probably cached. It takes so long by prediction, for which
         the backend is charged `compute`, beside `kv`. What is under way counts as cached, or a burst would scatter.
         """
@@ -155,7 +155,7 @@ class Prefiller:
         else:
             prefixes.odometer += computed
         if self.journal is not None:
-            self._write(Kind.SENT, asked.keys, asked.ends, now, seconds, computed)
+            self._write(RecordKind.SENT, asked.keys, asked.ends, now, seconds, computed)
         self.version += 1
         self.charge += compute
         self.computing += computed
@@ -169,7 +169,7 @@ class Prefiller:
         before[sent] = None
         return sent
 
-    def end(self, sent: Sent, served: bool, now: float, is_lesson: bool = True) -> Sample | None:
+    def end(self, sent: Sent, served: bool, now: float, is_lesson: bool = True) -> PrefillSample | None:
         """It has been computed, or will not be; None: that teaches nothing of the time it takes, or it had no company
         and would only be one more lesson, which is not wanted.
         """
@@ -206,7 +206,7 @@ class Prefiller:
             if tokens > cached and (is_lesson or sent.ahead or was_behind):
                 seconds = now - max(sent.at, self._answered_at)
                 company = sent.ahead, float(was_behind), float(has_overtaken), fill
-                sample = Sample(tokens - cached, cached, seconds, now - sent.at, *company)
+                sample = PrefillSample(tokens - cached, cached, seconds, now - sent.at, *company)
             self._answered_before, self._answered_at = self._answered_at, now
             if self._alone > _ENOUGH_ALONE:
                 self._alone -= 1
@@ -217,13 +217,13 @@ class Prefiller:
             prefixes.drop(dropped)
         if self.journal is not None:
             ages = _written_age(found_age), _written_age(missed_age)
-            self._write(Kind.ENDED, dropped, (), now, further, prefixes.trust, *ages, float(served))
+            self._write(RecordKind.ENDED, dropped, (), now, further, prefixes.trust, *ages, float(served))
         return sample
 
-    def write_sample(self, sample: Sample, at: float) -> None:
+    def write_sample(self, sample: PrefillSample, at: float) -> None:
         """Let other workers learn from a prompt that this one has sent, and that had been computed at this time."""
         if self.journal is not None:
-            self._write(Kind.SAMPLED, (), (), at, *sample)
+            self._write(RecordKind.SAMPLED, (), (), at, *sample)
 
     def emptied(self) -> None:
         """Nothing is cached there any more. This worker has found out, as the others will."""
@@ -292,18 +292,18 @@ class Prefiller:
             all_tokens - tokens,
         )
 
-    def _write(self, kind: Kind, keys: Sequence[int], ends: Sequence[float], *numbers: float) -> None:
+    def _write(self, kind: RecordKind, keys: Sequence[int], ends: Sequence[float], *numbers: float) -> None:
         assert self.journal is not None
         self.journal.write(packed(Record(kind, self.backend.slot, keys, ends, numbers)))
 
-    def _hear(self, record: Record) -> Sample | None:
-        if record.kind == Kind.COUNTED:
+    def _hear(self, record: Record) -> PrefillSample | None:
+        if record.kind == RecordKind.COUNTED:
             self._follow(CacheCount(*record.numbers))
             return None
-        if record.kind == Kind.SAMPLED:
-            return Sample(*record.numbers[1:])
+        if record.kind == RecordKind.SAMPLED:
+            return PrefillSample(*record.numbers[1:])
         self.version += 1
-        if record.kind == Kind.SENT:
+        if record.kind == RecordKind.SENT:
             at, seconds, computed = record.numbers
             self._others.append((at, seconds, computed))
             self.cached.use(record.keys, record.ends, computed)
@@ -335,7 +335,7 @@ class Prefiller:
 
 def write_count(journal: JournalWriter, slot: int, count: CacheCount) -> None:
     """Let all workers hear what the engine in this slot tells of its cache."""
-    journal.write(packed(Record(Kind.COUNTED, slot, (), (), count)))
+    journal.write(packed(Record(RecordKind.COUNTED, slot, (), (), count)))
 
 
 def _written_age(age: float | None) -> float:
@@ -354,7 +354,9 @@ def _left(seconds: float, spent: float) -> float:
     return max(seconds - spent, spent - seconds, _LEAST_LEFT * seconds)
 
 
-def hear(journal: JournalWriter, prefillers: Mapping[int, Prefiller]) -> Iterator[tuple[Prefiller, Sample, float]]:
+def hear(
+    journal: JournalWriter, prefillers: Mapping[int, Prefiller]
+) -> Iterator[tuple[Prefiller, PrefillSample, float]]:
     """Take in what other workers have sent there, and what has come of it. Yield what that teaches, with its time.
 
     `prefillers`: by slot; of others nothing is kept.

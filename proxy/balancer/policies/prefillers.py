@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from proxy.backend import Backend
     from proxy.balancer.pick import Candidate, PolicyContext
-    from proxy.balancer.policies.asked import Asked
-    from proxy.balancer.policies.prefill_samples import Sample, Sent
+    from proxy.balancer.policies.compared_prompt import ComparedPrompt
+    from proxy.balancer.policies.prefill_samples import PrefillSample, Sent
 
 # What takes less than this part of what is predicted was computed together with what was before it.
 _TOGETHER: Final = 0.25
@@ -53,7 +53,7 @@ class Prefillers:
         self._by_slot: dict[int, Prefiller] = {}
         self._candidates: Sequence[Candidate] = ()  # those that were asked about last, and what is known of them
         self._known: list[Prefiller] = []
-        self._unlearned: Unlearned[tuple[Prefiller, Sample]] = Unlearned(
+        self._unlearned: Unlearned[tuple[Prefiller, PrefillSample]] = Unlearned(
             context, most_lag_seconds=_MOST_LAG_SECONDS, most_lag_share=_MOST_LAG_SHARE, capacity=_MOST_UNLEARNED
         )
         self._next_lesson = 0.0
@@ -131,7 +131,7 @@ class Prefillers:
                 self._close(prefiller, at)
                 prefiller.concurrency.miss()
 
-    def learn(self, prefiller: Prefiller, sample: Sample, now: float) -> None:
+    def learn(self, prefiller: Prefiller, sample: PrefillSample, now: float) -> None:
         """Learn how long a prompt has taken a prefiller, which has answered at the clock's time `now`."""
         if now < self._next_lesson and prefiller.step is None and not sample.ahead and not sample.was_behind:
             return  # it would teach nothing
@@ -184,7 +184,7 @@ class Prefillers:
         if facts is not None and facts.ranks != prefiller.concurrency.ranks:
             prefiller.concurrency = Concurrency(facts.ranks)
 
-    def own(self, prefiller: Prefiller, asked: Asked) -> tuple[int, float]:
+    def own(self, prefiller: Prefiller, asked: ComparedPrompt) -> tuple[int, float]:
         """The pieces of a prompt that are probably cached there, and the seconds that the rest takes."""
         known = asked.there.get(prefiller)
         if known is None or known[0] != prefiller.version:
@@ -198,7 +198,7 @@ class Prefillers:
             known = asked.there[prefiller] = prefiller.version, hit, seconds
         return known[1], known[2]
 
-    def work(self, prefillers: Sequence[Prefiller], asked: Asked) -> list[float]:
+    def work(self, prefillers: Sequence[Prefiller], asked: ComparedPrompt) -> list[float]:
         """The seconds that a prompt takes each of these."""
         if asked.keys or asked.request.subject is None:
             own, among = self.own, repeat(asked)

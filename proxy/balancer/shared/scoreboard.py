@@ -66,7 +66,7 @@ class Handovers:
     tokens: int = 0
 
 
-class Row:
+class LoadRow:
     """The part of the scoreboard that one worker or guest writes."""
 
     __slots__ = ("_cells", "_lanes")
@@ -150,9 +150,9 @@ class Scoreboard:
         self._lanes_width = 2 * LANES * slots
         self._lanes = memoryview(mmap.mmap(-1, self.rows * self._lanes_width * _CELL_BYTES)).cast("q")
 
-    def row(self, number: int) -> Row:
+    def row(self, number: int) -> LoadRow:
         """The workers come first, then the guests."""
-        return Row(self._cells_of(number), self._lanes_of(number))
+        return LoadRow(self._cells_of(number), self._lanes_of(number))
 
     def load(self, slot: int) -> Load:
         return Load(compute=self._sum(slot, COMPUTE), kv=self._sum(slot, KV))
@@ -176,7 +176,7 @@ class Scoreboard:
 
         return {slot for slot in slots if any(map(differs, range(slot * _SLOT_BYTES, len(after), row_bytes)))}
 
-    def elsewhere(self, row: Row) -> Callable[[Backend], int] | None:
+    def elsewhere(self, row: LoadRow) -> Callable[[Backend], int] | None:
         """What tells how many requests a backend works on in other rows than this one; None: there are no others."""
         if self.rows == 1:
             return None

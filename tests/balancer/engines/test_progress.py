@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proxy.backend import Backend, Role
-from proxy.balancer.engines.progress import Progress
+from proxy.balancer.engines.progress import StreamProgress
 
 A, B, C = (Backend(Role.DECODE, "127.0.0.1", port) for port in (1, 2, 3))
 PREFILLER = Backend(Role.PREFILL, "127.0.0.1", 4)
@@ -16,7 +16,7 @@ class Watch:
     """Looks once a second, and notes who is found stalled."""
 
     def __init__(self, stall_seconds: float = STALL) -> None:
-        self.progress = Progress(stall_seconds)
+        self.progress = StreamProgress(stall_seconds)
         self.now = 0.0
         self.found: list[Backend] = []
 

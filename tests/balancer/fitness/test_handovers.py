@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.balancer.fitness.handovers import Verdict, Watch, judge
+from proxy.balancer.fitness.handovers import CounterWatch, Verdict, judge
 from proxy.balancer.shared.scoreboard import Handovers
 from proxy.wire.exposition import PromptTokens
 
@@ -50,13 +50,13 @@ def test_a_decoder_that_looks_in_a_store(after: PromptTokens, sent: Handovers, v
 
 
 def test_the_first_reading_says_nothing_of_what_was_before() -> None:
-    watch = Watch(from_store=False)
+    watch = CounterWatch(from_store=False)
     assert watch.read(BEFORE, Handovers(7, 700)) == (Verdict.UNKNOWN, 7)
     assert watch.read(grown(computed=300), Handovers(10, 1000)) == (Verdict.COMPUTED, 3)
 
 
 def test_hand_overs_are_counted_until_there_are_enough() -> None:
-    watch = Watch(from_store=False)
+    watch = CounterWatch(from_store=False)
     watch.read(BEFORE, Handovers())
     assert watch.read(grown(computed=100), Handovers(1, 100)) is None
     assert watch.read(grown(computed=200), Handovers(2, 200)) is None
@@ -65,7 +65,7 @@ def test_hand_overs_are_counted_until_there_are_enough() -> None:
 
 
 def test_an_engine_without_counters_is_unknown_and_so_is_what_a_dead_worker_had_counted() -> None:
-    watch = Watch(from_store=False)
+    watch = CounterWatch(from_store=False)
     watch.read(BEFORE, Handovers(10, 1000))
     assert watch.read(None, Handovers(20, 2000)) == (Verdict.UNKNOWN, 10)
     assert watch.read(BEFORE, Handovers(25, 2500)) == (Verdict.UNKNOWN, 5)

@@ -12,7 +12,7 @@ from proxy.backend import Backend, Load, Role
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.policies.cache_count import CacheCount
 from proxy.balancer.policies.least_seconds import LeastSeconds
-from proxy.balancer.policies.prefill_samples import Sample, Step
+from proxy.balancer.policies.prefill_samples import PrefillSample, Step
 from proxy.balancer.policies.prefiller import write_count
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts
 from proxy.balancer.shared.journal import Journal
@@ -95,7 +95,7 @@ def one_at_a_time(prefillers: Prefillers) -> None:
     for prefiller in prefillers.policy._prefillers.by_key.values():
         for number in range(20):
             tokens = 1000.0 + 500 * (number % 5)
-            sample = Sample(tokens, 0.0, tokens / 1000, 3.0, 1.0, 0.0, 0.0)
+            sample = PrefillSample(tokens, 0.0, tokens / 1000, 3.0, 1.0, 0.0, 0.0)
             if prefiller.concurrency.wanted > 1:
                 prefiller.concurrency.saw(sample)
         assert prefiller.concurrency.wanted == 1

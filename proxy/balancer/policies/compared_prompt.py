@@ -15,7 +15,7 @@ LEAST_TOKENS: Final = 256
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class ComparedPrompt:
     """A request that is chosen for, or waits to be, and what it takes each backend."""
 
     request: PickRequest
@@ -28,11 +28,11 @@ class Asked:
     """By Prefiller: the version of what is known of it, the pieces that are cached there, and seconds."""
 
 
-def ask(request: PickRequest) -> Asked:
+def compared_prompt(request: PickRequest) -> ComparedPrompt:
     """What is to be known of a request."""
     subject = request.subject
     tokens = 0 if subject is None else subject.prompt_tokens
     if subject is None or tokens < LEAST_TOKENS or not (prefix := subject.prefix_keys).keys:
-        return Asked(request, (), (), tokens)
+        return ComparedPrompt(request, (), (), tokens)
     per_byte = tokens / prefix.sizes[-1]
-    return Asked(request, prefix.keys, list(map(per_byte.__mul__, prefix.sizes)), tokens)
+    return ComparedPrompt(request, prefix.keys, list(map(per_byte.__mul__, prefix.sizes)), tokens)
