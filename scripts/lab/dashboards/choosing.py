@@ -47,7 +47,6 @@ PREDICTIONS: Final = Row(
             "or their speed changes.",
             unit="none",
             decimals=2,
-            width=6,
             queries=percentiles("pdproxy_prefill_prediction_ratio"),
             runbook="how-it-chooses",
         ),
@@ -57,7 +56,6 @@ PREDICTIONS: Final = Row(
             "had, as far as they tell (pdproxy_prefill_hit_tokens_total). Far fewer found than predicted: caches are "
             "smaller than thought, or switched off.",
             unit="short",
-            width=6,
             queries=[Query(rate("pdproxy_prefill_hit_tokens_total", by="kind"), "{{kind}}")],
             runbook="how-it-chooses",
         ),
@@ -66,7 +64,6 @@ PREDICTIONS: Final = Row(
             description="Requests that had to wait, per second, by what for (pdproxy_queue_waits_total): room at an "
             "instance of a role, a better prefiller than those with room, or others before them.",
             unit="ops",
-            width=6,
             stacked=True,
             queries=[Query(rate("pdproxy_queue_waits_total", by="reason"), "{{reason}}")],
             runbook="how-it-chooses",
@@ -76,11 +73,11 @@ PREDICTIONS: Final = Row(
             description="Answers at a time beyond which a decoder was seen to make fewer tokens a second, so that it "
             "gets no more (pdproxy_instance_knee).",
             unit="none",
-            width=6,
             queries=[Query(f'{_KNEES} or label_replace(vector(0), "address", "none seen", "", "")', "{{address}}")],
             runbook="how-it-chooses",
         ),
     ],
+    width=6,
 )
 
 
@@ -164,7 +161,6 @@ def _share_of_each(role: str) -> Panel:
         "Under `least_tokens` those with longer prompts or answers get fewer; under `least_load` those "
         "with the cache get more.",
         unit="percentunit",
-        width=12,
         highest=1,
         stacked=True,
         queries=[Query(f"{picks} / scalar({all_picks} > 0)", "{{address}}")],
@@ -178,6 +174,7 @@ _CHOICE: Final = Row(
         _share_of_each("prefill"),
         _share_of_each("decode"),
         Panel(
+            width=8,
             title="Uneven: requests in flight",
             description="Standard deviation over mean of the requests in flight among the instances of a role that "
             "are up (pdproxy_instance_inflight): 0 is even, 1 is one of two with everything. Few "
@@ -188,6 +185,7 @@ _CHOICE: Final = Row(
             runbook="how-it-chooses",
         ),
         Panel(
+            width=8,
             title="Uneven: estimated load",
             description="The same of the tokens being worked on and held as KV cache (pdproxy_instance_load_tokens), "
             "which is what `least_tokens` levels.",
@@ -197,6 +195,7 @@ _CHOICE: Final = Row(
             runbook="how-it-chooses",
         ),
         Panel(
+            width=8,
             title="Found in the prefix cache",
             description="Share of prompt tokens that engines found in their cache (pdproxy_tokens_total): what a "
             "choice by `least_load` is to raise.",
@@ -214,7 +213,6 @@ _CHOICE: Final = Row(
             title="Eligible instances",
             description="Instances that are up, by role (pdproxy_instance_up): what there is to choose from.",
             unit="none",
-            width=12,
             queries=[
                 Query(
                     f"sum by (role) ({gauge('pdproxy_instance_up', by='role, address', of=INSTANCES, over='max')})",
@@ -228,7 +226,6 @@ _CHOICE: Final = Row(
             description="Requests that were sent to another instance after a failure, per second, by role "
             "(pdproxy_retries_total), beside all that were sent (pdproxy_instance_requests_total).",
             unit="reqps",
-            width=12,
             queries=[
                 Query(rate("pdproxy_retries_total", by="stage"), "{{stage}} again"),
                 Query(_REQUESTS, "all {{role}}"),
@@ -236,6 +233,7 @@ _CHOICE: Final = Row(
             runbook="what-fails-and-what-happens",
         ),
     ],
+    width=12,
 )
 
 CHOOSING: Final = Dashboard(

@@ -53,7 +53,6 @@ _SAVED: Final = Row(
             "(pdproxy_resumes_total). `recomputed`: decoders run out of KV memory; give them less, or "
             "more memory.",
             unit="ops",
-            width=6,
             stacked=True,
             queries=[Query(rate("pdproxy_resumes_total", by="cause") + " > 0", "{{cause}}")],
             runbook="when-a-decoder-is-lost",
@@ -62,7 +61,6 @@ _SAVED: Final = Row(
             title="… by what was done",
             description="The same by how they were continued (pdproxy_resumes_total).",
             unit="ops",
-            width=6,
             stacked=True,
             queries=[Query(rate("pdproxy_resumes_total", by="action") + " > 0", "{{action}}")],
             runbook="when-a-decoder-is-lost",
@@ -72,7 +70,6 @@ _SAVED: Final = Row(
             description="Answers that were continued, and those that had begun and could not be "
             "(pdproxy_resumes_total, pdproxy_resume_failures_total).",
             unit="ops",
-            width=6,
             queries=[Query(_RESUMES, "continued"), Query(_NOT_RESUMED, "lost")],
             runbook="pdproxyanswerslost",
         ),
@@ -81,7 +78,6 @@ _SAVED: Final = Row(
             description="Tokens per second that were prefilled once more to continue answers "
             "(pdproxy_resumed_tokens_total): what saving them cost.",
             unit="short",
-            width=6,
             queries=[Query(rate("pdproxy_resumed_tokens_total"), "tokens")],
             runbook="when-a-decoder-is-lost",
         ),
@@ -109,6 +105,7 @@ _SAVED: Final = Row(
             runbook="pdproxyretrybudgetexhausted",
         ),
     ],
+    width=6,
 )
 
 _CAUSES: Final = Row(
@@ -119,7 +116,6 @@ _CAUSES: Final = Row(
             description="Instances that were taken out because of their requests, per second, by cause "
             "(pdproxy_instance_ejected_total).",
             unit="ops",
-            width=6,
             stacked=True,
             queries=[Query(rate("pdproxy_instance_ejected_total", by="role, reason"), "{{role}} {{reason}}")],
             runbook="pdproxyinstanceflapping",
@@ -129,7 +125,6 @@ _CAUSES: Final = Row(
             description="Failed look-ups of instances' names, and events of engines' streams that cannot be "
             "read, per second (pdproxy_dns_errors_total, pdproxy_sse_bad_events_total).",
             unit="ops",
-            width=6,
             queries=[
                 Query(rate("pdproxy_dns_errors_total"), "name look-ups"),
                 Query(rate("pdproxy_sse_bad_events_total"), "bad events"),
@@ -141,7 +136,6 @@ _CAUSES: Final = Row(
             description="Requests that were not valid HTTP (pdproxy_http_parse_errors_total), and answers that "
             "clients left or did not read, per second (pdproxy_streams_broken_total).",
             unit="ops",
-            width=6,
             queries=[
                 Query(rate("pdproxy_http_parse_errors_total"), "malformed"),
                 Query(rate("pdproxy_streams_broken_total", 'side="client"', by="reason"), "{{reason}}"),
@@ -153,7 +147,6 @@ _CAUSES: Final = Row(
             description="Test prompts of the gateway's own, per second, by what they have shown "
             "(pdproxy_canaries_total); none without `doctor.every_seconds`.",
             unit="ops",
-            width=6,
             stacked=True,
             queries=[Query(rate("pdproxy_canaries_total", by="result"), "{{result}}")],
             runbook="pdproxycanaryfails",
@@ -163,7 +156,6 @@ _CAUSES: Final = Row(
             description="Workers that died or stood still and were replaced, per hour "
             "(pdproxy_worker_replacements_total).",
             unit="none",
-            width=6,
             queries=[
                 Query(f"sum by (reason) (increase(pdproxy_worker_replacements_total{{{GATEWAY}}}[1h]))", "{{reason}}")
             ],
@@ -174,7 +166,6 @@ _CAUSES: Final = Row(
             description="Age of the configuration in use (pdproxy_config_last_reload_success_timestamp_seconds). "
             "Reloads that were refused are in the log.",
             unit="s",
-            width=6,
             queries=[
                 Query(
                     "time() - "
@@ -190,7 +181,6 @@ _CAUSES: Final = Row(
             "because too many of a kind came at once (pdproxy_log_lines_dropped_total, "
             "pdproxy_log_lines_suppressed_total).",
             unit="ops",
-            width=6,
             queries=[
                 Query(rate("pdproxy_log_lines_dropped_total"), "dropped"),
                 Query(rate("pdproxy_log_lines_suppressed_total"), "suppressed"),
@@ -203,13 +193,13 @@ _CAUSES: Final = Row(
             "closed after each answer, 2 new requests are refused.",
             kind="state-timeline",
             unit="none",
-            width=6,
             lowest=None,
             states=[("none", "green"), ("closes connections", "orange"), ("refuses", "red")],
             queries=[Query(gauge("pdproxy_overload_state", by="instance", over="max"), "{{instance}}")],
             runbook="pdproxyoutofmemory",
         ),
     ],
+    width=6,
 )
 
 FAULTS: Final = Dashboard(

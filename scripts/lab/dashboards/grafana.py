@@ -14,7 +14,6 @@ SCHEMA_VERSION: Final = 41
 TAG: Final = "pdproxy"
 _DATASOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
 _COLUMNS: Final = 24
-_HEIGHT: Final = 8
 
 Kind = Literal["timeseries", "stat", "heatmap", "state-timeline", "table"]
 Colour = Literal["green", "yellow", "orange", "red", "blue", "text"]
@@ -33,7 +32,8 @@ class Query:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
     """One picture. `unit` is Grafana's id of it; `runbook` the anchor of a heading in OPERATING.md; `thresholds` the
-    values from which on a colour holds; `states` the words for values, each with its colour. `width` is of 24 columns.
+    values from which on a colour holds; `states` the words for values, each with its colour. `width` is of 24 columns;
+    None: the row's.
     """
 
     title: str
@@ -41,8 +41,8 @@ class Panel:
     unit: str
     queries: Sequence[Query]
     kind: Kind = "timeseries"
-    width: int = 8
-    height: int = _HEIGHT
+    width: int | None = None
+    height: int | None = None
     runbook: str = ""
     stacked: bool = False
     lowest: float | None = 0
@@ -54,11 +54,13 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A heading that folds what is below it."""
+    """A heading that folds what is below it. `width` and `height`: of panels that do not say otherwise."""
 
     title: str
     panels: Sequence[Panel]
     is_folded: bool = False
+    width: int = 8
+    height: int = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +163,13 @@ def _laid_out(rows: Sequence[Row]) -> list[dict[str, Any]]:
         # What is folded belongs to its row; what is not follows it.
         inside: list[dict[str, Any]] = head["panels"] if row.is_folded else made  # type: ignore[assignment]
         for panel in row.panels:
-            if left + panel.width > _COLUMNS:
+            width, height = panel.width or row.width, panel.height or row.height
+            if left + width > _COLUMNS:
                 top, left, line = top + line, 0, 0
             number += 1
-            place = {"x": left, "y": top, "w": panel.width, "h": panel.height}
+            place = {"x": left, "y": top, "w": width, "h": height}
             inside.append(_panel(panel) | {"id": number, "gridPos": place})
-            left, line = left + panel.width, max(line, panel.height)
+            left, line = left + width, max(line, height)
         top += line
     return made
 

@@ -39,8 +39,6 @@ _STATE: Final = Row(
             "Each gateway and worker judges for itself; this is one worker's view.",
             kind="state-timeline",
             unit="none",
-            width=24,
-            height=10,
             lowest=None,
             states=STATES,
             queries=[Query(_gauge("pdproxy_instance_state", over="max"), _LEGEND)],
@@ -53,8 +51,6 @@ _STATE: Final = Row(
             "as KV cache, failures since the last success.",
             kind="table",
             unit="short",
-            width=24,
-            height=10,
             lowest=None,
             queries=[
                 Query(_gauge("pdproxy_instance_up", over="max"), column="Up", unit="bool_yes_no"),
@@ -72,6 +68,8 @@ _STATE: Final = Row(
             runbook="health-and-ejection",
         ),
     ],
+    width=24,
+    height=10,
 )
 
 _TRAFFIC: Final = Row(
@@ -81,14 +79,12 @@ _TRAFFIC: Final = Row(
             title="Requests",
             description="Requests sent to each instance that ended, per second (pdproxy_instance_requests_total).",
             unit="reqps",
-            width=12,
             queries=[Query(_requests(), _LEGEND)],
         ),
         Panel(
             title="In flight",
             description="Requests that each instance works on (pdproxy_instance_inflight), of all gateways.",
             unit="none",
-            width=12,
             queries=[Query(_gauge("pdproxy_instance_inflight"), _LEGEND)],
         ),
         Panel(
@@ -96,7 +92,6 @@ _TRAFFIC: Final = Row(
             description="Estimated tokens that each instance is working on (pdproxy_instance_load_tokens): what "
             "`least_tokens` levels among prefillers.",
             unit="short",
-            width=12,
             queries=[Query(_gauge("pdproxy_instance_load_tokens", 'kind="compute"'), _LEGEND)],
             runbook="how-it-chooses",
         ),
@@ -105,11 +100,11 @@ _TRAFFIC: Final = Row(
             description="Estimated tokens that each instance holds as KV cache (pdproxy_instance_load_tokens): what "
             "`least_tokens` levels among decoders.",
             unit="short",
-            width=12,
             queries=[Query(_gauge("pdproxy_instance_load_tokens", 'kind="kv"'), _LEGEND)],
             runbook="how-it-chooses",
         ),
     ],
+    width=12,
 )
 
 _TROUBLE: Final = Row(
@@ -143,7 +138,6 @@ _TROUBLE: Final = Row(
             description="Times an instance was taken out because its requests failed, per hour, by cause "
             "(pdproxy_instance_ejected_total).",
             unit="none",
-            width=8,
             queries=[
                 Query(
                     f"sum by (role, address, reason) (increase(pdproxy_instance_ejected_total{{{INSTANCES}}}[1h])) > 0",
@@ -158,7 +152,6 @@ _TROUBLE: Final = Row(
             "(pdproxy_instance_misfit): a wrong connector, model or key. The log has one warning for "
             "each. 0: all fit.",
             unit="none",
-            width=8,
             queries=[
                 Query(
                     gauge("pdproxy_instance_misfit", by="role, address, kind", of=INSTANCES, over="max")
@@ -173,7 +166,6 @@ _TROUBLE: Final = Row(
             description="KV caches that a prefiller keeps although no decoder will fetch them, and the age of the "
             "oldest (pdproxy_instance_pinned_kv, pdproxy_instance_pinned_kv_oldest_seconds).",
             unit="none",
-            width=8,
             queries=[Query(_gauge("pdproxy_instance_pinned_kv", over="max"), _LEGEND)],
             runbook="kv-cache-that-nobody-fetches",
         ),

@@ -28,8 +28,6 @@ def _healthy(title: str, role: str) -> Panel:
         description=f"Instances of role {role} that are up (pdproxy_instance_up). None: requests are 503.",
         kind="stat",
         unit="none",
-        width=3,
-        height=4,
         queries=[Query(f"sum({up}) or vector(0)")],
         thresholds={0: "red", 1: "green"},
         runbook="pdproxynohealthyinstance",
@@ -44,8 +42,6 @@ _WELL: Final = Row(
             description="Generation requests that ended, per second (pdproxy_requests_total).",
             kind="stat",
             unit="reqps",
-            width=3,
-            height=4,
             queries=[Query(rate("pdproxy_requests_total", GENERATES))],
         ),
         Panel(
@@ -55,8 +51,6 @@ _WELL: Final = Row(
             "left do not count.",
             kind="stat",
             unit="percentunit",
-            width=3,
-            height=4,
             decimals=2,
             queries=[Query(ERROR_SHARE)],
             thresholds={0.001: "orange", 0.0144: "red"},
@@ -67,8 +61,6 @@ _WELL: Final = Row(
             description="95 of 100 streamed answers began sooner (pdproxy_time_to_first_token_seconds).",
             kind="stat",
             unit="s",
-            width=3,
-            height=4,
             queries=[Query(quantile(0.95, "pdproxy_time_to_first_token_seconds"))],
             thresholds={5: "orange", 10: "red"},
             runbook="pdproxyfirsttokenslow",
@@ -79,8 +71,6 @@ _WELL: Final = Row(
             "(pdproxy_inter_token_seconds, a sample).",
             kind="stat",
             unit="s",
-            width=3,
-            height=4,
             queries=[Query(quantile(0.95, "pdproxy_inter_token_seconds"))],
             thresholds={0.1: "orange", 0.2: "red"},
         ),
@@ -91,8 +81,6 @@ _WELL: Final = Row(
             description="Requests that wait for an instance with room (pdproxy_queued_requests).",
             kind="stat",
             unit="none",
-            width=3,
-            height=4,
             queries=[Query(gauge("pdproxy_queued_requests"))],
             thresholds={1: "yellow", 100: "orange"},
             runbook="pdproxyqueuerefuses",
@@ -102,13 +90,13 @@ _WELL: Final = Row(
             description="Alerts of configs/prometheus/alerts.yaml that are firing, of all gateways.",
             kind="stat",
             unit="none",
-            width=3,
-            height=4,
             queries=[Query(_FIRING)],
             thresholds={1: "red"},
             runbook="alerts",
         ),
     ],
+    width=3,
+    height=4,
 )
 
 _TRAFFIC: Final = Row(
@@ -216,14 +204,12 @@ _GATEWAY: Final = Row(
             description="Cores in use by all workers (pdproxy_cpu_seconds_total). A worker cannot use more than one: "
             "near one core for each of `workers`, add workers.",
             unit="none",
-            width=6,
             queries=[Query(rate("pdproxy_cpu_seconds_total", by="instance"), "{{instance}}")],
         ),
         Panel(
             title="Memory",
             description="Resident memory of all workers (pdproxy_resident_memory_bytes).",
             unit="bytes",
-            width=6,
             queries=[Query(gauge("pdproxy_resident_memory_bytes", by="instance"), "{{instance}}")],
         ),
         Panel(
@@ -231,7 +217,6 @@ _GATEWAY: Final = Row(
             description="How late the event loop of the worst worker ran in the last 15 s "
             "(pdproxy_loop_lag_seconds). Tokens of all its streams are as late.",
             unit="s",
-            width=6,
             queries=[Query(gauge("pdproxy_loop_lag_seconds", by="instance", over="max"), "{{instance}}")],
             thresholds={_LAG: "red"},
             runbook="pdproxyeventlooplate",
@@ -241,7 +226,6 @@ _GATEWAY: Final = Row(
             description="Memory as a share of what the container or host allows, and open files of the worst worker "
             "as a share of its limit (pdproxy_memory_share, pdproxy_open_fds_share).",
             unit="percentunit",
-            width=6,
             highest=1,
             queries=[
                 Query(gauge("pdproxy_memory_share", over="max"), "memory"),
@@ -273,6 +257,7 @@ _GATEWAY: Final = Row(
             ],
         ),
     ],
+    width=6,
 )
 
 OVERVIEW: Final = Dashboard(

@@ -39,7 +39,6 @@ _TIME: Final = Row(
             title="Mean time by stage",
             description=f"How an average request spends its time ({_STAGE}). {_MEANING}.",
             unit="s",
-            width=12,
             queries=[Query(mean(_STAGE, by="stage"), "{{stage}}")],
             stacked=True,
         ),
@@ -47,7 +46,6 @@ _TIME: Final = Row(
             title="p95 by stage",
             description=f"95 of 100 requests were done with each stage sooner ({_STAGE}). {_MEANING}.",
             unit="s",
-            width=12,
             queries=[Query(quantile(0.95, _STAGE, by="stage"), "{{stage}}")],
         ),
         Panel(
@@ -57,7 +55,6 @@ _TIME: Final = Row(
             "cache. Mostly handoff and first_token: the KV transfer, or decoders that are full "
             f"({_STAGE}).",
             unit="percentunit",
-            width=12,
             highest=1,
             stacked=True,
             queries=[
@@ -75,17 +72,18 @@ _TIME: Final = Row(
             description=f"Prefill legs by their time ({_STAGE}).",
             kind="heatmap",
             unit="s",
-            width=12,
             lowest=None,
             queries=buckets(_STAGE, 'stage="prefill"'),
         ),
         Panel(
+            width=8,
             title="Prefill",
             description=f"Until the prefiller has answered ({_STAGE}).",
             unit="s",
             queries=percentiles(_STAGE, 'stage="prefill"'),
         ),
         Panel(
+            width=8,
             title="Hand-over and first token",
             description="From the prefiller's answer to the decoder's status line, and from there to its first "
             f"token: together the KV transfer and the decoder's own queue ({_STAGE}).",
@@ -97,12 +95,14 @@ _TIME: Final = Row(
             runbook="pdproxykvcomputedagain",
         ),
         Panel(
+            width=8,
             title="Streaming",
             description=f"From the first token to the end of the answer ({_STAGE}).",
             unit="s",
             queries=percentiles(_STAGE, 'stage="stream"'),
         ),
     ],
+    width=12,
 )
 
 _TOKENS: Final = Row(

@@ -7,7 +7,7 @@ from html import escape
 from math import isnan, nan
 from typing import Final
 
-from lab.common.output import aligned
+from lab.common.output import COLOURS, aligned, svg
 from lab.replay.figures import SUSTAINED, Figures, Run, by_policy, sustained_load
 from lab.replay.policies import CLAIRVOYANT, TODAY, peer_names
 from proxy.sim.hardware.machines import Figure
@@ -66,16 +66,6 @@ def fits(figures: Sequence[Figure]) -> str:
     return aligned(rows)
 
 
-# Okabe and Ito's colours, which the colour-blind tell apart, and greys.
-_COLOURS: Final = (
-    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999", "#8c6d31", "#5e4fa2", "#3d444d"),
-)
-_STYLE: Final = """
-  .ground { fill: #ffffff; stroke: #d0d7de } text { fill: #1f2328; font: 12px system-ui, sans-serif }
-  .title { font-size: 15px; font-weight: 600 } .grid { stroke: #d0d7de } .line { fill: none; stroke-width: 2 }
-  @media (prefers-color-scheme: dark) {
-    .ground { fill: #0d1117; stroke: #3d444d } text { fill: #f0f6fc } .grid { stroke: #3d444d }
-  }"""
 _LEFT, _TOP, _WIDTH, _HEIGHT, _LEGEND = 60, 50, 520, 300, 220
 
 
@@ -101,17 +91,14 @@ def chart(runs: Sequence[Run], title: str) -> str:
     below = _TOP + _HEIGHT + 18
     drawn += [f'<text x="{x(load):.1f}" y="{below}" text-anchor="middle">{load:g}</text>' for load in loads]
     for index, (policy, figures) in enumerate(grouped.items()):
-        colour = _COLOURS[index % len(_COLOURS)]
+        colour = COLOURS[index % len(COLOURS)]
         points = " ".join(f"{x(load):.1f},{y(each.in_time):.1f}" for load, each in sorted(figures.items()))
         drawn.append(f'<polyline class="line" stroke="{colour}" points="{points}"/>')
         below = _TOP + 12 + 20 * index
         drawn.append(f'<path class="line" stroke="{colour}" d="M{_LEFT + _WIDTH + 16} {below - 4}h18"/>')
         drawn.append(f'<text x="{_LEFT + _WIDTH + 40}" y="{below}">{escape(policy)}</text>')
     width, height = _LEFT + _WIDTH + _LEGEND, max(_TOP + _HEIGHT + 36, _TOP + 20 * len(grouped) + 16)
-    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    ground = f'<rect class="ground" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="6"/>'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{_STYLE}</style>'
-    return "\n".join([head, ground, *drawn, "</svg>"]) + "\n"
+    return svg(width, height, drawn)
 
 
 SLACK: Final = 0.003

@@ -1,4 +1,4 @@
-"""Some panels as an SVG, drawn from what Prometheus answered. It brings its own ground for light and dark pages."""
+"""Some panels as an SVG, drawn from what Prometheus answered."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from html import escape
 from math import isfinite
 from typing import Final
 
+from lab.common.output import COLOURS, svg
 from lab.dashboards.grafana import Panel
 from lab.test_observability.alerts import Shown
 from lab.test_observability.prometheus import Point, Series
@@ -21,17 +22,7 @@ DRAWN: Final = (
     "faults: Answers continued, by cause",
     "instances: State",
 )
-# Okabe and Ito's colours, which the colour-blind tell apart.
-_COLOURS: Final = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999")
 _STATES: Final = {"green": "#2da44e", "yellow": "#d4a72c", "orange": "#e8590c", "red": "#cf222e", "blue": "#54aeff"}
-_STYLE: Final = """
-  .ground { fill: #f6f8fa } .panel { fill: #ffffff; stroke: #d0d7de } .grid { stroke: #d0d7de }
-  text { fill: #1f2328; font: 11px system-ui, sans-serif } .title { font-size: 12px; font-weight: 600 }
-  .number { font-size: 22px; font-weight: 600 } .small { fill: #59636e; font-size: 10px }
-  @media (prefers-color-scheme: dark) {
-    .ground { fill: #010409 } .panel { fill: #0d1117; stroke: #3d444d } .grid { stroke: #3d444d }
-    text { fill: #f0f6fc } .small { fill: #9198a1 }
-  }"""
 _WIDTH: Final = 960
 _GAP: Final = 8
 _STAT_HEIGHT: Final = 64
@@ -75,16 +66,13 @@ def picture(shown: Sequence[Shown]) -> str:
     foot = top + (len(DRAWN) + 1) // 2 * (_HEIGHT + _GAP)
     told = f"{time.seconds:.0f} seconds of scripts/test-observability, with faults; at the top the values of its end"
     drawn.append(f'<text class="small" x="{_GAP + 10}" y="{foot + 8}">{told}</text>')
-    size = f'viewBox="0 0 {_WIDTH} {foot + 18}" width="{_WIDTH}" height="{foot + 18}"'
-    ground = f'<rect class="ground" width="{_WIDTH}" height="{foot + 18}" rx="6"/>'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{_STYLE}\n</style>'
-    return "\n".join([head, ground, *drawn, "</svg>\n"])
+    return svg(_WIDTH, foot + 18, drawn)
 
 
 def _box(title: str, left: float, top: float, width: float, height: float) -> list[str]:
     return [
         f'<rect class="panel" x="{left:.1f}" y="{top}" width="{width:.1f}" height="{height}" rx="4"/>',
-        f'<text class="title" x="{left + 10:.1f}" y="{top + 18}">{escape(title)}</text>',
+        f'<text class="name" x="{left + 10:.1f}" y="{top + 18}">{escape(title)}</text>',
     ]
 
 
@@ -131,7 +119,7 @@ def _lines(
         told = escape(_told(value, panel.unit))
         yield f'<text class="small" x="{x[0] - 6:.1f}" y="{at + 3:.1f}" text-anchor="end">{told}</text>'
     for index, (_, points) in reversed(list(enumerate(drawn))):
-        colour = _COLOURS[index % len(_COLOURS)]
+        colour = COLOURS[index % len(COLOURS)]
         for piece in _pieces(points):
             places = [f"{time.place(at, *x):.1f},{height(value):.1f}" for at, value in piece]
             if panel.stacked:
@@ -221,5 +209,5 @@ def _legend(names: Sequence[str], left: float, top: float, width: float) -> Iter
     for index, name in enumerate(names):
         x = left + index * each
         text = escape(name if len(name) * 5.5 < each - 16 else f"{name[:3]}…{name[-5:]}")
-        yield f'<rect x="{x:.1f}" y="{top - 8}" width="9" height="9" rx="2" fill="{_COLOURS[index % len(_COLOURS)]}"/>'
+        yield f'<rect x="{x:.1f}" y="{top - 8}" width="9" height="9" rx="2" fill="{COLOURS[index % len(COLOURS)]}"/>'
         yield f'<text class="small" x="{x + 13:.1f}" y="{top}">{text}</text>'
