@@ -13,7 +13,7 @@ from contextlib import redirect_stdout, suppress
 from io import StringIO
 from typing import TYPE_CHECKING
 
-from proxy import blocking_http
+from proxy.common import blocking_http
 from proxy.settings import SettingsError, load, reachable, to_yaml
 
 if TYPE_CHECKING:
@@ -62,23 +62,23 @@ def _run(words: list[str]) -> int:
         case ["health", *flags]:
             return _health(load(flags, os.environ, needs_backends=False, command="health").settings)
         case ["doctor", *flags]:
-            from proxy.doctor import main as doctor
+            from proxy.tools.doctor import main as doctor
 
             return doctor(flags, os.environ)
         case ["top", *flags]:
-            from proxy.top import main as top
+            from proxy.tools.top import main as top
 
             return top(flags, os.environ)
         case ["advise", *flags]:
-            from proxy.advise import main as advise
+            from proxy.tools.advise import main as advise
 
             return advise(flags)
         case ["launch", *flags]:
-            from proxy.launch import main as launch
+            from proxy.tools.launch import main as launch
 
             return launch(flags, os.environ)
         case ["roll", *flags]:
-            from proxy.roll import main as roll
+            from proxy.tools.roll import main as roll
 
             return roll(flags, os.environ)
         case ["mock-engine", *flags]:
@@ -86,12 +86,12 @@ def _run(words: list[str]) -> int:
 
             return mock_engine(flags)
         case ["completion", *flags]:
-            from proxy.settings import completion
+            from proxy.tools import completion
 
             print(completion.script(flags, _help))
             return 0
         case _:
-            from proxy.supervisor import serve
+            from proxy.process.supervisor import serve
 
             return serve(lambda: load(words, os.environ))
 

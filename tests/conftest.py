@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 IS_COMPILED = not proxy.balancer.lease.__file__.endswith(".py")
 """The gateway is that of scripts/compile."""
-collect_ignore = ["fast_path/test_cost.py"] if IS_COMPILED else []
+collect_ignore = ["gateway/test_cost.py"] if IS_COMPILED else []
 
 pytest_plugins = ["tests.faults.plugin", "tests.conformance.plugin", "tests.selection.plugin"]
 

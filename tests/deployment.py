@@ -17,20 +17,20 @@ import aiohttp
 import orjson
 import pytest
 
-from proxy.api_keys import KeyUsage
-from proxy.backend import Load
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.fronts import Fronts
 from proxy.balancer.shared.journal import Journal
 from proxy.balancer.shared.scoreboard import Scoreboard
-from proxy.configuration import Configuration
+from proxy.common.backend import Load
 from proxy.connectors.releaser import RELEASE_MODEL
+from proxy.gateway.api_keys import KeyUsage
 from proxy.observe.receipts import Receipts
+from proxy.process.configuration import Configuration
+from proxy.process.shared import Listeners, Shared
+from proxy.process.worker import build, listening
 from proxy.settings import Loaded, Settings
-from proxy.shared import Listeners, Shared
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import OPENAI_APIS
-from proxy.worker import build, listening
 from tests.asking import api_of, ask, until
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from proxy.balancer.shared.source_states import SourceStates
+    from proxy.process.worker import Worker
     from proxy.sim.state import Seen
-    from proxy.worker import Worker
     from tests.asking import Answer
     from tests.canned import CannedEngine
 
@@ -267,7 +267,7 @@ def _kv_names(seen: Seen) -> list[object]:
 def _serves_a_request(task: asyncio.Task[Any]) -> bool:
     """A task of the fan-out, or an orphan: everything else runs inside aiohttp's handler tasks."""
     code = getattr(task.get_coro(), "cr_code", None)
-    return code is not None and any(part in code.co_filename for part in ("/proxy/flow/", "/proxy/connectors/"))
+    return code is not None and any(part in code.co_filename for part in ("/proxy/gateway/", "/proxy/connectors/"))
 
 
 class _Problems(logging.Handler):

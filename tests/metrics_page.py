@@ -11,9 +11,9 @@ from proxy.balancer.models import ServedModels
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.balancer.shared.source_states import SourceStates
+from proxy.common.terms import KV_EVENT_GAPS, KV_EVENTS
 from proxy.dialects import DIALECTS
 from proxy.observe.metrics import EJECTIONS, Metrics
-from proxy.terms import KV_EVENT_GAPS, KV_EVENTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -10,7 +10,7 @@ from proxy.dialects.requests import read
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from proxy.call import Call
+    from proxy.dialects.call import Call
     from proxy.settings import Cost
     from proxy.wire.openai import Api
 

@@ -39,4 +39,4 @@ def test_nothing_is_decided_by_the_time_of_day() -> None:
     ],
 )
 def test_who_asks_for_the_time_of_day_is_told(source: str) -> None:
-    assert banned("--stdin-filename", "proxy/flow/late.py", "-", source=source) == 1
+    assert banned("--stdin-filename", "proxy/gateway/late.py", "-", source=source) == 1

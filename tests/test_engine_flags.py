@@ -114,7 +114,7 @@ def test_bootstrap_port_is_the_one_that_the_gateway_names(section: str) -> None:
 
 def test_ascend_engines_have_ids_ports_and_sizes_as_launch_renders_them() -> None:
     transfers = [line.transfer for line in lines("vLLM-Ascend")]
-    rendered = (ROOT / "tests/launch/golden/kimi-k2.6-2p2d.txt").read_text(encoding="utf-8")
+    rendered = (ROOT / "tests/tools/launch/golden/kimi-k2.6-2p2d.txt").read_text(encoding="utf-8")
     found = re.search(r"--kv-transfer-config '([^']*)'", rendered)
     assert found
     (golden,) = [json.loads(found[1])]

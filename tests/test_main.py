@@ -19,8 +19,8 @@ import yaml
 
 import proxy
 from proxy.__main__ import main
+from proxy.common.terms import counted
 from proxy.settings import load
-from proxy.terms import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

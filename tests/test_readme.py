@@ -13,22 +13,22 @@ import pytest
 
 import proxy
 from proxy.__main__ import main
-from proxy.advise.command import read_flags
-from proxy.backend import Backend, Role
 from proxy.balancer.choice import TRIAL
 from proxy.balancer.fitness.misfits import MisfitKind
 from proxy.balancer.pick import Prediction
-from proxy.errors import Failure
-from proxy.launch.command import read_flags as read_launch_flags
+from proxy.common.backend import Backend, Role
+from proxy.common.errors import Failure
+from proxy.common.terms import Action, Stage
 from proxy.listener.replies import HTTP_ERRORS
 from proxy.observe.access_line import access_line
 from proxy.observe.metrics import TERMS
 from proxy.observe.record import RequestRecord
 from proxy.observe.trace import Trace
-from proxy.roll.command import read_flags as read_roll_flags
 from proxy.settings import load
 from proxy.sim.engine.cli import parse_arguments
-from proxy.terms import Action, Stage
+from proxy.tools.advise.command import read_flags
+from proxy.tools.launch.command import read_flags as read_launch_flags
+from proxy.tools.roll.command import read_flags as read_roll_flags
 from proxy.wire.openai import Api
 
 ROOT = Path(__file__).parent.parent

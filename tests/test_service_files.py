@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from proxy.process.supervisor.activation import CLIENTS
 from proxy.settings import load
-from proxy.supervisor.activation import CLIENTS
 
 ROOT = Path(__file__).parent.parent
 BASE = ROOT / "configs" / "kubernetes" / "base"

@@ -14,15 +14,15 @@ from aiohttp import web
 
 from proxy.api.administrators import author
 from proxy.api.instance_changes import is_dry_run
-from proxy.errors import BadRequest
+from proxy.common.errors import BadRequest
 from proxy.settings import SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from proxy.api.administrators import Administrators
-    from proxy.configuration import Change
     from proxy.observe.metrics import Metrics
+    from proxy.settings.change import Change
 
 _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 

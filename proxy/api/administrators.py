@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 from aiohttp import hdrs, web
 
 from proxy.api import socket_owner
-from proxy.errors import GatewayError, LimitExceeded
+from proxy.common.errors import GatewayError, LimitExceeded
 from proxy.settings import is_loopback
 
 if TYPE_CHECKING:

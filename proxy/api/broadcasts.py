@@ -17,7 +17,7 @@ import orjson
 from aiohttp import hdrs, web
 
 from proxy.api.administrators import author
-from proxy.errors import BadRequest
+from proxy.common.errors import BadRequest
 from proxy.listener.body import read_body
 from proxy.settings import Listen
 from proxy.upstream import engine_json
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from multidict import MultiMapping
 
     from proxy.api.administrators import Administrators
-    from proxy.backend import Backend, Role
     from proxy.balancer.engines.engine_keys import EngineKeys
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
     from proxy.balancer.shared.scoreboard import Scoreboard
+    from proxy.common.backend import Backend, Role
 
 logger = logging.getLogger(__name__)
 

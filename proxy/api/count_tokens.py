@@ -14,11 +14,11 @@ import orjson
 from aiohttp import web
 
 from proxy.api.questions import counted
+from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.dialects.adjustments import ModelNames, SystemFirst
 from proxy.dialects.messages import Messages
 from proxy.dialects.requests import read
 from proxy.dialects.responses import Responses
-from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.listener.body import read_json
 from proxy.wire.python_json import dumps
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from proxy.api.key_auth import KeyAuth
-    from proxy.backend import Backend
+    from proxy.common.backend import Backend
+    from proxy.common.errors import GatewayError
     from proxy.dialects.translated import Translated
-    from proxy.errors import GatewayError
-    from proxy.flow.lanes import Lane, Lanes
+    from proxy.gateway.lanes import Lane, Lanes
     from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
     from proxy.upstream import Upstream

@@ -12,14 +12,14 @@ import aiohttp
 from multidict import CIMultiDict
 
 from proxy.balancer.engines.engine_keys import without_key
-from proxy.errors import Failure, UpstreamError
+from proxy.common.errors import Failure, UpstreamError
 from proxy.listener import replies
 from proxy.upstream import connect_problem, read_bounded, upstream_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from proxy.backend import Backend
+    from proxy.common.backend import Backend
 
 # About one connection (RFC 9110 7.6.1) or set by the gateway itself; the length is kept apart.
 _NOT_PASSED_BACK: Final = frozenset(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from aiohttp import HttpVersion11, web
 
 from proxy.api.debug_headers import debug_fields
-from proxy.call import PASSED_ON
+from proxy.dialects.call import PASSED_ON
 from proxy.dialects.requests import read
 from proxy.listener.body import memory_bytes, read_json
 from proxy.listener.replies import REQUEST_ID
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from proxy.api.cors import Cors
     from proxy.api.debug_headers import DebugHeaders
     from proxy.api.key_auth import KeyAuth
+    from proxy.common.errors import GatewayError
     from proxy.dialects.base import Dialect
-    from proxy.errors import GatewayError
-    from proxy.fast_path.intake import Intake
-    from proxy.fast_path.request import Request
-    from proxy.flow.lanes import Lanes
+    from proxy.gateway.intake import Intake
+    from proxy.gateway.lanes import Lanes
+    from proxy.gateway.request import Request
     from proxy.listener.connection import Connection
     from proxy.listener.drain import Drain
     from proxy.observe.observers import Observers

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final
 import orjson
 
 from proxy.api.queries import truth
-from proxy.backend import Role
 from proxy.balancer.slow_start import FULL
-from proxy.errors import BadRequest
+from proxy.common.backend import Role
+from proxy.common.errors import BadRequest
 from proxy.listener.body import read_body
 from proxy.settings import Endpoint, Listen, parse_endpoints
 

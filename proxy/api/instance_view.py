@@ -6,16 +6,15 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from proxy.backend import Role
 from proxy.balancer.engines.engine_facts import UNKNOWN_VERSION, EngineFacts
 from proxy.balancer.health.backend_health import HealthState
 from proxy.balancer.roster import ADMIN
 from proxy.balancer.slow_start import FULL
+from proxy.common.backend import Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from proxy.backend import Backend
     from proxy.balancer.fitness.misfits import Misfits
     from proxy.balancer.health.health import Health
     from proxy.balancer.health.health_board import HealthBoard
@@ -24,7 +23,8 @@ if TYPE_CHECKING:
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
     from proxy.balancer.shared.scoreboard import Scoreboard
-    from proxy.discovery.joining import Joiner
+    from proxy.common.backend import Backend
+    from proxy.fleet.discovery.joining import Joiner
 
 
 class InstanceView:

@@ -14,9 +14,9 @@ from aiohttp import web
 from proxy.api.administrators import author
 from proxy.api.instance_changes import read_change
 from proxy.api.instance_view import membership_of
-from proxy.backend import Backend, Role
-from proxy.discovery.static import configured
-from proxy.errors import BadRequest
+from proxy.common.backend import Backend, Role
+from proxy.common.errors import BadRequest
+from proxy.fleet.discovery.static import configured
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
     from proxy.balancer.shared.source_states import SourceStates
-    from proxy.discovery.joining import Joiner
+    from proxy.fleet.discovery.joining import Joiner
     from proxy.settings import Endpoint, Settings
     from proxy.upstream.names import Names
 

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
-from proxy.api_keys import ANONYMOUS, credential_for_engines
+from proxy.gateway.api_keys import ANONYMOUS, credential_for_engines
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from proxy.api_keys import ApiKey, ApiKeys
+    from proxy.gateway.api_keys import ApiKey, ApiKeys
 
 API_KEY: Final = web.RequestKey("api_key", str)
 """Where a `web.Request` keeps the name of its key, once it was identified; `-` when clients need none."""

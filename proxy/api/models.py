@@ -12,17 +12,17 @@ import orjson
 from aiohttp import web
 
 from proxy.api.questions import ask, bad_answer, counted, nobody
+from proxy.common.errors import UnknownModel, UpstreamError
 from proxy.dialects.adjustments import ModelNames
-from proxy.errors import UnknownModel, UpstreamError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from proxy.api.key_auth import KeyAuth
-    from proxy.backend import Backend
     from proxy.balancer.engines.engine_keys import EngineKeys
     from proxy.balancer.models import ServedModels
     from proxy.balancer.pool import Pool
+    from proxy.common.backend import Backend
     from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
 

@@ -19,24 +19,24 @@ from aiohttp import web
 
 from proxy.api import exchange
 from proxy.api.role_queue import RoleQueues
-from proxy.backend import Load
 from proxy.balancer.health.blame import Blame
 from proxy.balancer.pick import PickRequest
-from proxy.errors import Failure, GatewayError, NoBackendAvailable, Overloaded, UpstreamError
-from proxy.flow.retry import backoff_seconds, may_retry
+from proxy.common.backend import Load
+from proxy.common.errors import Failure, GatewayError, NoBackendAvailable, Overloaded, UpstreamError
+from proxy.gateway.retry import backoff_seconds, may_retry
 from proxy.listener.body import read_body
 from proxy.listener.replies import REQUEST_ID
-from proxy.logs import access_line
+from proxy.observe.logs import access_line
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping, Sequence
 
     from proxy.api.key_auth import KeyAuth
     from proxy.api.role_queue import RoleQueue
-    from proxy.backend import Backend
     from proxy.balancer.engines.engine_keys import EngineKeys
-    from proxy.flow.budget import RetryPermit
-    from proxy.flow.lanes import Lanes
+    from proxy.common.backend import Backend
+    from proxy.gateway.lanes import Lanes
+    from proxy.gateway.retry_budget import RetryPermit
     from proxy.listener.drain import Drain
     from proxy.observe.metrics import Metrics
     from proxy.settings import Settings

@@ -9,14 +9,14 @@ import orjson
 from aiohttp import web
 
 from proxy import __version__
-from proxy.backend import Role
-from proxy.errors import NoBackendAvailable, ShuttingDown
+from proxy.common.backend import Role
+from proxy.common.errors import NoBackendAvailable, ShuttingDown
 from proxy.listener.replies import error_response
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.flow.lanes import Lanes
+    from proxy.gateway.lanes import Lanes
     from proxy.listener.drain import Drain
 
 _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from proxy.errors import BadRequest
+from proxy.common.errors import BadRequest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

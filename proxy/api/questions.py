@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.balancer.engines.engine_keys import without_key
-from proxy.errors import Failure, GatewayError, UpstreamError
+from proxy.common.errors import Failure, GatewayError, UpstreamError
 from proxy.upstream import engine_json
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from proxy.api.key_auth import KeyAuth
-    from proxy.backend import Backend
+    from proxy.common.backend import Backend
     from proxy.observe.metrics import Metrics
 
 _MAX_ANSWER_BYTES: Final = 4 * 1024 * 1024

@@ -13,7 +13,7 @@ import orjson
 from aiohttp import web
 
 from proxy.api.queries import truth
-from proxy.errors import BadRequest, GatewayError
+from proxy.common.errors import BadRequest, GatewayError
 from proxy.observe.receipts import names_engine_id, names_instance, shown
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from proxy.common.errors import BadRequest
 from proxy.dialects.adjustments import ModelNames, priority_change
 from proxy.dialects.requests import read
-from proxy.errors import BadRequest
-from proxy.flow.admission import Admission
+from proxy.gateway.admission import Admission
 from proxy.wire.document import joined
 
 if TYPE_CHECKING:
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from proxy.api_keys import ApiKey
-    from proxy.backend import Role
     from proxy.balancer.pick import PickRequest
-    from proxy.flow.lanes import Lane, Lanes
+    from proxy.common.backend import Role
+    from proxy.gateway.api_keys import ApiKey
+    from proxy.gateway.lanes import Lane, Lanes
     from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
 

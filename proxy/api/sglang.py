@@ -17,17 +17,17 @@ import orjson
 from aiohttp import web
 
 from proxy.api.questions import ask, bad_answer, counted, nobody
-from proxy.backend import Role
-from proxy.errors import BadRequest, UpstreamError
+from proxy.common.backend import Role
+from proxy.common.errors import BadRequest, UpstreamError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from proxy.api.key_auth import KeyAuth
     from proxy.api.probes import ProbeApi
-    from proxy.backend import Backend
     from proxy.balancer.engines.engine_keys import EngineKeys
     from proxy.balancer.pool import Pool
+    from proxy.common.backend import Backend
     from proxy.observe.metrics import Metrics
 
 _TIMEOUT_SECONDS: Final = 10.0

@@ -16,7 +16,7 @@ from aiohttp import hdrs, web
 
 from proxy import __version__
 from proxy.api import status_page
-from proxy.errors import GatewayError
+from proxy.common.errors import GatewayError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.backend import Backend
+    from proxy.common.backend import Backend
 
     Looked = tuple["Explains", Sequence[Any], Sequence[int], Any]
     """The policy, the Candidates that it was shown, their weights at that moment, and what it has noted of them."""

@@ -17,15 +17,15 @@ from proxy.balancer.pick import Candidate, Policy
 from proxy.balancer.policies.least_tokens import WEIGHTS
 from proxy.balancer.shared.back_offs import BackOffs
 from proxy.balancer.shared.scoreboard import SlotReader
-from proxy.errors import NoBackendAvailable
+from proxy.common.errors import NoBackendAvailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from proxy.backend import Backend, Role
     from proxy.balancer.choice import Looked
     from proxy.balancer.pick import PickRequest
     from proxy.balancer.shared.scoreboard import Scoreboard
+    from proxy.common.backend import Backend, Role
 
 
 class Chooser:

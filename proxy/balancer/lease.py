@@ -9,16 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Self
 
 from proxy.balancer.choice import OTHER
-from proxy.errors import UpstreamError
+from proxy.common.errors import UpstreamError
 
 if TYPE_CHECKING:
     from collections.abc import Collection
     from types import TracebackType
 
-    from proxy.backend import Backend
     from proxy.balancer.choice import Pick
     from proxy.balancer.pick import PickRequest, Prediction, Tracker
     from proxy.balancer.pool import Pool
+    from proxy.common.backend import Backend
 
 
 class Lease:

@@ -23,11 +23,11 @@ from proxy.balancer.policies.prefixes import CachedPrefixes
 from proxy.balancer.policies.unlearned import Unlearned
 
 if TYPE_CHECKING:
-    from proxy.backend import Backend
     from proxy.balancer.pick import PickRequest
     from proxy.balancer.policies.compared_prompt import ComparedPrompt
     from proxy.balancer.pool import Pool
     from proxy.balancer.shared.journal import JournalWriter
+    from proxy.common.backend import Backend
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from proxy.backend import Backend, Role
 from proxy.balancer.slow_start import FULL
+from proxy.common.backend import Backend, Role
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Final
 
-from proxy.backend import Role
+from proxy.common.backend import Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from proxy.backend import Backend
     from proxy.balancer.health.health import Health
     from proxy.balancer.roster import Roster
+    from proxy.common.backend import Backend
 
 _MOST_NAMES: Final = 3
 _NOTHING: Final = frozenset[str]()

@@ -13,18 +13,18 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from proxy.backend import Load, Role
 from proxy.balancer.choice import OTHER
+from proxy.common.backend import Load, Role
 from proxy.wire.prefix import NO_KEYS, PrefixKeys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from proxy.backend import Backend
     from proxy.balancer.choice import Columns
     from proxy.balancer.engines.engine_facts import EngineFacts
     from proxy.balancer.shared.journal import JournalWriter
     from proxy.balancer.shared.scoreboard import Scoreboard
+    from proxy.common.backend import Backend
     from proxy.settings import Balance
 
 

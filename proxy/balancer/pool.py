@@ -14,7 +14,6 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from proxy.backend import Load, Role
 from proxy.balancer.choice import TRIAL
 from proxy.balancer.chooser import Chooser
 from proxy.balancer.engines.engine_facts import UNKNOWN_VERSION
@@ -22,12 +21,12 @@ from proxy.balancer.health.backend_health import HealthState
 from proxy.balancer.lease import Lease
 from proxy.balancer.pick import PickRequest, Policy
 from proxy.balancer.slow_start import FULL
-from proxy.errors import Failure
+from proxy.common.backend import Load, Role
+from proxy.common.errors import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from proxy.backend import Backend
     from proxy.balancer.choice import Pick
     from proxy.balancer.engines.engine_facts import EngineFacts, EngineVersion
     from proxy.balancer.fitness.fitness import Fitness
@@ -39,7 +38,8 @@ if TYPE_CHECKING:
     from proxy.balancer.roster import Roster
     from proxy.balancer.shared.back_offs import BackOffs
     from proxy.balancer.shared.scoreboard import LoadRow, Scoreboard
-    from proxy.errors import UpstreamError
+    from proxy.common.backend import Backend
+    from proxy.common.errors import UpstreamError
 
 _NO_LOAD: Final = Load()
 _UNAUTHORIZED: Final = 401

@@ -9,9 +9,9 @@ from proxy.balancer.health.pair_quarantine import PairQuarantine
 from proxy.balancer.lease import Lease
 
 if TYPE_CHECKING:
-    from proxy.backend import Backend, Role
     from proxy.balancer.pick import PickRequest
     from proxy.balancer.pool import Pool
+    from proxy.common.backend import Backend, Role
 
 
 @dataclass(slots=True, eq=False)

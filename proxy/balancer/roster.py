@@ -18,10 +18,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.backend import Backend, Load, Role
 from proxy.balancer.member import Member
 from proxy.balancer.shared.memory import SharedValue
 from proxy.balancer.waiting_list import WaitingList
+from proxy.common.backend import Backend, Load, Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping

@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.backend import Backend, Role
 from proxy.balancer.shared.memory import SharedValue
+from proxy.common.backend import Backend, Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable

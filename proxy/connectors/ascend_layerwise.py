@@ -17,23 +17,23 @@ from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
+from proxy.common.errors import Failure, UpstreamError
+from proxy.common.terms import Stage
 from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import check_status, first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds
 from proxy.connectors.concurrent import running
 from proxy.connectors.disaggregated import Disaggregated, prefill_body
 from proxy.connectors.handoff import KvHandoff
-from proxy.errors import Failure, UpstreamError
-from proxy.terms import Stage
 from proxy.upstream import upstream_error
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from proxy.backend import Backend
     from proxy.balancer.pick import PickRequest
-    from proxy.call import Call
+    from proxy.common.backend import Backend
     from proxy.connectors.base import ConnectorContext, Prefilled
+    from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline
     from proxy.wire.document import Document
 

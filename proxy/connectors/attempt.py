@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from proxy.terms import Stage
+from proxy.common.terms import Stage
 
 if TYPE_CHECKING:
-    from proxy.answers import PrefillAnswer
-    from proxy.backend import Backend
+    from proxy.common.backend import Backend
+    from proxy.dialects.engine_answer import PrefillAnswer
     from proxy.observe.timeline import Timeline
     from proxy.upstream import Response
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 import orjson
 
-from proxy.backend import Role
+from proxy.common.backend import Role
+from proxy.common.errors import Failure
 from proxy.connectors.callbacks import Callbacks
 from proxy.connectors.leg_driver import opened
-from proxy.errors import Failure
 from proxy.wire.document import InvalidDocument
 from proxy.wire.finish import is_given_up
 from proxy.wire.ids import new_id
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     import aiohttp
     from aiohttp import web
 
-    from proxy.background import Background
     from proxy.balancer.engines.engine_keys import EngineKeys
     from proxy.balancer.fitness.fitness import Fitness
     from proxy.balancer.pick import PickRequest
     from proxy.balancer.pools import Pools
     from proxy.balancer.shared.journal import JournalWriter
-    from proxy.call import Call
+    from proxy.common.background import Background
+    from proxy.common.errors import UpstreamError
     from proxy.connectors.attempt import Attempt
     from proxy.connectors.legs import Legs
     from proxy.connectors.releaser import Releaser
-    from proxy.errors import UpstreamError
+    from proxy.dialects.call import Call
     from proxy.observe.metrics import Metrics
     from proxy.observe.timeline import Timeline
     from proxy.settings import Settings, Timeouts

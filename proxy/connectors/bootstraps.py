@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from proxy.errors import Failure, UpstreamError
+from proxy.common.errors import Failure, UpstreamError
 from proxy.upstream import engine_json, upstream_error
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import aiohttp
 
-    from proxy.backend import Backend
+    from proxy.common.backend import Backend
 
 # A prefiller takes longer than this to start, so a newer answer is of the process that runs.
 _FRESH_SECONDS: Final = 5.0

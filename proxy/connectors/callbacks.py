@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
-from proxy.errors import BadRequest, GatewayError
+from proxy.common.errors import BadRequest, GatewayError
 from proxy.wire.document import Document, InvalidDocument
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+from proxy.common.errors import UpstreamError
 from proxy.connectors.leg_driver import abort_decode
-from proxy.errors import UpstreamError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from contextlib import AbstractAsyncContextManager
 
-    from proxy.backend import Backend
     from proxy.balancer.pick import PickRequest
     from proxy.balancer.pool import Pool
-    from proxy.call import Call
+    from proxy.common.backend import Backend
     from proxy.connectors.attempt import Attempt
     from proxy.connectors.base import ConnectorContext
     from proxy.connectors.legs import Legs
+    from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline
     from proxy.wire.document import Body
 

@@ -12,10 +12,10 @@ import asyncio
 from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.backend import Load
 from proxy.balancer.pick import PickRequest
+from proxy.common.backend import Load
+from proxy.common.errors import NoBackendAvailable
 from proxy.connectors.base import Connector, new_attempt_id, prefill_seconds, refusal
-from proxy.errors import NoBackendAvailable
 from proxy.wire.openai import Api
 from proxy.wire.python_json import dumps
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from proxy.backend import Backend
     from proxy.balancer.pool import Pool
-    from proxy.call import Call
+    from proxy.common.backend import Backend
     from proxy.connectors.attempt import Attempt
     from proxy.connectors.base import ConnectorContext
     from proxy.connectors.legs import Legs
+    from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline
 
 MEDIA: Final = frozenset({"image_url", "input_audio", "audio_url", "video_url"})

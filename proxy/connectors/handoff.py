@@ -11,19 +11,19 @@ import logging
 from enum import Enum
 from typing import TYPE_CHECKING, Final, Self
 
-from proxy import logs
 from proxy.balancer.fitness.handovers import LEAST_TOKENS
 from proxy.balancer.lease import Lease
-from proxy.errors import Failure, UpstreamError
+from proxy.common.errors import Failure, UpstreamError
+from proxy.observe import logs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
     from proxy.balancer.pick import PickRequest
-    from proxy.call import Call
     from proxy.connectors.base import ConnectorContext
     from proxy.connectors.kv_transfer import PrefilledKv
+    from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline
 
 logger = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ from proxy.balancer.engines.capabilities import ASCEND_MOONCAKE_RELEASE, NIXL_LE
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from proxy.backend import Backend
     from proxy.balancer.engines.capabilities import Capability
     from proxy.balancer.engines.engine_facts import EngineVersion
+    from proxy.common.backend import Backend
 
 
 class KvTransfer(StrEnum):

@@ -6,9 +6,9 @@ import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
+from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.connectors.attempt import Attempt
 from proxy.connectors.legs import Leg, Pair, fail, finish
-from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.upstream.response import Response, WholeResponse
 
 if TYPE_CHECKING:

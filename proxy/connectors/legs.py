@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from proxy.errors import UpstreamError
+from proxy.common.errors import UpstreamError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Mapping
     from types import TracebackType
 
-    from proxy.backend import Backend
+    from proxy.common.backend import Backend
     from proxy.connectors.attempt import Attempt
     from proxy.upstream import Response
     from proxy.upstream.response import EngineResponse

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from proxy.backend import Role
+from proxy.common.backend import Role
 from proxy.connectors.base import Connector
 from proxy.connectors.one_engine import SingleLeg
 from proxy.connectors.ranks import Ranks
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from proxy.balancer.pick import PickRequest
-    from proxy.call import Call
     from proxy.connectors.attempt import Attempt
     from proxy.connectors.base import ConnectorContext
     from proxy.connectors.legs import Legs
+    from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline
 
 

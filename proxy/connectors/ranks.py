@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Self
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from proxy.backend import Backend
+    from proxy.common.backend import Backend
 
 # vLLM `_get_data_parallel_rank`, since 0.11. A number of no rank is refused with 400 (v1/engine/input_processor.py):
 # with one address per rank only 0 is good.

@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Final
 
 import orjson
 
-from proxy.background import Background, BackgroundOwner
 from proxy.balancer.fitness.handovers import Verdict
+from proxy.common.background import Background, BackgroundOwner
+from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.connectors.kv_transfer import KvTransfer, pin_seconds, releases_rejected
-from proxy.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.wire.ids import new_id
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from proxy.backend import Backend
     from proxy.balancer.fitness.misfits import Misfits
     from proxy.balancer.fitness.pinned_kv import Pin, PinnedKv
     from proxy.balancer.models import ServedModels
     from proxy.balancer.pools import Pools
+    from proxy.common.backend import Backend
     from proxy.connectors.kv_transfer import PrefilledKv
     from proxy.observe.metrics import Metrics
     from proxy.settings import Settings

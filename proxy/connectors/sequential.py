@@ -14,28 +14,28 @@ from typing import TYPE_CHECKING, ClassVar, Final
 import msgspec
 import orjson
 
-from proxy.backend import Role
 from proxy.balancer.fitness.handovers import LEAST_TOKENS
 from proxy.balancer.local_prefill import FirstToken, LocalPrefill
 from proxy.balancer.policies.compared_prompt import compared_prompt
+from proxy.common.backend import Role
+from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
+from proxy.common.terms import Stage
 from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds, refusal
 from proxy.connectors.disaggregated import Disaggregated, Prefill
 from proxy.connectors.handoff import DECODER, KvHandoff, KvSource
 from proxy.connectors.kv_transfer import PrefilledKv, kv_params_in
 from proxy.connectors.legs import Leg
-from proxy.errors import Failure, NoBackendAvailable, UpstreamError
-from proxy.terms import Stage
 
 if TYPE_CHECKING:
-    from proxy.answers import EngineAnswer
-    from proxy.backend import Backend
     from proxy.balancer.lease import Lease
     from proxy.balancer.pick import PickRequest
-    from proxy.call import Call
+    from proxy.common.backend import Backend
     from proxy.connectors.base import ConnectorContext, Prefilled
     from proxy.connectors.legs import Legs
     from proxy.connectors.ranks import RankClaim
+    from proxy.dialects.call import Call
+    from proxy.dialects.engine_answer import EngineAnswer
     from proxy.observe.timeline import Timeline
     from proxy.upstream import Response
     from proxy.wire.document import Body

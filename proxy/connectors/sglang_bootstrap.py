@@ -16,15 +16,15 @@ from weakref import WeakValueDictionary
 
 import orjson
 
-from proxy.backend import Role
+from proxy.common.backend import Role
+from proxy.common.errors import Failure, UpstreamError
+from proxy.common.terms import Stage
 from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import Connector, first_byte_seconds, new_attempt_id, prefill_seconds, refusal
 from proxy.connectors.handoff import KvHandoff
 from proxy.connectors.legs import Leg, Pair
 from proxy.connectors.one_engine import SingleLeg, asks_for_echoed_logprobs, echo_refused
 from proxy.connectors.ranks import Ranks
-from proxy.errors import Failure, UpstreamError
-from proxy.terms import Stage
 from proxy.wire import sglang
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import OPENAI_APIS, Api
@@ -33,13 +33,13 @@ from proxy.wire.sglang_errors import ERROR_HEADERS, error_in_answer
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.backend import Backend
-    from proxy.background import Background
     from proxy.balancer.pick import PickRequest
-    from proxy.call import Call
+    from proxy.common.backend import Backend
+    from proxy.common.background import Background
     from proxy.connectors.base import ConnectorContext
     from proxy.connectors.legs import Legs
     from proxy.connectors.ranks import RankClaim
+    from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline
     from proxy.upstream import Response, Upstream
     from proxy.upstream.response import EngineResponse

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from proxy.common.errors import Failure
 from proxy.connectors.handoff import KvSource
 from proxy.connectors.sequential import Sequential
-from proxy.errors import Failure
 
 if TYPE_CHECKING:
-    from proxy.answers import EngineAnswer
-    from proxy.call import Call
+    from proxy.common.errors import UpstreamError
     from proxy.connectors.handoff import KvHandoff
-    from proxy.errors import UpstreamError
+    from proxy.dialects.call import Call
+    from proxy.dialects.engine_answer import EngineAnswer
 
 
 class VllmPull(Sequential):

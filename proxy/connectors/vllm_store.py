@@ -14,10 +14,10 @@ from proxy.connectors.handoff import KvSource
 from proxy.connectors.sequential import Sequential
 
 if TYPE_CHECKING:
-    from proxy.answers import EngineAnswer
-    from proxy.call import Call
+    from proxy.common.errors import UpstreamError
     from proxy.connectors.handoff import KvHandoff
-    from proxy.errors import UpstreamError
+    from proxy.dialects.call import Call
+    from proxy.dialects.engine_answer import EngineAnswer
 
 
 class VllmStore(Sequential):

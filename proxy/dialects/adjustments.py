@@ -16,13 +16,13 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.call import PRIORITY_HEADER
+from proxy.dialects.call import PRIORITY_HEADER
 from proxy.wire.lax import whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.call import Call
+    from proxy.dialects.call import Call
 
 _WILDCARDS: Final = frozenset("*?[")
 _PRIORITY: Final = "priority"

@@ -16,9 +16,9 @@ from proxy.wire.openai import DONE_EVENT
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.answers import AnsweredAttempt, EngineAnswer
-    from proxy.call import Call
-    from proxy.errors import GatewayError
+    from proxy.common.errors import GatewayError
+    from proxy.dialects.call import Call
+    from proxy.dialects.engine_answer import AnsweredAttempt, EngineAnswer
     from proxy.settings import Cost
     from proxy.wire.document import Document
     from proxy.wire.openai import Api

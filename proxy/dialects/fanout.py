@@ -8,22 +8,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.call import text_tokens
+from proxy.common.errors import BadRequest
 from proxy.dialects.base import Unit
-from proxy.errors import BadRequest
-from proxy.usage import counts
+from proxy.dialects.call import text_tokens
 from proxy.wire import openai
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import Api, data_event
 from proxy.wire.python_json import dumps
+from proxy.wire.usage import counts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.answers import AnsweredAttempt
-    from proxy.call import Call
+    from proxy.common.errors import GatewayError
     from proxy.dialects.base import UnitRendering
-    from proxy.errors import GatewayError
+    from proxy.dialects.call import Call
+    from proxy.dialects.engine_answer import AnsweredAttempt
     from proxy.settings import Cost
 
 

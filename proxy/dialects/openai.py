@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from proxy.call import Call, measured_prompt, output_limit
+from proxy.common.errors import BadRequest, Failure
 from proxy.dialects import fanout
 from proxy.dialects.base import Dialect
+from proxy.dialects.call import Call, measured_prompt, output_limit
 from proxy.dialects.requests import FLAG, WHOLE_NUMBER, boolean, spelled_otherwise, without_reserved
-from proxy.errors import BadRequest, Failure
 from proxy.wire import openai
 from proxy.wire.document import REMOVED
 from proxy.wire.engine_members import ENGINE_MEMBERS
@@ -19,10 +19,10 @@ from proxy.wire.python_json import dumps
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.answers import AnsweredAttempt, EngineAnswer
+    from proxy.common.errors import GatewayError
     from proxy.dialects.base import Rendering, Unit, UnitRendering, Whole
+    from proxy.dialects.engine_answer import AnsweredAttempt, EngineAnswer
     from proxy.dialects.requests import Reading
-    from proxy.errors import GatewayError
     from proxy.settings import Cost
     from proxy.wire.document import Document
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.errors import BadRequest
+from proxy.common.errors import BadRequest
 from proxy.wire.document import REMOVED, Document, InvalidDocument
 from proxy.wire.lax import flag, whole_number
 

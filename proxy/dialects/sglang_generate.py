@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.call import MAX_OUTPUT_TOKENS, Call, text_tokens
+from proxy.common.errors import Failure
 from proxy.dialects.base import Dialect, Unit
+from proxy.dialects.call import MAX_OUTPUT_TOKENS, Call, text_tokens
 from proxy.dialects.requests import WHOLE_NUMBER, boolean, spelled_otherwise, without_reserved
 from proxy.dialects.sglang_events import AnswerSoFar, Events, WatchedEvents, finish_of
-from proxy.errors import Failure
 from proxy.wire import openai, sglang
 from proxy.wire.finish import is_given_up
 from proxy.wire.openai import Api, data_event
@@ -23,11 +23,11 @@ from proxy.wire.sglang_errors import ERROR_HEADERS, error_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.answers import AnsweredAttempt, EngineAnswer, PrefillAnswer
+    from proxy.common.errors import GatewayError
     from proxy.dialects.base import UnitRendering, Whole
+    from proxy.dialects.engine_answer import AnsweredAttempt, EngineAnswer, PrefillAnswer
     from proxy.dialects.requests import Reading
     from proxy.dialects.segment import Segment
-    from proxy.errors import GatewayError
     from proxy.settings import Cost
     from proxy.wire.document import Document
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
+from proxy.common.errors import BadRequest, UpstreamError
 from proxy.dialects.left_out import LeftOut
 from proxy.dialects.openai import ChatCompletions
-from proxy.errors import BadRequest, UpstreamError
 from proxy.wire.chat_members import (
     ToolCall,
     ToolCalls,
@@ -31,10 +31,10 @@ from proxy.wire.python_json import dumps, loads, utf8_text
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.answers import AnsweredAttempt, EngineAnswer
-    from proxy.call import Call
+    from proxy.common.errors import GatewayError
     from proxy.dialects.base import Unit, UnitRendering, Whole
-    from proxy.errors import GatewayError
+    from proxy.dialects.call import Call
+    from proxy.dialects.engine_answer import AnsweredAttempt, EngineAnswer
     from proxy.settings import Cost
 
 _OF_THE_PROMPT: Final = (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiohttp import hdrs, web
 
-from proxy.errors import GatewayError
+from proxy.common.errors import GatewayError
 from proxy.wire.weight import LONG_BYTES, SLIGHT_BYTES, bounds, is_light, object_bytes, weigh, weigh_closely, wide_bytes
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, cast
 from aiohttp import hdrs, web
 from aiohttp.http import HttpProcessingError, RawRequestMessage
 
-from proxy.errors import GatewayError
+from proxy.common.errors import GatewayError
 from proxy.listener import replies
 from proxy.listener.malformed import malformed, unreadable
 

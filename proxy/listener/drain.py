@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from aiohttp import web
 
-from proxy.errors import ShuttingDown
+from proxy.common.errors import ShuttingDown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from proxy.errors import GatewayError
+    from proxy.common.errors import GatewayError
 
 
 class FirstProtocol(asyncio.Protocol, ABC):

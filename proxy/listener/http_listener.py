@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, cast
 from aiohttp import HttpVersion11, hdrs, web
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from proxy.errors import GatewayError, Overloaded
+from proxy.common.errors import GatewayError, Overloaded
 from proxy.listener import replies
 from proxy.listener.body import AWAITS_CONTINUE
 from proxy.listener.connection import LINGERING_SECONDS, Connection

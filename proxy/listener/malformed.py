@@ -13,7 +13,7 @@ from aiohttp import HttpVersion10, HttpVersion11, hdrs
 from aiohttp.http import HttpProcessingError
 from aiohttp.http_exceptions import InvalidHeader, InvalidURLError, LineTooLong
 
-from proxy.errors import GatewayError
+from proxy.common.errors import GatewayError
 
 if TYPE_CHECKING:
     from aiohttp import web

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
-from proxy import SERVER, logs
-from proxy.errors import BadRequest, GatewayError, Unauthorized, UpstreamError
+from proxy import SERVER
+from proxy.common.errors import BadRequest, GatewayError, Unauthorized, UpstreamError
+from proxy.observe import logs
 from proxy.observe.metrics import REJECTIONS
 from proxy.wire.ids import new_id
 from proxy.wire.openai import error_body

@@ -1,0 +1,1 @@
+"""What operators can see: logs, metrics, traces, and the records and receipts of requests."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.terms import Stage
+from proxy.common.terms import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric
 
-    from proxy.backend import Backend
     from proxy.balancer.fitness.misfits import Misfits
     from proxy.balancer.health.health import Health
     from proxy.balancer.models import ServedModels
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from proxy.balancer.roster import Roster
     from proxy.balancer.shared.scoreboard import Scoreboard
     from proxy.balancer.shared.source_states import SourceStates
+    from proxy.common.backend import Backend
 
 
 _STATES: Final = {state: number for number, state in enumerate(HealthState)}

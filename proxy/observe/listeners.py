@@ -8,11 +8,11 @@ from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from proxy.logs import access_lines
+from proxy.common.terms import Stage
 from proxy.observe.access_line import access_line
+from proxy.observe.logs import access_lines
 from proxy.observe.metrics import CHOOSING_ROLES, TOKEN_KINDS
 from proxy.observe.observers import RequestListener
-from proxy.terms import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence

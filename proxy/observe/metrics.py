@@ -24,19 +24,18 @@ from proxy import __version__
 from proxy.balancer.choice import REASONS
 from proxy.balancer.fitness.handovers import Verdict
 from proxy.balancer.health.breaker import Cause
-from proxy.build_info import IS_COMPILED
-from proxy.errors import Failure
+from proxy.common.build_info import IS_COMPILED
+from proxy.common.errors import Failure
+from proxy.common.terms import KV_EVENT_GAPS, KV_EVENTS, Action, Stage
 from proxy.observe.instances import Instances, collect_models, collect_sources
 from proxy.observe.instruments import Counter, GatheringHistogram, Gauge, Histogram, MetricRow
 from proxy.observe.worker_files import DIRECTORY, WorkerFiles, make_directory
-from proxy.terms import KV_EVENT_GAPS, KV_EVENTS, Action, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from prometheus_client import Metric
 
-    from proxy.backend import Backend
     from proxy.balancer.fitness.misfits import Misfits
     from proxy.balancer.health.health import Health
     from proxy.balancer.models import ServedModels
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from proxy.balancer.roster import Roster
     from proxy.balancer.shared.scoreboard import Scoreboard
     from proxy.balancer.shared.source_states import SourceStates
+    from proxy.common.backend import Backend
 
 # A `_created` series beside every counter and histogram would double the exposition, and nothing reads them.
 disable_created_metrics()  # type: ignore[no-untyped-call]

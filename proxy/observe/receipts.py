@@ -16,12 +16,12 @@ import msgspec
 
 from proxy.balancer.choice import figures
 from proxy.balancer.shared.journal import Journal
-from proxy.errors import UpstreamError
-from proxy.logs import monotonic_zero, timestamp
+from proxy.common.errors import UpstreamError
+from proxy.common.terms import Stage
 from proxy.observe.access_line import FACTS, AccessFacts, access_line
+from proxy.observe.logs import monotonic_zero, timestamp
 from proxy.observe.observers import RequestListener
 from proxy.observe.timeline import NO_STAGE, course_of, seconds_of
-from proxy.terms import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -6,10 +6,10 @@ import time
 from asyncio import CancelledError
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from proxy.errors import ClientStalled, Failure, GatewayError, ShuttingDown, UpstreamError
+from proxy.common.errors import ClientStalled, Failure, GatewayError, ShuttingDown, UpstreamError
+from proxy.common.terms import Stage
 from proxy.observe.access_line import AccessFacts
 from proxy.observe.timeline import Timeline
-from proxy.terms import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -9,15 +9,15 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from proxy.balancer.choice import reason
-from proxy.terms import Stage
-from proxy.usage import Usage
+from proxy.common.terms import Stage
+from proxy.wire.usage import Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from proxy.balancer.choice import Pick
     from proxy.balancer.pick import Prediction
-    from proxy.errors import UpstreamError
+    from proxy.common.errors import UpstreamError
 
     Marks = list[tuple[Stage | None, float]]
     """The stages that an attempt has entered, None where it left one for no other, each with the clock's second."""

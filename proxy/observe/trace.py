@@ -1,6 +1,6 @@
 """What a sampled request's trace has beside its record: who it is to others, and the legs that were sent for it.
 
-Nothing here knows how traces are told: `proxy.tracing` makes spans of them.
+Nothing here knows how traces are told: `proxy.observe.tracing` makes spans of them.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from proxy.backend import Backend
-    from proxy.errors import UpstreamError
+    from proxy.common.backend import Backend
+    from proxy.common.errors import UpstreamError
 
 TRACEPARENT: Final = "traceparent"
 """The header by which a request is known to those who trace it (W3C Trace Context)."""

@@ -15,7 +15,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.mmap_dict import MmapedDict
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from proxy.errors import GatewayError
+from proxy.common.errors import GatewayError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -10,7 +10,7 @@ from proxy.wire.openai import Api
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from proxy.call import Call
+    from proxy.dialects.call import Call
 
 # What vLLM takes for the limit of a completion that names none, or null (`CompletionRequest`).
 _COMPLETION_TOKENS: Final = 16

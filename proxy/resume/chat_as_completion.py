@@ -18,7 +18,7 @@ from proxy.wire.openai import Api
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from proxy.call import Call
+    from proxy.dialects.call import Call
     from proxy.dialects.grammars.base import AnswerParser, Grammar
     from proxy.resume.engines import Engine
     from proxy.wire.sse import Event

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from proxy.balancer.engines.capabilities import Capability
-    from proxy.call import Call
+    from proxy.dialects.call import Call
 
     Has = Callable[[Capability], bool]
     """Return whether all engines that may work on an answer have a capability."""

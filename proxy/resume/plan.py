@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from proxy.common.terms import Action
 from proxy.dialects.grammars.base import Verbatim
 from proxy.resume.call_options import calls_tools, has_media
 from proxy.resume.chat_as_completion import with_reasoning_as
@@ -17,7 +18,6 @@ from proxy.resume.engines import CannotResume
 from proxy.resume.overlap import Mismatch, beyond, beyond_or_behind
 from proxy.resume.seam import Seam, SeamPlan
 from proxy.resume.situation import ChatTokens, Resumption
-from proxy.terms import Action
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from proxy.resume.engines import VLLM
 from proxy.resume.overlap import TEXTS, Mismatch, Overlap, repeated
-from proxy.usage import counts
 from proxy.wire.openai import Api
+from proxy.wire.usage import counts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.call import Call
+    from proxy.dialects.call import Call
     from proxy.resume.chat_as_completion import CompletionAsChat
     from proxy.resume.engines import Engine
     from proxy.resume.transcript import Transcript

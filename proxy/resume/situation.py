@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.call import Call
+    from proxy.common.terms import Action
+    from proxy.dialects.call import Call
     from proxy.resume.engines import Engine
     from proxy.resume.seam import Seam
     from proxy.resume.transcript import Transcript
-    from proxy.terms import Action
 
 
 class ChatTokens(StrEnum):

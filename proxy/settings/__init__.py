@@ -3,10 +3,7 @@
 `load` is what a program calls; the models are what its parts are given.
 """
 
-from proxy.settings.client_keys import ClientKey, load_client_keys
-from proxy.settings.connectors import CONNECTOR_TRAITS, ConnectorTraits
-from proxy.settings.discovery import DnsName, parse_dns_name
-from proxy.settings.endpoints import (
+from proxy.common.endpoints import (
     Endpoint,
     canonical_host,
     is_literal,
@@ -16,6 +13,9 @@ from proxy.settings.endpoints import (
     plain_host,
     reachable,
 )
+from proxy.settings.client_keys import ClientKey, load_client_keys
+from proxy.settings.connectors import CONNECTOR_TRAITS, ConnectorTraits
+from proxy.settings.discovery import DnsName, parse_dns_name
 from proxy.settings.load import Loaded, load
 from proxy.settings.mistakes import SettingsError
 from proxy.settings.model import (

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
-from proxy.build_info import BUILD
-from proxy.settings.endpoints import (
+from proxy.common.build_info import BUILD
+from proxy.common.endpoints import (
     Endpoint,
     is_bootstrap_port,
     is_model,

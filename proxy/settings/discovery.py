@@ -7,7 +7,7 @@ from typing import Annotated, Final, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from proxy.settings.endpoints import is_bootstrap_port, is_literal, parse_endpoints, plain_host, split_models
+from proxy.common.endpoints import is_bootstrap_port, is_literal, parse_endpoints, plain_host, split_models
 from proxy.settings.kinds import Seconds, texts
 from proxy.settings.section import Section
 

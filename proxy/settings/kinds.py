@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 
+from proxy.common.endpoints import Endpoint, parse_endpoints
 from proxy.settings.connectors import known_connector
-from proxy.settings.endpoints import Endpoint, parse_endpoints
 from proxy.settings.policies import known_policy
 
 if TYPE_CHECKING:

@@ -9,9 +9,10 @@ from typing import Final, Literal, Self
 
 from pydantic import Field, model_validator
 
+from proxy.common.endpoints import Host, is_loopback
+from proxy.common.terms import counted
 from proxy.settings.connectors import CONNECTOR_TRAITS, ConnectorTraits
 from proxy.settings.discovery import Discovery
-from proxy.settings.endpoints import Host, is_loopback
 from proxy.settings.kinds import (
     AbsolutePath,
     Attempts,
@@ -41,7 +42,6 @@ from proxy.settings.kv_events import KvEvents
 from proxy.settings.policies import policy_names
 from proxy.settings.replicas import Replicas
 from proxy.settings.section import Section
-from proxy.terms import counted
 
 # Each backend has a column in the scoreboard.
 MAX_BACKENDS: Final = 1024

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
-from proxy.errors import Failure, UpstreamError
+from proxy.common.errors import Failure, UpstreamError
 from proxy.upstream.answer_reader import AnswerReader
 from proxy.upstream.any_answer import BadAnswer
 from proxy.upstream.fast_forward import FastForward
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Mapping
 
-    from proxy.backend import Backend
+    from proxy.common.backend import Backend
     from proxy.upstream.fast_forward import Tokens
     from proxy.wire.document import Body
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 import orjson
 
-from proxy.errors import Failure
+from proxy.common.errors import Failure
 from proxy.upstream.names import connect_problem
 from proxy.upstream.session import read_bounded
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from proxy.backend import Backend
     from proxy.balancer.engines.engine_keys import EngineKeys
+    from proxy.common.backend import Backend
 
 # Backends come and go.
 _MAX_KNOWN: Final = 1000

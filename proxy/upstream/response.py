@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Self
 
-from proxy.errors import Failure, UpstreamError
+from proxy.common.errors import Failure, UpstreamError
 from proxy.upstream.connection import upstream_error
 from proxy.wire.sglang_errors import lacks_kv_memory
 

@@ -17,13 +17,13 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from proxy.background import Background
 from proxy.balancer.engines.pace import Pace
+from proxy.common.background import Background
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
-    from proxy.backend import Backend
+    from proxy.common.backend import Backend
     from proxy.upstream.connection import Connection
 
 _LOST_AFTER_GAPS: Final = 5.0

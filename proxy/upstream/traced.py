@@ -15,8 +15,8 @@ from proxy.upstream.upstream import Upstream
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from proxy.backend import Backend
-    from proxy.errors import UpstreamError
+    from proxy.common.backend import Backend
+    from proxy.common.errors import UpstreamError
     from proxy.observe.trace import Trace, TracedLeg, Traces
     from proxy.upstream.connection import Exchange
     from proxy.wire.document import Body

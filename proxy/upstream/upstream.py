@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.engines.progress import StreamProgress
-from proxy.errors import Failure, UpstreamError
+from proxy.common.errors import Failure, UpstreamError
 from proxy.upstream.connection import Connection, upstream_error
 from proxy.upstream.dialing import Dialer
 from proxy.upstream.names import connect_problem
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from proxy.backend import Backend, Role
     from proxy.balancer.engines.engine_keys import EngineKeys
+    from proxy.common.backend import Backend, Role
     from proxy.settings import Timeouts
     from proxy.upstream.names import Names
     from proxy.upstream.silences import SilenceChecks

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from proxy.errors import BadRequest, UpstreamError
+from proxy.common.errors import BadRequest, UpstreamError
 from proxy.wire.python_json import dumps, loads
 
 if TYPE_CHECKING:
-    from proxy.errors import GatewayError
+    from proxy.common.errors import GatewayError
 
 
 class Api(StrEnum):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from base64 import b64decode, b64encode
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from proxy.errors import BadRequest
+from proxy.common.errors import BadRequest
 from proxy.wire.openai import RESERVED_FIELDS as RESERVED_OPENAI_FIELDS
 from proxy.wire.sglang_errors import payloads_of
 

@@ -21,8 +21,8 @@ from lab.common.fleet import Fleet, Gateway
 from lab.common.invocation import allow_many_files, unwind_on_signals
 from lab.common.load import DONE, Answer, Connections, Histogram, Load, ask, post
 from lab.common.output import aligned
-from proxy.roll import Gateways, Limits, Progress, Walk
 from proxy.sim.engine import SimulatedEngine
+from proxy.tools.roll import Gateways, Limits, Progress, Walk
 
 _STEP_MS: Final = 100.0
 _TAKEN_OVER: Final = r"process (\d+) has taken over"

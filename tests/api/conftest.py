@@ -12,7 +12,6 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from proxy.backend import Backend, Load, Role
 from proxy.balancer.engines.engine_keys import EngineKeys
 from proxy.balancer.fitness.misfits import Misfits
 from proxy.balancer.health.health import Health
@@ -24,13 +23,14 @@ from proxy.balancer.pool import Pool, PoolParts
 from proxy.balancer.pools import Pools
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
+from proxy.common.backend import Backend, Load, Role
 from proxy.connectors.base import Connector
-from proxy.discovery.joining import Joiner
-from proxy.discovery.prober import Prober
-from proxy.flow.detokenizer import Detokenizer
-from proxy.flow.gateway import Gateway as FlowGateway
-from proxy.flow.lanes import Lane, Lanes
-from proxy.flow.suspects import Suspects
+from proxy.fleet.discovery.joining import Joiner
+from proxy.fleet.discovery.prober import Prober
+from proxy.gateway.detokenizer import Detokenizer
+from proxy.gateway.lanes import Lane, Lanes
+from proxy.gateway.suspects import Suspects
+from proxy.gateway.work import Gateway as FlowGateway
 from proxy.listener import replies
 from proxy.observe.metrics import Metrics
 from proxy.settings import HealthChecks, Joining, Settings
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from proxy.balancer.pick import PickRequest
-    from proxy.call import Call
     from proxy.connectors.attempt import Attempt
-    from proxy.flow.lanes import Serving
+    from proxy.dialects.call import Call
+    from proxy.gateway.lanes import Serving
     from proxy.observe.timeline import Timeline
 
 HOST = "127.0.0.1"

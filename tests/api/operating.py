@@ -10,11 +10,11 @@ from proxy.api.broadcasts import RESET_PREFIX_CACHE, BroadcastApi
 from proxy.api.instance_view import InstanceView
 from proxy.api.instances import InstancesApi
 from proxy.api.probes import ProbeApi
-from proxy.backend import Role
 from proxy.balancer.models import ServedModels
 from proxy.balancer.shared.source_states import SourceStates
-from proxy.configuration import Change
+from proxy.common.backend import Role
 from proxy.listener.drain import Drain
+from proxy.process.configuration import Change
 from proxy.settings import Admin, Settings
 from proxy.upstream.addresses import AddressRules
 from proxy.upstream.names import Names

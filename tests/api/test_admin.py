@@ -10,9 +10,9 @@ import pytest
 from prometheus_client.metrics_core import GaugeMetricFamily
 
 from proxy import __version__
-from proxy.backend import Backend, Load, Role
 from proxy.balancer.pick import PickRequest
-from proxy.configuration import Change
+from proxy.common.backend import Backend, Load, Role
+from proxy.process.configuration import Change
 from proxy.settings import SettingsError
 from tests.api.operating import client_of
 

@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from proxy.backend import Role
-from proxy.configuration import Change
+from proxy.common.backend import Role
+from proxy.process.configuration import Change
 from tests.api.operating import client_of
 from tests.asking import until
 

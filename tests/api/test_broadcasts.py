@@ -9,8 +9,8 @@ from aiohttp import web
 from aiohttp.test_utils import unused_port
 
 from proxy.api.broadcasts import RESET_PREFIX_CACHE
-from proxy.backend import Load, Role
 from proxy.balancer.pick import PickRequest
+from proxy.common.backend import Load, Role
 from tests.api.operating import client_of
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from proxy.backend import Load, Role
 from proxy.balancer.pick import PickRequest
+from proxy.common.backend import Load, Role
 from proxy.settings import Settings
 from tests.api.operating import change, client_of
 

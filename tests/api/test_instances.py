@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from aiohttp import web
 
-from proxy.backend import Load, Role
 from proxy.balancer.engines.engine_facts import EngineFacts
 from proxy.balancer.fitness.misfits import MisfitKind
 from proxy.balancer.health.backend_health import HealthState
 from proxy.balancer.pick import PickRequest
+from proxy.common.backend import Load, Role
 from proxy.settings import Settings
 from proxy.upstream.names import Names
 from tests.api.operating import RULES, change, client_of

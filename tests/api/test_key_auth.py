@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer, make_mocked_request
 
 from proxy.api.key_auth import API_KEY, KeyAuth
-from proxy.api_keys import ApiKeys, KeyUsage, assign_slots
+from proxy.gateway.api_keys import ApiKeys, KeyUsage, assign_slots
 from proxy.listener import replies
 from proxy.observe.metrics import Metrics
 from proxy.settings import ClientKey

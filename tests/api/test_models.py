@@ -15,8 +15,8 @@ from yarl import URL
 from proxy.api import models
 from proxy.api.key_auth import KeyAuth
 from proxy.api.models import ModelsApi
-from proxy.api_keys import ApiKeys, KeyUsage, assign_slots
-from proxy.backend import Role
+from proxy.common.backend import Role
+from proxy.gateway.api_keys import ApiKeys, KeyUsage, assign_slots
 from proxy.settings import ClientKey, Settings
 
 if TYPE_CHECKING:

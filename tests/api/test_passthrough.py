@@ -17,8 +17,8 @@ from multidict import CIMultiDict
 
 from proxy.api.key_auth import KeyAuth
 from proxy.api.passthrough import ROUTES, PassthroughApi
-from proxy.api_keys import ApiKeys, KeyUsage, assign_slots
-from proxy.backend import Load, Role
+from proxy.common.backend import Load, Role
+from proxy.gateway.api_keys import ApiKeys, KeyUsage, assign_slots
 from proxy.listener.drain import Drain
 from proxy.settings import ClientKey, Settings
 

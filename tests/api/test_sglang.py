@@ -13,8 +13,8 @@ from aiohttp.test_utils import unused_port
 from proxy.api.key_auth import KeyAuth
 from proxy.api.probes import ProbeApi
 from proxy.api.sglang import SglangApi
-from proxy.api_keys import ApiKeys, KeyUsage, assign_slots
-from proxy.backend import Role
+from proxy.common.backend import Role
+from proxy.gateway.api_keys import ApiKeys, KeyUsage, assign_slots
 from proxy.listener.drain import Drain
 from proxy.settings import ClientKey
 

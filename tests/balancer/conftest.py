@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.backend import Load, Role
 from proxy.balancer.health.health import Health, Transition
 from proxy.balancer.pick import PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import LoadRow, Scoreboard
+from proxy.common.backend import Load, Role
 from proxy.settings import HealthChecks
 from tests.clock import Clock
 
 if TYPE_CHECKING:
-    from proxy.backend import Backend
+    from proxy.common.backend import Backend
 
 
 @dataclass

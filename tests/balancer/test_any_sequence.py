@@ -16,7 +16,6 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from proxy.backend import Backend, Load, Role
 from proxy.balancer.health.backend_health import HealthState
 from proxy.balancer.health.breaker import BreakerPhase
 from proxy.balancer.health.health import Health
@@ -26,7 +25,8 @@ from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts
 from proxy.balancer.roster import ADMIN, CONFIG, Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
-from proxy.errors import Failure, NoBackendAvailable, UpstreamError
+from proxy.common.backend import Backend, Load, Role
+from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.settings import POLICIES, HealthChecks
 from tests.clock import Clock
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.backend import Load, Role
 from proxy.balancer.choice import REASONS, figures, reason
 from proxy.balancer.pick import PickRequest
-from proxy.errors import Failure, UpstreamError
+from proxy.common.backend import Load, Role
+from proxy.common.errors import Failure, UpstreamError
 from proxy.settings.policies import POLICIES
 from tests.balancer.policies.test_least_seconds import Prefillers, one_at_a_time, prompt
 

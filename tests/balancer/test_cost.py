@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from proxy.backend import Role
+from proxy.common.backend import Role
 from proxy.settings import Cost
 from proxy.wire.openai import Api
 from tests.parsing import parse

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.backend import Backend, Load
 from proxy.balancer.health.backend_health import HealthState
 from proxy.balancer.pick import PickRequest
-from proxy.errors import BadRequest, Failure, NoBackendAvailable, UpstreamError
+from proxy.common.backend import Backend, Load
+from proxy.common.errors import BadRequest, Failure, NoBackendAvailable, UpstreamError
 
 if TYPE_CHECKING:
     from proxy.balancer.lease import Lease

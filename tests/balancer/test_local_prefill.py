@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.backend import Backend, Load
 from proxy.balancer.engines.engine_facts import EngineFacts
 from proxy.balancer.local_prefill import DOUBT_SECONDS, FirstToken, LocalChoice, LocalPrefill
 from proxy.balancer.pick import PickRequest
@@ -14,6 +13,7 @@ from proxy.balancer.policies.cache_count import CacheCount
 from proxy.balancer.policies.compared_prompt import compared_prompt
 from proxy.balancer.policies.prefiller import write_count
 from proxy.balancer.shared.journal import Journal
+from proxy.common.backend import Backend, Load
 from tests.balancer.policies.test_least_seconds import PIECE, Prefillers, prompt
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from proxy.backend import Backend, Role
 from proxy.balancer.models import odd_ones
+from proxy.common.backend import Backend, Role
 
 P, D1, D2 = Backend(Role.PREFILL, "p", 1), Backend(Role.DECODE, "d", 1), Backend(Role.DECODE, "d", 2)
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.backend import Load, Role
 from proxy.balancer.pick import PickRequest, Policy, Tracker
-from proxy.errors import Failure, UpstreamError
+from proxy.common.backend import Load, Role
+from proxy.common.errors import Failure, UpstreamError
 from proxy.settings import Cost
 from proxy.wire.openai import Api
 from proxy.wire.prefix import PrefixKeys
@@ -17,8 +17,8 @@ from tests.parsing import parse
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from proxy.backend import Backend
     from proxy.balancer.pick import Candidate
+    from proxy.common.backend import Backend
     from tests.balancer.conftest import Balancer
 
 CHAT = b'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 7, "prompt_cache_key": "a", "user": "b"}'

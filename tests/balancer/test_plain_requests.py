@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import hypothesis.strategies as st
 from hypothesis import given
 
-from proxy.backend import Backend, Load, Role
 from proxy.balancer.engines.engine_facts import EngineFacts
 from proxy.balancer.fitness.pinned_kv import PinnedKv
 from proxy.balancer.health.backend_health import HealthState
@@ -21,7 +20,8 @@ from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import LoadRow, Scoreboard
-from proxy.errors import Failure, NoBackendAvailable, UpstreamError
+from proxy.common.backend import Backend, Load, Role
+from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.settings import POLICIES, HealthChecks
 from tests.clock import Clock
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.backend import Backend, Load, Role
 from proxy.balancer.engines.engine_facts import EngineFacts
 from proxy.balancer.health.backend_health import HealthState
 from proxy.balancer.health.health import Health
@@ -19,7 +18,8 @@ from proxy.balancer.pool import Pool, PoolLimits, PoolParts
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.back_offs import LONGEST_SECONDS, BackOffs
 from proxy.balancer.shared.scoreboard import Scoreboard
-from proxy.errors import Failure, NoBackendAvailable, UpstreamError
+from proxy.common.backend import Backend, Load, Role
+from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.settings import POLICIES, HealthChecks
 
 if TYPE_CHECKING:

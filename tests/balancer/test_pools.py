@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from proxy.backend import Role
 from proxy.balancer.pools import Pools
+from proxy.common.backend import Role
 
 if TYPE_CHECKING:
     from tests.balancer.conftest import Balancer

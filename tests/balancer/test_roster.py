@@ -6,10 +6,10 @@ import os
 
 import pytest
 
-from proxy.backend import Backend, Role
 from proxy.balancer.member import Member
 from proxy.balancer.roster import ADMIN, CONFIG, Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
+from proxy.common.backend import Backend, Role
 from tests.forking import in_child
 
 P, D = Role.PREFILL, Role.DECODE

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.backend import Load, Role
 from proxy.balancer.engines.engine_facts import EngineFacts, Identity
 from proxy.balancer.models import ServedModels, odd_ones
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolParts
-from proxy.errors import NoBackendAvailable
+from proxy.common.backend import Load, Role
+from proxy.common.errors import NoBackendAvailable
 
 if TYPE_CHECKING:
     from tests.balancer.conftest import Balancer

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.backend import Backend, Role
 from proxy.balancer.waiting_list import WaitingList
+from proxy.common.backend import Backend, Role
 from tests.forking import in_child
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from tests.asking import until
 from tests.deployment import generations
 
 if TYPE_CHECKING:
-    from proxy.backend import Backend
     from proxy.balancer.pick import PickRequest
     from proxy.balancer.policies.prefiller import Prefiller
+    from proxy.common.backend import Backend
     from tests.conftest import Deploy
     from tests.deployment import Deployment
 

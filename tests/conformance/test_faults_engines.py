@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from proxy.backend import Backend, Role
+from proxy.common.backend import Backend, Role
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, request, until
 from tests.canned import CannedEngine, data, event_stream, http, json_answer
 from tests.deployment import generations
-from tests.inspector.test_inspector import StandIn
+from tests.fleet.inspector.test_inspector import StandIn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -21,7 +21,7 @@ from proxy.connectors import CONNECTORS
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import Answer, answers_alone, ask, request, until
 from tests.canned import CannedEngine, data, event_stream
-from tests.flow.test_relay import ENDING, chunk, held_back
+from tests.gateway.test_relay import ENDING, chunk, held_back
 from tests.scenarios.program import gateway as gateway_program
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import answer_alone, read, request, until
 from tests.canned import CannedEngine, event_stream, http, json_answer
 from tests.deployment import generations
-from tests.flow.test_client import exchange, raw_request
+from tests.gateway.test_client_writer import exchange, raw_request
 
 if TYPE_CHECKING:
     from tests.conftest import Deploy

@@ -9,7 +9,7 @@ import aiohttp
 import orjson
 import pytest
 
-from proxy.backend import Role
+from proxy.common.backend import Role
 from proxy.connectors import CONNECTORS
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api

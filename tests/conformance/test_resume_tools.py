@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
-from proxy.backend import Backend, Role
+from proxy.common.backend import Backend, Role
 from proxy.sim.engine import SimulatedEngine
 from tests.asking import until
 from tests.conformance.resuming import (

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import orjson
 import pytest
 
-from proxy.backend import Load
+from proxy.common.backend import Load
 from proxy.connectors.ascend_layerwise import AscendLayerwise
 from proxy.observe.timeline import Timeline
 from proxy.wire.openai import OPENAI_APIS, Api
@@ -23,7 +23,7 @@ from tests.parsing import parse
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from proxy.call import Call
+    from proxy.dialects.call import Call
     from tests.conftest import Deploy
     from tests.connectors.pushing import PushEngine
     from tests.deployment import Deployment

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.backend import Backend, Role
+from proxy.common.backend import Backend, Role
+from proxy.common.errors import Failure, UpstreamError
 from proxy.connectors.bootstraps import Bootstraps, bootstrap_address, parse_engines
-from proxy.errors import Failure, UpstreamError
 from proxy.observe.metrics import Metrics
 from proxy.upstream import AddressRules, Names, new_session
 from tests.asking import until

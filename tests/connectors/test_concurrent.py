@@ -7,9 +7,9 @@ from typing import Any, Self
 
 import pytest
 
-from proxy.backend import Backend, Role
+from proxy.common.backend import Backend, Role
+from proxy.common.errors import Failure, UpstreamError
 from proxy.connectors.concurrent import running
-from proxy.errors import Failure, UpstreamError
 
 PREFILLER = Backend(Role.PREFILL, "p", 1)
 DECODER = Backend(Role.DECODE, "d", 1)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from proxy.backend import Backend, Load, Role
 from proxy.balancer.pick import PickRequest
+from proxy.common.backend import Backend, Load, Role
 from proxy.connectors.encoding import media
 from proxy.settings import Cost
 from proxy.sim.engine import SimulatedEngine

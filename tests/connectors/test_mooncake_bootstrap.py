@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from proxy.backend import Backend, Load, Role
+from proxy.common.backend import Backend, Load, Role
 from proxy.observe.timeline import Timeline
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import answer_alone, request, until

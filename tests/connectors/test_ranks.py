@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.backend import Backend, Role
+from proxy.common.backend import Backend, Role
 from proxy.connectors.ranks import RANK_HEADER, Ranks
 
 ONE = Backend(Role.DECODE, "10.0.0.1", 7100, slot=0)

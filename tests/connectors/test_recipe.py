@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import orjson
 import pytest
 
+from proxy.common.errors import Failure, UpstreamError
+from proxy.common.terms import Stage
 from proxy.connectors import CONNECTORS
 from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import (
@@ -21,9 +23,7 @@ from proxy.connectors.base import (
 from proxy.connectors.disaggregated import prefill_body
 from proxy.connectors.handoff import KvHandoff
 from proxy.connectors.kv_transfer import PrefilledKv, kv_params_in
-from proxy.errors import Failure, UpstreamError
 from proxy.settings import CONNECTOR_TRAITS, ConnectorTraits
-from proxy.terms import Stage
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import answer_alone, request, until
 from tests.deployment import generations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from proxy.balancer.pick import PickRequest
-    from proxy.call import Call
+    from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline
     from tests.conftest import Deploy
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from proxy.backend import Backend, Load, Role
 from proxy.balancer.engines.engine_facts import EngineFacts
 from proxy.balancer.pick import PickRequest
+from proxy.common.backend import Backend, Load, Role
+from proxy.common.errors import Failure, UpstreamError
 from proxy.connectors.kv_transfer import KvTransfer, PrefilledKv
 from proxy.connectors.releaser import RELEASE_MODEL, may_have_pinned
-from proxy.errors import Failure, UpstreamError
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import request, until

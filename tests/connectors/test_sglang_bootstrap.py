@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.backend import Backend, Load, Role
+from proxy.common.backend import Backend, Load, Role
 from proxy.connectors import sglang_bootstrap
 from proxy.connectors.sglang_bootstrap import bootstrap, room
 from proxy.wire.openai import OPENAI_APIS, Api

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.backend import Role
+from proxy.common.backend import Role
 from proxy.connectors import CONNECTORS
 from proxy.settings import CONNECTOR_TRAITS
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from proxy.backend import Role
+from proxy.common.backend import Role
 from proxy.observe.timeline import Timeline
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import answer_alone, request, until
@@ -20,9 +20,9 @@ from tests.parsing import parse
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from proxy.backend import Backend
-    from proxy.call import Call
+    from proxy.common.backend import Backend
     from proxy.connectors.attempt import Attempt
+    from proxy.dialects.call import Call
     from proxy.sim.engine import SimulatedEngine
     from tests.conftest import Deploy
     from tests.deployment import Deployment

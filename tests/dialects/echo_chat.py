@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from proxy.common.errors import BadRequest
 from proxy.dialects.openai import ChatCompletions
-from proxy.errors import BadRequest
 from proxy.wire.document import Document
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.answers import AnsweredAttempt
-    from proxy.call import Call
+    from proxy.common.errors import GatewayError
     from proxy.dialects.base import Rendering, Unit, UnitRendering, Whole
-    from proxy.errors import GatewayError
+    from proxy.dialects.call import Call
+    from proxy.dialects.engine_answer import AnsweredAttempt
     from proxy.settings import Cost
 
 

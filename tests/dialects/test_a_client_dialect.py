@@ -11,9 +11,9 @@ import orjson
 import pytest
 
 from proxy.dialects import DIALECTS
+from proxy.process.worker import clients
 from proxy.settings.client_keys import ClientKey
 from proxy.wire.openai import Api
-from proxy.worker import clients
 from tests.asking import Answer, answer_alone, read, request
 from tests.dialects.echo_chat import EchoChat
 

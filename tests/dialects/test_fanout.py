@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
+from proxy.common.errors import BadRequest
 from proxy.dialects.fanout import MergedStreams, is_single, merge_answers, merge_usage, split
-from proxy.errors import BadRequest
 from proxy.settings import Cost
 from proxy.wire.document import joined
 from proxy.wire.openai import Api
 from tests.parsing import parse
 
 if TYPE_CHECKING:
-    from proxy.call import Call
     from proxy.dialects.base import Unit
+    from proxy.dialects.call import Call
 
 COST = Cost()
 

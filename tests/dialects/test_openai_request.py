@@ -9,16 +9,16 @@ import orjson
 import pytest
 from pydantic import BaseModel
 
+from proxy.common.errors import BadRequest
 from proxy.connectors.one_engine import RARE
 from proxy.dialects.openai import ChatCompletions, Completions
-from proxy.errors import BadRequest
 from proxy.settings import Cost
 from proxy.wire.document import joined
 from proxy.wire.openai import ORDINARY_FIELDS, RESERVED_FIELDS, Api
 from tests.parsing import parse
 
 if TYPE_CHECKING:
-    from proxy.call import Call
+    from proxy.dialects.call import Call
 
 
 COST = Cost()

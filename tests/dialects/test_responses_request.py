@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from proxy.common.errors import BadRequest
 from proxy.dialects.left_out import LeftOut
 from proxy.dialects.responses.items import sealed
 from proxy.dialects.responses.request import chat_of
-from proxy.errors import BadRequest
 
 
 def chat(**fields: Any) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from proxy.call import MAX_OUTPUT_TOKENS
-from proxy.errors import BadRequest
+from proxy.common.errors import BadRequest
+from proxy.dialects.call import MAX_OUTPUT_TOKENS
 from proxy.settings import Cost
 from proxy.wire import sglang
 from proxy.wire.document import joined
@@ -17,7 +17,7 @@ from proxy.wire.openai import Api
 from tests.parsing import parse
 
 if TYPE_CHECKING:
-    from proxy.call import Call
+    from proxy.dialects.call import Call
 
 
 COST = Cost(bytes_per_token=4, image_tokens=1000, audio_tokens=500, default_output_tokens=256)

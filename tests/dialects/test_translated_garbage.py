@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.call import Call
+from proxy.common.errors import BadRequest
+from proxy.dialects.call import Call
 from proxy.dialects.messages import Messages
 from proxy.dialects.requests import read
 from proxy.dialects.responses import Responses
-from proxy.errors import BadRequest
 from proxy.settings import Cost
 
 if TYPE_CHECKING:

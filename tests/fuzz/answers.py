@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Final, cast
 
 import h11
 
-from proxy.backend import Backend, Role
 from proxy.balancer.engines.engine_keys import EngineKeys
+from proxy.common.backend import Backend, Role
 from proxy.upstream.connection import Connection
 from proxy.upstream.request_heads import RequestHeads
 from proxy.upstream.response import Response
 from tests.fuzz.cutting import cut, singly, spelled, words
 
 if TYPE_CHECKING:
-    from proxy.errors import Failure, UpstreamError
+    from proxy.common.errors import Failure, UpstreamError
 
 LOOP = asyncio.new_event_loop()
 atexit.register(LOOP.close)

@@ -14,7 +14,7 @@ from aiohttp.http_writer import _serialize_headers
 
 from proxy.api.exchange import passed_back
 from proxy.balancer.engines.engine_keys import EngineKeys
-from proxy.call import PASSED_ON
+from proxy.dialects.call import PASSED_ON
 from proxy.listener.replies import _is_acceptable_id, error_response
 from proxy.upstream import Response
 from proxy.upstream.request_heads import RequestHeads
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import aiohttp
     from multidict import CIMultiDict, CIMultiDictProxy
 
-    from proxy.errors import UpstreamError
+    from proxy.common.errors import UpstreamError
 
 WORDS: Final = words(
     r"""

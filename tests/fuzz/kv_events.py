@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from proxy.kv_events.messages import InstanceReport, SubscribeTo
+from proxy.fleet.kv_events.messages import InstanceReport, SubscribeTo
 from proxy.wire.kv_events import decode
 from tests.fuzz.cutting import spelled, words
 

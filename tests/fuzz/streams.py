@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Final, cast
 import orjson
 
 from proxy.connectors.attempt import Attempt
-from proxy.flow.assembly import Assembly
-from proxy.flow.delivery import Delivery
-from proxy.flow.relay import Relay
+from proxy.gateway.assembly import Assembly
+from proxy.gateway.delivery import Delivery
+from proxy.gateway.relay import Relay
 from proxy.observe.timeline import Timeline
 from proxy.settings import Cost
 from proxy.upstream.response import Response
@@ -20,7 +20,7 @@ from tests.fuzz.cutting import cut, singly, spelled, words
 from tests.parsing import parse
 
 if TYPE_CHECKING:
-    from proxy.flow.client_writer import ClientWriter
+    from proxy.gateway.client_writer import ClientWriter
 
 # Which of them was asked for, the first byte says.
 _BODIES = [

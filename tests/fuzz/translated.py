@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import orjson
 
+from proxy.common.errors import BadRequest, GatewayError
 from proxy.dialects.requests import read
 from proxy.dialects.segment import Meaning
 from proxy.dialects.translated import Completion, Parts
-from proxy.errors import BadRequest, GatewayError
 from proxy.settings import Cost
 from proxy.wire.chat_members import UnreadableMember
 from proxy.wire.python_json import dumps, loads
@@ -20,8 +20,8 @@ from tests.dialects.validators import check
 from tests.fuzz.cutting import spelled, words
 
 if TYPE_CHECKING:
-    from proxy.answers import AnsweredAttempt
-    from proxy.call import Call
+    from proxy.dialects.call import Call
+    from proxy.dialects.engine_answer import AnsweredAttempt
     from proxy.dialects.translated import Translated
 
 WORDS: Final = words(

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import StreamReader, web
 from aiohttp.test_utils import make_mocked_request
 
-from proxy.errors import GatewayError, Overloaded
+from proxy.common.errors import GatewayError, Overloaded
 from proxy.listener import body
 from proxy.listener.body import deadline_seconds, read_body
 from proxy.settings import Listen

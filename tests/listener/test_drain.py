@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from proxy.errors import ShuttingDown
+from proxy.common.errors import ShuttingDown
 from proxy.listener import replies
 from proxy.listener.drain import Drain
 from proxy.observe.metrics import Metrics

@@ -12,9 +12,8 @@ import orjson
 import pytest
 from aiohttp import web
 
-from proxy import logs
-from proxy.backend import Backend, Role
-from proxy.errors import (
+from proxy.common.backend import Backend, Role
+from proxy.common.errors import (
     BadRequest,
     Failure,
     GatewayError,
@@ -25,6 +24,7 @@ from proxy.errors import (
     UpstreamError,
 )
 from proxy.listener.replies import REQUEST_ID, error_response, last_words, rejection, retry_headers
+from proxy.observe import logs
 from proxy.observe.metrics import REJECTIONS
 from tests.listener.listeners import HEAD, serving
 

@@ -16,7 +16,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from proxy import __version__
 from proxy.api.passthrough import ROUTES
-from proxy.backend import Load, Role
 from proxy.balancer.fitness.misfits import Misfits
 from proxy.balancer.fitness.pinned_kv import PinnedKv
 from proxy.balancer.health.backend_health import HealthState
@@ -26,12 +25,13 @@ from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolParts
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
+from proxy.common.backend import Load, Role
+from proxy.common.errors import Failure, UpstreamError
+from proxy.common.terms import Action, Stage
 from proxy.dialects import DIALECTS
-from proxy.errors import Failure, UpstreamError
 from proxy.observe import metrics
 from proxy.observe.metrics import RESUME_ACTIONS, Metrics
 from proxy.settings import Kv
-from proxy.terms import Action, Stage
 from tests import metrics_page
 from tests.conftest import IS_COMPILED
 
@@ -195,7 +195,7 @@ def test_two_of_them_in_one_process_do_not_meet() -> None:
 WORKERS = """
     import os
 
-    from proxy.backend import Role
+    from proxy.common.backend import Role
     from proxy.balancer.health.health import Health
     from proxy.balancer.fitness.misfits import Misfits
     from proxy.balancer.fitness.pinned_kv import PinnedKv

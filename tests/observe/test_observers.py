@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy import logs
+from proxy.common.terms import Stage
+from proxy.observe import logs
 from proxy.observe.listeners import AccessLog, RequestMetrics
 from proxy.observe.metrics import Metrics
 from proxy.observe.observers import Observers, RequestListener
 from proxy.settings import Log
-from proxy.terms import Stage
 from proxy.wire.openai import Api
 from tests.asking import request
 

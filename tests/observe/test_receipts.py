@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from proxy.backend import Backend, Role
-from proxy.errors import Failure, UpstreamError
-from proxy.logs import Redaction
+from proxy.common.backend import Backend, Role
+from proxy.common.errors import Failure, UpstreamError
+from proxy.common.terms import Stage
+from proxy.observe.logs import Redaction
 from proxy.observe.observers import Observers
 from proxy.observe.receipts import Receipts
-from proxy.terms import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.backend import Role
-from proxy.errors import NoBackendAvailable
+from proxy.common.backend import Role
+from proxy.common.errors import NoBackendAvailable
+from proxy.common.terms import Stage
 from proxy.observe.access_line import FACTS, AccessFacts, access_line
 from proxy.observe.record import RequestRecord
 from proxy.observe.timeline import OF_AN_ATTEMPT, AttemptRecord, Timeline, seconds_of
-from proxy.terms import Stage
 
 if TYPE_CHECKING:
     from proxy.observe.timeline import Marks

@@ -7,14 +7,14 @@ from typing import Any
 import orjson
 import pytest
 
+from proxy.common.terms import Action
 from proxy.resume.call_options import output_limit
 from proxy.resume.engines import CannotResume
 from proxy.resume.situation import ChatTokens
 from proxy.sim.model.tokenizer import encode
-from proxy.terms import Action
 from proxy.wire.openai import Api
 from tests.asking import request
-from tests.flow.test_delivery import TOOLS, call_of
+from tests.gateway.test_delivery import TOOLS, call_of
 from tests.resume.test_plan import (
     CHAT,
     COMPLETION,

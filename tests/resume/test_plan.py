@@ -13,9 +13,10 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from proxy.common.terms import Action
 from proxy.dialects.grammars.kimi import KimiParser
 from proxy.dialects.segment import Meaning
-from proxy.flow.delivery import Delivery
+from proxy.gateway.delivery import Delivery
 from proxy.resume.engines import VLLM, CannotResume
 from proxy.resume.overlap import Mismatch
 from proxy.resume.plan import plan
@@ -23,13 +24,12 @@ from proxy.resume.situation import ChatTokens, Resumption, Situation
 from proxy.resume.transcript import Transcript
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.model.tokenizer import ARGUMENT_BEGIN, CALL_BEGIN, SECTION_BEGIN, Detokenizer, decode, encode
-from proxy.terms import Action
 from proxy.wire import document
 from proxy.wire.openai import Api
 from proxy.wire.sse import EventSplitter
 from tests.asking import ask, request
 from tests.canned import data
-from tests.flow.test_delivery import DONE, ENGINE, THINKING, TOOLS, WITH_USAGE, call_of, take
+from tests.gateway.test_delivery import DONE, ENGINE, THINKING, TOOLS, WITH_USAGE, call_of, take
 from tests.resume.test_seam import STOP_STRINGS, STOP_TEXTS, engine_chunks, naive_engine
 from tests.selection.covering import values
 

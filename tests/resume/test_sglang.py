@@ -8,16 +8,16 @@ import orjson
 import pytest
 
 from proxy.balancer.engines.capabilities import CHAT_STREAM_TOKEN_IDS, TOKEN_IDS
+from proxy.common.terms import Action
 from proxy.resume.engines import SGLANG, WatchLevel
 from proxy.resume.overlap import Mismatch
 from proxy.resume.situation import ChatTokens
 from proxy.resume.transcript import Transcript
 from proxy.sim.model.tokenizer import ASSISTANT, MIDDLE, THINK_END
-from proxy.terms import Action
 from proxy.wire.document import joined
 from proxy.wire.openai import Api
 from tests.asking import request
-from tests.flow.test_delivery import call_of
+from tests.gateway.test_delivery import call_of
 from tests.resume.test_plan import CHAT, COMPLETION, body_of, decided, situation
 
 if TYPE_CHECKING:

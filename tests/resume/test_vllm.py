@@ -11,7 +11,7 @@ from proxy.resume.engines import VLLM
 from proxy.wire.document import joined
 from proxy.wire.openai import Api
 from tests.asking import request
-from tests.flow.test_delivery import CHAT, call_of
+from tests.gateway.test_delivery import CHAT, call_of
 
 
 @pytest.mark.parametrize("body", [request(Api.CHAT), request(Api.COMPLETIONS)], ids=["chat", "completion"])

@@ -13,8 +13,8 @@ import aiohttp
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, ask, request
-from tests.discovery.keepers import groups
-from tests.discovery.test_files import replace_file
+from tests.fleet.discovery.keepers import groups
+from tests.fleet.discovery.test_files import replace_file
 from tests.scenarios.program import gateway
 
 if TYPE_CHECKING:

@@ -90,8 +90,10 @@ async def test_a_small_limit_of_open_files_is_told_at_the_start(
 
 
 def test_the_first_line_waits_for_no_more_than_the_settings() -> None:
-    late = "aiohttp", "prometheus_client", "uvloop", "proxy.worker", "proxy.sim"
-    code = f"import proxy.__main__, proxy.supervisor, sys; sys.exit(str(sorted(sys.modules.keys() & {set(late)})))"
+    late = "aiohttp", "prometheus_client", "uvloop", "proxy.process.worker", "proxy.sim"
+    code = (
+        f"import proxy.__main__, proxy.process.supervisor, sys; sys.exit(str(sorted(sys.modules.keys() & {set(late)})))"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.stderr == "[]\n"
 

@@ -15,9 +15,9 @@ import pytest
 
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, ask, request, until
+from tests.process.worker.test_service_manager import systemd
 from tests.scenarios.program import gateway
 from tests.scenarios.test_stopping import is_ready
-from tests.worker.test_service_manager import systemd
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

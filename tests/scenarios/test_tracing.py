@@ -10,8 +10,8 @@ import aiohttp
 
 from proxy.wire.openai import Api
 from tests.asking import ask, request
+from tests.observe.tracing.collector import collecting
 from tests.scenarios.program import gateway
-from tests.tracing.collector import collecting
 
 if TYPE_CHECKING:
     from proxy.sim.engine import SimulatedEngine

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.configuration import secrets_of
+from proxy.process.configuration import secrets_of
 from proxy.settings import SettingsError
 from proxy.settings.load import load
 

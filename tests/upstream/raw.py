@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from proxy.backend import Backend, Role
 from proxy.balancer.engines.engine_keys import EngineKeys
-from proxy.errors import Failure, UpstreamError
+from proxy.common.backend import Backend, Role
+from proxy.common.errors import Failure, UpstreamError
 from proxy.settings import Timeouts
 from proxy.upstream import Upstream
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.errors import Failure
+from proxy.common.errors import Failure
 from tests.upstream.raw import (
     LONG,
     OK,

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from proxy.backend import Backend, Role
 from proxy.balancer.engines.engine_keys import EngineKeys
 from proxy.balancer.shared.bulletin import Bulletin
-from proxy.errors import Failure
+from proxy.common.backend import Backend, Role
+from proxy.common.errors import Failure
 from proxy.settings import Timeouts
 from proxy.upstream import Upstream
 from proxy.upstream.dialing import Dialer

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
-from proxy.errors import Failure
+from proxy.common.errors import Failure
 from proxy.upstream import engine_json
 from proxy.upstream.engine_json import NoAnswer
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.errors import Failure
+from proxy.common.errors import Failure
 from tests.upstream.raw import LONG, STREAM_HEAD, Link, chunk, engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from proxy.errors import UpstreamError
+    from proxy.common.errors import UpstreamError
     from proxy.upstream import Connection, Upstream
 
 

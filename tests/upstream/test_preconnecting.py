@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.backend import Backend, Role
 from proxy.balancer.engines.engine_keys import EngineKeys
-from proxy.errors import Failure
+from proxy.common.backend import Backend, Role
+from proxy.common.errors import Failure
 from proxy.settings import Timeouts
 from proxy.upstream import Upstream
 from tests.asking import until

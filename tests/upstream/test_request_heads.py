@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import product
 
-from proxy.backend import Backend, Role
 from proxy.balancer.engines.engine_keys import EngineKeys
+from proxy.common.backend import Backend, Role
 from proxy.upstream.request_heads import RequestHeads
 
 HEADERS: tuple[dict[str, str], ...] = (

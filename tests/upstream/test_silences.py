@@ -10,7 +10,7 @@ import pytest
 
 from proxy.balancer.engines.engine_keys import EngineKeys
 from proxy.balancer.engines.pace import Pace
-from proxy.errors import Failure
+from proxy.common.errors import Failure
 from proxy.settings import Timeouts
 from proxy.upstream import SilenceChecks, Upstream
 from tests.asking import until
@@ -19,8 +19,8 @@ from tests.upstream.raw import LONG, STREAM_HEAD, Collector, Link, chunk, engine
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from proxy.backend import Backend
-    from proxy.errors import UpstreamError
+    from proxy.common.backend import Backend
+    from proxy.common.errors import UpstreamError
     from proxy.upstream import Response
     from tests.clock import Clock
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from proxy.balancer.engines.engine_keys import EngineKeys
-from proxy.errors import Failure
+from proxy.common.errors import Failure
 from proxy.settings import Timeouts
 from proxy.upstream import Upstream
 from tests.upstream.raw import LONG, OK, STREAM_HEAD, Collector, Link, chunk, engine, exchange, fetch
@@ -17,8 +17,8 @@ from tests.upstream.raw import LONG, OK, STREAM_HEAD, Collector, Link, chunk, en
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from proxy.backend import Backend
-    from proxy.errors import UpstreamError
+    from proxy.common.backend import Backend
+    from proxy.common.errors import UpstreamError
     from proxy.upstream import Response
     from tests.clock import Clock
 

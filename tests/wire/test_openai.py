@@ -7,8 +7,8 @@ from typing import Any
 import orjson
 import pytest
 
-from proxy.backend import Backend, Role
-from proxy.errors import BadRequest, Failure, NoBackendAvailable, UpstreamError
+from proxy.common.backend import Backend, Role
+from proxy.common.errors import BadRequest, Failure, NoBackendAvailable, UpstreamError
 from proxy.wire.openai import (
     DONE_EVENT,
     Api,

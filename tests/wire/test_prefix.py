@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from proxy.call import measured_prompt
+from proxy.dialects.call import measured_prompt
 from proxy.settings.model import Cost
 from proxy.wire.document import REMOVED, Document
 from proxy.wire.prefix import PrefixKeys, Prompt

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.errors import BadRequest
+from proxy.common.errors import BadRequest
 from proxy.wire.sglang import (
     PrefilledParts,
     embeddings,

@@ -1,5 +1,5 @@
 "use strict";
-// Figures of /metrics: what one reading says, and what two of them do. `pdproxy top` (proxy/top/scrape.py) works them out
+// Figures of /metrics: what one reading says, and what two of them do. `pdproxy top` (proxy/tools/top/scrape.py) works them out
 // by the same sums, and scripts/test-status-page holds the two equal.
 
 /** @typedef {{at: number, samples: Map<string, {labels: Object<string, string>, key: string, value: number}[]>}} Scrape */

@@ -11,7 +11,7 @@ import json
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from proxy.backend import Backend
+    from proxy.common.backend import Backend
 
 
 _MASK: Final = b"***"

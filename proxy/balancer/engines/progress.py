@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from proxy.backend import Backend
+    from proxy.common.backend import Backend
 
 _REMEMBERED_SECONDS: Final = 600.0
 _PATIENCE: Final = 3.0

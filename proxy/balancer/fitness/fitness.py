@@ -12,11 +12,11 @@ from proxy.balancer.fitness.misfits import MisfitKind
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from proxy.backend import Backend
     from proxy.balancer.engines.engine_keys import EngineKeys
     from proxy.balancer.fitness.handovers import Verdict
     from proxy.balancer.fitness.misfits import Misfits
     from proxy.balancer.shared.scoreboard import LoadRow
+    from proxy.common.backend import Backend
 
 NO_KV_PARAMS: Final = (
     "answers prefills without kv_transfer_params, so decoders compute its prompts again: check its "

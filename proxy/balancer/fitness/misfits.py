@@ -18,7 +18,7 @@ from proxy.balancer.shared.memory import SharedValue
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from proxy.backend import Backend
+    from proxy.common.backend import Backend
 
 _MAX_MISFITS = 512
 _BYTES_PER_MISFIT = 2048  # a host name has at most 253, and a hint is cut

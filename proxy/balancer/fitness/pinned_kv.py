@@ -18,8 +18,8 @@ from proxy.balancer.shared.scoreboard import Pinned
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from proxy.backend import Backend
     from proxy.balancer.shared.scoreboard import LoadRow
+    from proxy.common.backend import Backend
 
 
 @dataclass(frozen=True, slots=True, eq=False)

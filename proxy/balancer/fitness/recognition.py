@@ -1,9 +1,10 @@
 """Which connector engines need, by what they say of themselves, and whether the one that was chosen serves them.
 
-It sends no request itself: `supervisor.detection` does, before anything is served and for connector `auto`, and so does
-the prober whenever an engine comes up. SGLang tells everything: its kind, and at `/server_info` whether it prefills or
-decodes. vLLM tells its kind, but how its KV cache travels only with VLLM_SERVER_DEV_MODE=1, when `/server_info` has its
-whole configuration. Without it nothing at its HTTP port tells the protocols apart before a prompt was computed.
+It sends no request itself. `process.supervisor.detection` does so for connector `auto`, before anything is served.
+The prober does so when an engine comes up. SGLang tells everything: its kind, and at `/server_info` whether it
+prefills or decodes. vLLM tells its kind, but how its KV cache travels only with VLLM_SERVER_DEV_MODE=1, when
+`/server_info` has its whole configuration. Without it nothing at its HTTP port tells the protocols apart before a
+prompt was computed.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from proxy.backend import Role
 from proxy.balancer.engines.engine_facts import Identity, Setup
 from proxy.balancer.fitness.misfits import MisfitKind
+from proxy.common.backend import Role
+from proxy.common.terms import counted
 from proxy.settings import CONNECTOR_TRAITS, SettingsError
-from proxy.terms import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

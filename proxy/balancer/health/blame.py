@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Self
 
-from proxy.errors import Failure
+from proxy.common.errors import Failure
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from proxy.backend import Backend, Role
-    from proxy.errors import UpstreamError
+    from proxy.common.backend import Backend, Role
+    from proxy.common.errors import UpstreamError
 
     Ways = dict[tuple[Role, bool], set[Backend]]
     """Where a request has broken down, by role, and by whether engines said so or broke off."""

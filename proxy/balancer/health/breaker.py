@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final, Literal
 
-from proxy.errors import Failure
+from proxy.common.errors import Failure
 
 if TYPE_CHECKING:
     from proxy.settings import HealthChecks

@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Final
 from proxy.balancer.health.backend_health import BackendHealth, HealthState
 from proxy.balancer.health.breaker import BreakerPhase
 from proxy.balancer.health.health_board import HealthBoard
-from proxy.errors import Failure
+from proxy.common.errors import Failure
 from proxy.settings import HealthChecks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from proxy.backend import Backend
     from proxy.balancer.engines.engine_facts import EngineFacts
     from proxy.balancer.health.breaker import Cause
-    from proxy.errors import UpstreamError
+    from proxy.common.backend import Backend
+    from proxy.common.errors import UpstreamError
 
 _JITTER: Final = (0.8, 1.2)
 _STRANGER: Final = BackendHealth()

@@ -16,7 +16,7 @@ from proxy.balancer.health.backend_health import HealthState
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.backend import Backend
+    from proxy.common.backend import Backend
 
 _CELL_BYTES: Final = 8
 _TICKS_PER_SECOND: Final = 1_000_000

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from proxy.backend import Backend
+    from proxy.common.backend import Backend
 
 _LONGEST: Final = 10  # times `seconds`
 _NOBODY: Final[frozenset[Backend]] = frozenset()

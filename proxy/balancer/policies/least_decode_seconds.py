@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Final
 
-from proxy.backend import Load
 from proxy.balancer.choice import EQUAL, LEAST_SECONDS
 from proxy.balancer.pick import Tracker
 from proxy.balancer.policies.decode_pace import PLACES, SIZES, TRUSTED_SECONDS, DecodePace
@@ -20,13 +19,14 @@ from proxy.balancer.policies.least_tokens import LeastTokens
 from proxy.balancer.policies.unlearned import Unlearned
 from proxy.balancer.shared.scoreboard import SlotReader
 from proxy.balancer.slow_start import FULL
+from proxy.common.backend import Load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.backend import Backend
     from proxy.balancer.choice import Columns
     from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
+    from proxy.common.backend import Backend
 
     _Noted = tuple[Sequence[int], Sequence[float], bool]
     """Of the candidates: their numbers of answers, what one token more of each takes, and whether several are equal."""

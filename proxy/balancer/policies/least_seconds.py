@@ -13,7 +13,6 @@ from operator import add
 from typing import TYPE_CHECKING, Final
 from zlib import crc32
 
-from proxy.backend import Load
 from proxy.balancer.choice import CACHED_PREFIX, EQUAL, LEAST_SECONDS
 from proxy.balancer.pick import Prediction
 from proxy.balancer.policies.compared_prompt import LEAST_TOKENS, ComparedPrompt, compared_prompt
@@ -22,14 +21,15 @@ from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD
 from proxy.balancer.policies.prefiller import Prefiller
 from proxy.balancer.policies.prefillers import Prefillers
 from proxy.balancer.shared.fronts import AGEING
+from proxy.common.backend import Load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from proxy.backend import Backend
     from proxy.balancer.choice import Columns
     from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
     from proxy.balancer.policies.prefill_samples import Sent
+    from proxy.common.backend import Backend
 
     _Noted = tuple[Sequence[Prefiller], Sequence[float], Sequence[float], bool, Sequence[float] | None]
     """Of candidates: who they are, when they are free and what the prompt takes them, in seconds; whether several were

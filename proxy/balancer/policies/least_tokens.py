@@ -8,8 +8,8 @@ from __future__ import annotations
 import pkgutil
 from typing import TYPE_CHECKING
 
-from proxy.backend import Role
 from proxy.balancer.pick import Policy
+from proxy.common.backend import Role
 from proxy.settings import DECODE_POLICIES, POLICIES
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """What workers tell each other of prompts that they have sent to prefillers, as records of the journal.
 
-Other gateways are told the same, see `replicas`: their records have another slot and another clock, and may be
+Other gateways are told the same, see `fleet.replicas`: their records have another slot and another clock, and may be
 anything.
 """
 

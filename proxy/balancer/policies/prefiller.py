@@ -16,9 +16,9 @@ from proxy.balancer.policies.prefixes import CachedPrefixes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from proxy.backend import Backend
     from proxy.balancer.policies.compared_prompt import ComparedPrompt
     from proxy.balancer.shared.journal import JournalWriter
+    from proxy.common.backend import Backend
 
 # So many prompts that could have been computed together and were not show that the backend works on one at a time; that
 # is believed for so many more, and then found out once more.

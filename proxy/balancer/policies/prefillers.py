@@ -16,10 +16,10 @@ from proxy.balancer.shared.scoreboard import SlotReader
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.backend import Backend
     from proxy.balancer.pick import Candidate, PolicyContext
     from proxy.balancer.policies.compared_prompt import ComparedPrompt
     from proxy.balancer.policies.prefill_samples import PrefillSample, Sent
+    from proxy.common.backend import Backend
 
 # What takes less than this part of what is predicted was computed together with what was before it.
 _TOGETHER: Final = 0.25

@@ -16,7 +16,7 @@ import zlib
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from proxy.backend import Backend
+    from proxy.common.backend import Backend
 
 FIRST_SECONDS: Final = 1.0
 """How long a backend is passed over after its first refusal, unless it says how long itself."""

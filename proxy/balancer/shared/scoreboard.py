@@ -18,12 +18,12 @@ from operator import add
 from struct import Struct
 from typing import TYPE_CHECKING, Final
 
-from proxy.backend import Load
+from proxy.common.backend import Load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence, Set
 
-    from proxy.backend import Backend
+    from proxy.common.backend import Backend
 
 CELLS_PER_SLOT: Final = 8
 REQUESTS: Final = 0

@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
+from proxy.common.errors import UnknownFinish
 from proxy.dialects.translated import AnswerPart, CompletionHead, PartKind, Parts, call_id, event, words
-from proxy.errors import UnknownFinish
-from proxy.usage import counts
 from proxy.wire.chat_members import JsonNesting, LegalStrings, as_object, is_object
 from proxy.wire.finish import is_whole
 from proxy.wire.ids import new_id
 from proxy.wire.python_json import dumps, utf8
+from proxy.wire.usage import counts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.answers import AnsweredAttempt
-    from proxy.call import Call
+    from proxy.common.errors import GatewayError
+    from proxy.dialects.call import Call
+    from proxy.dialects.engine_answer import AnsweredAttempt
     from proxy.dialects.translated import Completion
-    from proxy.errors import GatewayError
 
 _STOPPED: Final = event("message_stop", {"type": "message_stop"})
 _STOP_REASONS: Final = {"length": "max_tokens", "repetition": "max_tokens", "content_filter": "refusal"}

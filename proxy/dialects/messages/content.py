@@ -9,9 +9,9 @@ from base64 import b64decode
 from binascii import Error as NoBase64
 from typing import TYPE_CHECKING, Any, Final
 
+from proxy.common.errors import BadRequest
 from proxy.dialects.left_out import base64_bytes, described, joined, kind_name, lines, media_name, note
 from proxy.dialects.requests import object_in, objects
-from proxy.errors import BadRequest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,11 +11,11 @@ from proxy.dialects.translated import Translated, event
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.call import Call
+    from proxy.common.errors import GatewayError
     from proxy.dialects.base import Rendering, Unit
+    from proxy.dialects.call import Call
     from proxy.dialects.left_out import LeftOut
     from proxy.dialects.translated import Completion
-    from proxy.errors import GatewayError
 
 
 class Messages(Translated):

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from proxy.common.errors import BadRequest
 from proxy.dialects.left_out import joined
 from proxy.dialects.messages.content import parts_of
 from proxy.dialects.messages.tools import changes_tools, tools_of
 from proxy.dialects.requests import at_least_one, object_in, objects
-from proxy.errors import BadRequest
 from proxy.wire.chat_members import arguments_text, as_object
 
 if TYPE_CHECKING:

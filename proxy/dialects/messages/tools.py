@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from proxy.common.errors import BadRequest
 from proxy.dialects.left_out import kind_name
 from proxy.dialects.requests import object_in, objects
-from proxy.errors import BadRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any, Final
 from proxy.dialects.responses.items import sealed
 from proxy.dialects.responses.tools import ToolKind, as_search, as_text
 from proxy.dialects.translated import AnswerPart, CompletionHead, PartKind, Parts, call_id, event, words
-from proxy.usage import counts
 from proxy.wire.finish import is_whole
 from proxy.wire.ids import new_id
 from proxy.wire.python_json import utf8
+from proxy.wire.usage import counts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.answers import AnsweredAttempt
-    from proxy.call import Call
+    from proxy.common.errors import GatewayError
+    from proxy.dialects.call import Call
+    from proxy.dialects.engine_answer import AnsweredAttempt
     from proxy.dialects.responses.request import KeptRequest
     from proxy.dialects.translated import Completion
-    from proxy.errors import GatewayError
 
 _INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_filter", "repetition": "repetition"}
 _MAX_REASON: Final = 64

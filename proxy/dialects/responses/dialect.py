@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from proxy.common.errors import UpstreamError
 from proxy.dialects.responses.answer import ResponseEvents, response
 from proxy.dialects.responses.request import KeptRequest, chat_of
 from proxy.dialects.translated import Translated, words
-from proxy.errors import UpstreamError
 from proxy.wire.openai import error_type, is_error_body
 from proxy.wire.python_json import dumps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.call import Call
+    from proxy.common.errors import GatewayError
     from proxy.dialects.base import Rendering, Unit
+    from proxy.dialects.call import Call
     from proxy.dialects.left_out import LeftOut
     from proxy.dialects.translated import Completion
-    from proxy.errors import GatewayError
 
 
 class Responses(Translated):

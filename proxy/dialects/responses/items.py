@@ -7,9 +7,9 @@ from base64 import b64decode, b64encode
 from binascii import Error as NoBase64
 from typing import TYPE_CHECKING, Any, Final
 
+from proxy.common.errors import BadRequest
 from proxy.dialects.left_out import base64_bytes, described, kind_name, lines, media_name, note, readable
 from proxy.dialects.responses.tools import as_arguments, function_name, tools_of
-from proxy.errors import BadRequest
 from proxy.wire.chat_members import as_object
 from proxy.wire.python_json import utf8, utf8_text
 

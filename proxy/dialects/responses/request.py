@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from proxy.common.errors import BadRequest
 from proxy.dialects.left_out import LeftOut, kind_name
 from proxy.dialects.requests import at_least_one, object_in, objects
 from proxy.dialects.responses.items import conversation
 from proxy.dialects.responses.tools import SEARCH, ToolKind, function_name, tools_of
-from proxy.errors import BadRequest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
+from proxy.common.errors import BadRequest
 from proxy.dialects.requests import objects
-from proxy.errors import BadRequest
 from proxy.wire.chat_members import read_object
 from proxy.wire.python_json import dumps
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any, get_args
 
-from proxy.flag_numbers import natural
 from proxy.sim.engine.faults import ACTIONS
 from proxy.sim.hardware.machines import MACHINES
 from proxy.sim.options import AtSigterm, LoadFailurePolicy, Options, ProtocolName, SimRole
 from proxy.sim.profile import ALL_PROFILES, ConnectorName
+from proxy.tools.flag_numbers import natural
 
 if TYPE_CHECKING:
     from collections.abc import Callable

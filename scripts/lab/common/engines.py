@@ -28,8 +28,8 @@ import httptools
 import orjson
 import uvloop
 
-from proxy.backend import Role
 from proxy.balancer.policies.least_tokens import WEIGHTS
+from proxy.common.backend import Role
 from proxy.dialects.openai import ChatCompletions
 from proxy.dialects.requests import read
 from proxy.settings.model import Cost

@@ -20,7 +20,7 @@ from lab.common.output import aligned
 from lab.mutation.judging import verdicts
 from lab.mutation.mutants import Place, read_places, sample, write_places
 
-_PACKAGES = ("balancer", "flow", "resume", "connectors", "wire", "upstream")
+_PACKAGES = ("balancer", "gateway", "resume", "connectors", "wire", "upstream")
 _HANGS_AFTER_SECONDS = 60
 _TESTS_FAILED = 1
 

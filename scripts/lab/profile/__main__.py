@@ -27,15 +27,18 @@ PARTS: Final = tuple(
         ("system calls: writing", r"(Connection\.send|StreamWriter\._writelines|ClientWriter\.write) \("),
         ("system calls: reading and waiting; the event loop", r"asyncio/runners"),
         ("the client's side: aiohttp", r"aiohttp/|proxy/listener"),
-        ("access line and metrics", r"logging/|proxy/logs|prometheus_client/|proxy/observe"),
-        ("whom to ask: leases, loads, health, admission", r"proxy/balancer|proxy/flow/(admission|buffers|budget)"),
-        ("bodies: parsing, splicing, cost", r"proxy/wire/document|proxy/call|proxy/dialects/(requests|fanout)"),
+        ("access line and metrics", r"logging/|prometheus_client/|proxy/observe"),
+        (
+            "whom to ask: leases, loads, health, admission",
+            r"proxy/balancer|proxy/gateway/(admission|body_buffers|retry_budget)",
+        ),
+        ("bodies: parsing, splicing, cost", r"proxy/wire/document|proxy/dialects/(call|requests|fanout)"),
         ("the legs: connector and connections to engines", r"proxy/connectors|proxy/upstream"),
         (
             "the answer: events, transcript, client",
-            r"proxy/wire|proxy/dialects|proxy/resume|proxy/flow/(relay|delivery|chunk_writer|token_shapes|client_writer|answers)",
+            r"proxy/wire|proxy/dialects|proxy/resume|proxy/gateway/(relay|delivery|chunk_writer|token_shapes|client_writer|answers)",
         ),
-        ("the course of a request: route, attempts, contexts", r"proxy/api|proxy/flow|contextlib"),
+        ("the course of a request: route, attempts, contexts", r"proxy/api|proxy/gateway|contextlib"),
         ("everything else", r"^$"),
     )
 )

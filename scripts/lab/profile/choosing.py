@@ -13,14 +13,14 @@ from typing import Final
 
 import orjson
 
-from proxy.backend import Role
 from proxy.balancer.health.health import Health
 from proxy.balancer.pick import PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolParts
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
-from proxy.call import Call, measured_prompt
+from proxy.common.backend import Role
+from proxy.dialects.call import Call, measured_prompt
 from proxy.settings.model import Cost, HealthChecks
 from proxy.wire.document import Document
 from proxy.wire.openai import Api

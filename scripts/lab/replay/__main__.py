@@ -20,10 +20,10 @@ from lab.replay.report import margins
 from lab.replay.sockets import sweep_sockets
 from lab.replay.sweep import fleets, sweep
 from lab.replay.trace import InvalidTrace, Request, read
-from proxy.flag_numbers import positive
 from proxy.settings import POLICIES
 from proxy.settings.model import Balance
 from proxy.sim.hardware.machines import MACHINES, published
+from proxy.tools.flag_numbers import positive
 
 _DESCRIPTION = """What another way of choosing instances would make of a trace.
 

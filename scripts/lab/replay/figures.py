@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 from lab.replay.engines import Engine
 from lab.replay.fleet import Course, Fleet
-from proxy.backend import Backend
+from proxy.common.backend import Backend
 
 # The first tenth of a run fills queues and caches, and does not count.
 _WARM_UP: Final = 0.1

@@ -13,12 +13,12 @@ from typing import Final
 from lab.replay.engines import Engine
 from lab.replay.gateways import Gateway, Plan, SharedStore, Told
 from lab.replay.trace import BLOCK_TOKENS, Request
-from proxy.backend import Backend, Load, Role
 from proxy.balancer.engines.engine_facts import EngineFacts
 from proxy.balancer.pick import PickRequest, Policy, PolicyContext
-from proxy.call import DECODE_OVERHEAD_TOKENS, PREFILL_OVERHEAD_TOKENS
-from proxy.errors import NoBackendAvailable, Overloaded
-from proxy.monitor import LoopLag
+from proxy.common.backend import Backend, Load, Role
+from proxy.common.errors import NoBackendAvailable, Overloaded
+from proxy.dialects.call import DECODE_OVERHEAD_TOKENS, PREFILL_OVERHEAD_TOKENS
+from proxy.process.monitor import LoopLag
 from proxy.settings.model import Cost as CostSettings
 from proxy.sim.hardware.machines import Machine
 from proxy.wire.prefix import PrefixKeys

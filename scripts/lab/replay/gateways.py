@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from typing import Final, cast
 
 from lab.replay.engines import Engine
-from proxy.api_keys import KeyUsage
-from proxy.backend import Backend, Role
 from proxy.balancer.engines.engine_facts import EngineFacts
 from proxy.balancer.health.health import Health
 from proxy.balancer.health.health_board import HealthBoard
@@ -22,13 +20,15 @@ from proxy.balancer.roster import Roster
 from proxy.balancer.shared.fronts import Fronts, WorkerFront
 from proxy.balancer.shared.journal import Journal, JournalWriter
 from proxy.balancer.shared.scoreboard import Scoreboard
-from proxy.flow.admission import Admission
-from proxy.kv_events.blocks import Blocks
-from proxy.monitor import LoopLag
+from proxy.common.backend import Backend, Role
+from proxy.fleet.kv_events.blocks import Blocks
+from proxy.fleet.replicas.exchange import StateExchange
+from proxy.fleet.replicas.local_state import LocalState
+from proxy.fleet.replicas.peer_rows import PeerRows
+from proxy.gateway.admission import Admission
+from proxy.gateway.api_keys import KeyUsage
 from proxy.observe.metrics import Metrics
-from proxy.replicas.exchange import StateExchange
-from proxy.replicas.local_state import LocalState
-from proxy.replicas.peer_rows import PeerRows
+from proxy.process.monitor import LoopLag
 from proxy.settings import Settings
 from proxy.settings.model import Admission as AdmissionLimits
 from proxy.settings.model import HealthChecks
@@ -91,7 +91,7 @@ class SharedStore:
 
 @dataclass(slots=True)
 class NamedStore:
-    """As proxy.replicas.Store, for one gateway."""
+    """As proxy.fleet.replicas.Store, for one gateway."""
 
     store: SharedStore
     name: str

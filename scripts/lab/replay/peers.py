@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from lab.replay.trace import BLOCK_TOKENS
-from proxy.backend import Backend, Load
 from proxy.balancer.pick import Candidate, PickRequest, Policy, PolicyContext, Tracker
 from proxy.balancer.policies.least_tokens import LeastTokens, RoundRobin
+from proxy.common.backend import Backend, Load
 from proxy.sim.hardware.cost import Cost
 
 _MICROSECONDS: Final = 1e6

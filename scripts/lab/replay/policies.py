@@ -10,9 +10,9 @@ from lab.replay.engines import Engine
 from lab.replay.fleet import Fleet, MakePolicy, Subject
 from lab.replay.peers import peers
 from lab.replay.trace import BLOCK_TOKENS
-from proxy.backend import Backend, Load
 from proxy.balancer.pick import Candidate, PickRequest, Policy, PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
+from proxy.common.backend import Backend, Load
 from proxy.settings import POLICIES
 from proxy.sim.hardware.cost import Cost
 from proxy.sim.hardware.machines import MACHINES, Machine

@@ -22,7 +22,7 @@ from lab.common.load import post
 from lab.replay.engines import Engine
 from lab.replay.fleet import Course
 from lab.replay.trace import BLOCK_TOKENS, Request
-from proxy.backend import Backend, Role
+from proxy.common.backend import Backend, Role
 from proxy.sim.hardware.work import Work
 
 # Tokens that a stream sends together: every token by itself is what scripts/bench is for.

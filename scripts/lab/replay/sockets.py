@@ -29,7 +29,7 @@ from lab.replay.policies import policies
 from lab.replay.socket_engines import Engines, request_bytes
 from lab.replay.sweep import Progress, fleets, in_virtual_time, timed_arrivals
 from lab.replay.trace import Request
-from proxy.backend import Backend, Role
+from proxy.common.backend import Backend, Role
 
 # Of an answer after its request; what takes longer is not served.
 _PATIENCE_SECONDS: Final = 120.0

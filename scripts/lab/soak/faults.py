@@ -19,7 +19,7 @@ from typing import Any
 from lab.common.toxics import Direction, Latency, Slicer
 from lab.soak.cluster import STALL_SECONDS, Cluster, Engine, until
 from lab.soak.evidence import KILL_WORKER, Absence, Fault
-from proxy.roll import Gateways, GatewayTrouble, Limits, Progress, RollStopped, Walk
+from proxy.tools.roll import Gateways, GatewayTrouble, Limits, Progress, RollStopped, Walk
 
 Damage = Callable[["Cluster", "Engine"], Awaitable[None]]
 Change = Callable[["Engine"], Awaitable[None]]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.backend import Backend, Role
 from proxy.balancer.engines.progress import StreamProgress
+from proxy.common.backend import Backend, Role
 
 A, B, C = (Backend(Role.DECODE, "127.0.0.1", port) for port in (1, 2, 3))
 PREFILLER = Backend(Role.PREFILL, "127.0.0.1", 4)

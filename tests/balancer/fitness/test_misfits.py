@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.backend import Backend, Role
 from proxy.balancer.engines.engine_keys import EngineKeys
 from proxy.balancer.fitness.fitness import Fitness
 from proxy.balancer.fitness.handovers import Verdict
 from proxy.balancer.fitness.misfits import Misfit, MisfitKind, Misfits
 from proxy.balancer.shared.scoreboard import Handovers, Scoreboard
+from proxy.common.backend import Backend, Role
 from tests.forking import in_child
 
 P, D = Backend(Role.PREFILL, "10.0.0.1", 7100), Backend(Role.DECODE, "10.0.0.2", 7100)

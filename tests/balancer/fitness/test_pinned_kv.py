@@ -6,7 +6,6 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from proxy.backend import Backend, Load, Role
 from proxy.balancer.fitness.pinned_kv import Pin, PinnedKv
 from proxy.balancer.health.health import Health
 from proxy.balancer.pick import PickRequest
@@ -14,6 +13,7 @@ from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolParts
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Pinned, Scoreboard
+from proxy.common.backend import Backend, Load, Role
 from tests.clock import Clock
 
 BACKENDS = [Backend(Role.PREFILL, "p", port, slot=port) for port in range(3)]

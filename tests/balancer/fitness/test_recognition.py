@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from proxy.backend import Role
 from proxy.balancer.engines.engine_facts import Identity, parse_kind, parse_setup
 from proxy.balancer.fitness.misfits import MisfitKind
 from proxy.balancer.fitness.recognition import EngineReport, recognise, unsuited
+from proxy.common.backend import Role
 from proxy.settings import SettingsError
 
 P, D = Role.PREFILL, Role.DECODE

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.backend import Backend, Role
 from proxy.balancer.health.blame import Blame
-from proxy.errors import Failure, UpstreamError
+from proxy.common.backend import Backend, Role
+from proxy.common.errors import Failure, UpstreamError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

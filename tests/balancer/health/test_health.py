@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.backend import Backend, Role
 from proxy.balancer.engines.engine_facts import EngineFacts
 from proxy.balancer.health.backend_health import HealthState
 from proxy.balancer.health.health import Health, Transition
-from proxy.errors import Failure, UpstreamError
+from proxy.common.backend import Backend, Role
+from proxy.common.errors import Failure, UpstreamError
 from proxy.settings import HealthChecks
 from tests.clock import Clock
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from proxy.backend import Backend, Role
 from proxy.balancer.health.backend_health import HealthState
 from proxy.balancer.health.health_board import HealthBoard
+from proxy.common.backend import Backend, Role
 from tests.forking import in_child
 
 BACKEND = Backend(Role.DECODE, "10.0.0.3", 7100, slot=5)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.backend import Backend, Role
 from proxy.balancer.health.pair_quarantine import PairQuarantine
+from proxy.common.backend import Backend, Role
 
 if TYPE_CHECKING:
     from tests.clock import Clock

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from proxy.backend import Load
 from proxy.balancer.pick import Policy, Tracker
+from proxy.common.backend import Load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.backend import Backend
     from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
+    from proxy.common.backend import Backend
 
 
 class PrefixAffinity(Policy):

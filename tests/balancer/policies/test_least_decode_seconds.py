@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.backend import Backend, Load, Role
 from proxy.balancer.engines.engine_facts import EngineFacts
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.policies.least_decode_seconds import LeastDecodeSeconds
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts
-from proxy.call import DECODE_OVERHEAD_TOKENS
+from proxy.common.backend import Backend, Load, Role
+from proxy.dialects.call import DECODE_OVERHEAD_TOKENS
 from proxy.wire.prefix import PrefixKeys
 from tests.balancer.policies.test_decode_pace import on_an_a3
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.backend import Backend, Load, Role
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.policies.cache_count import CacheCount
 from proxy.balancer.policies.least_seconds import LeastSeconds
@@ -16,8 +15,9 @@ from proxy.balancer.policies.prefill_samples import PrefillSample, Step
 from proxy.balancer.policies.prefiller import write_count
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts
 from proxy.balancer.shared.journal import Journal
-from proxy.call import PREFILL_OVERHEAD_TOKENS
-from proxy.errors import Failure, UpstreamError
+from proxy.common.backend import Backend, Load, Role
+from proxy.common.errors import Failure, UpstreamError
+from proxy.dialects.call import PREFILL_OVERHEAD_TOKENS
 from proxy.wire.prefix import PrefixKeys
 from tests.balancer.conftest import Balancer
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.backend import Backend, Load, Role
 from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
 from proxy.balancer.policies.least_tokens import WEIGHTS, LeastTokens, PowerOfTwo, Random, RoundRobin, make_policy
 from proxy.balancer.shared.scoreboard import Scoreboard
+from proxy.common.backend import Backend, Load, Role
 from proxy.settings import POLICIES
 
 if TYPE_CHECKING:

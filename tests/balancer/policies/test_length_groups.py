@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from proxy.backend import Backend, Load, Role
 from proxy.balancer.pick import Candidate, PickRequest
 from proxy.balancer.policies.length_groups import LengthGroups, nearness
 from proxy.balancer.shared.scoreboard import Scoreboard
+from proxy.common.backend import Backend, Load, Role
 from proxy.settings import Balance
 from proxy.wire.prefix import NO_KEYS, PrefixKeys
 

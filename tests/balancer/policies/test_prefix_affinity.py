@@ -16,8 +16,8 @@ from tests.balancer.policies.prefix_affinity import PrefixAffinity
 from tests.deployment import generations
 
 if TYPE_CHECKING:
-    from proxy.backend import Backend
     from proxy.balancer.pick import PickRequest
+    from proxy.common.backend import Backend
     from proxy.sim.engine import SimulatedEngine
     from proxy.wire.prefix import PrefixKeys
     from tests.conftest import Deploy

@@ -15,16 +15,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.backend import Load, Role
 from proxy.balancer.health.health import Health
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolParts
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
+from proxy.common.backend import Load, Role
 
 if TYPE_CHECKING:
-    from proxy.backend import Backend
+    from proxy.common.backend import Backend
 
 ONE = Load(compute=1)
 

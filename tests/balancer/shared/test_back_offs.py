@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from proxy.backend import Backend, Role
 from proxy.balancer.shared.back_offs import LONGEST_SECONDS, UNKNOWN, BackOffs
+from proxy.common.backend import Backend, Role
 
 A = Backend(Role.DECODE, "a", 1, slot=3)
 

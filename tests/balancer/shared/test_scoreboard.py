@@ -7,12 +7,12 @@ import struct
 
 import pytest
 
-from proxy.backend import Load, Role
 from proxy.balancer.health.health import Health
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import LANES, Handovers, Pinned, Scoreboard, SlotReader, layout
+from proxy.common.backend import Load, Role
 
 
 def test_a_fresh_scoreboard_is_zero() -> None:

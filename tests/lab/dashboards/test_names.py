@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from lab.dashboards.__main__ import DASHBOARDS
+from proxy.common.terms import Stage
 from proxy.observe import metrics
-from proxy.terms import Stage
 from tests.lab.dashboards.promql import asked
 from tests.metrics_page import series
 from tests.test_readme import OPERATING, PAGES, anchors

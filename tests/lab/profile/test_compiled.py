@@ -9,11 +9,11 @@ STACKS = """\
     7f0000001000 __libc_send+0x20 (/usr/lib/libc.so.6)
     7f0000001800 __pyx_f_6uvloop_4loop_8UVStream__try_write (/there/uvloop/loop.so)
     7f0000002000 CPyDef_upstream___connection___Connection___begin+0x1f (/there/x__mypyc.so)
-    7f0000003000 CPyDef_fast_path___attempt___FastAttempt____send (/there/x__mypyc.so)
+    7f0000003000 CPyDef_connectors___leg_driver___LegDriver____send (/there/x__mypyc.so)
 
     7f0000004000 _PyObject_Malloc (/usr/lib/libpython3.11.so.1.0)
     7f0000005000 _PyEval_EvalFrameDefault+0x99 (/usr/lib/libpython3.11.so.1.0)
-    7f0000003000 CPyDef_fast_path___attempt___FastAttempt____send (/there/x__mypyc.so)
+    7f0000003000 CPyDef_connectors___leg_driver___LegDriver____send (/there/x__mypyc.so)
 
     7f0000006000 uv__io_poll+0x1 (/there/uvloop/loop.so)
     7f0000005000 _PyEval_EvalFrameDefault+0x99 (/usr/lib/libpython3.11.so.1.0)

@@ -30,7 +30,7 @@ def test_what_a_part_names_is_there(path: str) -> None:
         (["run (asyncio/runners.py:118)", "_handle (proxy/listener/http_listener.py:1)"], "the client's side: aiohttp"),
         (["open (proxy/connectors/sequential.py:1)", "dumps (json/encoder.py:1)"], "the legs: connector and"),
         (
-            ["received (proxy/flow/relay.py:1)", "ClientWriter.write (proxy/flow/client_writer.py:1)"],
+            ["received (proxy/gateway/relay.py:1)", "ClientWriter.write (proxy/gateway/client_writer.py:1)"],
             "system calls: writing",
         ),
         (["main (proxy/__main__.py:1)"], "everything else"),
@@ -41,7 +41,7 @@ def test_a_frame_of_the_standard_library_belongs_to_its_caller(frames: list[str]
 
 
 def test_a_function_has_the_time_of_all_its_lines_and_of_what_it_calls_outside_of_the_gateway() -> None:
-    loop, begin = "run (asyncio/runners.py:118)", "begin (proxy/fast_path/intake.py"
+    loop, begin = "run (asyncio/runners.py:118)", "begin (proxy/gateway/intake.py"
     stacks = [f"{loop};{begin}:7) 2", f"{loop};{begin}:8);loads (json/decoder.py:1) 1", f"{loop} 1"]
-    assert functions(stacks, 100.0, 1) == "     75.0  begin (proxy/fast_path/intake.py)\n"
+    assert functions(stacks, 100.0, 1) == "     75.0  begin (proxy/gateway/intake.py)\n"
     assert functions(stacks, 100.0, 2).endswith("     25.0  none of the gateway's\n")

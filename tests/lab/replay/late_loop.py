@@ -7,7 +7,7 @@ import random
 from typing import TYPE_CHECKING, Final
 
 from lab.replay import virtual_time
-from proxy.monitor import LoopLag
+from proxy.process.monitor import LoopLag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -52,7 +52,7 @@ def run(course: Callable[[LoopLag | None], Coroutine[None, None, None]], *, is_l
 
 
 async def _measure(loop_lag: LoopLag) -> None:
-    """Measure how late the loop is, as proxy.monitor does."""
+    """Measure how late the loop is, as proxy.process.monitor does."""
     loop = asyncio.get_running_loop()
     while True:
         due = loop.time() + _TICK_SECONDS

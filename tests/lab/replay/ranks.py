@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from lab.replay.engines import Engine
 from lab.replay.fleet import Fleet
-from proxy.backend import Role
 from proxy.balancer.engines.engine_facts import EngineFacts
+from proxy.common.backend import Role
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -13,9 +13,9 @@ from lab.replay import virtual_time
 from lab.replay.fleet import Replay, Subject
 from lab.replay.policies import CLAIRVOYANT, ClairvoyantDecode, policies
 from lab.replay.trace import Request
-from proxy.backend import Backend, Load, Role
 from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
 from proxy.balancer.shared.scoreboard import Scoreboard
+from proxy.common.backend import Backend, Load, Role
 from tests.lab.replay.conftest import MACHINE
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import pytest
 
 from lab.replay.fleet import parse_fleet
 from lab.replay.trace import Request
-from proxy.backend import Load
+from proxy.common.backend import Load
 
 if TYPE_CHECKING:
     from collections.abc import Callable

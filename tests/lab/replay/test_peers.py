@@ -9,9 +9,9 @@ import pytest
 from lab.replay.fleet import Subject
 from lab.replay.peers import peers
 from lab.replay.trace import Request
-from proxy.backend import Backend, Load, Role
 from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
 from proxy.balancer.shared.scoreboard import Scoreboard
+from proxy.common.backend import Backend, Load, Role
 from tests.lab.replay.conftest import MACHINE
 
 if TYPE_CHECKING:

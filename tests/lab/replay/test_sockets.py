@@ -15,7 +15,7 @@ from lab.replay.fleet import Course, Fleet
 from lab.replay.socket_engines import WORD, Engines, request_bytes
 from lab.replay.sockets import over_sockets, programs
 from lab.replay.trace import Request
-from proxy.backend import Backend, Role
+from proxy.common.backend import Backend, Role
 from tests.lab.replay.conftest import MACHINE
 
 if TYPE_CHECKING:

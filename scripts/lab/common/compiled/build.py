@@ -76,7 +76,7 @@ def _compile(directory: Path) -> None:
     shutil.rmtree(directory / "build")
     for path in MODULES:
         shutil.copy(_ROOT / path, directory / path)
-    _run("-c", "import sys; sys.path.insert(0, ''); import proxy.worker.assembly", cwd=directory)
+    _run("-c", "import sys; sys.path.insert(0, ''); import proxy.process.worker.assembly", cwd=directory)
 
 
 def _is_gcc() -> bool:

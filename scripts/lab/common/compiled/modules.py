@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final
 
 _BY_PACKAGE: Final = {
-    "": "api_keys backend call usage",
     "balancer": "choice chooser lease pick pool pools",
     "balancer/engines": "pace progress",
     "balancer/fitness": "fitness misfits",
@@ -16,31 +15,32 @@ _BY_PACKAGE: Final = {
         " rate_filter unlearned"
     ),
     "balancer/shared": "back_offs journal scoreboard",
+    "common": "backend",
     "connectors": (
         "attempt base disaggregated handoff kv_transfer leg_driver legs one_engine ranks releaser sequential"
         " sglang_bootstrap vllm_pull"
     ),
-    "dialects": "adjustments base fanout openai requests segment sglang_events translated",
+    "dialects": "adjustments base call fanout openai requests segment sglang_events translated",
     "dialects/messages": "answer content dialect request tools",
     "dialects/responses": "answer dialect items request tools",
-    "fast_path": "connection head intake parts request",
-    "flow": (
-        "admission answers assembly attempts budget buffers chunk_writer client_writer delivery fleet gateway guard"
-        " keep_alive lateness order relay resuming retry suspects suspicion token_clock token_shapes unit_guard"
+    "gateway": (
+        "admission answers api_keys assembly attempts body_buffers chunk_writer client_writer common_abilities"
+        " delivery fast_connection intake keep_alive queue_order queue_times relay request request_head request_parts"
+        " resuming retry retry_budget suspects suspicion token_clock token_shapes unit_guard unwritable work"
     ),
     "listener": "header_deadlines",
-    "logs": "floods formats handler redaction writer",
-    "monitor": "loop_lag",
     "observe": "access_line listeners observers receipts record timeline",
+    "observe/logs": "floods formats handler redaction writer",
+    "process/monitor": "loop_lag",
+    "process/worker": "balancing",
     "resume": "call_options chat_as_completion continuation cut engines overlap plan seam transcript",
     "upstream": (
         "answer_reader connection fast_forward plain_head request_heads response silences size_lines upstream"
     ),
     "wire": (
-        "chat_members document elision engine_members finish ids long_answer members openai prefix python_json"
-        " sglang sglang_errors sse token token_ids weight"
+        "chat_members document elision engine_members finish ids long_answer members openai prefix python_json sglang"
+        " sglang_errors sse token token_ids usage weight"
     ),
-    "worker": "balancing",
 }
 MODULES: Final = [
     f"proxy/{package}/{name}.py".replace("//", "/") for package, names in _BY_PACKAGE.items() for name in names.split()

@@ -11,14 +11,14 @@ import pytest
 from lab.common.compiled.modules import MODULES
 from proxy.wire.openai import Api
 from tests.asking import request
-from tests.fast_path.calls import BATCH, ROOTS, SWEEP, ask, connected, counting
+from tests.gateway.calls import BATCH, ROOTS, SWEEP, ask, connected, counting
 from tests.talking import raw
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.conftest import Deploy
-    from tests.fast_path.calls import Calls
+    from tests.gateway.calls import Calls
 
 REQUESTS: Final = 40
 STREAMS: Final = 20

@@ -24,7 +24,7 @@ def directory(tmp_path: Path) -> Path:
         shutil.copy(name, tmp_path)
     (tmp_path / "proxy").mkdir()
     shutil.copy("proxy/__init__.py", tmp_path / "proxy")
-    for name in ("proxy/call.py", f"proxy/call{SUFFIX}", f"all{SUFFIX}"):
+    for name in ("proxy/some.py", f"proxy/some{SUFFIX}", f"all{SUFFIX}"):
         (tmp_path / name).write_text(name)
     return tmp_path
 
@@ -40,7 +40,7 @@ def test_a_wheel_has_what_was_compiled(directory: Path) -> None:
     (wheel,) = (directory / "dist").iterdir()
     assert not wheel.stem.endswith("-any")
     with zipfile.ZipFile(wheel) as packed:
-        for name in ("proxy/call.py", f"proxy/call{SUFFIX}", f"all{SUFFIX}"):
+        for name in ("proxy/some.py", f"proxy/some{SUFFIX}", f"all{SUFFIX}"):
             assert packed.read(name).decode() == name
 
 

@@ -1,0 +1,139 @@
+"""Instances in files that somebody keeps, in the format of Prometheus' file_sd_configs: one list serves both.
+
+    - targets: [10.0.0.3:7100, 10.0.0.4:7100]
+      labels: {role: decode}
+
+(https://prometheus.io/docs/prometheus/latest/configuration/configuration/#file_sd_config). Labels that are not known
+here are somebody else's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import glob
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from proxy.common.backend import Backend, Role
+from proxy.settings import SettingsError, parse_endpoints, parse_models, read_yaml
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Iterator, Sequence
+
+_LOOK_SECONDS: Final = 0.5
+
+Stamps = dict[Path, tuple[int, int, int]]
+"""Of each file when it was changed, its inode and its size. One that was written or exchanged has another."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedFiles:
+    """One file, or those that fit a pattern, which are taken as one list: while one of them is broken none counts."""
+
+    name: str
+    """A path, in which * and ? stand for anything."""
+    look_seconds: float = field(default=_LOOK_SECONDS, compare=False)
+
+    async def watch(self) -> AsyncGenerator[Sequence[Backend], None]:
+        """See Source. Files are looked at again and again, which works on every file system. What has changed is left
+        alone until it is found the same twice: it may be half of what is being written.
+        """
+        told: Stamps | None = None
+        seen: Stamps | None = None
+        while True:
+            # In a thread: a disk may be slow, and so is reading YAML.
+            stamps = await asyncio.to_thread(_stamps, self.name)
+            if told is None or (stamps != told and stamps == seen):
+                backends = await asyncio.to_thread(_read_all, tuple(stamps))
+                told = stamps
+                yield backends
+            seen = stamps
+            await asyncio.sleep(self.look_seconds)
+
+
+def parse_groups(groups: Any) -> list[Backend]:
+    """The instances that a file names, all trusted with the engine key. Raises ValueError."""
+    if not isinstance(groups, list):
+        raise ValueError("there must be a list of groups such as {targets: [10.0.0.3:7100], labels: {role: decode}}")
+    return [backend for number, group in enumerate(groups, 1) for backend in _of_group(group, f"group {number}")]
+
+
+def _of_group(group: Any, where: str) -> Iterator[Backend]:
+    targets, labels = (group.get("targets"), group.get("labels")) if isinstance(group, dict) else (None, None)
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise ValueError(f"{where} must have targets, a list of host:port")
+    role, bootstrap_port = _role(labels, where), _bootstrap_port(labels, where)
+    models = _models(labels, where)
+    if bootstrap_port is not None and role is not Role.PREFILL:
+        raise ValueError(f"{where} has a bootstrap_port, which only prefillers have")
+    for target in targets:
+        try:
+            endpoints = parse_endpoints(target)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        for endpoint in endpoints:
+            port, served = endpoint.bootstrap_port or bootstrap_port, endpoint.models or models
+            yield Backend(role, endpoint.host, endpoint.port, trusted=True, bootstrap_port=port, models=served)
+
+
+def _role(labels: Any, where: str) -> Role:
+    try:
+        return Role(labels["role"])
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{where} must have the label role: prefill, decode or encode") from None
+
+
+def _bootstrap_port(labels: Any, where: str) -> int | None:
+    """None: the label is not there. Values of labels are texts for Prometheus, and people write numbers."""
+    word = str(labels.get("bootstrap_port", ""))
+    if not word:
+        return None
+    if not (word.isdecimal() and 1 <= int(word) <= 65535):
+        raise ValueError(f"{where}: bootstrap_port must be a number from 1 to 65535")
+    return int(word)
+
+
+def _models(labels: Any, where: str) -> tuple[str, ...]:
+    """Those of the label `model`, which may have several with commas between them; none: engines are asked."""
+    try:
+        return parse_models(str(labels.get("model", "")))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _stamps(pattern: str) -> Stamps:
+    """Raises OSError if there is no such file."""
+    paths = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
+    if not paths:
+        raise FileNotFoundError(f"no file fits {pattern}")
+    found: Stamps = {}
+    for path in map(Path, paths):
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise _unreadable(path, error) from None
+        found[path] = stat.st_mtime_ns, stat.st_ino, stat.st_size
+    return found
+
+
+def _read_all(paths: Sequence[Path]) -> list[Backend]:
+    return [backend for path in paths for backend in _read(path)]
+
+
+def _read(path: Path) -> list[Backend]:
+    """Raises ValueError or OSError, whose text names the file."""
+    try:
+        return parse_groups(orjson.loads(path.read_bytes()) if path.suffix == ".json" else read_yaml(path))
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    except SettingsError as error:
+        raise ValueError(str(error)) from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _unreadable(path: Path, error: OSError) -> OSError:
+    return OSError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}")

@@ -1,0 +1,6 @@
+"""Whether instances fit each other and this gateway: what they say they are, and what becomes of handed-over KV."""
+
+from proxy.fleet.inspector.inspector import Inspector
+from proxy.fleet.inspector.telling import log_misfit
+
+__all__ = ["Inspector", "log_misfit"]

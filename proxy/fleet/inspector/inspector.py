@@ -1,0 +1,146 @@
+"""Looks whether instances fit each other and this gateway. What is wrong is told once, and once that it is over.
+
+An instance that does not fit is well, so the Prober has nothing to say of it, and answers do not show it. What engines
+say of themselves is compared here, and `transfers.py` looks at what became of KV. Nothing outlives the `async with`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final
+
+from proxy.balancer.fitness.misfits import MisfitKind
+from proxy.balancer.fitness.recognition import EngineReport, unsuited
+from proxy.balancer.models import odd_ones
+from proxy.common.backend import Role
+from proxy.common.background import Background, BackgroundOwner
+from proxy.fleet.inspector.transfers import Transfers
+from proxy.settings import CONNECTOR_TRAITS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import aiohttp
+
+    from proxy.balancer.engines.engine_facts import Identity
+    from proxy.balancer.engines.engine_keys import EngineKeys
+    from proxy.balancer.fitness.fitness import Fitness
+    from proxy.balancer.health.health import Health
+    from proxy.balancer.models import ServedModels
+    from proxy.balancer.pool import Pool
+    from proxy.balancer.shared.scoreboard import Scoreboard
+    from proxy.common.backend import Backend
+    from proxy.observe.metrics import Metrics
+
+logger = logging.getLogger("proxy.inspector.inspector")
+
+_LOOK_SECONDS: Final = 1.0
+
+
+class Inspector(BackgroundOwner):
+    """One worker's. `async with` it. `reads`: this is the worker that reads decoders' counters."""
+
+    def __init__(
+        self,
+        pools: Mapping[Role, Pool],
+        scoreboard: Scoreboard,
+        health: Health,
+        fitness: Fitness,
+        models: ServedModels,
+        session: aiohttp.ClientSession,
+        keys: EngineKeys,
+        metrics: Metrics,
+        interval_seconds: float,
+        connector: str,
+        lease_seconds: Callable[[Backend], float],
+        *,
+        reads: bool,
+    ) -> None:
+        """`interval_seconds`: between two readings of a decoder's counters, 0 for never. `lease_seconds`: how long a
+        prefiller keeps KV that nobody fetches, where it has leases.
+        """
+        self._pools = pools
+        self._health = health
+        self._fitness = fitness
+        self._keys = keys
+        self._metrics = metrics
+        self._interval_seconds = interval_seconds
+        self._connector = connector
+        self._models = models
+        self._compared = [role for role in pools if role is not Role.ENCODE]
+        self._told: dict[Backend, Identity] = {}
+        self._serving: dict[Backend, frozenset[str]] = {}
+        self._reported_kinds = [MisfitKind.GATEWAY, MisfitKind.CONNECTOR, MisfitKind.ROLE]
+        """What engines tell by themselves."""
+        traits = CONNECTOR_TRAITS[connector]
+        if traits.tells_bootstrap_port:
+            self._reported_kinds.append(MisfitKind.BOOTSTRAP)
+        self._background = Background(logger, "a look at instances")
+        self._transfers = None
+        if reads and Role.PREFILL in pools:
+            self._transfers = Transfers(
+                prefillers=pools[Role.PREFILL],
+                decoders=pools[Role.DECODE],
+                scoreboard=scoreboard,
+                health=health,
+                fitness=fitness,
+                session=session,
+                keys=keys,
+                metrics=metrics,
+                background=self._background,
+                traits=traits,
+                lease_seconds=lease_seconds,
+            )
+
+    def _begin(self) -> None:
+        self._background.keep(self._keep_looking, "engine_comparison", self._metrics.background_restarts_total)
+
+    def configure(self, interval_seconds: float) -> None:
+        """Take a changed interval for the looks from now on."""
+        self._interval_seconds = interval_seconds
+
+    async def _keep_looking(self) -> None:
+        while True:
+            self._compare()
+            if self._transfers is not None and self._interval_seconds:
+                self._transfers.look(self._interval_seconds)
+            await asyncio.sleep(min(_LOOK_SECONDS, self._interval_seconds or _LOOK_SECONDS))
+
+    # What engines say they are
+
+    def _compare(self) -> None:
+        """Look at the engines that have told something new of themselves, and then at all of them together."""
+        told = {
+            backend: facts.identity
+            for role in self._compared
+            for backend in self._pools[role].backends()
+            if (facts := self._health.of(backend).facts) is not None
+        }
+        self._models.look()
+        serving = {
+            backend: self._models.own(backend) for role in self._compared for backend in self._pools[role].backends()
+        }
+        if told == self._told and serving == self._serving:
+            return
+        for backend, identity in told.items():
+            if identity != self._told.get(backend):
+                self._look_at(backend, identity)
+        odd = odd_ones(serving)
+        for backend, models in serving.items():
+            if models:
+                self._fitness.report(backend, MisfitKind.MODEL, odd.get(backend))
+        self._told, self._serving = told, serving
+
+    def _look_at(self, backend: Backend, identity: Identity) -> None:
+        engine = EngineReport(backend.role, backend.name, identity)
+        kind, hint = unsuited(engine, self._connector, backend.bootstrap_port) or (None, "")
+        for its_kind in self._reported_kinds:
+            if its_kind is kind:
+                self._fitness.report(backend, its_kind, hint)
+            elif identity.setup is not None:  # otherwise there may be more to come
+                self._fitness.report(backend, its_kind, None)
+        if not identity.refused_key:
+            self._fitness.report(backend, MisfitKind.ENGINE_KEY, None)
+        elif not self._keys.passes_on:
+            self._fitness.refused_key(backend)

@@ -1,0 +1,216 @@
+"""Which instances' KV events are heard, and what all workers and the operator are told of them.
+
+One worker does that for all: it keeps the process that subscribes, says to what, and writes what it tells into the
+journal, where the policies of all workers hear it. What is wrong is said once for each instance, and once that it is
+over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from proxy.balancer.policies.cache_count import CacheCount
+from proxy.balancer.policies.prefiller import write_count
+from proxy.common.background import Background, BackgroundOwner
+from proxy.common.terms import KV_EVENT_GAPS, KV_EVENTS
+from proxy.fleet.kv_events import sources
+from proxy.fleet.kv_events.process import started
+from proxy.observe import logs
+from proxy.settings.kv_events import ASK
+from proxy.upstream.engine_json import NoAnswer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import aiohttp
+
+    from proxy.balancer.engines.engine_keys import EngineKeys
+    from proxy.balancer.health.health import Health
+    from proxy.balancer.pool import Pool
+    from proxy.balancer.shared.journal import JournalWriter
+    from proxy.common.backend import Backend
+    from proxy.fleet.kv_events.messages import EventSource, InstanceReport
+    from proxy.fleet.kv_events.process import Process
+    from proxy.observe.metrics import Metrics
+    from proxy.settings.kv_events import KvEvents
+    from proxy.upstream import Names
+    from proxy.wire import kv_events as wire
+
+logger = logging.getLogger("proxy.kv_events.subscriptions")
+
+_LOOK_SECONDS: Final = 0.25
+_RESTART_SECONDS: Final = (0.5, 60.0)
+_ASK_AGAIN_SECONDS: Final = 5.0
+# An engine that has worked at so many looks and published nothing does not publish, or not there.
+_SILENT_LOOKS: Final = 120
+
+_NOT_TOLD: Final = (
+    "does not tell where it publishes KV events, as vLLM from 0.32 on does at /kv_event_sources and SGLang at "
+    "/server_info: was it started with --kv-events-config and publisher zmq? Of older vLLM, name the port by "
+    "kv_events.endpoint"
+)
+_NO_ANSWER: Final = "does not tell yet where it publishes KV events, and is asked again: %s"
+_NOWHERE: Final = "cannot publish KV events where it should: %s"
+_UNOPENED: Final = "publishes KV events that cannot be heard, at %s"
+_UNREADABLE: Final = "publishes KV events that cannot be read: %s"
+_SILENT: Final = (
+    "has worked and published no KV events at %s: was it started with --kv-events-config and publisher zmq, with "
+    "prefix caching, is that its endpoint, with * for the host (with another it does not listen there, but connects), "
+    "and does its topic begin with %r?"
+)
+
+
+@dataclass(slots=True)
+class _Heard:
+    """What is known of one instance since it came up."""
+
+    sources: Sequence[wire.EventPublisher] = ()
+    """None of them: it is not known yet, or there are none."""
+    address: str | None = None
+    """Where they are heard."""
+    looks: int = 0
+    """At which it was seen to work, and nothing had been heard."""
+    has_published: bool = False
+    said: set[str] = field(default_factory=set)
+    """What was wrong and is in the log."""
+
+
+class Subscriptions(BackgroundOwner):
+    """`async with` it: leaving ends the process."""
+
+    def __init__(
+        self,
+        *,
+        pools: Sequence[Pool],
+        health: Health,
+        journal: JournalWriter,
+        names: Names,
+        session: aiohttp.ClientSession,
+        keys: EngineKeys,
+        settings: KvEvents,
+        metrics: Metrics,
+    ) -> None:
+        """`pools`: of the instances whose caches matter. `journal`: the seat that is written here and nowhere else."""
+        self._pools = pools
+        self._health = health
+        self._journal = journal
+        self._names = names
+        self._session = session
+        self._keys = keys
+        self._settings = settings
+        self._metrics = metrics
+        self._heard: dict[Backend, _Heard] = {}
+        self._background = Background(logger, "the subscription to KV events")
+
+    def _begin(self) -> None:
+        self._background.keep(self._keep_subscribing, "kv_events", self._metrics.background_restarts_total)
+
+    async def _keep_subscribing(self) -> None:
+        pause, most = _RESTART_SECONDS
+        while True:
+            began = asyncio.get_running_loop().time()
+            why = await self._subscribe()
+            if asyncio.get_running_loop().time() - began > most:
+                pause = _RESTART_SECONDS[0]
+            logger.warning("KV events: the process that subscribes %s, and is started again in %g s", why, pause)
+            await asyncio.sleep(pause)
+            pause = min(most, 2 * pause)
+
+    async def _subscribe(self) -> str:
+        """Until the process ends; returns why."""
+        try:
+            async with started() as process, Background(logger, "a look at KV events") as background:
+                background.start(self._keep_looking(process))
+                async for told in process.told():
+                    self._hear(told)
+                return f"has ended with code {await process.ended()}"
+        except OSError as error:
+            return f"cannot be started: {error}"
+
+    # To whom
+
+    async def _keep_looking(self, process: Process) -> None:
+        while True:
+            process.want(list(self._sources()))
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    def _sources(self) -> Iterator[EventSource]:
+        """Of the instances that are up: one that was away publishes something new."""
+        up = [
+            backend for pool in self._pools for backend in pool.backends() if self._health.of(backend).facts is not None
+        ]
+        for gone in self._heard.keys() - set(up):
+            del self._heard[gone]
+        for backend in up:
+            heard = self._heard.get(backend)
+            if heard is None:
+                heard = self._heard[backend] = _Heard()
+                if self._settings.endpoint == ASK:
+                    self._background.start(self._ask(backend, heard))
+                else:
+                    self._look_up(backend, heard)
+            heard.address = sources.address(self._names, backend.host, heard.address)
+            if heard.sources and heard.address is not None:
+                found = sources.at_address(heard.address, backend, heard.sources)
+                self._notice_silence(backend, heard, found)
+                yield from found
+
+    def _look_up(self, backend: Backend, heard: _Heard) -> None:
+        try:
+            heard.sources = sources.configured(self._settings, backend)
+        except ValueError as error:
+            self._warn(backend, heard, _NOWHERE, error)
+
+    async def _ask(self, backend: Backend, heard: _Heard) -> None:
+        """Until it has answered, or is gone."""
+        while self._heard.get(backend) is heard:
+            try:
+                heard.sources = await sources.asked(self._session, self._keys, backend)
+                if not heard.sources:
+                    self._warn(backend, heard, _NOT_TOLD)
+                return
+            except ValueError as error:
+                self._warn(backend, heard, _NOWHERE, error)
+                return
+            except NoAnswer as error:
+                self._warn(backend, heard, _NO_ANSWER, error)
+            await asyncio.sleep(_ASK_AGAIN_SECONDS)
+
+    def _notice_silence(self, backend: Backend, heard: _Heard, found: Sequence[EventSource]) -> None:
+        if heard.has_published or heard.said & {_UNOPENED, _UNREADABLE, _SILENT}:
+            return
+        heard.looks += any(pool.in_flight(backend) for pool in self._pools)
+        if heard.looks >= _SILENT_LOOKS:
+            endpoints = ", ".join(source.endpoint for source in found)
+            self._warn(backend, heard, _SILENT, endpoints, found[0].topic)
+
+    # What they say
+
+    def _hear(self, told: InstanceReport) -> None:
+        found = next((each for each in self._heard.items() if each[0].key == told.instance), None)
+        if found is None:
+            return  # it has gone meanwhile
+        backend, heard = found
+        for kind in KV_EVENTS:
+            if count := told.events.get(kind):
+                self._metrics.kv_events_total.labels(backend.role.value, backend.name, kind).inc(count)
+        for gap in KV_EVENT_GAPS:
+            if count := told.words.get(gap):
+                self._metrics.kv_event_gaps_total.labels(backend.role.value, backend.name, gap).inc(count)
+        write_count(self._journal, backend.slot, CacheCount(*told.count))
+        if told.unopened:
+            self._warn(backend, heard, _UNOPENED, told.unopened)
+        if told.events.get("unreadable"):
+            self._warn(backend, heard, _UNREADABLE, told.why)
+        if not heard.has_published and sum(told.events.values()) > told.events.get("unreadable", 0):
+            heard.has_published = True
+            logger.info("%s instance %s: its KV events are heard", backend.role, backend.name, extra=logs.ALWAYS)
+
+    def _warn(self, backend: Backend, heard: _Heard, words: str, *arguments: object) -> None:
+        """Once, and not of one that is gone."""
+        if words not in heard.said and self._heard.get(backend) is heard:
+            heard.said.add(words)
+            logger.warning(f"%s instance %s {words}", backend.role, backend.name, *arguments, extra=logs.ALWAYS)

@@ -1,1 +1,0 @@
-"""The life of one request, from admission to its last byte."""

@@ -1,0 +1,431 @@
+"""The answer to one unit: read from a decoder, passed on or put together, and completed."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from proxy.balancer.engines.capabilities import ROUTED_EXPERTS
+from proxy.connectors.base import parse_answer
+from proxy.gateway.assembly import Assembly
+from proxy.gateway.delivery import Delivery
+from proxy.gateway.relay import Relay
+from proxy.gateway.token_clock import TokenClock
+from proxy.resume.engines import VLLM, WatchLevel
+from proxy.wire.chat_members import UnreadableMember
+from proxy.wire.document import REMOVED, SHORT_BYTES, Document, joined
+from proxy.wire.long_answer import LongAnswer
+from proxy.wire.openai import Api
+from proxy.wire.python_json import dumps, loads, utf8
+
+if TYPE_CHECKING:
+    from proxy.common.errors import UpstreamError
+    from proxy.connectors.attempt import Attempt
+    from proxy.dialects.base import Dialect, UnitRendering
+    from proxy.dialects.call import Call
+    from proxy.gateway.client_writer import ClientWriter
+    from proxy.gateway.relay import AnswerOwner
+    from proxy.gateway.unit_guard import UnitGuard
+    from proxy.gateway.unit_parts import FlowParts
+    from proxy.observe.record import RequestRecord
+    from proxy.observe.timeline import Timeline
+    from proxy.resume.chat_as_completion import ChatPrompt
+    from proxy.resume.engines import Watching
+
+
+class Answer(ABC):
+    """What the attempts of one unit work on."""
+
+    call: Call
+    """The call as it is sent to the engines."""
+
+    def __init__(
+        self,
+        delivery: Delivery,
+        watching: Watching,
+        writer: ClientWriter | None = None,
+        prompt: ChatPrompt | None = None,
+    ) -> None:
+        """Prepare the answer.
+
+        Args:
+            delivery: What the client gets of it.
+            watching: How closely the engine's stream is watched.
+            writer: The client's stream; None: the answer is not streamed.
+            prompt: The prompt of a chat that engines get as a completion; None: they get the chat.
+        """
+        self.delivery = delivery
+        self.prompt = prompt
+        self.engine = watching.engine
+        """The kind of engine that works on it."""
+        self.call = watching.observed(delivery.call)
+        self.writer = writer
+
+    def sent(self, call: Call) -> Call:
+        """Return a call for this answer as engines get it."""
+        return call if self.prompt is None or call.api is not Api.CHAT else self.prompt.completion(call)
+
+    @property
+    def has_spoilt_calls(self) -> bool:
+        """Whether the answer says that it calls tools and does not, or calls one with arguments that are no JSON."""
+        return False
+
+    @property
+    def lacks_calls(self) -> bool:
+        """Whether the answer says that it calls tools and does not."""
+        return False
+
+    def body(self) -> bytes:
+        """See Whole: only an answer that is not streamed has it."""
+        raise NotImplementedError
+
+    def values(self) -> dict[str, Any]:
+        """See Whole: only an answer that is not streamed has it."""
+        raise NotImplementedError
+
+    # Reading the answer of one attempt
+
+    @abstractmethod
+    def begin(self, attempt: Attempt, owner: AnswerOwner) -> None:
+        """Read the answer of an attempt."""
+
+    @property
+    @abstractmethod
+    def is_ended(self) -> bool:
+        """Whether all of the attempt's answer has arrived, or no more of it will."""
+
+    @abstractmethod
+    def go_on(self) -> None:
+        """Read on after `AnswerOwner.on_full`."""
+
+    @abstractmethod
+    def let_go(self) -> None:
+        """Stop reading: the attempt is over."""
+
+    @abstractmethod
+    def complete(self, attempt: Attempt) -> None:
+        """Check the answer after its end. Raises UpstreamError if it is not whole."""
+
+    @abstractmethod
+    async def settle(self, attempt: Attempt) -> None:
+        """Wait for the parts of a complete answer that come from other engines. Raises UpstreamError."""
+
+    async def take(self, attempt: Attempt, guard: UnitGuard) -> None:
+        """Read an attempt's whole answer. Raises UpstreamError, ClientStalled."""
+        waiting = _Waiting(guard)
+        self.begin(attempt, waiting)
+        try:
+            while True:
+                await waiting.event.wait()
+                waiting.event.clear()
+                if self.is_ended:
+                    break
+                assert self.writer is not None
+                await self.writer.attend()
+                self.go_on()
+        finally:
+            self.let_go()
+        self.complete(attempt)
+        await self.settle(attempt)
+
+    # An answer that no engine ends
+
+    def close(self, timeline: Timeline) -> None:
+        """End an answer that no engine ends. Raises UnreadableMember if it cannot be put together."""
+        self._end(timeline)
+        timeline.usage.saw_completion(self.delivery.usage)
+
+    def _end(self, timeline: Timeline) -> None:
+        ending = self.delivery.closing(timeline.usage.prompt_details)
+        if self.writer is not None:
+            self.writer.write(ending)
+
+
+class _Waiting:
+    """The AnswerOwner of a task."""
+
+    def __init__(self, guard: UnitGuard) -> None:
+        self.event = asyncio.Event()
+        self._guard = guard
+
+    def on_first_output(self) -> None:
+        self._guard.first_output()
+
+    def on_full(self) -> None:
+        self.event.set()
+
+    def on_end(self) -> None:
+        self.event.set()
+
+    def on_end_soon(self) -> None:
+        self.event.set()
+
+
+class EngineBody(Answer):
+    """An answer that is not streamed. It passes as the engine wrote it, except for the dialect's corrections."""
+
+    def __init__(self, call: Call, dialect: Dialect) -> None:
+        super().__init__(Delivery(call, is_observed=False), VLLM.watching[WatchLevel.NOT])
+        self._dialect = dialect
+        self._raw = b""
+        self._error: UpstreamError | None = None
+        self._is_ended = False
+        self._owner: AnswerOwner | None = None
+        self._answer: Document | LongAnswer | None = None
+        self._corrections: dict[str, Any] = {}
+
+    def begin(self, attempt: Attempt, owner: AnswerOwner) -> None:
+        """See Answer. An answer in one piece has no first output before its end."""
+        self._is_ended = False
+        self._owner = owner
+        attempt.response.collect(self._on_body)
+
+    @property
+    def is_ended(self) -> bool:
+        """See Answer."""
+        return self._is_ended
+
+    def go_on(self) -> None:
+        """See Answer. The client gets nothing before the end."""
+
+    def let_go(self) -> None:
+        """See Answer."""
+        self._owner = None
+
+    def complete(self, attempt: Attempt) -> None:
+        """See Answer."""
+        self._owner = None
+        if self._error is not None:
+            raise self._error
+        dialect, response, raw = self._dialect, attempt.response, self._raw
+        attempt.kv_arrived()
+        if len(raw) > SHORT_BYTES and dialect.speaks_as_engines:
+            self._answer = parse_answer(LongAnswer, response, raw)
+        else:
+            self._answer = parse_answer(Document, response, raw)
+        values = dict(self._answer.values)
+        dialect.check_answer(response, values)
+        attempt.saw_usage(dialect.usage(values))
+        if not dialect.waits_for_prefiller(self.call):
+            self._corrections = dialect.corrected(values, attempt)
+
+    async def settle(self, attempt: Attempt) -> None:
+        """See Answer."""
+        if self._dialect.waits_for_prefiller(self.call):
+            assert self._answer is not None
+            self._corrections = await self._dialect.completed(self.call, dict(self._answer.values), attempt)
+
+    def body(self) -> bytes:
+        """See Whole."""
+        if not self._corrections:
+            return self._raw
+        assert self._answer is not None
+        changed = self._answer.with_changes(self._corrections)
+        return joined(Document(self._raw).with_changes(self._corrections) if changed is None else changed)
+
+    def values(self) -> dict[str, Any]:
+        """See Whole."""
+        assert self._answer is not None
+        values = {**self._answer.values, **self._corrections}
+        return {name: value for name, value in values.items() if value is not REMOVED}
+
+    def _on_body(self, body: bytes, error: UpstreamError | None) -> None:
+        owner = self._owner
+        if owner is not None:
+            self._raw, self._error, self._is_ended = body, error, True
+            owner.on_end()
+
+
+class _Relayed(Answer):
+    """Read from a stream, event by event."""
+
+    def __init__(
+        self,
+        delivery: Delivery,
+        parts: FlowParts,
+        watching: Watching,
+        writer: ClientWriter | None = None,
+        prompt: ChatPrompt | None = None,
+    ) -> None:
+        super().__init__(delivery, watching, writer, prompt)
+        self._metrics = parts.metrics
+        self._timeouts = parts.settings.timeouts
+        self._relay: Relay | None = None
+        """The reader of the present attempt's stream."""
+        self._clock: TokenClock | None = None
+        """Times the tokens of an answer that is streamed to the client."""
+
+    def begin(self, attempt: Attempt, owner: AnswerOwner) -> None:
+        """See Answer."""
+        self._relay = Relay(attempt, self.delivery, owner, self.writer, self._clock)
+        self._relay.begin(self._timeouts)
+
+    @property
+    def is_ended(self) -> bool:
+        """See Answer."""
+        return self._relay is not None and self._relay.is_ended
+
+    def go_on(self) -> None:
+        """See Answer."""
+        assert self._relay is not None
+        self._relay.go_on()
+
+    def let_go(self) -> None:
+        """See Answer."""
+        if self._relay is not None:
+            self._relay.let_go()
+
+    def complete(self, attempt: Attempt) -> None:
+        """See Answer."""
+        relay, self._relay = self._relay, None
+        assert relay is not None
+        if relay.malformed_events:
+            self._metrics.sse_bad_events_total.inc(relay.malformed_events)
+        if relay.error is not None:
+            raise relay.error
+        delivery, segment = self.delivery, relay.segment
+        if not segment.has_usage_chunk:
+            attempt.saw_usage(delivery.of_all(segment.usage))
+            return
+        if delivery.is_stopped or delivery.usage is None:
+            self._end(attempt.timeline)
+        attempt.saw_usage(delivery.usage)
+
+    async def settle(self, attempt: Attempt) -> None:
+        """See Answer. Nothing comes from other engines."""
+
+
+class AssembledBody(_Relayed):
+    """An answer that is not streamed to the client. The engine streams it, so that another one can continue it."""
+
+    def __init__(
+        self, call: Call, dialect: Dialect, parts: FlowParts, watching: Watching, prompt: ChatPrompt | None = None
+    ) -> None:
+        self._dialect = dialect
+        self._values: dict[str, Any] | None = None
+        self._own = dialect.watched_whole(call)
+        self._assembly = Assembly(has_routed_experts=parts.fleet.has_where_told(ROUTED_EXPERTS))
+        delivery = Delivery(
+            call,
+            dialect.watched_segment if prompt is None else partial(prompt.segment, call),
+            is_observed=True,
+            keeps_bytes=prompt is None,
+            engine=watching.engine,
+            whole=self._own or self._assembly,
+        )
+        super().__init__(delivery, parts, watching, prompt=prompt)
+
+    def begin(self, attempt: Attempt, owner: AnswerOwner) -> None:
+        """See Answer."""
+        self._values = None
+        super().begin(attempt, owner)
+
+    def complete(self, attempt: Attempt) -> None:
+        """See Answer."""
+        super().complete(attempt)
+        try:
+            self._dialect.check_answer(attempt.response, self.values())
+        except UnreadableMember as odd:
+            raise attempt.response.unreadable(f"sent an answer that cannot be read: {odd}") from None
+
+    def close(self, timeline: Timeline) -> None:
+        """See Answer. Raises UnreadableMember."""
+        super().close(timeline)
+        self.values()
+
+    @property
+    def has_spoilt_calls(self) -> bool:
+        """See Answer."""
+        return self.lacks_calls or any(map(_is_broken, self._calls()))
+
+    @property
+    def lacks_calls(self) -> bool:
+        """See Answer."""
+        return self._assembly.finish_reason == "tool_calls" and not self.delivery.transcript.tools
+
+    def _calls(self) -> list[dict[str, Any]]:
+        """Return the tool calls that the model has completed."""
+        if not self.delivery.transcript.tools or not self._assembly.is_complete(self.engine.stop_member):
+            return []
+        calls: list[dict[str, Any]] = self.values()["choices"][0]["message"]["tool_calls"]
+        return calls
+
+    def body(self) -> bytes:
+        """See Whole."""
+        return dumps(self.values())
+
+    def values(self) -> dict[str, Any]:
+        """See Whole."""
+        if self._values is None:
+            self._values = self._assembly.values(self.delivery) if self._own is None else self._own.values()
+        return self._values
+
+
+def _is_broken(call: dict[str, Any]) -> bool:
+    """Return whether the arguments of a tool call are no JSON, not even for a tolerant parser."""
+    try:
+        loads(utf8(call["function"]["arguments"]))
+    except ValueError:
+        return True
+    return False
+
+
+class StreamedAnswer(_Relayed):
+    """An answer that is streamed to the client."""
+
+    def __init__(
+        self,
+        call: Call,
+        dialect: Dialect,
+        writer: ClientWriter,
+        record: RequestRecord,
+        parts: FlowParts,
+        *,
+        watching: Watching,
+        rendering: UnitRendering | None,
+        shares_client: bool,
+        prompt: ChatPrompt | None = None,
+    ) -> None:
+        """Prepare the stream.
+
+        Args:
+            call: The unit.
+            dialect: The API of the client.
+            writer: The client's stream.
+            record: What is noted of the request.
+            parts: Those of the worker.
+            watching: How closely the engine's stream is watched.
+            rendering: Writes the events of the client; None: the client gets those of the engine.
+            shares_client: Whether answers of other units go to the same stream.
+            prompt: See Answer.
+        """
+        new_segment = dialect.watched_segment if watching.is_close else dialect.new_segment
+        delivery = Delivery(
+            call,
+            new_segment if prompt is None else partial(prompt.segment, call),
+            is_observed=watching.is_close,
+            keeps_bytes=prompt is None,
+            tells_ids=watching.watch is WatchLevel.IDS,
+            engine=watching.engine,
+            rewrite=None if rendering is None else rendering.render,
+        )
+        super().__init__(delivery, parts, watching, writer, prompt)
+        self._clock = TokenClock(record, parts.metrics)
+        self._rendering = rendering
+        self._shares_client = shares_client
+
+    def begin(self, attempt: Attempt, owner: AnswerOwner) -> None:
+        """See Answer."""
+        if self._rendering is not None:
+            self._rendering.begin(attempt, goes_on=self.delivery.goes_on)
+        super().begin(attempt, owner)
+
+    async def settle(self, attempt: Attempt) -> None:
+        """See Answer."""
+        assert self.writer is not None
+        if self._rendering is not None:
+            self.writer.write(await self._rendering.rest())
+        if self._shares_client:
+            await self.writer.attend()  # the other units may take long

@@ -1,0 +1,224 @@
+"""Lanes: what serves the requests for some models, from the queue to the pools.
+
+There is one for all, and as long as all instances serve the same, there is no other. What not all of them serve has a
+lane of its own, whose pools, connector, queue and all that is learned know no other instances: so requests for one
+model wait for no other, and whatever is repeated or resumed stays among the instances that serve it.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, Protocol
+
+from proxy.balancer.models import named
+from proxy.common.errors import BadRequest, NoBackendAvailable, UnknownModel
+from proxy.dialects.adjustments import ModelNames
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Sequence
+
+    from proxy.balancer.models import ServedModels
+    from proxy.balancer.pool import Pool
+    from proxy.balancer.pools import Pools
+    from proxy.common.backend import Backend, Role
+    from proxy.connectors.base import Connector
+    from proxy.gateway.suspects import Suspects
+    from proxy.gateway.work import Gateway
+    from proxy.settings import Settings
+
+    Serving = Callable[[Collection[Backend]], tuple[Backend, ...]]
+    """Those of some backends that serve certain models, in their order."""
+
+    class Refresh(Protocol):
+        """Asks instances again for their models, at most once a second; see Prober.refresh_models."""
+
+        async def __call__(self, *, is_patient: bool) -> None: ...
+
+
+_MOST_KNOWN: Final = 10
+
+
+class Lane:
+    """What serves the requests for some models."""
+
+    def __init__(
+        self,
+        pools: Pools,
+        gateway: Gateway,
+        connector: Connector,
+        suspects: Suspects,
+        configure: Callable[[Settings], None] = lambda _: None,
+    ) -> None:
+        """`connector` and `suspects`: the gateway's. `configure`: take changed settings."""
+        self.pools = pools
+        self.gateway = gateway
+        self.connector = connector
+        self.suspects = suspects
+        self.configure = configure
+        self.names: frozenset[str] = frozenset()
+        """What the models are called; empty: all."""
+
+    @property
+    def first(self) -> Pool:
+        """The pool of the role that sees a prompt first: its instances also answer what one engine answers alone."""
+        return self.pools.of(self.connector.roles[0])
+
+    @property
+    def all_pools(self) -> Sequence[Pool]:
+        """The pools of all roles, in the order in which a prompt goes through them."""
+        return [self.pools.of(role) for role in self.connector.roles]
+
+    def absent(self) -> Role | None:
+        """A role of which no instance could serve a request that came now; None: there is none."""
+        return next((role for role in self.connector.roles if not self.pools.of(role).is_ready()), None)
+
+    def explain(self, error: NoBackendAvailable) -> None:
+        """Have an error say for which models there is nobody."""
+        if self.names:
+            error.message = f"{error.message} for model {named(self.names)}"
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """In the block, an error that there is nobody says so, too."""
+        try:
+            yield
+        except NoBackendAvailable as error:
+            self.explain(error)
+            raise
+
+
+class Lanes:
+    """One worker's. `whole` is the lane of all instances."""
+
+    def __init__(
+        self,
+        models: ServedModels,
+        whole: Lane,
+        make: Callable[[Serving], Lane],
+        settings: Settings,
+        refresh_models: Refresh,
+    ) -> None:
+        """Make the lanes of the models that are known.
+
+        Args:
+            models: The models that instances serve.
+            whole: The lane of all instances.
+            make: Makes a lane whose pools have only such backends.
+            settings: Those in force.
+            refresh_models: Asks instances again for the models that they serve, see Prober.
+        """
+        self._refresh_models = refresh_models
+        self.models = models
+        self.whole = whole
+        self._make = make
+        self._parts: list[Lane] = []
+        self._by_name: dict[str, Lane] = {}
+        self.configure(settings)
+        models.on_change = self._regroup
+        self._regroup()
+
+    def configure(self, settings: Settings) -> None:
+        """Take changed settings, for all lanes but the one of all, which has been told."""
+        self._names = ModelNames(settings.models.aliases)
+        for lane in self._parts:
+            lane.configure(settings)
+
+    def of(self, name: object) -> Lane:
+        """The lane of requests for a model, as instances call it; what else there may be in place of a name is none.
+        Raises UnknownModel if none serves it, and BadRequest if the request names none and they serve different ones.
+        """
+        models = self.models
+        if not models.is_mixed:
+            return self.whole
+        name = self._wanted(name)
+        if not name:
+            if models.is_closed:
+                raise BadRequest(
+                    f"the request names no model, and the instances serve several: {self._some_names()}",
+                    code="model_required",
+                    param="model",
+                )
+            return self.whole
+        # SGLang has adapters named behind their model (`model:adapter`).
+        lane = self._by_name.get(name) or self._by_name.get(name.partition(":")[0])
+        if lane is not None:
+            return lane
+        if models.is_closed and name not in models.names:
+            raise UnknownModel(name, self._some_names())
+        return self.whole
+
+    def asked(self, said: object) -> Lane:
+        """The lane of requests for a model, as clients call it. Raises as `of` does."""
+        return self.of(self._names.served(said) if isinstance(said, str) else None)
+
+    async def find(self, name: object) -> Lane:
+        """The lane as `of` finds it. A name that is not known may be that of an adapter that was loaded just now: then
+        instances are asked for their models first. Raises as `of` does.
+        """
+        if not self.knows(name):
+            # One that will be refused otherwise can wait.
+            await self._refresh_models(is_patient=self.models.is_closed)
+            self.models.look()
+        return self.of(name)
+
+    def knows(self, name: object) -> bool:
+        """Whether it is known where requests for a model go: instances serve the same, or some is known to serve it."""
+        if not self.models.is_mixed:
+            return True
+        wanted = self._wanted(name)
+        return not wanted or wanted in self.models.names or wanted.partition(":")[0] in self._by_name
+
+    def known(self, name: object) -> str | None:
+        """A model's name, if instances serve different models and some serves this one. `name`: see `of`."""
+        if not self.models.is_mixed:
+            return None
+        name = self._wanted(name)
+        return name if name in self.models.names else None
+
+    def of_backend(self, backend: Backend) -> Lane:
+        """A lane that a backend belongs to."""
+        return next((lane for lane in self._parts if not lane.names.isdisjoint(self.models.of(backend))), self.whole)
+
+    @property
+    def all(self) -> Sequence[Lane]:
+        """Those of the models, and the one of all."""
+        return (self.whole, *self._parts)
+
+    def __iter__(self) -> Iterator[Lane]:
+        """Those of the models, if there are several, and otherwise the one of all."""
+        return iter(self._parts or (self.whole,))
+
+    def is_ready(self) -> bool:
+        """Whether requests for some model could be expected to be served."""
+        return any(lane.absent() is None for lane in self)
+
+    def _wanted(self, name: object) -> str:
+        """What instances call the model that is named so. A request that names none may have an alias: `*=name`."""
+        return name if isinstance(name, str) and name else self._names.served("")
+
+    def _some_names(self) -> str:
+        return named({*self.models.names, *self._names.exact}, _MOST_KNOWN)
+
+    def _regroup(self) -> None:
+        """Have a lane for each group of models. A lane that had some of a group's names keeps what it has learned."""
+        groups = self.models.groups() if self.models.is_mixed else ()
+        before, self._parts = self._parts, []
+        for names in groups:
+            kept = max(before, key=lambda lane: len(lane.names & names), default=None)
+            if kept is not None and kept.names & names:
+                before.remove(kept)
+                lane = kept
+            else:
+                lane = self._made()
+            lane.names = names
+            self._parts.append(lane)
+        self._by_name = {name: lane for lane in self._parts for name in lane.names}
+
+    def _made(self) -> Lane:
+        lane: Lane
+
+        def serving(backends: Collection[Backend]) -> tuple[Backend, ...]:
+            return self.models.among(min(lane.names), backends)
+
+        lane = self._make(serving)
+        return lane

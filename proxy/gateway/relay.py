@@ -1,0 +1,360 @@
+"""Reads the stream of one decoder, event by event, in the call stack of the socket's read.
+
+The Delivery decides what the client gets of each event. No task runs while tokens flow. Tokens that look like one that
+was read do not come here at all: see FastForward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Protocol
+
+from proxy.common.errors import Failure
+from proxy.dialects.segment import ABORTED, CONTENT, DONE, ERROR, MALFORMED, OPENING, RECOMPUTED, USAGE
+from proxy.gateway.unwritable import UNWRITABLE, report
+from proxy.resume.overlap import Mismatch
+from proxy.upstream.fast_forward import Tokens
+from proxy.wire.chat_members import UnreadableMember
+from proxy.wire.engine_members import names_engine_members
+from proxy.wire.sse import EventSplitter, EventTooLong
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from proxy.common.errors import UpstreamError
+    from proxy.connectors.attempt import Attempt
+    from proxy.dialects.segment import Meaning
+    from proxy.gateway.client_writer import ClientWriter
+    from proxy.gateway.delivery import Delivery
+    from proxy.gateway.token_clock import TokenClock
+    from proxy.settings import Timeouts
+    from proxy.wire.sse import Event
+    from proxy.wire.token import Shape
+
+
+END_MARK_SECONDS: Final = 1.0
+"""How long the end mark of a body may take when the answer in it is whole."""
+_NO_IDS: Final[frozenset[int]] = frozenset()
+
+
+class AnswerOwner(Protocol):
+    """Is called while an answer is read."""
+
+    def on_first_output(self) -> None:
+        """Note that the decoder has begun to answer."""
+
+    def on_full(self) -> None:
+        """Call `Answer.go_on` once the client has read enough. Called while data of the engine is being read."""
+
+    def on_end(self) -> None:
+        """Call `Answer.complete`. May be called while `Answer.begin` runs."""
+
+    def on_end_soon(self) -> None:
+        """As `on_end`, but not before the caller has returned: it still reads data of the engine."""
+
+
+class Relay:
+    """Copies one attempt's stream. A Sink for the engine's answer."""
+
+    __slots__ = (
+        "_attempt",
+        "_clock",
+        "_delivery",
+        "_ended",
+        "_idle_seconds",
+        "_is_bypassed",
+        "_is_over",
+        "_opened",
+        "_owner",
+        "_passed_from",
+        "_shape",
+        "_splitter",
+        "_tokens",
+        "_writer",
+        "error",
+        "malformed_events",
+        "segment",
+    )
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        delivery: Delivery,
+        owner: AnswerOwner,
+        writer: ClientWriter | None = None,
+        clock: TokenClock | None = None,
+    ) -> None:
+        """Prepare to copy.
+
+        Args:
+            attempt: Whose answer is read.
+            delivery: What the client gets of it.
+            owner: Is called at the first output, when the client reads too slowly, and at the end.
+            writer: The client's stream; None: the answer is collected.
+            clock: Times each write that holds part of the answer; None: nothing is timed.
+        """
+        self.segment = delivery.begin_stream()
+        self.malformed_events = 0
+        """Events that cannot be read. They are passed on where the client gets the engine's own bytes."""
+        self.error: UpstreamError | None = None
+        """Why the stream has ended; None: it is complete, if it has ended."""
+        self._attempt = attempt
+        self._delivery = delivery
+        self._owner: AnswerOwner | None = owner
+        self._writer = writer
+        self._clock = clock
+        self._splitter = EventSplitter()
+        self._opened = False
+        self._is_over = False
+        """The answer has ended, by `[DONE]` or otherwise: what follows is not part of it."""
+        self._ended = False
+        self._idle_seconds = 0.0
+        self._tokens: Tokens | None = None
+        """The tokens that may bypass this reader; None before there are any."""
+        self._shape: Shape | None = None
+        """Their shape."""
+        self._is_bypassed = False
+        self._passed_from = -1
+        """`Tokens.index` when the bypass began."""
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether nothing more comes of this stream."""
+        return self._ended
+
+    def begin(self, timeouts: Timeouts) -> None:
+        """Copy from now on."""
+        response = self._attempt.response
+        self._idle_seconds = timeouts.idle_seconds
+        response.limit_silence(self._attempt.first_token_seconds or timeouts.first_token_seconds)
+        response.attach(self)
+
+    def go_on(self) -> None:
+        """Read on: the client has read enough."""
+        if not self._ended:
+            self._forward_tokens()
+            self._attempt.response.resume()
+
+    def let_go(self) -> None:
+        """Drop the references that would make a cycle of garbage."""
+        self._owner = None
+        if self._tokens is not None and self._writer is not None:
+            self._writer.connection.on_full = None
+        self._tokens = self._shape = None
+        self._is_bypassed = False
+
+    # Sink
+
+    def received(self, data: bytes) -> bool:
+        if self._is_bypassed:
+            self._look_back()
+        if self._is_over:
+            self._end(None)  # there is more after `[DONE]`: its end is not waited for
+            return False
+        try:
+            events = self._splitter.feed(data)
+        except EventTooLong:
+            self._end(self._attempt.response.fail(Failure.BAD_ANSWER, "an event of the stream is too long"))
+            return False
+        output: list[bytes] = []
+        has_content = is_progress = False
+        segment, delivery = self.segment, self._delivery
+        for event in events:
+            meaning = segment.read(event)
+            try:
+                if meaning is CONTENT:
+                    # Where ids are not told, an empty chunk may be a token that shows nothing.
+                    is_progress |= not (segment.is_mute and delivery.tells_ids)
+                    if not self._opened:
+                        self._open()
+                    if part := delivery.content(segment, event):
+                        output.append(part)
+                        has_content = True
+                    if delivery.is_stopped:
+                        self._end(None)
+                else:
+                    self._read_other(meaning, event, output)
+            except Mismatch:
+                fail = self._attempt.response.fail
+                self._end(fail(Failure.NOT_RESUMED, "did not continue the answer it was given"))
+            except UnreadableMember as odd:
+                self._end_unreadable(f"sent an event that cannot be read: {odd}")
+            except Exception as error:
+                report(error)
+                self._end_unreadable(UNWRITABLE)
+            if self._ended or segment.done:
+                break
+        if has_content and self._clock is not None:
+            self._clock.tick()
+        if output:
+            self._give(output[0] if len(output) == 1 else b"".join(output))
+        if not self._is_over:
+            self._forward_tokens()
+        return is_progress
+
+    def ended(self, error: UpstreamError | None) -> None:
+        if self._is_bypassed:
+            self._look_back()
+        if self._ended:
+            return
+        if self.segment.is_complete:  # after `[DONE]` the answer is whole, whatever becomes of the connection
+            error = None
+        elif error is None:
+            error = self._attempt.response.fail(Failure.BROKEN, "the stream ended before the answer was complete")
+        self._ended, self._is_over, self.error = True, True, error
+        owner = self._owner
+        self.let_go()
+        if owner is None:
+            return
+        if error is None:
+            owner.on_end()
+        else:
+            owner.on_end_soon()  # the connection may still be closing
+
+    # Tokens that bypass this reader
+
+    def _forward_tokens(self) -> None:
+        """Have the next events bypass this reader, if they are tokens that look like one before."""
+        delivery, writer = self._delivery, self._writer
+        shape = delivery.shape
+        if shape is None or self._is_bypassed or self._is_over or not self._splitter.is_empty:
+            return
+        clock, tokens = self._clock, self._tokens
+        if tokens is None or shape is not self._shape:
+            line = None
+            if writer is not None and (line := writer.line) is None:
+                return
+            notes, settle, skips, hides_ids = None, _settle_nothing, _NO_IDS, False
+            if delivery.is_observed:
+                transcript = delivery.transcript
+                notes, settle = transcript.noting(is_reasoning=shape.is_reasoning), transcript.settle
+                if shape.is_reasoning:
+                    skips = frozenset(transcript.grammar.reasoning_end_ids)
+                hides_ids = not delivery.writer.wants_ids
+            tokens = self._tokens = Tokens(shape, notes, settle, line, clock, skips=skips, hides_ids=hides_ids)
+            self._shape = shape
+        if clock is not None:
+            tokens.index = clock.index
+        self._passed_from = tokens.index
+        self._is_bypassed = True
+        self._attempt.response.pass_on(tokens)
+        if writer is not None:
+            writer.connection.on_full = self._hold
+        self.segment.forget_event()  # it may be the last one for long
+
+    def _look_back(self) -> None:
+        """Take the count of the tokens that bypassed this reader: now comes something else."""
+        self._is_bypassed = False
+        tokens, clock = self._tokens, self._clock
+        assert tokens is not None
+        if clock is not None:
+            clock.index = tokens.index
+        if tokens.index > self._passed_from:
+            self._delivery.shapes.was_right()
+
+    # Events
+
+    def _give(self, output: bytes) -> None:
+        """Write a part of the answer. The last part leaves with the end of the client's stream, if that follows now."""
+        writer = self._writer
+        if writer is None:
+            return
+        if self._is_over and not self._ended and self._attempt.response.is_whole:
+            writer.keep(output)
+        elif writer.write(output):
+            self._hold()
+
+    def _hold(self) -> None:
+        """Hold the engine back until the client has read enough."""
+        # At once: libuv reads up to 32 times before it runs anything else, which is 8 MiB of a fast engine.
+        self._attempt.response.pause()
+        if self._owner is not None:
+            self._owner.on_full()
+
+    def _read_other(self, meaning: Meaning, event: Event, output: list[bytes]) -> None:
+        """Treat an event that is not content."""
+        segment, delivery, attempt = self.segment, self._delivery, self._attempt
+        part = b""
+        if meaning is OPENING:  # no sign of the KV cache: vLLM up to 0.30 sends it also when that did not come
+            delivery.opening(segment, event)
+        elif meaning is USAGE:
+            details = attempt.timeline.usage.prompt_details
+            part = delivery.usage_chunk(segment, event, details, handed_over=attempt.kv_handed_over)
+        elif meaning is DONE:
+            if not segment.is_complete:
+                self._end(self._unfinished())
+            # The answer is whole. What is left is the end mark of the body, for the connection's sake.
+            self._is_over = True
+            attempt.response.limit_silence(END_MARK_SECONDS)
+        elif meaning is ERROR:
+            self._end(_engine_error(attempt, segment.payload, segment.data))
+        elif meaning is RECOMPUTED:
+            part = self._read_last_words()
+            given_up = attempt.response.fail(Failure.RECOMPUTED, "gave up the request for lack of KV memory")
+            self._end(None if delivery.is_stopped else given_up)
+        elif meaning is ABORTED:
+            if self._opened or not segment.is_mute:
+                part = self._read_last_words()
+            aborted = attempt.response.fail(Failure.ABORTED, "stopped working on the answer")
+            self._end(None if delivery.is_stopped else aborted)
+        else:
+            if meaning is MALFORMED:
+                self.malformed_events += 1
+                if not delivery.passes_bytes or names_engine_members(event.raw):
+                    # It may hold a part of the answer, which the client would miss without a word.
+                    self._end_unreadable("sent an event that cannot be read")
+                    return
+                delivery.lose_track()
+            part = delivery.other(segment, event)
+        if part:
+            output.append(part)
+
+    def _read_last_words(self) -> bytes:
+        """Return what the client gets of the event with which a decoder gives up."""
+        if not self._opened:
+            self._open()
+        return self._delivery.recomputed(self.segment)
+
+    def _unfinished(self) -> UpstreamError:
+        """Return the error for a stream that said `[DONE]` but never finished its answer."""
+        fail = self._attempt.response.fail
+        if self._delivery.is_touched:
+            return fail(Failure.BROKEN, "the stream ended without a finish reason")
+        if not self._opened:
+            self._opened = True
+            self._attempt.kv_lost()
+        # So ends in vLLM 0.18 to 0.30 what was preempted before its first token, and what could not load its KV cache.
+        return fail(Failure.RECOMPUTED, "the stream ended before its first token")
+
+    def _open(self) -> None:
+        self._opened = True
+        self._attempt.kv_arrived()
+        self._attempt.response.limit_silence(self._idle_seconds, True)
+        if self._owner is not None:
+            self._owner.on_first_output()
+
+    def _end(self, error: UpstreamError | None) -> None:
+        """End at an event, while data of the engine is being read."""
+        if not self._ended:
+            self._ended, self._is_over, self.error = True, True, error
+            owner = self._owner
+            self.let_go()
+            if owner is not None:
+                owner.on_end_soon()
+
+    def _end_unreadable(self, message: str) -> None:
+        """End at an event after which it is not known what the client has."""
+        self._delivery.lose_track()
+        self._end(self._attempt.response.unreadable(message))
+
+
+def _settle_nothing() -> None:
+    """Settle tokens that are not noted."""
+
+
+def _engine_error(attempt: Attempt, payload: dict[str, Any], data: bytes | None) -> UpstreamError:
+    """Return the error of an engine inside its stream, which vLLM commits to 200 before it begins the work."""
+    told = payload["error"]
+    code = told.get("code") if isinstance(told, dict) else None
+    status = code if isinstance(code, int) and 400 <= code < 600 else 500
+    json_type = {"content-type": "application/json"}
+    return attempt.response.refuse("reported an error in its stream", status, data, json_type)

@@ -1,0 +1,501 @@
+"""One client request, from its whole body to the end of its answer.
+
+The callbacks of connections drive it: it has no task unless something must wait. What waits is a coroutine that this
+object starts: a request in the queue, one whose first attempt failed, one that was split into several units, and one
+whose client reads too slowly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from proxy.common.errors import ClientStalled, GatewayError, NoBackendAvailable, ShuttingDown, UpstreamError
+from proxy.common.terms import Stage
+from proxy.connectors.leg_driver import LegDriver
+from proxy.gateway.attempts import FailedAttempt
+from proxy.gateway.client_writer import ClientWriter
+from proxy.gateway.unwritable import unwritable
+from proxy.observe import logs
+from proxy.wire.openai import error_event
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+    from contextlib import AbstractContextManager
+    from typing import Any
+
+    from proxy.connectors.attempt import Attempt
+    from proxy.dialects.base import Dialect
+    from proxy.dialects.call import Call
+    from proxy.gateway.admission import QueuedUnit
+    from proxy.gateway.api_keys import ApiKey
+    from proxy.gateway.client_writer import ClientConnection
+    from proxy.gateway.request_parts import RequestParts
+    from proxy.gateway.work import Work
+    from proxy.observe.record import RequestRecord
+    from proxy.observe.timeline import Timeline
+
+
+class Request:
+    """Begun by `start`, and over when it has called `ClientConnection.done`.
+
+    Is the owner of its first attempt (AttemptOwner) and of the answer to that (AnswerOwner).
+    """
+
+    __slots__ = (
+        "_attempt",
+        "_began_at",
+        "_call",
+        "_client",
+        "_dialect",
+        "_driver",
+        "_has_task",
+        "_held_bytes",
+        "_is_awake",
+        "_is_counted",
+        "_is_let_in",
+        "_key",
+        "_parts",
+        "_queued",
+        "_quota",
+        "_record",
+        "_task",
+        "_timeline",
+        "_work",
+        "_writer",
+        "is_over",
+    )
+
+    def __init__(
+        self,
+        parts: RequestParts,
+        client: ClientConnection,
+        dialect: Dialect,
+        call: Call,
+        key: ApiKey,
+        quota: AbstractContextManager[None] | None = None,
+        held_bytes: int = 0,
+    ) -> None:
+        """Prepare a request.
+
+        Args:
+            parts: Those of the lane that serves it.
+            client: The connection on which it came.
+            dialect: The API that it speaks.
+            call: What it asks for.
+            key: The client key that it showed.
+            quota: The request's place in the limits of its key. It was entered, and is left at the end.
+            held_bytes: Bytes to give back at the end to the account of request bodies.
+        """
+        self.is_over = False
+        self._parts = parts
+        self._client = client
+        self._dialect = dialect
+        self._call = call
+        self._key = key
+        self._quota = quota
+        self._held_bytes = held_bytes
+        self._writer: ClientWriter
+        self._record: RequestRecord
+        self._work: Work | None = None
+        """The units and their answers; None before they are known."""
+        self._driver: LegDriver | None = None
+        """Drives the first attempt; None: there is none, or it is over."""
+        self._attempt: Attempt | None = None
+        self._timeline: Timeline | None = None
+        """The timeline of the first attempt."""
+        self._began_at: float | None = None
+        """When the first attempt had its first output, in seconds of the suspects' clock; None: it had none."""
+        self._task: asyncio.Task[None] | None = None
+        self._has_task = False
+        """Whether the task has begun to run."""
+        self._is_awake = False
+        self._is_counted = True
+        """Whether the drain counts it without a task."""
+        self._is_let_in = False
+        """Whether admission and retry budget count it without a task."""
+        self._queued: QueuedUnit | None = None
+        """Its place in the queue, while it waits there without a task."""
+
+    @property
+    def label(self) -> str:
+        """The name of its API in metrics and logs."""
+        return self._dialect.label
+
+    def start(self, record: RequestRecord) -> None:
+        """Begin. `record`: what is noted of it, already begun."""
+        parts, call, dialect = self._parts, self._call, self._dialect
+        self._record = record
+        record.key, record.stream, record.model = self._key.name, call.stream, call.model
+        if parts.lanes.models.is_mixed:
+            record.served_model = parts.lanes.known(call.served_model)
+        if record.context is not None:
+            call = self._call = call.in_context(record.context)
+        gateway = parts.gateway
+        parts.drain.enter(self)
+        writer = self._writer = ClientWriter(
+            self._client, parts.stream_head, dialect.request_id_header, record.request_id, parts.write_timeout_seconds
+        )
+        if call.stream and parts.keep_alive is not None:
+            writer.keep_alive_by(parts.keep_alive, dialect.keep_alive)
+        try:
+            if gateway.needs_prompt(dialect, call):
+                self._run(self._go_on())
+                return
+            work = self._work = gateway.work(dialect, call, writer, record)
+            if self._needs_task(work):
+                self._run(self._go_on())
+                return
+            self._timeline = record.timeline()
+            wanted = work.answers[0].call.pick_request
+            if gateway.admission.lets_in(wanted):
+                self._begin_attempt(work)
+            else:
+                self._timeline.enter(Stage.QUEUE)
+                self._queued = gateway.admission.queue(record.key, wanted, record.started, self._on_turn)
+        except GatewayError as error:
+            self._abandon(error)
+        except Exception as error:
+            self._break(error)
+
+    def _needs_task(self, work: Work) -> bool:
+        """Return whether there is something to wait for besides the queue, or to look up."""
+        return (
+            len(work.answers) > 1
+            or not self._parts.suspects.memory.is_empty
+            or self._dialect.waits_for_prefiller(self._call)
+        )
+
+    def _on_turn(self, refusal: GatewayError | None) -> None:
+        """Begin the first attempt of a request that was queued. `refusal`: why it is refused; None: it is not."""
+        self._queued = None
+        work, timeline = self._work, self._timeline
+        assert work is not None
+        assert timeline is not None
+        if refusal is not None:
+            self._abandon(refusal)
+            return
+        timeline.leave()
+        try:
+            if self._needs_task(work):
+                self._leave_to_task()
+            else:
+                self._begin_attempt(work)
+        except GatewayError as error:
+            self._abandon(error)
+        except Exception as error:
+            self._break(error)
+
+    def _begin_attempt(self, work: Work) -> None:
+        """Begin the first attempt of a request that was let in. Raises GatewayError."""
+        parts, timeline = self._parts, self._timeline
+        assert timeline is not None
+        call = work.answers[0].call
+        legs = parts.connector.legs(call, call.pick_request(), timeline)
+        if legs is None:
+            self._leave_to_task()
+            return
+        parts.gateway.admission.enter(self._record.key)
+        parts.gateway.budget.enter()
+        self._is_let_in = True
+        self._driver = LegDriver(parts.upstream, self)
+        self._driver.start(legs)
+
+    def _leave_to_task(self) -> None:
+        """Have a task make all attempts, with a timeline of its own."""
+        self._record.timelines.clear()
+        self._timeline = None
+        self._run(self._go_on())
+
+    # AttemptOwner
+
+    def on_attempt(self, attempt: Attempt) -> None:
+        """See AttemptOwner."""
+        self._attempt = attempt
+        assert self._work is not None
+        try:
+            self._work.answers[0].begin(attempt, self)
+        except Exception as error:
+            self._break(error)
+
+    def on_failure(self, error: NoBackendAvailable | UpstreamError) -> None:
+        """See AttemptOwner."""
+        self._driver = None
+        self._run(self._go_on(self._failed(error)))
+
+    def on_defect(self, error: Exception) -> None:
+        """See AttemptOwner."""
+        self._break(error)
+
+    # AnswerOwner
+
+    def on_first_output(self) -> None:
+        """See AnswerOwner."""
+        if self._began_at is None:
+            self._began_at = self._parts.suspects.clock()
+
+    def on_full(self) -> None:
+        """See AnswerOwner."""
+        self._wake()
+
+    def on_end_soon(self) -> None:
+        """See AnswerOwner."""
+        self._wake()
+
+    def on_end(self) -> None:
+        """See AnswerOwner."""
+        if self.is_over or self._task is not None:
+            return
+        attempt, driver, work = self._attempt, self._driver, self._work
+        assert attempt is not None
+        assert driver is not None
+        assert work is not None
+        try:
+            work.answers[0].complete(attempt)
+            driver.finish()
+        except UpstreamError as error:
+            self._fail(error)
+            return
+        except Exception as error:
+            self._break(error)
+            return
+        self._driver = self._attempt = None
+        assert self._timeline is not None
+        self._timeline.leave()
+        if work.has_spoilt_calls:
+            self._run(self._ask_again())
+            return
+        try:
+            self._write_ending()
+        except GatewayError as error:
+            self._tell(error)
+            self._end()
+            return
+        suspects = self._parts.suspects
+        if not suspects.memory.is_empty:
+            suspects.served(self._call)
+        if self._client.is_paused:
+            self._run(self._wait_for_client())
+        else:
+            self._end()
+
+    def _wake(self) -> None:
+        """Look at the answer when the caller has returned, which still reads data of the engine."""
+        if not self._is_awake:
+            self._is_awake = True
+            self._parts.loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        self._is_awake = False
+        if self.is_over or self._task is not None or self._work is None or self._driver is None:
+            return
+        if self._work.answers[0].is_ended:
+            self.on_end()
+        else:
+            self._run(self._attend())
+
+    def _fail(self, error: UpstreamError) -> None:
+        """End the first attempt, whose answer failed with this error."""
+        driver, self._driver = self._driver, None
+        assert driver is not None
+        try:
+            driver.fail(error)
+        except (NoBackendAvailable, UpstreamError) as raised:
+            self._run(self._go_on(self._failed(raised)))
+        except Exception as raised:
+            self._break(raised)
+
+    def _failed(self, error: NoBackendAvailable | UpstreamError) -> FailedAttempt:
+        assert self._timeline is not None
+        prefiller = None if self._attempt is None else self._attempt.prefiller
+        self._attempt = None
+        return FailedAttempt(self._timeline, error, prefiller, self._began_at)
+
+    # What waits
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        self._has_task = False
+        self._task = self._parts.loop.create_task(work)
+
+    async def _attend(self) -> None:
+        """Wait until the client has read enough, and go on with the first attempt."""
+        self._has_task = True
+        try:
+            await self._writer.attend()
+        except (ClientStalled, asyncio.CancelledError) as error:
+            self._abandon(error)
+            return
+        self._task = None
+        self._has_task = False
+        work = self._work
+        if self.is_over or work is None or self._driver is None:
+            return
+        if work.answers[0].is_ended:
+            self.on_end()
+        else:
+            work.answers[0].go_on()
+
+    async def _wait_for_client(self) -> None:
+        """Wait until the client has read a complete answer."""
+        self._has_task = True
+        try:
+            await self._writer.attend()
+        except (ClientStalled, asyncio.CancelledError) as error:
+            self._record.error = error
+        finally:
+            self._end()
+
+    async def _go_on(self, failed: FailedAttempt | None = None) -> None:
+        """Make the answers in attempts of this task. `failed`: the first attempt; None: there was none."""
+        await self._work_in_task(self._make_answers(failed))
+
+    async def _ask_again(self) -> None:
+        await self._work_in_task(self._make_whole_again())
+
+    async def _make_answers(self, failed: FailedAttempt | None) -> None:
+        gateway = self._parts.gateway
+        work = self._work
+        if work is None:
+            prompt = await gateway.prompt(self._dialect, self._call)
+            work = self._work = gateway.work(self._dialect, self._call, self._writer, self._record, prompt)
+        await gateway.make(work, self._record, failed)
+        if work.has_spoilt_calls:
+            await gateway.ask_again(work, self._record)
+        self._write_ending()
+        await self._writer.attend()
+
+    async def _make_whole_again(self) -> None:
+        assert self._work is not None
+        await self._parts.gateway.ask_again(self._work, self._record)
+        self._write_ending()
+        await self._writer.attend()
+
+    async def _work_in_task(self, work: Coroutine[Any, Any, None]) -> None:
+        if self.is_over:  # the client has left meanwhile
+            work.close()
+            return
+        self._has_task = True
+        parts = self._parts
+        token = logs.request_id.set(self._record.request_id)
+        self._uncount()
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            with parts.drain.working(task), parts.drain:
+                await work
+        except GatewayError as error:
+            self._tell(error)
+        except (ClientStalled, asyncio.CancelledError, ConnectionError) as error:
+            self._record.error = error
+        except Exception as error:
+            self._tell(parts.unexpected(self._dialect, error), cause=error)
+        finally:
+            self._end()
+            logs.request_id.reset(token)
+
+    # Ends
+
+    def left(self) -> None:
+        """Give up the request: the client is gone."""
+        if self.is_over:
+            return
+        if self._has_task:
+            assert self._task is not None
+            self._task.cancel()
+            return
+        self._abandon(asyncio.CancelledError())
+
+    def cut_off(self) -> None:
+        """End the request for a shutdown."""
+        task = self._task
+        self._abandon(ShuttingDown())
+        if task is not None and self._has_task:
+            task.cancel()
+
+    def _break(self, error: Exception) -> None:
+        """End the request after an unforeseen error."""
+        token = logs.request_id.set(self._record.request_id)
+        self._abandon(self._parts.unexpected(self._dialect, error))
+        logs.request_id.reset(token)
+
+    def _abandon(self, error: GatewayError | ClientStalled | asyncio.CancelledError) -> None:
+        """Give back what the first attempt holds, and send the client an error if it is there."""
+        if self.is_over:
+            return
+        queued, self._queued = self._queued, None
+        if queued is not None:
+            queued.leave()
+        driver, self._driver = self._driver, None
+        if driver is not None:
+            driver.release(error)
+            assert self._timeline is not None
+            self._timeline.leave()
+        if isinstance(error, GatewayError):
+            self._tell(error)
+        else:
+            self._record.error = error
+        self._end()
+
+    def _tell(self, error: GatewayError, cause: Exception | None = None) -> None:
+        """Send the client an error in place of an answer, or in the middle of one."""
+        self._record.error = cause or error
+        parts, writer, client = self._parts, self._writer, self._client
+        if writer.is_committed:
+            if not writer.has_answer:
+                parts.refused(error)
+            writer.break_off((error_event if self._work is None else self._work.error_event)(error))
+        else:
+            answer = parts.error_answer(self._dialect, error, self._record.request_id, client)
+            if not client.transport.is_closing():
+                client.transport.write(answer)
+
+    def _end(self) -> None:
+        if self.is_over:
+            return
+        self.is_over = True
+        parts, record, work = self._parts, self._record, self._work
+        record.committed = self._writer.is_committed
+        self._writer.close()
+        parts.observers.end(record)
+        self._uncount()
+        parts.gateway.admission.buffers.give_back(self._held_bytes)
+        if self._quota is not None:
+            self._quota.__exit__(None, None, None)
+        # Each knows this request: they would be cycles of garbage, with the whole body.
+        if work is not None:
+            for answer in work.answers:
+                answer.let_go()
+        self._work = self._attempt = self._driver = self._task = None
+        client = self._client
+        client.done(record.ended)
+
+    def _uncount(self) -> None:
+        """Count the request no more: it is over, or its task counts it from now on."""
+        gateway = self._parts.gateway
+        if self._is_counted:
+            self._is_counted = False
+            self._parts.drain.leave(self)
+        if self._is_let_in:
+            self._is_let_in = False
+            gateway.admission.leave(self._record.key)
+            gateway.budget.leave()
+
+    # Bytes
+
+    def _write_ending(self) -> None:
+        """Write the end of a stream, or the whole body. Raises GatewayError."""
+        work = self._work
+        assert work is not None
+        try:
+            ending = work.ending()
+        except GatewayError:
+            raise
+        except Exception as error:
+            raise unwritable(error) from None
+        if self._call.stream:
+            self._writer.end(ending)
+            return
+        client = self._client
+        if not client.transport.is_closing():
+            head = self._parts.body_head(self._dialect.request_id_header, self._record.request_id, client, len(ending))
+            client.transport.write(head + ending)

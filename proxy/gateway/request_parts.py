@@ -1,0 +1,143 @@
+"""What the requests of one worker are made of, and how their answers begin."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from email.utils import formatdate
+from typing import TYPE_CHECKING, Final
+
+from proxy import SERVER
+from proxy.common.errors import NoBackendAvailable
+from proxy.listener import replies
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    from proxy.common.errors import GatewayError
+    from proxy.connectors.base import Connector
+    from proxy.dialects.base import Dialect
+    from proxy.gateway.client_writer import ClientConnection
+    from proxy.gateway.lanes import Lane, Lanes
+    from proxy.gateway.suspects import Suspects
+    from proxy.gateway.work import Gateway
+    from proxy.listener.drain import Drain
+    from proxy.listener.http_listener import HttpListener
+    from proxy.observe.metrics import Metrics
+    from proxy.observe.observers import Observers
+    from proxy.settings import Settings, Streaming
+    from proxy.upstream import Upstream
+
+_ID_HEADER: Final = "X-Request-Id"
+_ID_FIELD: Final = b"X-Request-Id: "
+_STREAM_HEAD: Final = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
+    b"X-Accel-Buffering: no\r\n" + _ID_FIELD
+)
+_BODY_HEAD: Final = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
+# For clients of HTTP/1.0.
+_OLD_STREAM_HEAD: Final = _STREAM_HEAD.replace(b"HTTP/1.1", b"HTTP/1.0")
+_OLD_BODY_HEAD: Final = _BODY_HEAD.replace(b"HTTP/1.1", b"HTTP/1.0")
+_CLOSE: Final = b"Connection: close\r\n"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RequestParts:
+    """The parts of one lane in one worker. Only what is configured ever changes."""
+
+    gateway: Gateway
+    connector: Connector
+    suspects: Suspects
+    lane: Lane
+    """The lane of these three."""
+    lanes: Lanes
+    upstream: Upstream
+    drain: Drain
+    listener: HttpListener
+    observers: Observers
+    metrics: Metrics
+    settings: Settings
+    loop: asyncio.AbstractEventLoop
+    clock: Callable[[], float] = time.monotonic
+    """Seconds of the clock that request records have."""
+    _common: bytes = field(default=b"", init=False)
+    """The header lines that all answers of this second have."""
+    _second: int = field(default=-1, init=False)
+    write_timeout_seconds: float = field(default=0.0, init=False)
+    keep_alive: Streaming | None = field(default=None, init=False)
+    """How silent streams are kept alive; None: they are not."""
+
+    def __post_init__(self) -> None:
+        self.configure(self.settings)
+
+    def configure(self, settings: Settings) -> None:
+        """Take changed settings for requests that come from now on."""
+        self.settings = settings
+        self.write_timeout_seconds = settings.listen.write_timeout_seconds
+        self.keep_alive = settings.stream if settings.stream.keeps_alive else None
+
+    def of(self, lane: Lane) -> RequestParts:
+        """Return the same parts for another lane."""
+        return replace(self, gateway=lane.gateway, connector=lane.connector, suspects=lane.suspects, lane=lane)
+
+    # The heads of answers. An answer says that its connection ends with it once the listener is closing.
+
+    def stream_head(self, id_header: str, request_id: str, client: ClientConnection) -> bytes:
+        """Return the head of a streamed answer. `id_header`: see Dialect.request_id_header."""
+        begin, framing = _STREAM_HEAD, b"Transfer-Encoding: chunked\r\n"
+        if not client.knows_chunks:
+            begin, framing = _OLD_STREAM_HEAD, b""
+        closing = self._closing(client, has_end=client.knows_chunks)
+        ids, more = request_id.encode(), _more_fields(id_header, request_id, client)
+        return b"%b%b\r\n%b%b%b%b\r\n" % (begin, ids, framing, self._date_lines(), more, closing)
+
+    def body_head(self, id_header: str, request_id: str, client: ClientConnection, body_bytes: int) -> bytes:
+        """Return the head of an answer that is one JSON body."""
+        begin = (_BODY_HEAD if client.knows_chunks else _OLD_BODY_HEAD) % body_bytes
+        closing = self._closing(client)
+        ids, more = request_id.encode(), _more_fields(id_header, request_id, client)
+        return b"%b%b%b%b\r\n%b%b\r\n" % (begin, self._date_lines(), _ID_FIELD, ids, more, closing)
+
+    def error_answer(self, dialect: Dialect, error: GatewayError, request_id: str, client: ClientConnection) -> bytes:
+        """Return the whole answer in place of one that failed, which is counted as refused if it was."""
+        self.refused(error)
+        response = replies.error_response(error, dialect.error_body(error))
+        closes = bool(self._closing(client))
+        more = _more_fields(dialect.request_id_header, request_id, client)
+        return replies.written(response, request_id, closes=closes, more=more)
+
+    def refused(self, error: GatewayError) -> None:
+        """Count a request that was refused before it had an answer. If no instance was there, the error says why."""
+        if isinstance(error, NoBackendAvailable):
+            self.lane.explain(error)
+        replies.count_rejection(self.metrics, error)
+
+    def unexpected(self, dialect: Dialect, error: BaseException) -> GatewayError:
+        """Log an unforeseen error; return the error for the client."""
+        return replies.unexpected("POST", dialect.path, error)
+
+    def _date_lines(self) -> bytes:
+        """Return the header lines that all answers of this second have."""
+        second = int(self.clock())
+        if second != self._second:
+            self._second = second
+            self._common = f"Date: {formatdate(usegmt=True)}\r\nServer: {SERVER}\r\n".encode()
+        return self._common
+
+    def _closing(self, client: ClientConnection, *, has_end: bool = True) -> bytes:
+        """Return the header of an answer with which the connection ends, and see to that; empty: it does not.
+
+        `has_end`: the client can tell where the body ends.
+        """
+        if has_end and not self.listener.is_closing:
+            return b""
+        client.end_after_answer()
+        return _CLOSE
+
+
+def _more_fields(id_header: str, request_id: str, client: ClientConnection) -> bytes:
+    """Return the header lines that not all answers have."""
+    if id_header == _ID_HEADER:
+        return client.head_fields()
+    return b"%b: %b\r\n%b" % (id_header.encode(), request_id.encode(), client.head_fields())

@@ -1,6 +1,0 @@
-"""Whether instances fit each other and this gateway: what they say they are, and what becomes of handed-over KV."""
-
-from proxy.inspector.inspector import Inspector
-from proxy.inspector.telling import log_misfit
-
-__all__ = ["Inspector", "log_misfit"]

@@ -1,8 +1,0 @@
-"""A worker's view of itself, and who tells it to others when the event loop cannot."""
-
-from proxy.monitor.loop_lag import LoopLag
-from proxy.monitor.monitor import Monitor, Overload, overload_of
-from proxy.monitor.probes import ProbeServer
-from proxy.monitor.usage import Memory, OpenFds
-
-__all__ = ["LoopLag", "Memory", "Monitor", "OpenFds", "Overload", "ProbeServer", "overload_of"]

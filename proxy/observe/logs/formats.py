@@ -1,0 +1,176 @@
+"""What a line looks like: text for people at a terminal, JSON for everything else.
+
+Whatever a client manages to get into a value, a line stays one line of bounded length without secrets in it: control
+characters, line ends and terminal escapes are written as escapes, and what is too long is cut.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from abc import abstractmethod
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Final
+
+import orjson
+
+from proxy.observe.logs.redaction import Redaction
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+"""The id of the request this task works on; empty outside of requests."""
+
+MAX_VALUE_CHARS: Final = 2048
+"""A longer message or value is cut."""
+MAX_TRACEBACK_CHARS: Final = 8192
+"""Of a longer traceback its first and its last part are shown: where it was called from, and what it was."""
+
+_is_plain: Final = re.compile(r"[!#-<>-\[\]-~]+").fullmatch  # printable ASCII without space, quote, `=` and backslash
+
+
+_REQUEST: Final = {"level": "INFO", "logger": "proxy.access", "message": "request"}
+_REQUEST_MEMBERS: Final = b'",' + orjson.dumps(_REQUEST)[1:-1] + b","
+
+
+class LineFormatter(logging.Formatter):
+    """What both formats have in common."""
+
+    def __init__(self, redact: Callable[[str], str] | None = None) -> None:
+        super().__init__()
+        self._redact = redact or Redaction()
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = self._line(record.created, record.levelname, record.name, record.getMessage(), _fields(record))
+        return self._redact(self._with_traceback(line, self._traceback(record)))
+
+    def request(self, created: float, fields: Mapping[str, object]) -> bytes:
+        """The line of a finished request, with its end; `created` is the system's time."""
+        line = self._line(created, **_REQUEST, fields=fields)
+        # That of one that did not fail has only names, numbers and its id.
+        return encoded(line if fields.get("error") is None else self._redact(line))
+
+    @abstractmethod
+    def _line(self, created: float, level: str, logger: str, message: str, fields: Mapping[str, object]) -> str: ...
+
+    @abstractmethod
+    def _with_traceback(self, line: str, traceback: str) -> str:
+        """`traceback` is empty if there is none."""
+
+    def _cut(self, text: str) -> str:
+        if len(text) <= MAX_VALUE_CHARS:
+            return text
+        # A secret is masked before the cut, which could leave a part of it that is not recognised.
+        return self._redact(text[: 2 * MAX_VALUE_CHARS])[:MAX_VALUE_CHARS] + "…"
+
+    def _traceback(self, record: logging.LogRecord) -> str:
+        if not record.exc_info:
+            return ""
+        text = self._redact(self.formatException(record.exc_info))
+        half = MAX_TRACEBACK_CHARS // 2
+        return text if len(text) <= MAX_TRACEBACK_CHARS else f"{text[:half]}\n…\n{text[-half:]}"
+
+
+class TextFormatter(LineFormatter):
+    """`2026-01-31T12:00:00.000Z INFO proxy.discovery.prober message key=value`."""
+
+    def _line(self, created: float, level: str, logger: str, message: str, fields: Mapping[str, object]) -> str:
+        message = self._cut(message)
+        parts = [
+            f"{timestamp(created)} {level} {logger}",
+            message if message.isprintable() else _escape(message),
+        ]
+        parts += [f"{name}={self._value(value)}" for name, value in fields.items()]
+        return " ".join(parts)
+
+    def _with_traceback(self, line: str, traceback: str) -> str:
+        # Indented, so that no line of an exception's text can be taken for a record.
+        return line + "".join(f"\n    {_escape(part)}" for part in traceback.split("\n") if part)
+
+    def _value(self, value: object) -> str:
+        if isinstance(value, str):
+            if len(value) > MAX_VALUE_CHARS:
+                value = self._cut(value)
+            return value if _is_plain(value) else json.dumps(value)
+        if isinstance(value, float):
+            return f"{value:.3f}"
+        if value is None:
+            return "-"
+        if isinstance(value, int):
+            return str(value).lower()
+        return json.dumps(self._cut(str(value)))
+
+
+class JsonFormatter(LineFormatter):
+    """One JSON object per line; the fields of a record are members of it."""
+
+    def _line(self, created: float, level: str, logger: str, message: str, fields: Mapping[str, object]) -> str:
+        entry: dict[str, object] = {
+            "time": timestamp(created),
+            "level": level,
+            "logger": logger,
+            "message": message,
+            **fields,
+        }
+        line = self._dumps(entry)
+        if len(line) > MAX_VALUE_CHARS:
+            cut = {k: v if isinstance(v, int | float | None) else self._cut(str(v)) for k, v in entry.items()}
+            line = self._dumps(cut)
+        return line
+
+    def request(self, created: float, fields: Mapping[str, object]) -> bytes:
+        # Nearly all are short plain ASCII, and tell no error: they are what orjson makes of them.
+        if fields and fields.get("error") is None:
+            try:
+                told = orjson.dumps(fields)
+            except TypeError:
+                return super().request(created, fields)
+            line = b"".join((b'{"time":"', timestamp(created).encode(), _REQUEST_MEMBERS, told[1:], b"\n"))
+            if len(line) <= MAX_VALUE_CHARS and line.isascii() and 0x7F not in line:
+                return line
+        return super().request(created, fields)
+
+    def _with_traceback(self, line: str, traceback: str) -> str:
+        return f'{line[:-1]},"traceback":{json.dumps(traceback)}}}' if traceback else line
+
+    def _dumps(self, entry: Mapping[str, object]) -> str:
+        try:
+            line = orjson.dumps(entry, default=self._other).decode()
+        except TypeError:  # orjson refuses lone surrogates, which Python's own encoder escapes
+            line = ""
+        return line if line.isprintable() and line else json.dumps(entry, default=self._other)
+
+    def _other(self, value: object) -> str:
+        return self._cut(str(value))
+
+
+def encoded(line: str) -> bytes:
+    """A line with its end."""
+    return f"{line}\n".encode(errors="backslashreplace")
+
+
+def _fields(record: logging.LogRecord) -> Mapping[str, object]:
+    fields: Mapping[str, object] = getattr(record, "fields", {})
+    current = request_id.get()
+    return fields if "id" in fields or not current else {"id": current, **fields}
+
+
+def _escape(text: str) -> str:
+    """Everything a terminal or a line-based tool could take for more than a character becomes `\\n`, `\\x1b` …"""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+_second = (0, "")
+_MILLISECONDS: Final = tuple(f".{number:03d}Z" for number in range(1000))
+
+
+def timestamp(created: float) -> str:
+    """UTC with milliseconds; the date is formatted once a second."""
+    global _second
+    whole = int(created)
+    if _second[0] != whole:
+        _second = (whole, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(whole)))
+    return _second[1] + _MILLISECONDS[int((created - whole) * 1000)]

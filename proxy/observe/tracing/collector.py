@@ -1,0 +1,186 @@
+"""OpenTelemetry's SDK, set up so that a collector that is gone, slow or refuses is one line of the log, and no more.
+
+The SDK sends from a thread of its own, gives up after OTEL_EXPORTER_OTLP_TIMEOUT, and drops what does not fit into its
+queue. What it would log about each of these, `_Reports` makes one line of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import requests
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+
+from proxy import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from opentelemetry.sdk.trace import ReadableSpan
+
+    from proxy.settings import Tracing
+
+logger = logging.getLogger("proxy.tracing.collector")
+
+# What is left at the end is sent within this time, or not at all.
+_FLUSH_SECONDS: Final = 2.0
+# How long the event loop waits for the thread that encodes spans, each time it has something to do. With Python's own
+# 5 ms its timers were 14 ms late while that thread was busy, and 1 ms with this.
+_SWITCH_SECONDS: Final = 0.0005
+
+
+class SpanIds(RandomIdGenerator):
+    """Random ids, except that a span which engines know already gets the one that it was told by."""
+
+    next_span_id: int | None = None
+    """Of the span that is made next; None: any."""
+
+    def generate_span_id(self) -> int:
+        """See RandomIdGenerator."""
+        given, self.next_span_id = self.next_span_id, None
+        return super().generate_span_id() if given is None else given
+
+
+@asynccontextmanager
+async def exporting(
+    settings: Tracing, is_news: Callable[[str, str], bool] = lambda subject, word: True
+) -> AsyncIterator[tuple[TracerProvider, SpanIds]]:
+    """Spans that end are sent to the collector of the settings. `is_news`: see Bulletin. Leaving sends the rest, for
+    which it waits a moment.
+    """
+    assert settings.endpoint is not None
+    ids = SpanIds()
+    reports = _Reports(asyncio.get_running_loop(), settings.endpoint, is_news)
+    session = None if settings.endpoint.startswith("https:") else _direct()
+    exporter = _ReportingExporter(OTLPSpanExporter(endpoint=settings.endpoint, session=session), reports)
+    provider = TracerProvider(
+        sampler=None if settings.sample_ratio is None else ParentBasedTraceIdRatio(settings.sample_ratio),
+        resource=_resource(),
+        id_generator=ids,
+        shutdown_on_exit=False,
+    )
+    theirs = logging.getLogger("opentelemetry")
+    # For good, and with a handler: a thread that nobody waits for any longer may complain, and Python would print it.
+    theirs.propagate = False
+    theirs.handlers[:] = [logging.NullHandler(), reports]
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    switched_seconds = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    try:
+        yield provider, ids
+    finally:
+        await _ended(provider, exporter)
+        sys.setswitchinterval(switched_seconds)
+        theirs.removeHandler(reports)
+
+
+def _direct() -> requests.Session:
+    """Return a session that ignores http_proxy. A collector without TLS is on this network; one with TLS may be a
+    service that is reached by a company's proxy.
+    """
+    session = requests.Session()
+    session.trust_env = False
+    return session
+
+
+def _resource() -> Resource:
+    """What OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say, and our own words where they say nothing."""
+    told = Resource.create()
+    ours = Resource({"service.version": __version__, "service.instance.id": str(uuid4())})
+    if str(told.attributes["service.name"]).startswith("unknown_service"):
+        told = told.merge(Resource({"service.name": "pdproxy"}))
+    return ours.merge(told)
+
+
+async def _ended(provider: TracerProvider, exporter: SpanExporter) -> None:
+    """Have the rest sent by a thread that nobody waits for any longer than this."""
+    loop = asyncio.get_running_loop()
+    is_over = asyncio.Event()
+
+    def end() -> None:
+        provider.shutdown()
+        with suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(is_over.set)
+
+    threading.Thread(target=end, name="traces", daemon=True).start()
+    try:
+        await asyncio.wait_for(is_over.wait(), _FLUSH_SECONDS)
+    except TimeoutError:
+        exporter.shutdown()  # it tries nothing again
+
+
+class _Reports(logging.Handler):
+    """What the SDK complains of, from any thread, and when it is over; told on the event loop's, once each."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, endpoint: str, is_news: Callable[[str, str], bool]) -> None:
+        super().__init__(logging.WARNING)
+        self._loop = loop
+        parts = urlsplit(endpoint)
+        self._collector = f"{parts.hostname}:{parts.port}" if parts.port else str(parts.hostname)
+        self._is_news = is_news
+        self._fails = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name.startswith("opentelemetry.exporter"):
+            self.refused(record.getMessage())
+
+    def refused(self, why: str) -> None:
+        """Spans were not taken. May be called from any thread; who has said so before is believed."""
+        self._call(self._failed, why)
+
+    def taken(self) -> None:
+        """Spans were taken. May be called from any thread."""
+        if self._fails:
+            self._call(self._recovered)
+
+    def _call(self, tell: Callable[..., None], *what: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(tell, *what)
+
+    def _failed(self, why: str) -> None:
+        if not self._fails and self._is_news("collector", "lost"):
+            logger.warning("the collector at %s does not take traces, which are dropped: %s", self._collector, why)
+        self._fails = True
+
+    def _recovered(self) -> None:
+        if self._fails and self._is_news("collector", "back"):
+            logger.info("the collector at %s takes traces again", self._collector)
+        self._fails = False
+
+
+class _ReportingExporter(SpanExporter):
+    """Says whether spans are taken; why they are not, the SDK's own exporter logs sooner, or raises."""
+
+    def __init__(self, exporter: SpanExporter, reports: _Reports) -> None:
+        self._exporter = exporter
+        self._reports = reports
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        try:
+            result = self._exporter.export(spans)
+        except Exception as error:
+            self._reports.refused(f"{type(error).__name__}: {error}")
+            return SpanExportResult.FAILURE
+        if result is SpanExportResult.SUCCESS:
+            self._reports.taken()
+        else:
+            self._reports.refused("no reason was told")
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        return self._exporter.force_flush(timeout_millis)

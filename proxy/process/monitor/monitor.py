@@ -1,0 +1,184 @@
+"""One timer for each worker: it measures, decides, and calls what else is to be called now and then.
+
+It measures how late the event loop is and how much memory and how many descriptors are in use. It decides from the
+memory what has to be done, with the thresholds and actions of Envoy's overload manager. It tells of lost log lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import logging
+import time
+from contextlib import suppress
+from enum import IntEnum
+from typing import TYPE_CHECKING, Final, Self
+
+from proxy.observe import logs
+from proxy.process.monitor.loop_lag import LoopLag
+from proxy.process.monitor.usage import Memory, OpenFds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from proxy.observe.metrics import Metrics
+
+logger = logging.getLogger("proxy.monitor.monitor")
+
+_TICK_SECONDS: Final = 0.25
+_LAG_WINDOW_SECONDS: Final = 15.0
+_MEMORY_SECONDS: Final = 1.0
+_FDS_SECONDS: Final = 5.0
+_SHRINK_SECONDS: Final = 10.0
+_DEAD_AFTER_SECONDS: Final = 30.0
+
+_CLOSE_FROM: Final = 0.92
+_REFUSE_FROM: Final = 0.95
+_HYSTERESIS: Final = 0.02
+
+
+class Overload(IntEnum):
+    """What is done for lack of memory; the value of the metric."""
+
+    NONE = 0
+    CLOSES_CONNECTIONS = 1
+    REFUSES = 2
+
+
+_MEANINGS: Final = {
+    Overload.NONE: "no measures are needed",
+    Overload.CLOSES_CONNECTIONS: "connections are closed after each answer",
+    Overload.REFUSES: "new requests are refused",
+}
+
+
+def overload_of(memory_share: float, before: Overload) -> Overload:
+    """The state for this much memory in use. It is left a little lower than it is entered."""
+    for state, threshold in ((Overload.REFUSES, _REFUSE_FROM), (Overload.CLOSES_CONNECTIONS, _CLOSE_FROM)):
+        if memory_share >= threshold - (_HYSTERESIS if before >= state else 0.0):
+            return state
+    return Overload.NONE
+
+
+class Monitor:
+    """A worker's view of itself. `async with` it."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        memory: Memory | None = None,
+        fds: OpenFds | None = None,
+        *,
+        every_tick: Iterable[Callable[[], object]] = (),
+        is_ready: Callable[[], bool] = lambda: True,
+        tick_seconds: float = _TICK_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+        shrink_heap: Callable[[], object] | None = None,
+        loop_lag: LoopLag | None = None,
+    ) -> None:
+        """`every_tick` are called on the loop, each by itself. `is_ready` is what `was_ready` remembers."""
+        self._metrics = metrics
+        self._memory = memory or Memory()
+        self._fds = fds or OpenFds()
+        self._every_tick = tuple(every_tick)
+        self._is_ready = is_ready
+        self._tick_seconds = tick_seconds
+        self._clock = clock
+        self._shrink_heap = shrink_heap or _shrink_heap
+        self._timer: asyncio.TimerHandle | None = None
+        self._ticked_at = self._due = self._memory_at = self._fds_at = self._shrink_at = clock()
+        self._loop_lag = loop_lag or LoopLag()
+        self._cpu_seconds = 0.0
+        self._told = logs.Lost()
+        self._was_ready = False
+        self.overload = Overload.NONE
+        self.became_ready = asyncio.Event()
+        """Set once the worker has been ready, for the first time."""
+
+    async def __aenter__(self) -> Self:
+        self._due = self._clock()
+        self._on_timer()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    @property
+    def closes_connections(self) -> bool:
+        """Whether to close each connection after its answer, because idle ones hold memory."""
+        return self.overload >= Overload.CLOSES_CONNECTIONS
+
+    @property
+    def refuses(self) -> bool:
+        """Whether to answer new requests with 503 `memory`."""
+        return self.overload >= Overload.REFUSES
+
+    # For other threads: plain reads of what the loop has written
+
+    def is_alive(self) -> bool:
+        """Whether the event loop runs."""
+        return self._clock() - self._ticked_at <= _DEAD_AFTER_SECONDS
+
+    def was_ready(self) -> bool:
+        """Whether the worker was ready when the event loop last looked, and could still be."""
+        return self._was_ready and self.is_alive()
+
+    # The timer
+
+    def _on_timer(self) -> None:
+        loop = asyncio.get_running_loop()
+        # First, so that no mistake below ends it.
+        self._timer = loop.call_later(self._tick_seconds, self._on_timer)
+        for ticker in self._every_tick:
+            loop.call_soon(ticker)
+        self.tick()
+
+    def tick(self) -> None:
+        """Measure what is due."""
+        now = self._clock()
+        self._note_lag(now)
+        if now >= self._memory_at:
+            self._memory_at = now + _MEMORY_SECONDS
+            self._note_memory(now)
+        if now >= self._fds_at and (fds_share := self._fds.share()) is not None:
+            self._fds_at = now + _FDS_SECONDS
+            self._metrics.open_fds_share.set(fds_share)
+        self._tell_lost_lines()
+        self._was_ready = self._is_ready()
+        if self._was_ready:
+            self.became_ready.set()
+
+    def _note_lag(self, now: float) -> None:
+        self._loop_lag.note(now, max(0.0, now - self._due))
+        self._metrics.loop_lag_seconds.set(self._loop_lag.since(now - _LAG_WINDOW_SECONDS))
+        self._ticked_at, self._due = now, now + self._tick_seconds
+
+    def _note_memory(self, now: float) -> None:
+        before_seconds, self._cpu_seconds = self._cpu_seconds, time.process_time()
+        self._metrics.cpu_seconds_total.inc(self._cpu_seconds - before_seconds)
+        self._metrics.resident_memory_bytes.set(self._memory.resident_bytes())
+        share = self._memory.share()
+        self._metrics.memory_share.set(share)
+        before, self.overload = self.overload, overload_of(share, self.overload)
+        self._metrics.overload_state.set(self.overload)
+        if self.overload is not before:
+            level = logging.WARNING if self.overload > before else logging.INFO
+            logger.log(level, "memory use is at %.1f %% of the limit: %s", 100 * share, _MEANINGS[self.overload])
+        if self.closes_connections and now >= self._shrink_at:
+            self._shrink_at = now + _SHRINK_SECONDS
+            self._shrink_heap()
+
+    def _tell_lost_lines(self) -> None:
+        logs.flush()
+        told, self._told = self._told, logs.lost()
+        self._metrics.log_lines_dropped_total.inc(self._told.dropped - told.dropped)
+        self._metrics.log_lines_suppressed_total.inc(self._told.suppressed - told.suppressed)
+
+
+def _shrink_heap() -> None:
+    """Give back to the system what is free: the C library keeps it otherwise, and overload would never end."""
+    gc.collect()  # a failed request's body may hang in a cycle with its traceback
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # glibc only

@@ -1,0 +1,201 @@
+"""What all workers inherit from the process that starts them: listening sockets and shared memory."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Self
+from uuid import uuid4
+
+from proxy.balancer.fitness.misfits import Misfits
+from proxy.balancer.health.health_board import HealthBoard
+from proxy.balancer.health.suspect_memory import SuspectMemory
+from proxy.balancer.roster import Roster
+from proxy.balancer.shared.back_offs import BackOffs
+from proxy.balancer.shared.bulletin import Bulletin
+from proxy.balancer.shared.fronts import NOBODY, Fronts
+from proxy.balancer.shared.journal import Journal
+from proxy.balancer.shared.scoreboard import Scoreboard
+from proxy.balancer.shared.source_states import SourceStates
+from proxy.gateway.api_keys import KeyUsage
+from proxy.observe.receipts import Receipts
+from proxy.process.configuration import Configuration
+from proxy.process.takeover import Successor, command_line
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Mapping
+    from types import TracebackType
+
+    from proxy.process.takeover import Predecessor
+    from proxy.settings import Loaded
+
+logger = logging.getLogger("proxy.shared")
+
+_CELL_BYTES: Final = 8
+_LEFT_OUT_BYTES: Final = 128 * 1024  # about a thousand lines
+EXCHANGER: Final = 0
+"""The worker that writes the rows of guests: what other gateways tell."""
+REASONS: Final = ("died", "frozen")
+"""Why a worker was replaced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """Made before the first worker so that no port is bound twice. None: there is no such port."""
+
+    clients: socket.socket
+    admin: socket.socket | None = None
+    probes: socket.socket | None = None
+    callbacks: Sequence[socket.socket] = ()
+    """Where engines call back, one for each worker: what they have to say is for one of them. A worker that takes the
+    place of another has its port, too. Empty: there is nothing to call back for."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def passed_on(self) -> Mapping[str, socket.socket]:
+        """Those that a successor takes over, by name. Not where engines call back: what they have to say is for those
+        who work for them now.
+        """
+        named = {"clients": self.clients, "admin": self.admin, "probes": self.probes}
+        return {name: listener for name, listener in named.items() if listener is not None}
+
+    def close(self) -> None:
+        """Close this process's copies. May be called again."""
+        for listener in self.all:
+            listener.close()
+
+    @property
+    def all(self) -> Sequence[socket.socket]:
+        """Every listening socket of this process."""
+        named = (self.clients, self.admin, self.probes, *self.callbacks)
+        return [listener for listener in named if listener is not None]
+
+
+class Heartbeats:
+    """The counts of all workers' turns, and how many workers were replaced. Make it before forking.
+
+    A worker writes its own count, and the supervisor the rest, so there are no locks.
+    """
+
+    def __init__(self, workers: int = 1) -> None:
+        self._cells = memoryview(mmap.mmap(-1, (workers + len(REASONS)) * _CELL_BYTES)).cast("q")
+        self._workers = workers
+
+    def beat(self, worker: int) -> None:
+        """This worker's event loop has turned."""
+        self._cells[worker] += 1
+
+    def counts(self) -> Mapping[int, int]:
+        """By worker."""
+        return dict(enumerate(self._cells[: self._workers].tolist()))
+
+    def note_replacement(self, reason: str) -> None:
+        """Another worker takes the place of one that ended, for one of REASONS."""
+        self._cells[self._workers + REASONS.index(reason)] += 1
+
+    def replacements(self) -> Mapping[str, int]:
+        """How many there were, by reason."""
+        return dict(zip(REASONS, self._cells[self._workers :].tolist(), strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What all workers inherit and share."""
+
+    configuration: Configuration
+    listeners: Listeners
+    scoreboard: Scoreboard
+    roster: Roster
+    key_usage: KeyUsage
+    bulletin: Bulletin = field(default_factory=Bulletin)
+    left_out: Bulletin = field(default_factory=lambda: Bulletin(_LEFT_OUT_BYTES))
+    """What was logged of requests. Apart from the other subjects, as clients choose its names."""
+    misfits: Misfits = field(default_factory=Misfits)
+    sources: SourceStates = field(default_factory=SourceStates)
+    heartbeats: Heartbeats = field(default_factory=Heartbeats)
+    health_board: HealthBoard = field(default_factory=HealthBoard)
+    suspects: SuspectMemory = field(default_factory=SuspectMemory)
+    back_offs: BackOffs = field(default_factory=BackOffs)
+    fronts: Fronts = field(default_factory=Fronts)
+    journal: Journal = field(default_factory=Journal)
+    receipts: Receipts = field(default_factory=Receipts)
+    replica: str = field(default_factory=lambda: uuid4().hex)
+    """What other gateways know this one by, which is the same when a worker was replaced."""
+    predecessor: Predecessor | None = None
+    """Who has started this process to take over from it."""
+
+    def erase(self, worker: int) -> None:
+        """Forget what a worker that is dead had counted."""
+        self.scoreboard.erase(worker)
+        self.health_board.erase(worker)
+        self.key_usage.erase(worker)
+        self.fronts.put(worker, NOBODY)
+        if worker == EXCHANGER:  # nobody keeps the rows of the guests now
+            self.health_board.forget_verdicts()
+            self.fronts.put_guests(NOBODY)
+            for board in (self.scoreboard, self.key_usage):
+                for guest in range(board.workers, board.rows):
+                    board.erase(guest)
+
+
+RunWorker = Callable[[Shared, int, int | None], int]
+"""`worker.run`: serves until it is drained and returns the exit code. It is given the worker's number, and the reading
+end of a pipe that closes when the supervisor is gone, None without a supervisor."""
+
+
+def start_successor(shared: Shared) -> Successor | None:
+    """Start a process that is to take over; None: that cannot be, and one line says why."""
+    settings = shared.configuration.current().settings
+    if os.getpid() == 1:
+        logger.error("SIGUSR2: process 1 of a container cannot be replaced: start another container")
+    elif shared.listeners.callbacks and settings.layerwise.port:
+        logger.error("SIGUSR2: another process cannot listen on layerwise.port while this one does: set it to 0")
+    else:
+        try:
+            return Successor(shared.listeners.passed_on(), shared.roster.state())
+        except OSError as error:
+            logger.error("SIGUSR2: %s cannot be started: %s", " ".join(command_line()[:1]), error)
+    return None
+
+
+def share(
+    loaded: Loaded, load: Callable[[], Loaded], listeners: Listeners, predecessor: Predecessor | None = None
+) -> Shared:
+    """Made before the first worker is forked; with room to add as many instances again. Raises SettingsError."""
+    settings = loaded.settings
+    prefill, decode, encode = (
+        [(each.host, each.port, each.bootstrap_port, each.models) for each in endpoints]
+        for endpoints in (settings.prefill, settings.decode, settings.encode)
+    )
+    slots = max(1024, 2 * (len(prefill) + len(decode) + len(encode)))
+    scoreboard = Scoreboard(workers=settings.workers, slots=slots, guests=settings.replicas.guests)
+    roster = Roster(prefill, decode, scoreboard, encode, before=None if predecessor is None else predecessor.instances)
+    if predecessor is not None and not roster.goes_on:
+        logger.warning(
+            "the instances of the process before cannot be read, as if it were of another version: what was added, "
+            "removed, disabled or weighed at run time is forgotten"
+        )
+    return Shared(
+        configuration=Configuration(loaded, load, roster),
+        listeners=listeners,
+        scoreboard=scoreboard,
+        roster=roster,
+        key_usage=KeyUsage(workers=settings.workers, guests=settings.replicas.guests),
+        heartbeats=Heartbeats(settings.workers),
+        health_board=HealthBoard(settings.workers, slots),
+        back_offs=BackOffs(slots),
+        fronts=Fronts(settings.workers, settings.replicas.guests),
+        journal=Journal(settings.workers + settings.replicas.guests, tellers=settings.kv_events.tellers),
+        receipts=Receipts(settings.workers, settings.admin.receipts_bytes),
+        predecessor=predecessor,
+    )

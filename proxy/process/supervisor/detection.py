@@ -1,0 +1,135 @@
+"""Connector `auto`: engines are asked what they are, once and before anything is served, so that all workers agree.
+
+One answer of each role is enough to begin with: an engine that is down must not keep a gateway from starting. While
+there is none they are asked again, as often as an instance that is added at run time would be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+import aiohttp
+from pydantic import ValidationError
+
+from proxy.balancer.engines.engine_facts import Identity, parse_kind, parse_setup
+from proxy.balancer.engines.engine_keys import EngineKeys
+from proxy.balancer.fitness.recognition import EngineReport, recognise
+from proxy.common.backend import Backend, Role
+from proxy.settings import Settings, SettingsError
+from proxy.upstream import engine_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from proxy.settings import Loaded
+    from proxy.upstream.engine_json import Answer
+
+logger = logging.getLogger("proxy.supervisor.detection")
+
+_MODELS_PATH: Final = "/v1/models"
+_INFO_PATHS: Final = ("/server_info?config_format=json", "/get_server_info")
+# vLLM looks for compilers, drivers and packages when it is asked for the first time, which takes seconds.
+_INFO_TIMEOUT_SECONDS: Final = 30.0
+
+
+def find_connector(settings: Settings) -> str:
+    """The configured connector, or for `auto` that of the engines, and then a line in the log says why it is that.
+
+    Raises SettingsError when there is no connector for them all, and ConnectionError, whose text is one sentence, when
+    no engine of a role has answered.
+    """
+    if settings.connector != "auto":
+        return settings.connector
+    if not settings.prefill:
+        logger.info("connector plain is chosen: there are no prefillers")
+        return "plain"
+    engines, silent = asyncio.run(_ask_all(settings))
+    finding = recognise(engines)
+    left_out = "".join(f"; {name} did not say ({problem})" for name, problem in silent.items())
+    logger.info("connector %s is chosen: %s%s", finding.connector, finding.reason, left_out)
+    return finding.connector
+
+
+def with_connector(loaded: Loaded, connector: str) -> Loaded:
+    """`auto` replaced by what was found at the start: it cannot change later, whatever engines come.
+
+    Raises SettingsError when other options do not suit that connector.
+    """
+    if loaded.settings.connector != "auto":
+        return loaded
+    try:
+        settings = Settings.model_validate(dict(loaded.settings) | {"connector": connector})
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise SettingsError(f"connector auto is {connector}: {problem}") from None
+    return replace(loaded, settings=settings)
+
+
+async def _ask_all(settings: Settings) -> tuple[list[EngineReport], Mapping[str, str]]:
+    """What engines say, and which ones say nothing, and why. Raises ConnectionError."""
+    given = ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode))
+    engines = [Backend(role, at.host, at.port, trusted=True) for role, endpoints in given for at in endpoints]
+    key = settings.auth.engine_api_key
+    asker = _Asker(EngineKeys(key.get_secret_value() if key else None), settings.health.timeout_seconds)
+    async with asker:
+        for attempt in range(settings.joining.max_attempts):
+            if attempt:
+                await asyncio.sleep(settings.joining.interval_seconds)
+            answers = await asyncio.gather(*map(asker.ask, engines))
+            reports = [answer for answer in answers if isinstance(answer, EngineReport)]
+            silent = {engine.name: a for engine, a in zip(engines, answers, strict=True) if isinstance(a, str)}
+            missing = next((engine for engine in engines if engine.role not in {a.role for a in reports}), None)
+            if missing is None:
+                return reports, silent
+            problem = f"no {missing.role} instance says what it is; {missing.name}: {silent[missing.name]}"
+            if not attempt:
+                logger.info("%s. Waiting for one", problem)
+    raise ConnectionError(f"connector auto: {problem}. Name the connector to start without them")
+
+
+class _Asker:
+    """`async with` it."""
+
+    def __init__(self, keys: EngineKeys, timeout_seconds: float) -> None:
+        self._keys = keys
+        self._timeout_seconds = timeout_seconds
+
+    async def __aenter__(self) -> None:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()
+        )
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def ask(self, engine: Backend) -> EngineReport | str:
+        """What an engine says, or why it says nothing."""
+        try:
+            answer = await self._get(engine, _MODELS_PATH, self._timeout_seconds)
+            if answer.status != 200:
+                return f"{_MODELS_PATH} answered with status {answer.status}"
+            models = answer.json
+        except engine_json.NoAnswer as error:
+            return str(error)
+        except ValueError as error:
+            return f"{_MODELS_PATH} failed ({type(error).__name__})"
+        setup = parse_setup(await self._ask_info(engine))
+        return EngineReport(engine.role, engine.name, Identity(parse_kind(models), setup=setup))
+
+    async def _ask_info(self, engine: Backend) -> Any:
+        """None: it does not tell."""
+        for path in _INFO_PATHS:
+            try:
+                answer = await self._get(engine, path, _INFO_TIMEOUT_SECONDS)
+            except engine_json.NoAnswer:
+                return None
+            if answer.status != 404:
+                return answer.json_or_none if answer.status == 200 else None
+        return None
+
+    async def _get(self, engine: Backend, path: str, timeout_seconds: float) -> Answer:
+        """Raises NoAnswer."""
+        return await engine_json.get(self._session, engine.url, path, timeout_seconds, self._keys.headers(engine))

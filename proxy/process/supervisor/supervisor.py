@@ -1,0 +1,337 @@
+"""Seats for the workers, and who sits in them: started, replaced when dead, told to stop."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import resource
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from proxy.common.build_info import BUILD
+from proxy.observe import logs
+from proxy.process.configuration import secrets_of
+from proxy.process.shared import share, start_successor
+from proxy.process.supervisor.activation import activated
+from proxy.process.supervisor.succession import listen_in_succession
+from proxy.process.supervisor.watchdog import Watchdog
+from proxy.process.takeover import Predecessor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from proxy.process.shared import RunWorker, Shared
+    from proxy.process.takeover import Successor
+    from proxy.settings import Loaded
+
+logger = logging.getLogger("proxy.supervisor.supervisor")
+
+# Where prometheus-client keeps what the workers share.
+_METRICS_DIRECTORY: Final = "PROMETHEUS_MULTIPROC_DIR"
+_SUCCESSOR_LOOK_SECONDS: Final = 0.05
+_STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
+# A worker ends by itself after its drain, or at once after the second signal; one that hangs is killed this much later.
+_STOP_GRACE_SECONDS = 10.0
+_STOP_NOW_GRACE_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """How soon a dead worker is replaced, and when it dies too often to go on."""
+
+    first_delay_seconds: float = 0.1
+    max_delay_seconds: float = 5.0
+    max_deaths: int = 10
+    window_seconds: float = 60.0
+    """Deaths longer ago are forgotten, and with them all deaths of a worker that then lived so long."""
+
+    def delay_seconds(self, deaths: int) -> float:
+        """The wait after `deaths` deaths, the first one being 1."""
+        return min(self.first_delay_seconds * 2.0 ** (deaths - 1), self.max_delay_seconds)
+
+
+def serve(load: Callable[[], Loaded], run: RunWorker | None = None, restarts: RestartPolicy | None = None) -> int:
+    """Listen and serve until told to stop; returns the exit code. `run` None means `worker.run`.
+
+    `load` reads the configuration, now and whenever it is to be read again. Raises SettingsError.
+    """
+    # Until there is somebody to reload, or to be taken over from, these must not end the program.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    _raise_fd_limit()
+    predecessor = Predecessor.of(os.environ)
+    given = activated(os.environ) if predecessor is None else predecessor.sockets
+    loaded = load()
+    settings = loaded.settings
+    logs.setup(settings.log, secrets=secrets_of(settings))
+    logger.info("%s is starting", BUILD)
+    for warning in loaded.warnings:
+        logger.warning("%s", warning)
+    # Late, because it takes longer than all before, and an operator waits for a sign of life.
+    from proxy.process.supervisor.detection import find_connector, with_connector
+
+    with ExitStack() as stack:
+        try:
+            connector = find_connector(settings)
+            loaded = with_connector(loaded, connector)
+            settings = loaded.settings
+            listeners = stack.enter_context(listen_in_succession(settings, given))
+        except OSError as error:
+            print(f"pdproxy: error: {error}", file=sys.stderr)
+            return 1
+        if settings.workers > 1:
+            # prometheus-client looks at this once, when it is first imported: that is why the worker is imported late.
+            os.environ[_METRICS_DIRECTORY] = stack.enter_context(_metrics_directory())
+        if run is None:
+            from proxy.process import worker
+
+            run = worker.run
+        shared = share(loaded, lambda: with_connector(load(), connector), listeners, predecessor)
+        if settings.workers == 1:
+            return run(shared, 0, None)
+        return _Supervisor(shared, run, restarts or RestartPolicy()).keep_alive()
+
+
+def _raise_fd_limit() -> None:
+    """Allow this process and its workers as many file descriptors as they may have: most systems begin with 1,024, for
+    the sake of programs that still use select().
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # macOS has a lower limit than it tells
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _metrics_directory() -> tempfile.TemporaryDirectory[str]:
+    """Where the workers keep their metrics for each other; only this user can look into it."""
+    try:
+        return tempfile.TemporaryDirectory(prefix="pdproxy-")
+    except FileNotFoundError:  # nothing is writable in a container with a read-only root, except its shared memory
+        return tempfile.TemporaryDirectory(prefix="pdproxy-", dir="/dev/shm")
+
+
+@dataclass(slots=True)
+class _WorkerSlot:
+    """The place of one worker; a replacement takes the same seat and the same row of the scoreboard."""
+
+    worker: int
+    pid: int | None = None
+    start_at: float | None = 0.0
+    started_at: float = 0.0
+    is_frozen: bool = False
+    """It was killed because it did not work any more."""
+    deaths: list[float] = field(default_factory=list)
+
+
+class _Supervisor:
+    """Owns the seats. All times are monotonic seconds."""
+
+    def __init__(self, shared: Shared, run: RunWorker, restarts: RestartPolicy) -> None:
+        self._shared = shared
+        self._run = run
+        self._restarts = restarts
+        settings = shared.configuration.current().settings
+        self._seats = [_WorkerSlot(worker) for worker in range(settings.workers)]
+        self._watchdog = None
+        if settings.worker_timeout_seconds is not None:
+            self._watchdog = Watchdog(settings.worker_timeout_seconds, time.monotonic())
+        self._alive_reader, self._alive_writer = os.pipe()
+        self._signals_before: set[int | signal.Signals] = set()
+        self._stop_signals = 0
+        self._kill_at: float | None = None
+        self._exit_code = 0
+        self._successor: Successor | None = None
+
+    def keep_alive(self) -> int:
+        """Start the workers and replace the dead until a signal says stop or one dies too often; the exit code."""
+        waited_for = _STOP_SIGNALS | {signal.SIGHUP, signal.SIGUSR2, signal.SIGCHLD}
+        # Blocked, not handled: a blocked signal waits for sigtimedwait and cannot fall between two lines.
+        self._signals_before = signal.pthread_sigmask(signal.SIG_BLOCK, waited_for)
+        # The workers share the memory of everything imported so far as long as their collectors leave it alone.
+        gc.freeze()
+        try:
+            self._start_due()
+            while any(seat.pid for seat in self._seats) or not self._is_stopping:
+                received = signal.sigtimedwait(waited_for, self._seconds_to_next_deadline())
+                if received is not None:
+                    self._pass_on(signal.Signals(received.si_signo))
+                self._look_for_successor()
+                self._reap_dead()
+                self._start_due()
+                self._kill_frozen()
+                self._kill_overdue()
+        finally:
+            os.close(self._alive_writer)
+            os.close(self._alive_reader)
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._signals_before)
+        return self._exit_code
+
+    @property
+    def _is_stopping(self) -> bool:
+        return self._kill_at is not None
+
+    def _seconds_to_next_deadline(self) -> float:
+        deadlines = [seat.start_at for seat in self._seats if seat.start_at is not None]
+        if self._kill_at is not None:
+            deadlines.append(self._kill_at)
+        if self._watchdog is not None:
+            deadlines.append(self._watchdog.next_look)
+        if self._successor is not None:
+            deadlines.append(time.monotonic() + _SUCCESSOR_LOOK_SECONDS)
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else 3600.0
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        if number in _STOP_SIGNALS:
+            if self._has_been_replaced():
+                return  # the workers drain, which is what was asked for
+            logger.info("%s: stopping the workers", number.name)
+            self._stop(now=self._stop_signals > 0)
+            self._stop_signals += 1
+            self._signal_workers(number)
+        elif number is signal.SIGHUP:
+            # One reads the configuration for all, and the one that has lived longest is most sure to listen by now.
+            living = [seat for seat in self._seats if seat.pid is not None]
+            for seat in sorted(living, key=lambda seat: seat.started_at)[:1]:
+                self._signal(seat, number)
+        elif number is signal.SIGUSR2 and self._successor is None and not self._is_stopping:
+            self._successor = start_successor(self._shared)
+
+    def _look_for_successor(self) -> bool:
+        """Let the workers drain when another process has taken over; whether one has just now."""
+        if self._successor is None or (has_taken_over := self._successor.look()) is None:
+            return False
+        self._successor = None
+        if not has_taken_over or self._is_stopping:
+            return False
+        self._stop(now=False)
+        self._signal_workers(signal.SIGUSR2)
+        return True
+
+    def _has_been_replaced(self) -> bool:
+        """Whether another process has taken over just now. One that has not is told to stop, too."""
+        if self._look_for_successor():
+            return True
+        if self._successor is not None:
+            self._successor.stop()
+            self._successor = None
+        return False
+
+    def _stop(self, *, now: bool) -> None:
+        """No more replacements; the workers, about to be told to leave, get this long for it."""
+        # Only workers accept: were our copy open when they have closed theirs, clients would queue unserved.
+        self._shared.listeners.close()
+        drain = self._shared.configuration.current().settings.drain
+        seconds = drain.not_ready_seconds + drain.streams_seconds + _STOP_GRACE_SECONDS
+        self._kill_at = time.monotonic() + (_STOP_NOW_GRACE_SECONDS if now else seconds)
+        for seat in self._seats:
+            seat.start_at = None
+
+    def _signal_workers(self, number: signal.Signals) -> None:
+        for seat in self._seats:
+            self._signal(seat, number)
+
+    def _signal(self, seat: _WorkerSlot, number: signal.Signals) -> None:
+        if seat.pid is not None:  # ours until it is buried, so this cannot hit a stranger
+            os.kill(seat.pid, number)
+
+    def _kill_frozen(self) -> None:
+        if self._watchdog is None or time.monotonic() < self._watchdog.next_look:
+            return
+        counts = self._shared.heartbeats.counts()
+        living = {seat.worker: counts[seat.worker] for seat in self._seats if seat.pid is not None}
+        for worker in self._watchdog.look(time.monotonic(), living):
+            seat = self._seats[worker]
+            seat.is_frozen = True
+            logger.warning(
+                "worker %d (pid %d) has stood still for more than worker_timeout_seconds: killing it", worker, seat.pid
+            )
+            self._signal(seat, signal.SIGKILL)
+
+    def _kill_overdue(self) -> None:
+        if self._kill_at is not None and time.monotonic() >= self._kill_at:
+            logger.error("killing the workers that did not stop in time")
+            self._signal_workers(signal.SIGKILL)
+            self._kill_at = time.monotonic() + _STOP_GRACE_SECONDS
+
+    def _reap_dead(self) -> None:
+        while any(seat.pid for seat in self._seats):
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            # As process 1 of a container we are also given orphans of others: those have no seat.
+            for seat in self._seats:
+                if seat.pid == pid:
+                    self._reap(seat, pid, os.waitstatus_to_exitcode(status))
+
+    def _reap(self, seat: _WorkerSlot, pid: int, exit_code: int) -> None:
+        from prometheus_client import multiprocess
+
+        seat.pid = None
+        reason = "frozen" if seat.is_frozen else "died"
+        seat.is_frozen = False
+        self._shared.erase(seat.worker)
+        with suppress(FileNotFoundError):  # something else deleted a file at this moment
+            multiprocess.mark_process_dead(pid)  # type: ignore[no-untyped-call]
+        if self._is_stopping:
+            self._exit_code = max(self._exit_code, exit_code if exit_code >= 0 else 128 - exit_code)
+            return
+        now = time.monotonic()
+        seat.deaths = [death for death in seat.deaths if death > now - self._restarts.window_seconds] + [now]
+        if len(seat.deaths) >= self._restarts.max_deaths:
+            logger.error(
+                "worker %d (pid %d) ended with code %d: restart limit reached, shutting down",
+                seat.worker,
+                pid,
+                exit_code,
+            )
+            self._exit_code = 1
+            self._stop(now=False)
+            self._signal_workers(signal.SIGTERM)
+            return
+        delay = self._restarts.delay_seconds(len(seat.deaths))
+        logger.error(
+            "worker %d (pid %d) ended with code %d: restarting it in %.1f s", seat.worker, pid, exit_code, delay
+        )
+        seat.start_at = now + delay
+        self._shared.heartbeats.note_replacement(reason)
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        for seat in self._seats:
+            if seat.start_at is not None and seat.start_at <= now:
+                try:
+                    pid = os.fork()
+                except OSError as error:  # out of memory or processes; the other workers go on meanwhile
+                    logger.error("cannot start worker %d: %s", seat.worker, error)
+                    seat.start_at = now + self._restarts.max_delay_seconds
+                    continue
+                seat.pid = pid or self._be_worker(seat.worker)
+                seat.start_at, seat.started_at = None, now
+
+    def _be_worker(self, worker: int) -> NoReturn:
+        """The forked process: runs the worker and leaves without unwinding what belongs to the supervisor."""
+        exit_code = 1
+        try:
+            os.close(self._alive_writer)
+            # Its own process group, or a Ctrl-C would arrive twice, from the terminal and from the supervisor.
+            os.setpgid(0, 0)
+            # Until the worker has handlers of its own there is nothing to drain.
+            for number in (*_STOP_SIGNALS, signal.SIGUSR2):
+                signal.signal(number, lambda *_: os._exit(0))
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._signals_before)
+            exit_code = self._run(self._shared, worker, self._alive_reader)
+        except BaseException:
+            logger.exception("worker %d failed", worker)
+        finally:
+            if select.select([self._alive_reader], [], [], 0)[0]:  # the supervisor was killed, and cannot do it
+                shutil.rmtree(os.environ[_METRICS_DIRECTORY], ignore_errors=True)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(exit_code)

@@ -1,0 +1,60 @@
+"""The applications behind the listeners of clients, operators and engines, and their listeners."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from proxy.api.administrators import Administrators
+from proxy.listener import replies
+from proxy.listener.http_listener import HttpListener
+from proxy.process.configuration import text_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from proxy.process.worker.basis import Basis
+    from proxy.settings import Listen, Settings
+
+
+def application(basis: Basis) -> web.Application:
+    """An application without routes, which answers errors in the gateway's words and counts refused requests."""
+    app = web.Application()
+    replies.install(app, basis.metrics)
+    return app
+
+
+def administrators_of(basis: Basis, host: str, *, trusts_local: bool = False) -> Administrators:
+    """Create the check for administrators on the listener of this host. `trusts_local`: clients do not use it."""
+
+    def configuration(settings: Settings) -> tuple[str | None, bool]:
+        return text_of(settings.auth.admin_key), trusts_local or settings.admin.trust_local
+
+    key, is_trusted = configuration(basis.settings)
+    administrators = Administrators(key, listens_on=host, trusts_local=is_trusted)
+
+    def configure(new: Settings) -> None:
+        key, is_trusted = configuration(new)
+        administrators.configure(key, trusts_local=is_trusted)
+
+    basis.live.add(configure)
+    return administrators
+
+
+def http_listener(
+    basis: Basis, app: web.Application, limits: Callable[[Settings], Listen] = lambda settings: settings.listen
+) -> HttpListener:
+    """A listener for an application, which does not listen yet. `limits`: picks those of the settings that hold for it,
+    also after a reload.
+    """
+    made = HttpListener(app, limits(basis.settings), basis.metrics)
+    basis.live.add(lambda new: made.configure(limits(new)))
+    return made
+
+
+def callback_limits(settings: Settings) -> Listen:
+    """Those of clients, but for the number of connections: an engine takes any answer for a good one, and would wait
+    for what was turned away.
+    """
+    return settings.listen.model_copy(update={"max_connections": None})

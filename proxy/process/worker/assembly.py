@@ -1,0 +1,186 @@
+"""One process's parts, each made once and put together: the builders beside this file, in their order."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from proxy.connectors.releaser import SETTLE_SECONDS
+from proxy.fleet.discovery.hearsay import Hearsay
+from proxy.gateway.evacuation import Evacuation
+from proxy.listener.drain import Drain
+from proxy.observe import logs
+from proxy.observe.metrics import Metrics
+from proxy.process.configuration import ConfigWatcher
+from proxy.process.monitor import Memory, Monitor
+from proxy.process.worker.administration import build_administration
+from proxy.process.worker.applications import application, callback_limits, http_listener
+from proxy.process.worker.balancing import build_balancing
+from proxy.process.worker.basis import Basis, LiveSettings
+from proxy.process.worker.clients import build_clients
+from proxy.process.worker.engines import build_engines
+from proxy.process.worker.kv_events import build_kv_events
+from proxy.process.worker.replicas import build_replicas
+from proxy.process.worker.tracing import build_tracing
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from proxy.balancer.fitness.pinned_kv import PinnedKv
+    from proxy.balancer.health.health import Health
+    from proxy.balancer.pools import Pools
+    from proxy.connectors.releaser import Releaser
+    from proxy.fleet.discovery.joining import Joiner
+    from proxy.fleet.discovery.prober import Prober
+    from proxy.gateway.lanes import Lanes
+    from proxy.gateway.work import Gateway
+    from proxy.listener.http_listener import HttpListener
+    from proxy.observe.observers import Observers
+    from proxy.observe.trace import Traces
+    from proxy.process.configuration import ConfigSnapshot
+    from proxy.process.shared import Shared
+    from proxy.process.worker.balancing import Balancing
+    from proxy.process.worker.clients import Clients
+    from proxy.process.worker.engines import Engines
+    from proxy.settings import Settings
+    from proxy.upstream import Upstream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """The parts that are asked for something from outside. They do not listen yet."""
+
+    index: int
+    """Which of the workers it is, from 0."""
+    live: LiveSettings
+    metrics: Metrics
+    monitor: Monitor
+    drain: Drain
+    watcher: ConfigWatcher
+    health: Health
+    pools: Pools
+    pinned_kv: PinnedKv
+    prober: Prober
+    joiner: Joiner
+    upstream: Upstream
+    releaser: Releaser
+    lanes: Lanes
+    gateway: Gateway
+    """That of the lane of all instances."""
+    observers: Observers
+    evacuation: Evacuation
+    hearsay: Hearsay
+    front: HttpListener
+    """Where clients connect."""
+    admin_front: HttpListener | None
+    """Where operators connect, if they do not with the clients."""
+    callback_front: HttpListener | None
+    """Where engines call back, if the connector has them do it."""
+
+    @property
+    def current(self) -> ConfigSnapshot:
+        """The configuration in force now."""
+        return self.live.current
+
+    @property
+    def settings(self) -> Settings:
+        """What is in force now."""
+        return self.live.current.settings
+
+    def apply(self, current: ConfigSnapshot) -> None:
+        """Let every part go on with this. See `LiveSettings.apply`."""
+        self.live.apply(current)
+
+    def look(self) -> None:
+        """To be called every so often: take notice of what others have decided."""
+        self.watcher.look()
+        self.releaser.look()
+        self.front.close_after_each_answer = self.drain.is_draining or self.monitor.closes_connections
+        self.gateway.admission.is_short_of_memory = self.monitor.refuses
+        self.evacuation.look()
+        self.hearsay.look()
+
+
+@asynccontextmanager
+async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTLE_SECONDS) -> AsyncIterator[Worker]:
+    """Put the parts of one worker together on the running loop; leaving the context stops them.
+
+    `settle_seconds`: how long KV that no decoder fetches is left alone before it is released; see
+    `connectors/releaser.py`.
+    """
+    live = LiveSettings(shared.configuration.current())
+    live.add(lambda settings: logs.configure(settings.log.level))
+    metrics = Metrics()
+    metrics.watch_workers(shared.heartbeats.replacements)
+    traces: Traces | None = None if live.current.settings.tracing.endpoint is None else {}
+    basis = Basis(shared=shared, index=index, live=live, metrics=metrics, traces=traces)
+    drain = Drain()
+    balancing = build_balancing(basis)
+    async with build_tracing(basis) as tracer, build_engines(basis, balancing, settle_seconds) as engines:
+        clients = build_clients(basis, balancing, engines, drain)
+        if tracer is not None:
+            clients.observers.add(tracer)
+        watcher = ConfigWatcher(shared.configuration, live.current, live.apply, metrics)
+        admin_front = build_administration(basis, balancing, engines, clients, watcher)
+        monitor = Monitor(
+            metrics,
+            Memory(basis.settings.workers),
+            every_tick=(lambda: worker.look(), lambda: shared.heartbeats.beat(index), metrics.settle),
+            is_ready=clients.probes.is_ready,
+            loop_lag=basis.loop_lag,
+        )
+        upstream = engines.lines.upstream
+        worker = Worker(
+            index=index,
+            live=live,
+            metrics=metrics,
+            monitor=monitor,
+            drain=drain,
+            watcher=watcher,
+            health=balancing.health,
+            pools=balancing.pools,
+            pinned_kv=balancing.pinned_kv,
+            prober=engines.prober,
+            joiner=engines.joiner,
+            upstream=upstream,
+            releaser=engines.releaser,
+            lanes=clients.lanes,
+            gateway=clients.lanes.whole.gateway,
+            observers=clients.observers,
+            evacuation=_evacuation(basis, balancing, engines, clients),
+            hearsay=Hearsay(shared.health_board, shared.roster, engines.prober),
+            front=clients.front,
+            admin_front=admin_front,
+            callback_front=_callback_front(basis, engines),
+        )
+        async with (
+            watcher,
+            monitor,
+            build_replicas(basis, worker.hearsay),
+            build_kv_events(basis, balancing, engines),
+        ):
+            try:
+                yield worker
+            finally:
+                metrics.settle()
+
+
+def _evacuation(basis: Basis, balancing: Balancing, engines: Engines, clients: Clients) -> Evacuation:
+    evacuation = Evacuation(
+        basis.shared.roster,
+        clients.lanes,
+        balancing.health,
+        engines.lines.upstream,
+        basis.settings.leaving,
+    )
+    basis.live.add(lambda new: evacuation.configure(new.leaving))
+    return evacuation
+
+
+def _callback_front(basis: Basis, engines: Engines) -> HttpListener | None:
+    if engines.callback_url is None:
+        return None
+    app = application(basis)
+    app.add_routes(engines.connector.routes())
+    return http_listener(basis, app, callback_limits)

@@ -1,0 +1,221 @@
+"""What decides: what is known of the engines, and the pools of all roles."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+from proxy.balancer.engines.engine_keys import EngineKeys
+from proxy.balancer.fitness.fitness import Fitness
+from proxy.balancer.fitness.pinned_kv import PinnedKv
+from proxy.balancer.health.health import Health
+from proxy.balancer.health.pair_quarantine import PairQuarantine
+from proxy.balancer.models import ServedModels
+from proxy.balancer.pick import PolicyContext
+from proxy.balancer.policies.least_tokens import make_policy
+from proxy.balancer.pool import Pool, PoolLimits, PoolParts, ignore
+from proxy.balancer.pools import Pools
+from proxy.common.backend import Role
+from proxy.fleet.discovery.prober import log_transition
+from proxy.fleet.inspector import log_misfit
+from proxy.process.configuration import text_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from proxy.balancer.health.health import Transition
+    from proxy.common.backend import Backend
+    from proxy.observe.metrics import Metrics
+    from proxy.process.worker.basis import Basis
+    from proxy.settings import Settings
+
+    Serving = Callable[[Collection[Backend]], tuple[Backend, ...]]
+
+
+class PoolOf:
+    """In which pool a backend is compared with others: that of its role, unless there are several of them."""
+
+    def __init__(self, pools: Pools) -> None:
+        self.find: Callable[[Backend], Pool] = lambda backend: pools.of(backend.role)
+        """Replaced once there is somebody who knows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Balancing:
+    """It does no IO."""
+
+    health: Health
+    keys: EngineKeys
+    fitness: Fitness
+    pinned_kv: PinnedKv
+    """The KV that no decoder fetches."""
+    pools: Pools
+    models: ServedModels
+    """Which models the instances serve."""
+    pool_of: PoolOf
+    part: Callable[[Serving], tuple[Pools, Callable[[Settings], None]]]
+    """Makes pools of those backends that serve certain models, and what configures them."""
+    on_transition: Callable[[Transition], None]
+    """To be told of changes of health: logs and counts them, and tells other workers."""
+
+
+def build_balancing(basis: Basis) -> Balancing:
+    """Made first, because nearly everything else asks it."""
+    shared, live, settings = basis.shared, basis.live, basis.settings
+    row = shared.scoreboard.row(basis.index)
+    health = Health(settings.health, board=shared.health_board)
+    live.add(lambda new: health.configure(new.health))
+    keys = EngineKeys(text_of(settings.auth.engine_api_key))
+    live.add(lambda new: keys.configure(text_of(new.auth.engine_api_key)))
+    fitness = Fitness(shared.misfits, row, keys, log_misfit)
+    pinned_kv = PinnedKv(row)
+    quarantine = PairQuarantine(settings.health.quarantine_after, settings.health.quarantine_seconds)
+    live.add(lambda new: quarantine.configure(new.health.quarantine_after, new.health.quarantine_seconds))
+    on_transition = _transitions(basis)
+    ends = _InstanceRequests(basis.metrics)
+    needed = (Role.PREFILL, Role.DECODE) if settings.connector_traits.takes_prefillers else (Role.DECODE,)
+    models = ServedModels(shared.roster, health, needed)
+
+    def pool(role: Role, part: tuple[Pool, Serving] | None = None) -> tuple[Pool, Callable[[Settings], None]]:
+        context = PolicyContext(
+            worker=basis.index,
+            role=role,
+            facts=lambda backend: health.of(backend).facts,
+            journal=shared.journal.writer(basis.index) if shared.journal.rings > 1 else None,
+            elsewhere=shared.scoreboard.elsewhere(row),
+            lag_within=basis.loop_lag.within,
+        )
+        current = live.current.settings
+        policy = make_policy(_policy_name(current, role), context)
+        policy.configure(current.balance)
+        made = Pool(
+            PoolParts(
+                role=role,
+                policy=policy,
+                scoreboard=shared.scoreboard,
+                row=row,
+                roster=shared.roster,
+                health=health,
+                limits=_limits(current, role),
+                on_transition=on_transition,
+                on_end=ends.of(role),
+                pinned_kv=pinned_kv if role is Role.PREFILL else None,
+                quarantine=quarantine,
+                fitness=fitness,
+                on_change=models.look if part is None else ignore,
+                whole=None if part is None else part[0],
+                serving=tuple if part is None else part[1],
+                back_offs=shared.back_offs,
+            )
+        )
+        return made, _configuring(made, current, context)
+
+    def pools(whole: Pools | None = None, serving: Serving | None = None) -> tuple[Pools, Callable[[Settings], None]]:
+        made = {}
+        for role in Role:
+            if role is not Role.ENCODE or settings.has_encoders:
+                made[role] = pool(role, None if whole is None or serving is None else (whole.of(role), serving))
+
+        def configure(new: Settings) -> None:
+            for _, configure_one in made.values():
+                configure_one(new)
+
+        by_role = {role: one for role, (one, _) in made.items()}
+        prefill, decode, encode = by_role[Role.PREFILL], by_role[Role.DECODE], by_role.get(Role.ENCODE)
+        return Pools(prefill=prefill, decode=decode, quarantine=quarantine, encode=encode), configure
+
+    everybody, configure = pools()
+    live.add(configure)
+    return Balancing(
+        health=health,
+        keys=keys,
+        fitness=fitness,
+        pinned_kv=pinned_kv,
+        pools=everybody,
+        models=models,
+        pool_of=PoolOf(everybody),
+        part=lambda serving: pools(everybody, serving),
+        on_transition=on_transition,
+    )
+
+
+def subject(backend: Backend) -> str:
+    """What a backend is called on the bulletin."""
+    return f"{backend.role} {backend.name}"
+
+
+def _transitions(basis: Basis) -> Callable[[Transition], None]:
+    bulletin, board = basis.shared.bulletin, basis.shared.health_board
+    ejected = basis.metrics.instance_ejected_total
+
+    def on_transition(transition: Transition) -> None:
+        backend = transition.backend
+        board.note(basis.index, backend, transition.new, is_heard=transition.cause == "other_gateway")
+        log_transition(transition, is_news=bulletin.is_news(subject(backend), transition.new))
+        if transition.cause is not None:
+            ejected.labels(backend.role.value, backend.name, transition.cause).inc()
+
+    return on_transition
+
+
+class _InstanceRequests:
+    """Counts how leases end, many at a time."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        # Finding a series by its labels costs more than counting with it, and there are few.
+        self._counters = cache(metrics.instance_requests_total.labels)
+        self._untold: dict[Role, dict[str, Counter[str]]] = {role: {} for role in Role}  # by results
+        metrics.settle_first(self.count)
+
+    def of(self, role: Role) -> Callable[[Backend, str], None]:
+        """To be called at the end of each lease on one of this role's backends."""
+        untold = self._untold[role]
+
+        def on_end(backend: Backend, result: str) -> None:
+            known = untold.get(result)
+            if known is None:
+                known = untold[result] = Counter()
+            known[backend.name] += 1
+
+        return on_end
+
+    def count(self) -> None:
+        """Count what has ended so far."""
+        for role, untold in self._untold.items():
+            for result, counts in untold.items():
+                for name, count in counts.items():
+                    self._counters(role.value, name, result).inc(count)
+                counts.clear()
+
+
+def _configuring(pool: Pool, settings: Settings, context: PolicyContext) -> Callable[[Settings], None]:
+    name = _policy_name(settings, pool.role)
+
+    def configure(new: Settings) -> None:
+        nonlocal name
+        pool.configure(_limits(new, pool.role))
+        if (newest := _policy_name(new, pool.role)) != name:  # a policy that stays keeps what it remembers
+            name = newest
+            pool.use(make_policy(name, context))
+        pool.policy.configure(new.balance)
+
+    return configure
+
+
+def _policy_name(settings: Settings, role: Role) -> str:
+    if role is Role.ENCODE:
+        return "least_tokens"
+    return settings.balance.prefill_policy if role is Role.PREFILL else settings.balance.decode_policy
+
+
+def _limits(settings: Settings, role: Role) -> PoolLimits:
+    admission = settings.admission
+    max_running = {Role.PREFILL: admission.max_running_prefill, Role.DECODE: admission.max_running_decode}
+    return PoolLimits(
+        max_running=max_running.get(role),  # of encoders as many as they say
+        pressure_seconds=settings.resume.pressure_seconds,
+        restart_seconds=admission.wait_seconds,
+        queues_refused=settings.retry.max_attempts > 1,
+    )

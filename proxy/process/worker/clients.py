@@ -1,0 +1,250 @@
+"""What clients see: the gateway, the routes in front of it, and who may use them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from proxy.api.cors import Cors
+from proxy.api.count_tokens import CountTokensApi
+from proxy.api.debug_headers import DebugHeaders
+from proxy.api.generation import GenerationApi
+from proxy.api.key_auth import KeyAuth
+from proxy.api.models import ModelsApi
+from proxy.api.passthrough import PassthroughApi
+from proxy.api.probes import ProbeApi
+from proxy.api.sglang import SglangApi
+from proxy.api.signposts import Signposts
+from proxy.api.status_page import StatusPage
+from proxy.dialects import DIALECTS
+from proxy.gateway.api_keys import ApiKeys
+from proxy.gateway.detokenizer import Detokenizer
+from proxy.gateway.fast_connection import FastConnection
+from proxy.gateway.intake import Intake
+from proxy.gateway.lanes import Lane, Lanes
+from proxy.gateway.request_parts import RequestParts
+from proxy.gateway.suspects import Suspects
+from proxy.gateway.work import Gateway
+from proxy.listener import replies
+from proxy.observe.listeners import AccessLog, RequestMetrics
+from proxy.observe.logs import Redaction
+from proxy.observe.observers import Observers
+from proxy.process.configuration import secrets_of
+from proxy.process.worker.applications import administrators_of, application, http_listener
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from proxy.balancer.pools import Pools
+    from proxy.balancer.shared.fronts import WorkerFront
+    from proxy.common.errors import GatewayError
+    from proxy.connectors.base import Connector
+    from proxy.gateway.lanes import Serving
+    from proxy.listener.drain import Drain
+    from proxy.listener.http_listener import HttpListener
+    from proxy.process.worker.balancing import Balancing
+    from proxy.process.worker.basis import Basis
+    from proxy.process.worker.engines import Engines
+    from proxy.settings import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clients:
+    """What works on the other side of a call."""
+
+    lanes: Lanes
+    observers: Observers
+    probes: ProbeApi
+    app: web.Application
+    front: HttpListener
+    """Where clients connect."""
+
+
+def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: Drain) -> Clients:
+    """Their listener does not listen yet."""
+    suspects = _suspects(basis, engines, balancing.pools)
+    # Lanes of single models have queues that are each worker's own.
+    queue_front = basis.shared.fronts.of_worker(basis.index)
+    gateway = _gateway(basis, engines, balancing.pools, engines.connector, suspects, queue_front)
+    basis.live.add(gateway.configure)
+    lanes = _lanes(basis, balancing, engines, Lane(balancing.pools, gateway, engines.connector, suspects))
+    dialects = [dialect for dialect in DIALECTS if gateway.speaks(dialect)]
+    observers = Observers((RequestMetrics(basis.metrics, [dialect.label for dialect in dialects]), AccessLog()))
+    if basis.shared.receipts.is_kept:
+        redact = Redaction(secrets_of(basis.settings))
+        observers.add(basis.shared.receipts.seat(basis.index, redact))
+    basis.metrics.settle_first(observers.settle)
+    probes = ProbeApi(lanes, drain)
+    api_keys = _client_keys(basis, lanes)
+    keys = KeyAuth(api_keys)
+    generation = GenerationApi(
+        dialects, lanes, keys, drain, basis.settings, observers, lambda: cors, _debug_headers(basis)
+    )
+    basis.live.add(generation.configure)
+    counting = CountTokensApi(
+        lanes=lanes,
+        upstream=engines.lines.upstream,
+        client_keys=keys,
+        settings=basis.settings,
+        metrics=basis.metrics,
+    )
+    basis.live.add(counting.configure)
+    routes = [
+        *generation.routes(),
+        *counting.routes(),
+        *_engine_routes(basis, balancing, engines, lanes, keys, drain, probes),
+    ]
+    signposts = Signposts(routes, StatusPage() if basis.settings.admin.port is None else None)
+    cors = Cors(signposts.is_clients, basis.settings.listen)
+    basis.live.add(lambda new: cors.configure(new.listen))
+
+    def lost(request: web.Request, status: int) -> web.Response | GatewayError | None:
+        return signposts.lost(request) if status == 404 else cors.preflight(request)
+
+    app = application(basis)
+    app.middlewares.append(drain.middleware)
+    app.add_routes([*routes, *signposts.routes()])
+    app[replies.LOST] = lost
+    app[replies.ERROR_BODIES] = {**generation.error_bodies(), **counting.error_bodies()}
+    app[replies.REQUEST_ID_HEADERS] = {**generation.request_id_headers(), **counting.request_id_headers()}
+    app.on_response_prepare.append(cors.on_prepare)
+    front = http_listener(basis, app)
+    parts = RequestParts(
+        gateway=gateway,
+        connector=engines.connector,
+        suspects=suspects,
+        lane=lanes.whole,
+        lanes=lanes,
+        upstream=engines.lines.upstream,
+        drain=drain,
+        listener=front,
+        observers=observers,
+        metrics=basis.metrics,
+        settings=basis.settings,
+        loop=asyncio.get_running_loop(),
+    )
+    generation.intake = Intake(parts, dialects, api_keys, basis.shared.left_out.is_news)
+    _open_fast_path(basis, generation.intake, front)
+    return Clients(lanes=lanes, observers=observers, probes=probes, app=app, front=front)
+
+
+def _lanes(basis: Basis, balancing: Balancing, engines: Engines, whole: Lane) -> Lanes:
+    def make(serving: Serving) -> Lane:
+        pools, configure_pools = balancing.part(serving)
+        connector, suspects = engines.connect(pools), _suspects(basis, engines, pools)
+        made = _gateway(basis, engines, pools, connector, suspects)
+        made.admission.priorities = whole.gateway.admission.priorities
+        made.admission.buffers = whole.gateway.admission.buffers
+
+        def configure(new: Settings) -> None:
+            configure_pools(new)
+            made.configure(new)
+
+        return Lane(pools, made, connector, suspects, configure)
+
+    lanes = Lanes(balancing.models, whole, make, basis.settings, engines.prober.refresh_models)
+    basis.live.add(lanes.configure)
+    balancing.pool_of.find = lambda backend: lanes.of_backend(backend).pools.of(backend.role)
+    keys = basis.metrics.prefix_index_keys
+    basis.metrics.settle_first(lambda: keys.set(sum(lane.pools.prefill.policy.remembered for lane in lanes.all)))
+    return lanes
+
+
+def _suspects(basis: Basis, engines: Engines, pools: Pools) -> Suspects:
+    return Suspects(basis.shared.suspects, pools, tuple(engines.pools), engines.prober.is_gone, basis.metrics)
+
+
+def _gateway(
+    basis: Basis,
+    engines: Engines,
+    pools: Pools,
+    connector: Connector,
+    suspects: Suspects,
+    front: WorkerFront | None = None,
+) -> Gateway:
+    return Gateway(
+        connector=connector,
+        pools=pools,
+        detokenizer=Detokenizer(pools, engines.lines.upstream),
+        suspects=suspects,
+        settings=basis.settings,
+        metrics=basis.metrics,
+        front=front,
+    )
+
+
+def _debug_headers(basis: Basis) -> DebugHeaders:
+    return DebugHeaders(administrators_of(basis, basis.settings.listen.host))
+
+
+def _open_fast_path(basis: Basis, intake: Intake, front: HttpListener) -> None:
+    """Its connections are the first to read what clients send, where that is configured."""
+
+    def configure(settings: Settings) -> None:
+        intake.configure(settings)
+        front.first_protocol = partial(FastConnection, intake, front) if settings.listen.fast_path else None
+
+    configure(basis.settings)
+    basis.live.add(configure)
+
+
+def _client_keys(basis: Basis, lanes: Lanes) -> ApiKeys:
+    api_keys = ApiKeys(basis.shared.key_usage, basis.index)
+
+    def configure(_: Settings) -> None:  # the keys have a file of their own
+        current = basis.live.current
+        api_keys.configure(current.client_keys, current.slots)
+        priorities = {key.name: key.priority for key in current.client_keys}
+        for lane in lanes.all:
+            lane.gateway.admission.priorities = priorities
+
+    configure(basis.settings)
+    basis.live.add(configure)
+    return api_keys
+
+
+def _engine_routes(
+    basis: Basis,
+    balancing: Balancing,
+    engines: Engines,
+    lanes: Lanes,
+    client_keys: KeyAuth,
+    drain: Drain,
+    probes: ProbeApi,
+) -> list[web.RouteDef]:
+    """Routes whose answers engines know, and those that ask whether this worker is well."""
+    session, keys, metrics = engines.lines.session, balancing.keys, basis.metrics
+    models = ModelsApi(
+        pools=tuple(engines.serving.values()),
+        session=session,
+        engine_keys=keys,
+        client_keys=client_keys,
+        metrics=metrics,
+        settings=basis.settings,
+        models=balancing.models,
+    )
+    basis.live.add(models.configure)
+    passthrough = PassthroughApi(
+        lanes=lanes,
+        session=session,
+        engine_keys=keys,
+        client_keys=client_keys,
+        drain=drain,
+        settings=basis.settings,
+        metrics=metrics,
+    )
+    basis.live.add(passthrough.configure)
+    routes = [*models.routes(), *passthrough.routes(), *probes.routes()]
+    if basis.settings.connector_traits.has_sglang_routes:
+        sglang = SglangApi(
+            pools=engines.serving,
+            session=session,
+            engine_keys=keys,
+            client_keys=client_keys,
+            probes=probes,
+            metrics=metrics,
+        )
+        routes += sglang.routes()
+    return routes

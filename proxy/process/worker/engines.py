@@ -1,0 +1,287 @@
+"""What talks to engines: connections, the connector, and those that probe and compare them."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from proxy.balancer.health.backend_health import HealthState
+from proxy.common.backend import Role
+from proxy.common.background import Background
+from proxy.connectors import CONNECTORS
+from proxy.connectors.base import ConnectorContext
+from proxy.connectors.encoding import Encoding
+from proxy.connectors.kv_transfer import KvTransfer
+from proxy.connectors.releaser import SETTLE_SECONDS, Releaser, ReleaserParts
+from proxy.fleet.canary import CanaryWatch
+from proxy.fleet.discovery import SOURCES
+from proxy.fleet.discovery.joining import Joiner
+from proxy.fleet.discovery.own_address import OwnAddresses
+from proxy.fleet.discovery.prober import Prober
+from proxy.fleet.discovery.watcher import Watcher
+from proxy.fleet.inspector import Inspector
+from proxy.fleet.inspector.scraping import makes_progress
+from proxy.process.worker.balancing import subject
+from proxy.settings import Endpoint
+from proxy.upstream import AddressRules, Names, SilenceChecks, TracedUpstream, Upstream, new_session
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping
+
+    import aiohttp
+
+    from proxy.balancer.pool import Pool
+    from proxy.balancer.pools import Pools
+    from proxy.connectors.base import Connector
+    from proxy.process.worker.balancing import Balancing
+    from proxy.process.worker.basis import Basis
+    from proxy.settings import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lines:
+    """Connections to engines, and names looked up."""
+
+    names: Names
+    session: aiohttp.ClientSession
+    """For questions that are no leg of a call, and for what is passed through."""
+    fresh_session: aiohttp.ClientSession
+    """The same, with a connection of its own for each question."""
+    upstream: Upstream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """The connector, and what it works with."""
+
+    connector: Connector
+    context: ConnectorContext
+    releaser: Releaser
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engines:
+    """What works on one side of a call."""
+
+    lines: Lines
+    releaser: Releaser
+    connector: Connector
+    connect: Callable[[Pools], Connector]
+    """Another one like it, for such pools."""
+    serving: Mapping[Role, Pool]
+    """The roles that text needs."""
+    pools: Mapping[Role, Pool]
+    """The roles that there are, with encoders."""
+    prober: Prober
+    joiner: Joiner
+    callback_url: str | None
+    """Where engines reach this worker and no other. None: the connector has nothing that they call."""
+
+
+@asynccontextmanager
+async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: float) -> AsyncIterator[Engines]:
+    """Leaving closes the connections and ends what is under way."""
+    pools = balancing.pools
+    async with AsyncExitStack() as stack:
+        lines = await stack.enter_async_context(build_lines(basis, balancing))
+        link = await stack.enter_async_context(build_link(basis, balancing, lines, settle_seconds))
+        connector = _with_encoders(link.connector, link.context)
+        serving = {role: pools.of(role) for role in connector.roles}
+        everybody = dict(serving) if pools.encode is None else {**serving, Role.ENCODE: pools.encode}
+        prober = await stack.enter_async_context(_prober(basis, balancing, lines, everybody))
+        joiner = await stack.enter_async_context(_joiner(basis, balancing, lines, everybody, prober))
+        basis.metrics.watch_sources(basis.shared.sources, basis.shared.roster)
+        if basis.index == 0:  # a worker that takes its place is the 0th, too
+            watcher = Watcher(
+                SOURCES,
+                basis.shared.roster,
+                basis.shared.sources,
+                everybody,
+                basis.settings,
+                own=OwnAddresses(basis.shared.listeners.all),
+            )
+            await stack.enter_async_context(watcher)
+            basis.live.add(watcher.configure)
+            canaries = CanaryWatch(connector, link.context, balancing.health)
+            await stack.enter_async_context(canaries)
+            basis.live.add(canaries.configure)
+        basis.metrics.watch_instances(
+            tuple(everybody.values()),
+            basis.shared.scoreboard,
+            balancing.health,
+            basis.shared.misfits,
+            lambda backend: balancing.pool_of.find(backend),
+        )
+        basis.metrics.watch_models(balancing.models, everybody.values())
+        await stack.enter_async_context(_inspector(basis, balancing, lines, everybody, link.releaser))
+        yield Engines(
+            lines=lines,
+            releaser=link.releaser,
+            connector=connector,
+            connect=lambda some: _connector(replace(link.context, pools=some)),
+            serving=serving,
+            pools=everybody,
+            prober=prober,
+            joiner=joiner,
+            callback_url=link.context.callback_url,
+        )
+
+
+@asynccontextmanager
+async def build_lines(basis: Basis, balancing: Balancing) -> AsyncIterator[Lines]:
+    """Leaving closes the connections."""
+    settings, live, traces = basis.settings, basis.live, basis.traces
+    new_upstream = Upstream if traces is None else partial(TracedUpstream, traces)
+    async with (
+        Names(AddressRules(settings.admin.networks), _hosts(settings), basis.metrics) as names,
+        new_session(names) as session,
+        new_session(names, keeps_connections=False) as fresh_session,
+        new_upstream(
+            settings.timeouts,
+            balancing.keys,
+            names,
+            stall_seconds=stall_seconds(settings),
+            on_work=balancing.health.on_work,
+            on_stall=lambda backend: balancing.pool_of.find(backend).report_stall(backend),
+            silence_seconds=settings.health.silence_seconds,
+            silence_checks=_silence_checks(balancing, session),
+            is_news=basis.shared.bulletin.is_news,
+        ) as upstream,
+    ):
+        live.add(lambda new: names.configure(AddressRules(new.admin.networks), _hosts(new)))
+        live.add(lambda new: upstream.configure(new.timeouts, stall_seconds(new), new.health.silence_seconds))
+        yield Lines(names=names, session=session, fresh_session=fresh_session, upstream=upstream)
+
+
+def _silence_checks(balancing: Balancing, session: aiohttp.ClientSession) -> SilenceChecks:
+    pool_of = balancing.pool_of
+    return SilenceChecks(
+        is_down=lambda backend: balancing.health.of(backend).verdict is HealthState.DOWN,
+        on_refused=lambda backend: pool_of.find(backend).report_refusal(backend),
+        makes_progress=partial(makes_progress, session, balancing.keys),
+        on_hang=lambda backend: pool_of.find(backend).report_hang(backend),
+    )
+
+
+@asynccontextmanager
+async def build_link(
+    basis: Basis, balancing: Balancing, lines: Lines, settle_seconds: float = SETTLE_SECONDS
+) -> AsyncIterator[Link]:
+    """The connector of the settings. Leaving ends what is under way."""
+    settings, pools = basis.settings, balancing.pools
+    parts = ReleaserParts(
+        pools=pools,
+        upstream=lines.upstream,
+        pinned_kv=balancing.pinned_kv,
+        misfits=basis.shared.misfits,
+        models=balancing.models,
+        metrics=basis.metrics,
+        settle_seconds=settle_seconds,
+    )
+    async with (
+        Releaser(parts, settings) as releaser,
+        Background(logging.getLogger("proxy.worker.engines"), "a message to an engine") as background,
+    ):
+        basis.live.add(releaser.configure)
+        context = ConnectorContext(
+            pools=pools,
+            upstream=lines.upstream,
+            releaser=releaser,
+            session=lines.session,
+            keys=balancing.keys,
+            settings=settings,
+            metrics=basis.metrics,
+            fitness=balancing.fitness,
+            background=background,
+            new_journal_writer=partial(basis.shared.journal.writer, basis.index)
+            if settings.kv_events.tellers
+            else None,
+            callback_url=_callback_url(basis),
+        )
+        yield Link(connector=CONNECTORS[settings.connector](context), context=context, releaser=releaser)
+
+
+def _connector(context: ConnectorContext) -> Connector:
+    return _with_encoders(CONNECTORS[context.settings.connector](context), context)
+
+
+def _with_encoders(connector: Connector, context: ConnectorContext) -> Connector:
+    encoders = context.pools.encode
+    return connector if encoders is None else Encoding(connector, encoders, context)
+
+
+def _prober(basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Role, Pool]) -> Prober:
+    shared, settings = basis.shared, basis.settings
+    prober = Prober(
+        pools=pools,
+        roster=shared.roster,
+        health=balancing.health,
+        checks=settings.health,
+        session=lines.session,
+        fresh_session=lines.fresh_session,
+        engine_headers=balancing.keys.headers,
+        on_transition=balancing.on_transition,
+        on_removed=lambda backend: shared.bulletin.forget(subject(backend)),
+        pool_of=lambda backend: balancing.pool_of.find(backend),
+        restarts=basis.metrics.background_restarts_total,
+    )
+    basis.live.add(lambda new: prober.configure(new.health))
+    return prober
+
+
+def _joiner(basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Role, Pool], prober: Prober) -> Joiner:
+    joiner = Joiner(
+        pools=pools,
+        roster=basis.shared.roster,
+        settings=basis.settings.joining,
+        session=lines.session,
+        engine_headers=balancing.keys.headers,
+        on_joined=prober.joined,
+    )
+    basis.live.add(lambda new: joiner.configure(new.joining))
+    return joiner
+
+
+def _inspector(
+    basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Role, Pool], releaser: Releaser
+) -> Inspector:
+    inspector = Inspector(
+        pools=pools,
+        scoreboard=basis.shared.scoreboard,
+        health=balancing.health,
+        fitness=balancing.fitness,
+        models=balancing.models,
+        session=lines.session,
+        keys=balancing.keys,
+        metrics=basis.metrics,
+        interval_seconds=basis.settings.health.transfer_interval_seconds,
+        connector=basis.settings.connector,
+        lease_seconds=lambda prefiller: releaser.pin_seconds(prefiller, KvTransfer.NIXL),
+        reads=basis.index == 0,
+    )
+    basis.live.add(lambda new: inspector.configure(new.health.transfer_interval_seconds))
+    return inspector
+
+
+def stall_seconds(settings: Settings) -> float:
+    """Where no prefill leg goes before, a stream is silent while its prompt is computed."""
+    seconds = settings.health.stall_seconds
+    if settings.connector_traits.has_prefill_first:
+        return seconds
+    return max(seconds, settings.timeouts.first_token_seconds)
+
+
+def _callback_url(basis: Basis) -> str | None:
+    callbacks = basis.shared.listeners.callbacks
+    if not callbacks:
+        return None
+    port = callbacks[basis.index].getsockname()[1]
+    return f"http://{Endpoint(host=basis.settings.callback_host, port=port)}"
+
+
+def _hosts(settings: Settings) -> set[str]:
+    """Of the configured instances."""
+    return {endpoint.host for endpoint in (*settings.encode, *settings.prefill, *settings.decode)}

@@ -1,0 +1,60 @@
+"""Sharing loads with other gateways, where the settings name a store."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from proxy.process.shared import EXCHANGER
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+    from proxy.fleet.discovery.hearsay import Hearsay
+    from proxy.process.worker.basis import Basis
+
+
+@asynccontextmanager
+async def build_replicas(basis: Basis, hearsay: Hearsay) -> AsyncIterator[None]:
+    """Within the block, one worker exchanges loads with the other gateways for all workers; leaving it withdraws what
+    they were told. Does nothing in other workers, or without `replicas.url`.
+    """
+    shared, settings = basis.shared, basis.settings
+    if settings.replicas.url is None or basis.index != EXCHANGER:
+        yield
+        return
+    # Late, because only this needs the extra.
+    from proxy.fleet.replicas import LocalState, PeerRows, StateExchange, Store
+
+    rows = (
+        shared.scoreboard,
+        shared.key_usage,
+        shared.health_board,
+        shared.fronts,
+        shared.journal.writer(settings.workers),
+    )
+    key_slots = partial(_key_slots, basis)
+    async with (
+        Store(settings, shared.replica) as store,
+        StateExchange(
+            store=store,
+            me=shared.replica,
+            own=LocalState(shared.replica, shared.roster, key_slots, *rows),
+            guests=PeerRows(*rows),
+            key_slots=key_slots,
+            settings=settings,
+            metrics=basis.metrics,
+            on_verdict=hearsay.look,
+        ),
+    ):
+        yield
+
+
+def _key_slots(basis: Basis) -> Mapping[str, int]:
+    """Of the client keys whose limits hold over all gateways."""
+    if not basis.settings.replicas.key_limits:
+        return {}
+    current = basis.live.current
+    limited = (key for key in current.client_keys if (key.max_concurrent, key.requests_per_minute) != (None, None))
+    return {key.name: current.slots[key.name] for key in limited}

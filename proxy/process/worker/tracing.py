@@ -1,0 +1,33 @@
+"""Tracing, where the settings name a collector."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from proxy.dialects import DIALECTS
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from proxy.observe.observers import RequestListener
+    from proxy.process.worker.basis import Basis
+
+
+@asynccontextmanager
+async def build_tracing(basis: Basis) -> AsyncIterator[RequestListener | None]:
+    """Who hears of requests to trace them; None: nobody. Leaving has the last spans sent."""
+    if basis.traces is None:
+        yield None
+        return
+    # Late, because only this needs the extra, and it takes long.
+    from proxy.observe.tracing import Traced, Tracer, exporting
+
+    settings = basis.settings
+    traced = Traced(
+        connector=settings.connector,
+        engine=settings.connector_traits.engine,
+        routes={dialect.label: dialect.path for dialect in DIALECTS},
+    )
+    async with exporting(settings.tracing, basis.shared.bulletin.is_news) as (provider, ids):
+        yield Tracer(provider, ids, basis.traces, traced)

@@ -1,0 +1,173 @@
+"""Asks engines what the checks want to know of them: the only questions of the doctor's own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING
+
+import aiohttp
+
+from proxy.common.backend import Role
+from proxy.fleet.discovery.facts import (
+    MODELS_PATH,
+    SERVER_INFO_PATH,
+    SERVER_INFO_TIMEOUT_SECONDS,
+    VERSION_PATH,
+    facts_of,
+    with_setup,
+)
+from proxy.fleet.inspector.scraping import scrape
+from proxy.tools.doctor.told import Examined
+from proxy.upstream import AddressProblem, connect_problem, engine_json, new_session
+from proxy.wire.exposition import parse_prompt_tokens
+
+if TYPE_CHECKING:
+    from types import SimpleNamespace
+
+    from proxy.balancer.engines.engine_keys import EngineKeys
+    from proxy.common.backend import Backend
+    from proxy.settings import Settings
+    from proxy.upstream import Names
+    from proxy.upstream.engine_json import Answer
+
+
+class Asker:
+    """`idle_seconds`: how long a connection is left idle before it is used again."""
+
+    def __init__(
+        self,
+        names: Names,
+        session: aiohttp.ClientSession,
+        keys: EngineKeys,
+        settings: Settings,
+        idle_seconds: float,
+    ) -> None:
+        self._names = names
+        self._session = session
+        self._keys = keys
+        self._settings = settings
+        self._idle_seconds = idle_seconds
+
+    async def examine(self, backend: Backend) -> Examined:
+        """Ask one engine everything."""
+        examined = Examined(backend=backend)
+        try:
+            addresses = await self._names.find(backend.host)
+        except (AddressProblem, ValueError) as error:
+            return replace(examined, name_problem=str(error) or "not a host name")
+        connects = await asyncio.gather(*(self._connect(address, backend.port) for address in addresses))
+        examined = replace(examined, addresses=addresses, connects=dict(zip(addresses, connects, strict=True)))
+        if not examined.is_reached:
+            return examined
+        examined = await self._ask_health(examined)
+        if isinstance(examined.health, str):
+            return examined
+        (version, models), exposition, keeps_alive = await asyncio.gather(
+            self._ask_identity(backend), scrape(self._session, self._keys, backend), self._keeps_alive(backend)
+        )
+        info = _answer(await self._get(backend, SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS))
+        facts = with_setup(facts_of(version, _answer(models)), info)
+        return replace(
+            examined,
+            version=_told_version(version, info),
+            models=models if isinstance(models, str) else models.status,
+            facts=facts,
+            keeps_alive=keeps_alive,
+            has_metrics=exposition is not None,
+            counts_prompts=exposition is not None and parse_prompt_tokens(exposition) is not None,
+        )
+
+    async def connect_problem(self, host: str, port: int) -> str:
+        """Why there is no connection; empty: there is one."""
+        try:
+            addresses = await self._names.find(host)
+        except (AddressProblem, ValueError) as error:
+            return str(error) or "not a host name"
+        told = [await self._connect(address, port) for address in addresses]
+        return "" if any(isinstance(seconds, float) for seconds in told) else str(told[0])
+
+    async def _connect(self, address: str, port: int) -> float | str:
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(self._settings.timeouts.connect_seconds):
+                _, writer = await asyncio.open_connection(address, port)
+        except OSError as error:  # TimeoutError is one
+            return connect_problem(error)
+        writer.close()
+        return time.monotonic() - began
+
+    async def _ask_health(self, examined: Examined) -> Examined:
+        told = await self._get(examined.backend, self._settings.health.path)
+        if isinstance(told, str):
+            return replace(examined, health=told)
+        return replace(examined, health=told.status, ahead_seconds=_ahead(told))
+
+    async def _ask_identity(self, backend: Backend) -> tuple[Answer | None, Answer | str]:
+        version, models = await asyncio.gather(self._get(backend, VERSION_PATH), self._get(backend, MODELS_PATH))
+        return _answer(version), models
+
+    async def _keeps_alive(self, backend: Backend) -> bool | None:
+        """Asked on a session of its own, so that no other question is on the connection."""
+        reused = asyncio.Event()
+
+        async def on_reuse(session: aiohttp.ClientSession, context: SimpleNamespace, params: object) -> None:
+            reused.set()
+
+        trace = aiohttp.TraceConfig()
+        trace.on_connection_reuseconn.append(on_reuse)
+        async with new_session(self._names, [trace]) as session:
+            for pause_seconds in (0.0, self._idle_seconds):
+                await asyncio.sleep(pause_seconds)
+                if isinstance(await self._get(backend, self._settings.health.path, session=session), str):
+                    return None
+        return reused.is_set()
+
+    async def _get(
+        self,
+        backend: Backend,
+        path: str,
+        timeout_seconds: float | None = None,
+        session: aiohttp.ClientSession | None = None,
+    ) -> Answer | str:
+        """The answer, or why there is none."""
+        seconds = timeout_seconds or self._settings.health.timeout_seconds
+        try:
+            headers = self._keys.headers(backend)
+            return await engine_json.get(session or self._session, backend.url, path, seconds, headers)
+        except engine_json.NoAnswer as error:
+            return str(error)
+
+
+def bootstrap_place(examined: Examined, settings: Settings) -> tuple[str, int] | None:
+    """Where decoders look for a prefiller's bootstrap server; None: they look for none."""
+    backend, traits = examined.backend, settings.connector_traits
+    if backend.role is not Role.PREFILL or not traits.meets_at_bootstrap:
+        return None
+    told = examined.facts.identity.setup
+    port = backend.bootstrap_port or (told and told.bootstrap_port) or settings.mooncake.bootstrap_port
+    return backend.host, port
+
+
+def _answer(told: Answer | str) -> Answer | None:
+    return None if isinstance(told, str) else told
+
+
+def _ahead(answer: Answer) -> float | None:
+    """How far its clock is ahead; None: it tells no time."""
+    try:
+        return parsedate_to_datetime(answer.headers["Date"]).timestamp() - time.time()  # noqa: TID251 the time of day
+    except (KeyError, ValueError, TypeError):
+        return None
+
+
+def _told_version(version: Answer | None, info: Answer | None) -> str | None:
+    """Of vLLM that of /version, of SGLang that of /server_info."""
+    for answer in (version, info):
+        told = answer.json_or_none if answer is not None else None
+        found = told.get("version") if isinstance(told, dict) else None
+        if isinstance(found, str) and found.isascii() and found.isprintable():
+            return found[:40]
+    return None

@@ -1,0 +1,131 @@
+"""The sub-command: its flags, its progress, its report and its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+import shutil
+import sys
+from typing import TYPE_CHECKING, Final
+
+from proxy import SERVER
+from proxy.common import blocking_http
+from proxy.observe import logs
+from proxy.settings import load, reachable
+from proxy.settings.cli import Parser
+from proxy.tools.doctor.examination import Examination
+from proxy.tools.doctor.findings import exit_code
+from proxy.tools.doctor.gateway import Host, check_gateway
+from proxy.tools.doctor.report import as_json, as_table
+from proxy.tools.flag_numbers import positive, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from proxy.tools.doctor.findings import Finding
+
+_WIDTH: Final = 120
+_LOOK_SECONDS: Final = 2.0
+_LEARNED: Final = re.compile(rb'^pdproxy_instance_knee\{address="([^"]*)"[^}]*\} (\S+)', re.MULTILINE)
+
+_DESCRIPTION: Final = """\
+Ask every instance of the configuration what it is, send one long prompt of ours through every pair of a prefiller and a
+decoder, and say what does not fit and what to do about it. All other flags are the gateway's: give those it is started
+with. Instances that were added at run time are not known here."""
+_EPILOG: Final = """\
+The exit code is 0 when all is well, 1 when there are warnings, and 2 when something does not work."""
+
+
+def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run it; returns the exit code. Raises SettingsError."""
+    flags, rest = _parser().parse_known_args(argv)
+    loaded = load(rest, environ)
+    cores = os.cpu_count() or 1
+    host = Host(loaded=loaded, is_gateway=_is_gateway, cores=cores, learned_limits=_learned_limits)
+    found = check_gateway(host)
+    progress = Progress()
+    examination = Examination(
+        loaded,
+        canary_seconds=flags.canary_seconds,
+        canary_tokens=flags.canary_tokens,
+        canaries_per_pair=flags.canaries,
+        progress=progress.show,
+    )
+    try:
+        with logs.silenced():  # what its parts have to say to an operator of a gateway is in the findings
+            found += asyncio.run(examination.run())
+    finally:
+        progress.clear()
+    return tell(found, environ, is_json=flags.json)
+
+
+def tell(found: Sequence[Finding], environ: Mapping[str, str], *, is_json: bool) -> int:
+    """Print what was found; returns the exit code that says how bad it is."""
+    if is_json:
+        print(as_json(found).decode())
+    else:
+        is_terminal = sys.stdout.isatty()
+        width = shutil.get_terminal_size().columns if is_terminal else _WIDTH
+        print(as_table(found, width, coloured=is_terminal and not environ.get("NO_COLOR")))
+    return exit_code(found)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="pdproxy doctor",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        usage="pdproxy doctor [--json] [--canaries N] [flags of pdproxy]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--json", action="store_true", help="print JSON instead of a table")
+    add(
+        "--canaries",
+        type=whole,
+        default=1,
+        metavar="N",
+        help="prompts through each pair; 0 generates nothing (1)",
+    )
+    add("--canary-tokens", type=whole, default=2048, metavar="N", help="about how long such a prompt is (2048)")
+    add("--canary-seconds", type=positive, default=60.0, metavar="N", help="how long its answer may take (60)")
+    return parser
+
+
+class Progress:
+    """One line on standard error, if that is a terminal."""
+
+    def __init__(self) -> None:
+        self._width = 0
+
+    def show(self, noun: str, done: int, total: int) -> None:
+        """So many of so many."""
+        if sys.stderr.isatty():
+            line = f"{noun}: {done} of {total}"
+            print(f"\r{line:{self._width}}", end="", file=sys.stderr, flush=True)
+            self._width = len(line)
+
+    def clear(self) -> None:
+        """It is over."""
+        if self._width:
+            print(f"\r{'':{self._width}}\r", end="", file=sys.stderr, flush=True)
+
+
+def _is_gateway(host: str, port: int) -> bool:
+    """Whether a gateway like this one answers there."""
+    try:
+        return blocking_http.get(reachable(host), port, "/livez", _LOOK_SECONDS).server == SERVER
+    except blocking_http.NoAnswer:
+        return False
+
+
+def _learned_limits(host: str, port: int) -> dict[str, int]:
+    """Return what the gateway there has learned, by the addresses of instances; empty if it does not tell."""
+    try:
+        page = blocking_http.get(reachable(host), port, "/metrics", _LOOK_SECONDS, wants_body=True).body
+    except blocking_http.NoAnswer:
+        return {}
+    return {match[1].decode(): int(float(match[2])) for match in _LEARNED.finditer(page)}

@@ -1,0 +1,212 @@
+"""Checks of single engines, by what they have told. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from proxy.balancer.fitness.misfits import MisfitKind
+from proxy.balancer.fitness.recognition import EngineReport, unsuited
+from proxy.common.backend import Role
+from proxy.connectors.kv_transfer import KvTransfer, pin_seconds
+from proxy.tools.doctor.findings import Finding, Severity
+from proxy.tools.doctor.told import IDLE_SECONDS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from proxy.tools.doctor.told import Examined, Fleet
+
+_SKEW_SECONDS: Final = 5.0
+
+_HINTS: Final = {
+    MisfitKind.CONNECTOR: "start it with the --kv-transfer-config of the others",
+    MisfitKind.ROLE: "give it in its own role, or start it again in the one that it was given",
+}
+"""Where the words have none."""
+
+
+def check_engines(fleet: Fleet) -> list[Finding]:
+    """What the checks of this group find."""
+    return [finding for engine in fleet.engines for check in ENGINE_CHECKS for finding in check(engine, fleet)]
+
+
+def well(engine: Examined) -> Finding:
+    """What is said of an engine of which no check has found anything."""
+    identity, seconds = engine.facts.identity, min(s for s in engine.connects.values() if isinstance(s, float))
+    told = [
+        f"{identity.kind or 'an engine'} {engine.version or ''}".strip(),
+        ", ".join(sorted(identity.models)[:3]),
+        f"{engine.facts.max_model_len} tokens" if engine.facts.max_model_len else "",
+        " and ".join(identity.setup.kv_connectors) if identity.setup else "",
+        f"connects in {1000 * seconds:.1f} ms",
+    ]
+    return Finding(Severity.OK, "engine", engine.subject, ", ".join(filter(None, told)))
+
+
+def check_name(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
+    """Its name has addresses."""
+    if engine.name_problem:
+        yield Finding(
+            Severity.FAILURE,
+            "name",
+            engine.subject,
+            f"the name has no address: {engine.name_problem}",
+            "correct the host name, or this host's DNS; admin.networks says where instances may be",
+        )
+
+
+def check_connect(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
+    """Every address of it accepts connections."""
+    dead = {address: told for address, told in engine.connects.items() if isinstance(told, str)}
+    if not dead:
+        return
+    if not engine.is_reached:
+        words = f"cannot connect ({next(iter(dead.values()))})"
+        hint = "is the engine up, and host and port right? A firewall that drops packets shows as a time-out"
+        yield Finding(Severity.FAILURE, "connect", engine.subject, words, hint)
+        return
+    for address, problem in dead.items():
+        words = f"of its {len(engine.connects)} addresses {address} is dead ({problem})"
+        hint = "take the address out of DNS: connections begin there and lose time"
+        yield Finding(Severity.WARNING, "address", engine.subject, words, hint)
+
+
+def check_health(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
+    """It passes its health check."""
+    path = fleet.settings.health.path
+    if isinstance(engine.health, str) and engine.health:
+        hint = "it accepts connections and says nothing: is it loading, hung, or something else than an engine?"
+        yield Finding(Severity.FAILURE, "health", engine.subject, engine.health, hint)
+    elif isinstance(engine.health, int) and engine.health != 200:
+        words = f"{path} answered with status {engine.health}"
+        hint = "the engine says that it is not well: its log has more"
+        if engine.health == 404:
+            hint = "is health.path right, and an engine on that port?"
+        yield Finding(Severity.FAILURE, "health", engine.subject, words, hint)
+
+
+def check_key(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
+    """It takes the key it is sent."""
+    if engine.facts.identity.refused_key:
+        words = fleet.keys.advice(engine.backend)
+        what, _, hint = words.partition(": ")
+        severity = Severity.WARNING if fleet.keys.passes_on else Severity.FAILURE
+        yield Finding(severity, "key", engine.subject, what, hint)
+
+
+def check_models(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
+    """It says which model it serves, as an engine does."""
+    if engine.models in ("", 401, 403) or engine.facts.identity.is_gateway:
+        return
+    hint = "is that the port of the engine's API server?"
+    if engine.models != 200:
+        told = engine.models if isinstance(engine.models, str) else f"/v1/models answered with status {engine.models}"
+        yield Finding(Severity.FAILURE, "models", engine.subject, told, hint)
+    elif not engine.facts.identity.models:
+        yield Finding(Severity.FAILURE, "models", engine.subject, "/v1/models lists no model", hint)
+    elif engine.facts.identity.kind is None:
+        words = "is neither vLLM nor SGLang, by its /v1/models"
+        yield Finding(
+            Severity.WARNING, "kind", engine.subject, words, "a proxy in front of it hides its health and load"
+        )
+
+
+def check_version(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
+    """It tells its version, by which the gateway knows what it can do."""
+    if engine.models == 200 and engine.version is None and engine.facts.identity.kind == "vLLM":
+        words = "does not tell its version at /version"
+        hint = "what only newer engines can do is not used, such as letting go of KV that nobody fetches"
+        yield Finding(Severity.WARNING, "version", engine.subject, words, hint)
+
+
+def check_suits(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
+    """Connector, role and bootstrap port, where it tells them; and that it is no gateway."""
+    backend = engine.backend
+    report = EngineReport(backend.role, backend.name, engine.facts.identity)
+    found = unsuited(report, fleet.settings.connector, backend.bootstrap_port)
+    if found is not None:
+        kind, words = found
+        what, _, hint = words.partition(": ")
+        yield Finding(Severity.FAILURE, kind.value, engine.subject, what, hint or _HINTS.get(kind, ""))
+
+
+def check_bootstrap(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
+    """The bootstrap server at which decoders meet a prefiller can be reached."""
+    if engine.bootstrap and not any(check_suits(engine, fleet)):
+        hint = "decoders meet it there: give its bootstrap port as `--prefill URL PORT`"
+        yield Finding(Severity.FAILURE, "bootstrap", engine.subject, engine.bootstrap, hint)
+
+
+def check_clock(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
+    """Its clock is this host's."""
+    ahead = engine.ahead_seconds
+    if ahead is not None and abs(ahead) > _SKEW_SECONDS:
+        words = f"its clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} this host's"
+        hint = "run NTP on both: log lines and traces of one request cannot be put together"
+        yield Finding(Severity.WARNING, "clock", engine.subject, words, hint)
+
+
+def check_keep_alive(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
+    """Its connections can be used again."""
+    if engine.keeps_alive is False:
+        words = f"closes connections after each answer, or before they were idle for {IDLE_SECONDS:.1f} s"
+        hint = "every request opens a connection: look for a proxy in between, and at the engine's keep-alive time-out"
+        yield Finding(Severity.WARNING, "keep-alive", engine.subject, words, hint)
+
+
+def check_metrics(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
+    """A decoder's /metrics tell where its prompts' KV comes from."""
+    if (
+        engine.models != 200
+        or engine.backend.role is not Role.DECODE
+        or not fleet.settings.connector_traits.takes_prefillers
+    ):
+        return
+    if not engine.counts_prompts:
+        words = "/metrics is not there" if not engine.has_metrics else "/metrics does not count where KV comes from"
+        hint = "nobody notices when it computes prompts that were handed over: do not disable its metrics"
+        yield Finding(Severity.WARNING, "metrics", engine.subject, words, f"{hint} (SGLang: --enable-metrics)")
+
+
+def check_limits(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
+    """The gateway sends it no more at a time than it works on."""
+    admission, its = fleet.settings.admission, engine.facts.max_num_seqs
+    for role, option, limit in (
+        (Role.PREFILL, "admission.max_running_prefill", admission.max_running_prefill),
+        (Role.DECODE, "admission.max_running_decode", admission.max_running_decode),
+    ):
+        if engine.backend.role is role and limit is not None and its is not None and limit > its:
+            words = f"works on {its} requests at a time, and {option} allows {limit}"
+            yield Finding(Severity.WARNING, "limit", engine.subject, words, f"leave {option} out: the engine is asked")
+
+
+def check_lease(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
+    """KV is kept as long as the gateway believes."""
+    setup, believed = engine.facts.identity.setup, fleet.settings.kv.pin_seconds
+    its = None if setup is None else setup.lease_seconds
+    if engine.backend.role is not Role.PREFILL or its is None:
+        return
+    if believed is not None and believed > its:
+        words = f"keeps KV that is not fetched for {its:g} s, and kv.pin_seconds says {believed:g}"
+        hint = "leave kv.pin_seconds out or lower it: a late decoder would fetch what belongs to others by then"
+        yield Finding(Severity.FAILURE, "lease", engine.subject, words, hint)
+    elif believed is None and its < (assumed := pin_seconds(KvTransfer.NIXL, engine.facts.version)):
+        words = f"keeps KV that is not fetched for {its:g} s, and decoders are waited for as if it were {assumed:g}"
+        yield Finding(Severity.WARNING, "lease", engine.subject, words, f"set kv.pin_seconds to {its:g}")
+
+
+ENGINE_CHECKS: Final[tuple[Callable[[Examined, Fleet], Iterable[Finding]], ...]] = (
+    check_name,
+    check_connect,
+    check_health,
+    check_key,
+    check_models,
+    check_version,
+    check_suits,
+    check_bootstrap,
+    check_clock,
+    check_keep_alive,
+    check_metrics,
+    check_limits,
+    check_lease,
+)

@@ -1,0 +1,245 @@
+"""The whole examination: engines are asked, canaries sent, and the checks look at what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from proxy.balancer.fitness.recognition import EngineReport, recognise
+from proxy.common.backend import Role
+from proxy.connectors.kv_transfer import KvTransfer
+from proxy.fleet.canary import Canary, CanaryPrompt, prompt_bytes
+from proxy.fleet.discovery import SOURCES
+from proxy.fleet.discovery.watcher import look_once
+from proxy.observe.metrics import Metrics
+from proxy.process.shared import Listeners, share
+from proxy.process.supervisor.detection import with_connector
+from proxy.process.supervisor.listening import PortInUse, create_listener
+from proxy.process.worker.applications import application, callback_limits, http_listener
+from proxy.process.worker.balancing import build_balancing
+from proxy.process.worker.basis import Basis, LiveSettings
+from proxy.process.worker.engines import build_lines, build_link
+from proxy.settings import SettingsError
+from proxy.tools.doctor.asking import Asker, bootstrap_place
+from proxy.tools.doctor.engine import check_engines, well
+from proxy.tools.doctor.findings import Finding, Severity
+from proxy.tools.doctor.fleet import by_model, check_fleet
+from proxy.tools.doctor.pair import Canaries, check_pairs
+from proxy.tools.doctor.told import IDLE_SECONDS, Examined, Fleet
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+
+    from proxy.balancer.roster import Roster
+    from proxy.common.backend import Backend
+    from proxy.fleet.canary import CanaryResult
+    from proxy.process.worker.balancing import Balancing
+    from proxy.process.worker.engines import Lines, Link
+    from proxy.settings import Loaded, Settings
+
+_PAIRS_AT_ONCE: Final = 8
+_SOURCE_SECONDS: Final = 10.0
+_ENGINES_AT_ONCE: Final = 32
+
+
+class Examination:
+    """Of the instances of a configuration. `progress` hears what is being done: a noun, how many of how many."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        *,
+        canary_seconds: float,
+        canary_tokens: int,
+        canaries_per_pair: int = 1,
+        idle_seconds: float = IDLE_SECONDS,
+        more: Callable[[Fleet], Iterable[Finding]] = lambda _: (),
+        progress: Callable[[str, int, int], None] = lambda *_: None,
+    ) -> None:
+        """`canaries_per_pair` 0: engines are asked what they are, and nothing is generated. `more`: other checks."""
+        self._loaded = loaded
+        self._canary_seconds = canary_seconds
+        self._canary_tokens = canary_tokens
+        self._canaries_per_pair = canaries_per_pair
+        self._idle_seconds = idle_seconds
+        self._more = more
+        self._progress = progress
+
+    async def run(self) -> list[Finding]:
+        """Everything that was found. Nothing of it outlives the call."""
+        async with AsyncExitStack() as stack:
+            callbacks: list[socket.socket] = []
+            listeners = stack.enter_context(Listeners(socket.socket(), callbacks=callbacks))
+            shared = share(self._loaded, lambda: self._loaded, listeners)
+            live = LiveSettings(shared.configuration.current())
+            basis = Basis(shared=shared, index=0, live=live, metrics=Metrics())
+            balancing = build_balancing(basis)
+            lines = await stack.enter_async_context(build_lines(basis, balancing))
+            settings = self._loaded.settings
+            not_found = await _discovered(shared.roster, settings)
+            asker = Asker(lines.names, lines.session, balancing.keys, settings, self._idle_seconds)
+            fleet = Fleet(settings=settings, keys=balancing.keys, engines=await self._ask(asker, balancing))
+            fleet, found = self._with_connector(fleet)
+            found += not_found
+            fleet = await _with_bootstraps(fleet, asker)
+            found += [*check_engines(fleet), *check_fleet(fleet), *self._more(fleet)]
+            told = {finding.subject for finding in found if finding.severity > Severity.NOTE}
+            spoilt = {finding.subject for finding in found if finding.severity is Severity.FAILURE}
+            found = [well(engine) for engine in fleet.engines if engine.subject not in told] + found
+            fit = [engine for engine in fleet.told if engine.is_well and engine.subject not in spoilt]
+            if self._canaries_per_pair and fleet.settings.connector != "auto":
+                live.apply(replace(live.current, settings=_for_canaries(fleet.settings)))
+                for engine in fit:  # as the prober would, so that connectors know whom they deal with
+                    balancing.health.on_probe(engine.backend, ok=True, reason="passed its health check")
+                    balancing.health.note_facts(engine.backend, engine.facts)
+                async with _linked(basis, balancing, lines, callbacks) as link:
+                    for alike in by_model(fit):
+                        found += await self._send_canaries(link, alike)
+        return found
+
+    async def _ask(self, asker: Asker, balancing: Balancing) -> Sequence[Examined]:
+        pools = (balancing.pools.prefill, balancing.pools.decode, balancing.pools.encode)
+        backends = [backend for pool in pools if pool is not None for backend in pool.backends()]
+        room = asyncio.Semaphore(_ENGINES_AT_ONCE)
+        done = 0
+
+        async def examine(backend: Backend) -> Examined:
+            nonlocal done
+            async with room:
+                examined = await asker.examine(backend)
+            done += 1
+            self._progress("instances asked", done, len(backends))
+            return examined
+
+        return await asyncio.gather(*map(examine, backends))
+
+    def _with_connector(self, fleet: Fleet) -> tuple[Fleet, list[Finding]]:
+        """The fleet with the connector that `auto` comes to, and what is to be said of that."""
+        settings = fleet.settings
+        if settings.connector != "auto":
+            return fleet, []
+        told = [engine for engine in fleet.told if engine.is_well]
+        reports = [EngineReport(engine.backend.role, engine.backend.name, engine.facts.identity) for engine in told]
+        try:
+            if settings.prefill and {report.role for report in reports} != {Role.PREFILL, Role.DECODE}:
+                raise SettingsError("connector auto: not every role has an instance that says what it is")
+            connector = recognise(reports).connector if settings.prefill else "plain"
+            settings = with_connector(self._loaded, connector).settings
+        except SettingsError as error:
+            hint = "correct that, or name the connector"
+            return fleet, [Finding(Severity.FAILURE, "connector", "gateway", str(error), hint)]
+        found = Finding(Severity.NOTE, "connector", "gateway", f"connector auto is {connector}")
+        return replace(fleet, settings=settings), [found]
+
+    async def _send_canaries(self, link: Link, fit: Sequence[Examined]) -> list[Finding]:
+        """`fit`: at least one, which all serve the same."""
+        settings = link.context.settings
+        takes_prefillers = settings.connector_traits.takes_prefillers
+        prefillers = [engine for engine in fit if engine.backend.role is Role.PREFILL]
+        decoders = [engine for engine in fit if engine.backend.role is Role.DECODE]
+        if not decoders or (takes_prefillers and not prefillers) or not fit[0].serves:
+            return []
+        lengths = [engine.facts.max_model_len for engine in fit if engine.facts.max_model_len is not None]
+        size = prompt_bytes(self._canary_tokens, settings.cost.bytes_per_token, lengths)
+        prompt = CanaryPrompt.of(min(fit[0].serves), size)
+        canary = Canary(link.connector, link.context, prompt, self._canary_seconds)
+        pairs = [(p.backend, d.backend) for p in prefillers for d in decoders] if takes_prefillers else []
+        total = len(pairs) * self._canaries_per_pair + len(decoders)
+        results: list[CanaryResult] = []
+        alone: dict[Backend, CanaryResult] = {}
+        for some in [some for _ in range(self._canaries_per_pair) for some in rounds(pairs)]:
+            results += await asyncio.gather(*(canary.hand_over(*pair) for pair in some))
+            self._progress("canaries", len(results), total)
+        done = len(results)
+        # Behind the others: an engine that ignores the salt has the prompt in its cache by now, and not before.
+        for few in _chunks([decoder.backend for decoder in decoders], _PAIRS_AT_ONCE):
+            for result in await asyncio.gather(*map(canary.alone, few)):
+                if result is not None:
+                    alone[result.decoder] = result
+            done += len(few)
+            self._progress("canaries", done, total)
+
+        def lease_seconds(prefiller: Backend) -> float | None:
+            has_leases = settings.connector_traits.counts_expired_leases
+            return link.releaser.pin_seconds(prefiller, KvTransfer.NIXL) if has_leases else None
+
+        return check_pairs(Canaries(settings=settings, pairs=results, alone=alone, lease_seconds=lease_seconds))
+
+
+async def _with_bootstraps(fleet: Fleet, asker: Asker) -> Fleet:
+    """The fleet with what is known of the bootstrap servers, where its connector has some."""
+
+    async def look(engine: Examined) -> Examined:
+        place = bootstrap_place(engine, fleet.settings) if engine.is_well else None
+        if place is None or not (problem := await asker.connect_problem(*place)):
+            return engine
+        return replace(engine, bootstrap=f"cannot connect to its bootstrap server at port {place[1]} ({problem})")
+
+    return replace(fleet, engines=await asyncio.gather(*map(look, fleet.engines)))
+
+
+@asynccontextmanager
+async def _linked(
+    basis: Basis, balancing: Balancing, lines: Lines, callbacks: list[socket.socket]
+) -> AsyncIterator[Link]:
+    """The connector, which engines can call back if it has them do so."""
+    settings = basis.settings
+    async with AsyncExitStack() as stack:
+        if settings.connector_traits.needs_callback_port:
+            host = settings.layerwise.host or settings.listen.host
+            try:
+                callbacks.append(create_listener(host, settings.layerwise.port))
+            except PortInUse:  # by a gateway that runs
+                callbacks.append(create_listener(host, 0))
+        link = await stack.enter_async_context(build_link(basis, balancing, lines))
+        if callbacks:
+            app = application(basis)
+            app.add_routes(link.connector.routes())
+            front = await stack.enter_async_context(http_listener(basis, app, callback_limits))
+            await front.listen(callbacks[0])
+        yield link
+
+
+async def _discovered(roster: Roster, settings: Settings) -> list[Finding]:
+    """Add the instances of sources of discovery to those that are configured; which sources fail, or leave a role
+    without any.
+    """
+    problems = await look_once(SOURCES, roster, settings, _SOURCE_SECONDS)
+    found = [
+        Finding(Severity.FAILURE, "source", origin, words, "what it names was not examined")
+        for origin, words in problems.items()
+    ]
+    if not problems:
+        found += [
+            Finding(Severity.FAILURE, "source", role, "no source names an instance", "are there any?")
+            for role in Role
+            if settings.may_find(role) and settings.needs(role) and not roster.members(role)
+        ]
+    return found
+
+
+def _for_canaries(settings: Settings) -> Settings:
+    """A prompt is neither left to a decoder because it is short nor when nothing was handed over, and sent once."""
+    kv = settings.kv.model_copy(update={"on_missing": "error", "prefill_min_tokens": 0, "skip_prefill": False})
+    return settings.model_copy(update={"kv": kv})
+
+
+def rounds(pairs: Collection[tuple[Backend, Backend]]) -> Iterator[list[tuple[Backend, Backend]]]:
+    """The pairs a few at a time, of which no two have an engine in common."""
+    left = list(pairs)
+    while left:
+        some: list[tuple[Backend, Backend]] = []
+        busy: set[Backend] = set()
+        for pair in left:
+            if busy.isdisjoint(pair) and len(some) < _PAIRS_AT_ONCE:
+                some.append(pair)
+                busy.update(pair)
+        left = [pair for pair in left if pair not in some]
+        yield some
+
+
+def _chunks(backends: Sequence[Backend], size: int) -> Iterator[Sequence[Backend]]:
+    return (backends[start : start + size] for start in range(0, len(backends), size))

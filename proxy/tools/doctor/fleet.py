@@ -1,0 +1,135 @@
+"""Checks of engines beside each other: what differs between them that should not. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+from proxy.balancer.models import odd_ones
+from proxy.common.backend import Role
+from proxy.tools.doctor.findings import Finding, Severity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from proxy.tools.doctor.told import Examined, Fleet
+
+
+def check_fleet(fleet: Fleet) -> list[Finding]:
+    """What the checks of this group find."""
+    return [finding for check in FLEET_CHECKS for finding in check(fleet)]
+
+
+def check_same_models(fleet: Fleet) -> Iterator[Finding]:
+    """All serve a model that each role serves."""
+    told = {engine.backend: engine.serves for engine in fleet.engines if engine.backend.role is not Role.ENCODE}
+    for backend, words in odd_ones(told).items():
+        what, _, hint = words.partition(": ")
+        yield Finding(Severity.FAILURE, "model", f"{backend.role} {backend.name}", what, hint)
+
+
+def check_same_length(fleet: Fleet) -> Iterator[Finding]:
+    """Sequences may be equally long everywhere."""
+    for engines in by_model(fleet.told):
+        lengths = {engine: engine.facts.max_model_len for engine in engines if engine.facts.max_model_len}
+        for engine, length, common in _odd(lengths):
+            words = f"takes {length} tokens (--max-model-len), and others {common}"
+            hint = "what fits one engine is refused by the next one"
+            yield Finding(Severity.WARNING, "length", engine.subject, words, hint)
+
+
+def check_same_version(fleet: Fleet) -> Iterator[Finding]:
+    """All are of one version: engines of two may not understand each other's KV cache."""
+    for engines in by_model(fleet.told):
+        for engine, version, common in _odd_versions(engines):
+            words = f"is version {version}, and others are {common}"
+            hint = "fine during an upgrade; KV cache may not travel between versions, and some features are not used"
+            yield Finding(Severity.WARNING, "version", engine.subject, words, hint)
+
+
+def check_same_connector(fleet: Fleet) -> Iterator[Finding]:
+    """All move their KV cache in the same way, where they tell."""
+    parts = {
+        engine: " and ".join(setup.kv_connectors)
+        for engine in fleet.told
+        if (setup := engine.facts.identity.setup) is not None and setup.kv_connectors
+    }
+    for engine, its, common in _odd(parts):
+        words = f"runs {its}, and others run {common}"
+        hint = "they cannot hand over to each other: give all engines one --kv-transfer-config"
+        yield Finding(Severity.FAILURE, "connector", engine.subject, words, hint)
+
+
+def check_different_places(fleet: Fleet) -> Iterator[Finding]:
+    """No two instances are one engine."""
+    places: dict[object, Examined] = {}
+    for engine in fleet.engines:
+        setup = engine.facts.identity.setup
+        names: list[object] = [(address, engine.backend.port) for address in engine.addresses]
+        if setup is not None and setup.engine_id is not None and setup.dp_size == 1:
+            names.append(setup.engine_id)
+        first = next((places[name] for name in names if name in places), None)
+        for name in names:
+            places.setdefault(name, engine)
+        if first is not None:
+            words = f"is the same engine as {first.subject}, by its address or its engine_id"
+            hint = "give each engine once, and an engine_id of its own: decoders find KV by it"
+            yield Finding(Severity.FAILURE, "duplicate", engine.subject, words, hint)
+
+
+def check_roles_are_filled(fleet: Fleet) -> Iterator[Finding]:
+    """Each role has an engine that is well."""
+    for role in (Role.PREFILL, Role.DECODE):
+        engines = fleet.of(role)
+        if engines and not any(engine.is_well for engine in engines):
+            words = f"none of the {len(engines)} {role} instances is well"
+            hint = "requests are refused with 503 until one is"
+            yield Finding(Severity.FAILURE, "role", "gateway", words, hint)
+
+
+def check_aliases(fleet: Fleet) -> Iterator[Finding]:
+    """Aliases are of models that some engine serves."""
+    served = {name for engine in fleet.told for name in engine.serves}
+    if not served:
+        return
+    for alias in fleet.settings.models.aliases:
+        said, _, meant = alias.rpartition("=")
+        if meant not in served:
+            words = f"models.aliases sends {said!r} to {meant!r}, which no engine serves"
+            hint = f"engines serve {', '.join(map(repr, sorted(served)[:3]))}"
+            yield Finding(Severity.FAILURE, "alias", "gateway", words, hint)
+
+
+def by_model(engines: Iterable[Examined]) -> list[list[Examined]]:
+    """Together those that serve the same."""
+    groups: dict[frozenset[str], list[Examined]] = {}
+    for engine in engines:
+        groups.setdefault(engine.serves, []).append(engine)
+    return list(groups.values())
+
+
+def _odd_versions(engines: Sequence[Examined]) -> Iterator[tuple[Examined, object, object]]:
+    """Of engines of each kind those whose version is not the most common one, and that."""
+    for kind in {engine.facts.identity.kind for engine in engines}:
+        of_kind = [engine for engine in engines if engine.facts.identity.kind == kind]
+        versions = {engine: engine.version for engine in of_kind if engine.version}
+        yield from _odd(versions)
+
+
+def _odd(values: Mapping[Examined, object]) -> Iterator[tuple[Examined, object, object]]:
+    """Those whose value is not the most common one, and that."""
+    if len(set(values.values())) < 2:
+        return
+    common = Counter(values.values()).most_common(1)[0][0]
+    yield from ((engine, value, common) for engine, value in values.items() if value != common)
+
+
+FLEET_CHECKS: Final[tuple[Callable[[Fleet], Iterable[Finding]], ...]] = (
+    check_same_models,
+    check_same_length,
+    check_same_version,
+    check_same_connector,
+    check_different_places,
+    check_roles_are_filled,
+    check_aliases,
+)

@@ -1,0 +1,143 @@
+"""Checks of the gateway's own host and configuration."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from proxy.common.terms import counted
+from proxy.process.supervisor.listening import PortInUse, create_listener
+from proxy.process.worker.process import shortages
+from proxy.tools.doctor.findings import Finding, Severity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from proxy.settings import Loaded
+
+_SUBJECT: Final = "gateway"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """What the checks look at. `is_gateway` says whether a gateway like this one answers at a host and port."""
+
+    loaded: Loaded
+    is_gateway: Callable[[str, int], bool]
+    cores: int
+    learned_limits: Callable[[str, int], Mapping[str, int]] = lambda host, port: {}
+    """Requests that instances get at most by what the gateway at a host and port has learned, by their addresses."""
+
+
+def check_gateway(host: Host) -> list[Finding]:
+    """What all checks of this group find."""
+    found = [finding for check in GATEWAY_CHECKS for finding in check(host)]
+    if not any(finding.severity > Severity.NOTE for finding in found):
+        settings = host.loaded.settings
+        workers = counted(settings.workers, "worker")
+        words = f"connector {settings.connector}, {settings.fleet}, {workers}, configuration in order"
+        found.insert(0, Finding(Severity.OK, "configuration", _SUBJECT, words))
+    return found
+
+
+def check_warnings(host: Host) -> Iterator[Finding]:
+    """Nothing in the environment or on the command line is almost an option."""
+    for warning in host.loaded.warnings:
+        words, _, hint = warning.partition(": ")
+        yield Finding(Severity.WARNING, "environment", _SUBJECT, words, hint or "leave out what is not meant")
+
+
+def check_doors(host: Host) -> Iterator[Finding]:
+    """Who is served and who may administer."""
+    for told in host.loaded.settings.doors:
+        words, _, hint = told.partition(": ")
+        severity = Severity.NOTE if words.startswith("administration is closed") else Severity.WARNING
+        yield Finding(severity, "keys", _SUBJECT, words, hint)
+
+
+def check_key_files(host: Host) -> Iterator[Finding]:
+    """Nobody else on this host can read the keys."""
+    auth = host.loaded.settings.auth
+    for option, path in (
+        ("auth.engine_api_key_file", auth.engine_api_key_file),
+        ("auth.admin_key_file", auth.admin_key_file),
+        ("auth.client_keys_file", auth.client_keys_file),
+    ):
+        if path is not None and _is_readable_by_all(path):
+            words = f"every user of this host can read {option} {path}"
+            yield Finding(Severity.WARNING, "keys", _SUBJECT, words, f"chmod o-rwx {path}")
+
+
+def check_keys_differ(host: Host) -> Iterator[Finding]:
+    """Keys of one side are not those of another."""
+    auth = host.loaded.settings.auth
+    if auth.admin_key is not None and auth.admin_key == auth.engine_api_key:
+        words = "auth.admin_key is the engines' key, which every engine and its log may show"
+        yield Finding(Severity.WARNING, "keys", _SUBJECT, words, "draw another one: openssl rand -hex 32")
+
+
+def check_ports(host: Host) -> Iterator[Finding]:
+    """The ports to listen on are free, or a gateway is there already."""
+    settings = host.loaded.settings
+    for option, name, port in (
+        ("listen.port", settings.listen.host, settings.listen.port),
+        ("admin.port", settings.admin.host, settings.admin.port),
+        ("admin.probe_port", settings.admin.host, settings.admin.probe_port),
+    ):
+        if not port:
+            continue
+        try:
+            create_listener(name, port).close()
+        except PortInUse as error:
+            if option != "admin.probe_port" and host.is_gateway(name, port):
+                words = f"a gateway listens on {option} {port}"
+                yield Finding(
+                    Severity.NOTE, "port", _SUBJECT, words, "the running one is not asked about its state here"
+                )
+                for address, most in host.learned_limits(name, port).items():
+                    words = f"the gateway has learned that {address} should have at most {most} requests at a time"
+                    hint = "requests wait for that; balance.decode_policy: least_tokens does without"
+                    yield Finding(Severity.NOTE, "learned", f"decode {address}", words, hint)
+            else:
+                hint = f"`ss -ltnp 'sport = :{port}'` names the program; stop it, or choose another {option}"
+                yield Finding(Severity.FAILURE, "port", _SUBJECT, str(error), hint)
+        except OSError as error:
+            hint = f"{option} must be free, and an address of this host; ports below 1024 need a privilege"
+            yield Finding(Severity.FAILURE, "port", _SUBJECT, str(error), hint)
+
+
+def check_fds(host: Host) -> Iterator[Finding]:
+    """There are file descriptors for as many clients as may come."""
+    for told in shortages(host.loaded.settings):
+        words, _, hint = told.partition(": ")
+        yield Finding(Severity.WARNING, "fds", _SUBJECT, words, hint)
+
+
+def check_workers(host: Host) -> Iterator[Finding]:
+    """There is a core for each worker."""
+    workers = host.loaded.settings.workers
+    if workers > host.cores:
+        words = f"{counted(workers, 'worker')} share {counted(host.cores, 'core')}"
+        hint = "set workers to the number of cores, or auto: more only wait for each other"
+        yield Finding(Severity.WARNING, "workers", _SUBJECT, words, hint)
+
+
+GATEWAY_CHECKS: Final[tuple[Callable[[Host], Iterable[Finding]], ...]] = (
+    check_warnings,
+    check_doors,
+    check_key_files,
+    check_keys_differ,
+    check_ports,
+    check_fds,
+    check_workers,
+)
+
+
+def _is_readable_by_all(path: Path) -> bool:
+    try:
+        return bool(os.stat(path).st_mode & stat.S_IROTH)
+    except OSError:
+        return False

@@ -1,0 +1,110 @@
+"""The sub-command: its flags, what it prints and its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from proxy.observe import logs
+from proxy.settings import SettingsError
+from proxy.settings.cli import Parser
+from proxy.tools.doctor.command import Progress, tell
+from proxy.tools.doctor.findings import Severity
+from proxy.tools.launch.fleet import compared, load_gateway
+from proxy.tools.launch.plan import planned
+from proxy.tools.launch.refusals import refusals
+from proxy.tools.launch.render import as_text, rendered
+from proxy.tools.launch.topology import read_topology
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from proxy.tools.launch.plan import Plan
+
+_DESCRIPTION: Final = """\
+One description of a fleet, the topology, gives the commands of every node and the gateway's configuration. What would
+not work is refused in words. configs/topologies has topologies for published guides."""
+_EPILOG: Final = """\
+The exit code of render is 2 if the topology is refused. check, or render --check, compares the fleet that runs with it:
+the exit code is 0 when all is well, 1 when there are warnings, and 2 when something does not fit."""
+
+
+def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run it; returns the exit code. Raises SettingsError."""
+    flags = read_flags(argv)
+    plan = planned(read_topology(flags.topology))
+    if not _is_good(plan):
+        return 2
+    if flags.action == "check":
+        return _check(plan, flags, environ)
+    files = rendered(plan)
+    if flags.output is None:
+        print(as_text(files), end="")
+    else:
+        _write(flags.output, files)
+    return 0
+
+
+def read_flags(argv: Sequence[str]) -> argparse.Namespace:
+    """What follows the sub-command. Raises SettingsError."""
+    parser = Parser(
+        prog="pdproxy launch",
+        usage="pdproxy launch {render,check} TOPOLOGY.yaml [--output DIR] [--check] [--json]",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("action", choices=("render", "check"), help="make scripts and configuration, or look at the fleet that runs")
+    add("topology", type=Path, metavar="TOPOLOGY.yaml")
+    add(
+        "--output", type=Path, metavar="DIR", help="write files there, a directory for each node, and print their paths"
+    )
+    add("--check", action="store_true", help="compare the fleet that runs instead of rendering, as check does")
+    add("--json", action="store_true", help="of check: print JSON instead of a table")
+    flags = parser.parse_args(argv)
+    flags.action = "check" if flags.check else flags.action
+    if flags.action == "render" and flags.json:
+        raise SettingsError("launch render prints no JSON: leave out --json")
+    if flags.action == "check" and flags.output is not None:
+        raise SettingsError("launch check writes nothing: leave out --output")
+    return flags
+
+
+def _is_good(plan: Plan) -> bool:
+    """Tell what is the matter with the topology; False: it is refused."""
+    found = refusals(plan)
+    for finding in found:
+        word = "error" if finding.severity is Severity.FAILURE else "warning"
+        hint = f" ({finding.hint})" if finding.hint else ""
+        print(f"pdproxy launch: {word}: {finding.subject}: {finding.words}{hint}", file=sys.stderr)
+    return all(finding.severity is not Severity.FAILURE for finding in found)
+
+
+def _check(plan: Plan, flags: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    loaded = load_gateway(plan, environ, flags.topology.absolute().parent)
+    progress = Progress()
+    try:
+        with logs.silenced():  # what the doctor's parts have to say to an operator of a gateway is in the findings
+            found = asyncio.run(compared(plan, loaded, progress=progress.show))
+    finally:
+        progress.clear()
+    return tell(found, environ, is_json=flags.json)
+
+
+def _write(directory: Path, files: Mapping[str, str]) -> None:
+    """Scripts can be run. Raises SettingsError."""
+    try:
+        for path, text in files.items():
+            file = directory / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+            if file.suffix == ".sh":
+                file.chmod(0o755)
+            print(file)
+    except OSError as error:
+        raise SettingsError(f"{error.filename} cannot be written: {(error.strerror or str(error)).lower()}") from None

@@ -1,0 +1,141 @@
+"""What each node starts, by the topology. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from proxy.tools.launch.topology import Group, Node, Part, RoleName, Share, Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What one node starts for one group."""
+
+    role: RoleName
+    group: int
+    """Of the role, from 0 on."""
+    part: Part
+    node_name: str
+    node: Node
+    index: int
+    """Among the nodes of the group; 0 has the first rank."""
+    nodes: int
+    """Of the group."""
+    ranks: range
+    """Data-parallel ranks; of SGLang, which deals them out itself, one for each process."""
+    devices: range
+    port: int
+    kv_port: int | None
+    engine_id: str
+    dp_address: str
+    """Where the ranks of the group meet."""
+    master: str
+    """The node with rank 0, by its name; empty: no node has it."""
+    endpoints: range
+    """Ports that the gateway is told; none where another node of the group has the group's."""
+
+    @property
+    def name(self) -> str:
+        """As prefill-0."""
+        return f"{self.role}-{self.group}"
+
+    @property
+    def subject(self) -> str:
+        """As findings call it."""
+        return f"{self.role} {self.node_name}"
+
+    def devices_of(self, rank: int) -> range:
+        """The devices of one of its ranks."""
+        first = self.devices.start + (rank - self.ranks.start) * self.part.tp
+        return range(first, first + self.part.tp)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The whole fleet."""
+
+    topology: Topology
+    launches: tuple[Launch, ...]
+
+    def of(self, role: RoleName) -> list[Launch]:
+        """Those of one role."""
+        return [launch for launch in self.launches if launch.role == role]
+
+    def groups(self) -> list[list[Launch]]:
+        """The launches of each group, together."""
+        found: dict[tuple[str, int], list[Launch]] = defaultdict(list)
+        for launch in self.launches:
+            found[launch.role, launch.group].append(launch)
+        return list(found.values())
+
+
+def planned(topology: Topology) -> Plan:
+    """What each node starts, in the order of the file."""
+    return Plan(topology, tuple(_launches(topology)))
+
+
+def _launches(topology: Topology) -> Iterator[Launch]:
+    taken: dict[str, int] = defaultdict(int)
+    """By node: the first device that is left."""
+    number = 0
+    for role, part in topology.roles.items():
+        for group_number, group in enumerate(part.groups):
+            ranks = list(_ranks(topology, part, group))
+            master = next((s.node for s, its in zip(group.nodes, ranks, strict=True) if 0 in its), "")
+            meeting = group.dp_address or topology.nodes[master or group.nodes[0].node].address
+            for index, share in enumerate(group.nodes):
+                devices = _devices(topology, role, share, len(ranks[index]), len(group.nodes), taken[share.node])
+                taken[share.node] = max(taken[share.node], devices.stop)
+                port = share.port or part.port
+                yield Launch(
+                    role=role,
+                    group=group_number,
+                    part=part,
+                    node_name=share.node,
+                    node=topology.nodes[share.node],
+                    index=index,
+                    nodes=len(group.nodes),
+                    ranks=ranks[index],
+                    devices=devices,
+                    port=port,
+                    kv_port=share.kv_port or part.kv_port,
+                    engine_id=share.engine_id or str(number),
+                    dp_address=meeting,
+                    master=master,
+                    endpoints=_endpoints(topology, port, index, len(ranks[index])),
+                )
+                number += 1
+
+
+def _ranks(topology: Topology, part: Part, group: Group) -> Iterator[range]:
+    each = part.dp // len(group.nodes)
+    for index, share in enumerate(group.nodes):
+        if topology.engine == "sglang":
+            yield range(index, index + 1)
+        else:
+            yield share.ranks or range(index * each, (index + 1) * each)
+
+
+def _devices(topology: Topology, role: RoleName, share: Share, ranks: int, nodes: int, free: int) -> range:
+    if share.devices is not None:
+        return share.devices
+    part = topology.roles[role]
+    if topology.engine == "sglang":
+        # ServerArgs: with attention in data-parallel ranks these are among the devices of tp, otherwise each has tp.
+        is_shared = topology.options_of(role).get("enable-dp-attention")
+        count = -(-part.tp * (1 if is_shared else part.dp) // nodes)
+    else:
+        count = ranks * part.tp
+    first = 0 if topology.launcher == "launch_online_dp" else free
+    return range(first, first + count)
+
+
+def _endpoints(topology: Topology, port: int, index: int, ranks: int) -> range:
+    if topology.launcher in ("launch_online_dp", "serve_ranks"):
+        return range(port, port + ranks)
+    return range(port, port + (index == 0))

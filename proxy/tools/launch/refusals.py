@@ -1,0 +1,256 @@
+"""What would not work, or not as it should, if the fleet were started by this topology. Pure.
+
+A FAILURE is refused, and a WARNING told.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, Final
+
+from proxy.common.endpoints import canonical_host, is_literal, is_loopback
+from proxy.tools.doctor.findings import Finding, Severity
+from proxy.tools.launch.ports import TRANSPORT, claims, meets
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from proxy.tools.launch.plan import Plan
+    from proxy.tools.launch.topology import RoleName, Topology
+
+_REFUSED: Final = Severity.FAILURE
+_RECOMPUTE: Final = "recompute_scheduler_enable"
+
+_ALIKE: Final = {
+    "max-model-len": "what fits one side is refused by the other",
+    "context-length": "what fits one side is refused by the other",
+    "block-size": "the KV cache travels in blocks",
+    "page-size": "the KV cache travels in pages",
+    "kv-cache-dtype": "the KV cache would be read as what it is not",
+}
+"""Options that prefillers and decoders have in common, and why."""
+
+
+def refusals(plan: Plan) -> list[Finding]:
+    """What all checks find, the worst last."""
+    return sorted((found for check in CHECKS for found in check(plan)), key=lambda found: found.severity)
+
+
+def check_nodes(plan: Plan) -> Iterator[Finding]:
+    """No two nodes are one host, and each has something to do."""
+    busy = {launch.node_name for launch in plan.launches} | {plan.topology.gateway.node}
+    places: dict[str, str] = {}
+    # HCCL_IF_IP, which is the address where there is a nic, takes IPv4 and IPv6 addresses only (CANN's documentation).
+    needs_addresses = plan.topology.engine == "vllm-ascend"
+    for name, node in plan.topology.nodes.items():
+        place = canonical_host(node.address)
+        if (first := places.setdefault(place, name)) != name:
+            words = f"has the address of node {first}, {node.address}"
+            yield Finding(_REFUSED, "address", f"node {name}", words, "each node has an address of its own")
+        if needs_addresses and node.nic is not None and not is_literal(node.address):
+            words = f"has a nic and the address {node.address}, which HCCL takes only as an IP address"
+            yield Finding(_REFUSED, "address", f"node {name}", words, "write the IP address")
+        if name not in busy:
+            yield Finding(Severity.WARNING, "idle", f"node {name}", "starts nothing", "name it in a group")
+
+
+def check_ranks(plan: Plan) -> Iterator[Finding]:
+    """Every rank of a group is started once."""
+    for group in plan.groups() if plan.topology.engine != "sglang" else ():
+        dp, owners = group[0].part.dp, defaultdict(list)
+        for launch in group:
+            for rank in launch.ranks:
+                owners[rank].append(launch.node_name)
+        label = f"{group[0].role} group {group[0].group}"
+        twice = {rank: nodes for rank, nodes in owners.items() if len(nodes) > 1}
+        if twice:
+            words = f"{_ranks(twice)} would be started twice, on {' and '.join(next(iter(twice.values())))}"
+            yield Finding(_REFUSED, "ranks", label, words, "give every node ranks of its own")
+        if beyond := [rank for rank in owners if rank >= dp]:
+            words = (
+                f"{_ranks(beyond)} would be started on {owners[beyond[0]][0]}, and there are 0 to {dp - 1} with dp {dp}"
+            )
+            yield Finding(_REFUSED, "ranks", label, words, "raise dp, or start fewer ranks on each node")
+        if missing := [rank for rank in range(dp) if rank not in owners]:
+            words = f"{_ranks(missing)} of {dp} would be started by nobody, and the others wait for all"
+            yield Finding(_REFUSED, "ranks", label, words, "give every rank to a node")
+
+
+def check_single_ranks(plan: Plan) -> Iterator[Finding]:
+    """launch_online_dp.py tells every rank its number, which vLLM refuses of a single one (ParallelConfig)."""
+    for role, part in plan.topology.roles.items() if plan.topology.launcher == "launch_online_dp" else ():
+        if part.dp == 1:
+            words = "dp is 1, with which launch_online_dp.py starts nothing: vLLM takes no --data-parallel-rank then"
+            yield Finding(_REFUSED, "ranks", role, words, "take launcher serve_ranks")
+
+
+def check_dp_addresses(plan: Plan) -> Iterator[Finding]:
+    """The ranks of a group meet where its rank 0 is."""
+    for launch in plan.launches:
+        if not launch.master or not meets(plan, launch):
+            continue
+        right = plan.topology.nodes[launch.master].address
+        if canonical_host(launch.dp_address) != canonical_host(right):
+            words = f"dp_address is {launch.dp_address}, and rank 0 of the group is on node {launch.master}, {right}"
+            yield Finding(_REFUSED, "dp_address", launch.subject, words, "leave it out: it is the address of rank 0")
+        elif is_loopback(right) and not is_loopback(launch.node.address):
+            words = f"the ranks would meet at {right}, which is every node's own"
+            yield Finding(_REFUSED, "dp_address", launch.subject, words, "give the node its address in the network")
+
+
+def check_devices(plan: Plan) -> Iterator[Finding]:
+    """Devices are there, belong to one launch, and suffice."""
+    for launch in plan.launches:
+        has, wants = launch.node.devices, launch.devices
+        if wants.stop > has:
+            words = f"wants devices {_span(wants)}, and the node has {has}: {_shape(launch.part.dp, launch.part.tp)}"
+            yield Finding(_REFUSED, "devices", launch.subject, words, "start fewer ranks there, or lower tp")
+        needs = len(launch.ranks) * launch.part.tp
+        if plan.topology.engine != "sglang" and len(wants) != needs:
+            words = f"has {len(wants)} devices, and {len(launch.ranks)} ranks with tp {launch.part.tp} need {needs}"
+            yield Finding(_REFUSED, "devices", launch.subject, words, "correct devices, or leave it out")
+        if plan.topology.launcher == "launch_online_dp" and wants.start:
+            words = f"is to have devices {_span(wants)}, and launch_online_dp.py always begins with device 0"
+            yield Finding(_REFUSED, "devices", launch.subject, words, "take launcher serve_ranks")
+    for one, other in combinations(plan.launches, 2):
+        common = {*one.devices} & {*other.devices}
+        if one.node_name == other.node_name and common:
+            words = f"wants devices {_span(other.devices)}, and {one.name} has {_span(one.devices)} of that node"
+            hint = "put them on different nodes, or take launcher serve_ranks"
+            yield Finding(_REFUSED, "devices", other.subject, words, hint)
+
+
+def check_ports(plan: Plan) -> Iterator[Finding]:
+    """No port of a node is wanted twice."""
+    claimed = [*claims(plan)]
+    for one, other in combinations(claimed, 2):
+        if one.node == other.node and max(one.ports.start, other.ports.start) < min(one.ports.stop, other.ports.stop):
+            hint = "move one of them"
+            if other.what == TRANSPORT:
+                hint = f"begin at {other.ports.stop} or above"
+            yield Finding(_REFUSED, "ports", f"node {one.node}", f"{one} would collide with {other}", hint)
+    for claim in claimed:
+        if claim.ports.stop > 65536:
+            yield Finding(_REFUSED, "ports", f"node {claim.node}", f"{claim} ends behind 65535", "begin lower")
+
+
+def check_engine_ids(plan: Plan) -> Iterator[Finding]:
+    """Each node's engine_id is its own: decoders find KV cache by it."""
+    owners: dict[str, str] = {}
+    for launch in plan.launches if plan.topology.connector is not None else ():
+        if (first := owners.setdefault(launch.engine_id, launch.subject)) != launch.subject:
+            words = f"has engine_id {launch.engine_id!r}, as {first} has"
+            yield Finding(_REFUSED, "engine_id", launch.subject, words, "leave engine_id out: then each has its own")
+
+
+def check_tp(plan: Plan) -> Iterator[Finding]:
+    """The connector can join the tensor parallel sizes."""
+    connector, roles = plan.topology.connector, plan.topology.roles
+    if connector is None or not connector.startswith("Mooncake"):
+        return
+    # disaggregated_prefill.md of vllm-ascend, and MooncakeConnectorWorker.__init__, which raises.
+    prefill, decode = roles["prefill"].tp, roles["decode"].tp
+    if prefill % decode:
+        words = f"{connector} cannot join prefillers with tp {prefill} and decoders with tp {decode}"
+        yield Finding(_REFUSED, "tp", "fleet", words, "tp of prefillers must be a multiple of that of decoders")
+
+
+def check_alike(plan: Plan) -> Iterator[Finding]:
+    """Lengths and blocks are the same on both sides."""
+    if "both" in plan.topology.roles:
+        return
+    prefill, decode = (plan.topology.options_of(role) for role in ("prefill", "decode"))
+    for flag, reason in _ALIKE.items():
+        one, other = prefill.get(flag), decode.get(flag)
+        if one != other:
+            words = f"--{flag} is {_told(one)} for prefillers and {_told(other)} for decoders: {reason}"
+            yield Finding(_REFUSED, "alike", "fleet", words, "write it once, in the common options")
+
+
+def check_batches(plan: Plan) -> Iterator[Finding]:
+    """A batch has room for a token of each sequence; vLLM does not start otherwise (SchedulerConfig)."""
+    for role in plan.topology.roles:
+        options = plan.topology.options_of(role)
+        tokens, sequences = options.get("max-num-batched-tokens"), options.get("max-num-seqs")
+        if isinstance(tokens, int) and isinstance(sequences, int) and tokens < sequences:
+            words = f"--max-num-batched-tokens {tokens} is less than --max-num-seqs {sequences}, with which none starts"
+            yield Finding(_REFUSED, "batch", role, words, "allow a token for each sequence, with speculation several")
+
+
+def check_recompute(plan: Plan) -> Iterator[Finding]:
+    """Who asks for recomputation has a gateway that understands it."""
+    topology = plan.topology
+    for role in topology.roles:
+        if not _member(topology, role, "additional-config", _RECOMPUTE):
+            continue
+        if role == "both":
+            words = f"{_RECOMPUTE} is for decoders: vLLM-Ascend does not start with it elsewhere"
+            yield Finding(_REFUSED, "recompute", role, words, "take it out of additional-config")
+        elif role == "decode" and (mode := _resume_mode(topology)) != "exact":
+            words = (
+                f"with {_RECOMPUTE} decoders break answers off, and with resume.mode {mode} nobody goes on with them"
+            )
+            yield Finding(_REFUSED, "recompute", role, words, "take resume.mode out of gateway.settings")
+
+
+def check_speculation(plan: Plan) -> Iterator[Finding]:
+    """A prefiller makes one token, so that it need not guess more."""
+    if "prefill" not in plan.topology.roles:
+        return
+    guesses = _member(plan.topology, "prefill", "speculative-config", "num_speculative_tokens")
+    if isinstance(guesses, int) and guesses > 1:
+        words = f"num_speculative_tokens is {guesses} for prefillers, which make one token"
+        hint = "1 is enough there, except for hybrid models with Mamba layers, which need that of decoders"
+        yield Finding(Severity.WARNING, "speculation", "prefill", words, hint)
+
+
+CHECKS: Final[tuple[Callable[[Plan], Iterable[Finding]], ...]] = (
+    check_nodes,
+    check_ranks,
+    check_single_ranks,
+    check_dp_addresses,
+    check_devices,
+    check_ports,
+    check_engine_ids,
+    check_tp,
+    check_alike,
+    check_batches,
+    check_recompute,
+    check_speculation,
+)
+
+
+def _member(topology: Topology, role: RoleName, flag: str, name: str) -> Any:
+    value = topology.options_of(role).get(flag)
+    return value.get(name) if isinstance(value, dict) else None
+
+
+def _resume_mode(topology: Topology) -> object:
+    resume = topology.gateway.settings.get("resume")
+    return resume.get("mode", "exact") if isinstance(resume, dict) else "exact"
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """`rank 3`, `ranks 0 to 3`, `ranks 0, 2 to 4 and 7`. At least one."""
+    spans: list[range] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1].stop == rank:
+            spans[-1] = range(spans[-1].start, rank + 1)
+        else:
+            spans.append(range(rank, rank + 1))
+    *others, last = (f"{span.start} to {span[-1]}" if len(span) > 1 else str(span.start) for span in spans)
+    told = f"{', '.join(others)} and {last}" if others else last
+    return f"rank{'' if told.isdecimal() else 's'} {told}"
+
+
+def _span(span: range) -> str:
+    return f"{span.start}-{span.stop - 1}" if len(span) > 1 else str(span.start)
+
+
+def _shape(dp: int, tp: int) -> str:
+    return f"dp {dp}, tp {tp}"
+
+
+def _told(value: object) -> str:
+    return "not set" if value is None else str(value)

@@ -1,0 +1,288 @@
+"""The topology file: nodes, roles with their groups of data-parallel ranks, and the options of engines."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationError, model_validator
+
+from proxy.common.endpoints import Host
+from proxy.settings.kinds import Positive
+from proxy.settings.mistakes import SettingsError, explain
+from proxy.settings.section import Section
+from proxy.settings.yaml_file import read_yaml
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+RoleName = Literal["prefill", "decode", "both"]
+Engine = Literal["vllm-ascend", "sglang"]
+Launcher = Literal["launch_online_dp", "serve_ranks", "serve_nodes"]
+
+OptionValue = bool | int | float | str | list[int | float | str] | dict[str, Any] | None
+"""true is the flag alone, a list several words behind it, a mapping JSON; null takes a common option away."""
+
+_LAUNCHERS: Final = "launch_online_dp, serve_ranks or serve_nodes"
+_OWN_FLAGS: Final[Mapping[Engine, frozenset[str]]] = {
+    "vllm-ascend": frozenset(
+        """port served-model-name tensor-parallel-size data-parallel-size data-parallel-size-local data-parallel-rank
+        data-parallel-start-rank data-parallel-address data-parallel-rpc-port headless kv-transfer-config""".split()
+    ),
+    "sglang": frozenset(
+        """model-path served-model-name host port tp-size dp-size nnodes node-rank dist-init-addr disaggregation-mode
+        disaggregation-bootstrap-port""".split()
+    ),
+}
+"""What follows from the rest of the file."""
+
+
+_UNHEARD: Final[Mapping[Engine, frozenset[str]]] = {
+    "vllm-ascend": frozenset({"bootstrap_port"}),
+    "sglang": frozenset({"connector", "connector_options", "kv_port", "engine_id", "ranks"}),
+}
+"""Members that only the other engines have."""
+
+
+def _span(value: object) -> range:
+    match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", str(value)) if isinstance(value, int | str) else None
+    if match is None:
+        raise ValueError("must be a number or a span like 0-7")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if last < first:
+        raise ValueError("must not end before it begins")
+    return range(first, last + 1)
+
+
+def _flag(name: str) -> str:
+    if not re.fullmatch(r"[a-z][a-z0-9.-]*", name):
+        raise ValueError(f"{name!r} must be a flag without its dashes, as in max-model-len")
+    return name
+
+
+def _not_false(value: OptionValue) -> OptionValue:
+    if value is False:
+        raise ValueError(
+            "must not be false: leave it out, or name the flag that says no, as in no-enable-prefix-caching"
+        )
+    return value
+
+
+def _variable(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ValueError(f"{name!r} is no name of a variable")
+    return name
+
+
+def _text(value: object) -> object:
+    """YAML's false and 1 are texts in an environment."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, int | float) else value
+
+
+def _share(value: object) -> object:
+    return {"node": value} if isinstance(value, str) else value
+
+
+def _group(value: object) -> object:
+    return {"nodes": value} if isinstance(value, list) else value
+
+
+def _one_line(value: str) -> str:
+    if not value or not value.isprintable():
+        raise ValueError("must be one line of text")
+    return value
+
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+Span = Annotated[range, PlainValidator(_span)]
+Line = Annotated[str, AfterValidator(_one_line)]
+Word = Annotated[str, BeforeValidator(_text), AfterValidator(_one_line)]
+Options = dict[Annotated[str, AfterValidator(_flag)], Annotated[OptionValue, AfterValidator(_not_false)]]
+Environment = dict[Annotated[str, AfterValidator(_variable)], Word]
+
+
+class Common(Section):
+    """What engines are given besides; a role's own beat the common ones."""
+
+    environment: Environment = Field(default_factory=dict)
+    """Variables, whose values may name others: /usr/lib/some.so:$LD_PRELOAD."""
+    options: Options = Field(default_factory=dict)
+    """Flags without their dashes."""
+
+
+class Node(Section):
+    """A host with devices."""
+
+    address: Host
+    """Where the others reach it."""
+    nic: Line | None = None
+    """The network interface of that address; null: the engines' libraries look for one."""
+    devices: Positive = 16
+    """How many NPUs or GPUs it has."""
+
+
+class Share(Section):
+    """What one node runs of a group. Alone its name is enough."""
+
+    node: str
+    ranks: Span | None = None
+    """Its data-parallel ranks, as 0-3; null: the ranks of the group are dealt out evenly, in the order of nodes."""
+    devices: Span | None = None
+    """As 0-7; null: the first that are left, and for launch_online_dp.py, which knows no others, from 0 on."""
+    port: Port | None = None
+    """Of its first endpoint; null: that of the role."""
+    kv_port: Port | None = None
+    """Null: that of the role."""
+    engine_id: Word | None = None
+    """Null: its number among all shares, which is unique."""
+
+
+class Group(Section):
+    """Data-parallel ranks that work in step, on one node or several. A list of nodes is enough."""
+
+    nodes: Annotated[list[Annotated[Share, BeforeValidator(_share)]], Field(min_length=1)]
+    dp_address: Host | None = None
+    """Where the ranks meet; null: the address of the node with rank 0, which it has to be."""
+
+
+class Part(Common):
+    """All engines of one role."""
+
+    groups: Annotated[list[Annotated[Group, BeforeValidator(_group)]], Field(min_length=1)]
+    dp: Positive = 1
+    """Data-parallel ranks of each group."""
+    tp: Positive = 1
+    """Devices of each rank; of SGLang all devices of a group."""
+    port: Port
+    """Of a node's first endpoint; the next rank's is one higher."""
+    rpc_port: Port = 12321
+    """Where the ranks of a group meet, on the node with rank 0."""
+    kv_port: Port | None = None
+    """From here on every device listens for those that fetch its KV cache, by its number in the group."""
+    bootstrap_port: Port = 8998
+    """SGLang: where decoders meet a prefiller."""
+
+
+class Gateway(Section):
+    """The gateway in front of the fleet."""
+
+    node: str | None = None
+    """Where it runs, so that its ports are free there; null: elsewhere."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Its options besides the engines, as in a configuration file."""
+
+
+class Topology(Common):
+    """The whole file."""
+
+    engine: Engine
+    version: Word | None = None
+    """What the engines' version begins with; null: any. Only the comparison with a running fleet looks at it."""
+    launcher: Launcher | None = None
+    """vLLM's: launch_online_dp (a process per rank by vllm-ascend's launch_online_dp.py and run_dp_template.sh),
+    serve_ranks (the same without that script), serve_nodes (a process per node, with one endpoint for the group)."""
+    model: Word
+    served_model_name: Word | None = None
+    """What clients call it; null: as the model."""
+    connector: Word | None = None
+    """What vLLM calls that which moves the KV cache; null: every engine does both stages."""
+    connector_options: dict[str, Any] = Field(default_factory=dict)
+    """More members of kv_connector_extra_config."""
+    nodes: dict[str, Node]
+    roles: dict[RoleName, Part]
+    prepare: list[Line] = Field(default_factory=list)
+    """Lines of shell that every node runs before its engines."""
+    gateway: Gateway = Gateway()
+
+    @property
+    def name(self) -> str:
+        """What clients call the model."""
+        return self.served_model_name or self.model
+
+    def options_of(self, role: RoleName) -> dict[str, OptionValue]:
+        """The options of a role's engines, common ones included."""
+        merged = {**self.options, **self.roles[role].options}
+        return {flag: value for flag, value in merged.items() if value is not None}
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if {*self.roles} not in ({"prefill", "decode"}, {"both"}):
+            raise ValueError("roles must be prefill and decode, or both alone")
+        if (self.launcher is None) == (self.engine == "vllm-ascend"):
+            raise ValueError(f"launcher must be {_LAUNCHERS} for vllm-ascend, and is nothing of SGLang's")
+        self._check_engine()
+        self._check_nodes()
+        self._check_connector()
+        parts: list[Common] = [self, *self.roles.values()]
+        for part in parts:
+            for flag in part.options:
+                if flag in _OWN_FLAGS[self.engine]:
+                    raise ValueError(f"--{flag} follows from the rest of the file: leave it out of options")
+            if "ASCEND_RT_VISIBLE_DEVICES" in part.environment:
+                raise ValueError("ASCEND_RT_VISIBLE_DEVICES follows from the devices of nodes: leave it out")
+        return self
+
+    def _check_engine(self) -> None:
+        """Nothing is said that the engines would not hear."""
+        unheard = _UNHEARD[self.engine]
+        told: list[Section] = [self, *self.roles.values()]
+        told += [group for part in self.roles.values() for group in part.groups]
+        told += [share for part in self.roles.values() for group in part.groups for share in group.nodes]
+        for section in told:
+            if names := sorted(section.model_fields_set & unheard):
+                raise ValueError(f"{names[0]} means nothing to engine {self.engine}")
+
+    def _check_nodes(self) -> None:
+        shares = [share.node for part in self.roles.values() for group in part.groups for share in group.nodes]
+        for name in (*shares, *filter(None, [self.gateway.node])):
+            if name not in self.nodes:
+                raise ValueError(f"there is no node {name!r}: nodes has {', '.join(self.nodes)}")
+        for name in self.nodes:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
+                raise ValueError(f"{name!r} is no name for a node: take letters and digits, as it names a directory")
+        for role, part in self.roles.items():
+            for group in part.groups:
+                given = [share.ranks is not None for share in group.nodes]
+                if any(given) and not all(given):
+                    raise ValueError(f"{role}: a group says of some nodes which ranks they run, and not of others")
+                if not any(given) and part.dp % len(group.nodes) and self.engine != "sglang":
+                    raise ValueError(f"{role}: {part.dp} ranks cannot be dealt out evenly to {len(group.nodes)} nodes")
+
+    def _check_connector(self) -> None:
+        is_split = "both" not in self.roles
+        if self.engine == "sglang":
+            return
+        if is_split != (self.connector is not None):
+            raise ValueError(
+                "prefill and decode need a connector, which moves the KV cache"
+                if is_split
+                else "connector is for prefill and decode: engines of both hand nothing over"
+            )
+        listens = self.connector is not None and self.connector.startswith("Mooncake")
+        for role, part in self.roles.items():
+            given = [share.kv_port or part.kv_port for group in part.groups for share in group.nodes]
+            if listens and None in given:
+                raise ValueError(f"{role} needs a kv_port")
+
+
+def read_topology(path: Path) -> Topology:
+    """The file's. Raises SettingsError."""
+    tree = read_yaml(path, texts="environment")
+    if not isinstance(tree, dict):
+        raise SettingsError(f"{path} must hold a topology: engine, model, nodes and roles")
+    return parse_topology(tree, str(path))
+
+
+def parse_topology(tree: object, path: str) -> Topology:
+    """What a file holds. Raises SettingsError."""
+    try:
+        return Topology.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        if first["type"] == "extra_forbidden":
+            raise SettingsError(f"{path}: {'.'.join(map(str, first['loc']))} is nothing that a topology has") from None
+        text = explain(error, lambda option: f"{path}: {option}", ())
+        raise SettingsError(text if text.startswith(path) else f"{path}: {text}") from None

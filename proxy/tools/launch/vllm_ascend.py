@@ -1,0 +1,157 @@
+"""Scripts for engines of vLLM-Ascend: by its launch_online_dp.py, by a `vllm serve` per rank, or by one per node."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Final
+
+from proxy.tools.launch import shell
+from proxy.tools.launch.ports import meets
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from proxy.tools.launch.plan import Launch, Plan
+    from proxy.tools.launch.topology import RoleName
+
+_KV_ROLES: Final[Mapping[RoleName, str]] = {"prefill": "kv_producer", "decode": "kv_consumer"}
+_TEMPLATE: Final = "run_dp_template.sh"
+
+
+def files(plan: Plan, launch: Launch) -> Iterator[tuple[str, str]]:
+    """Names and texts of what the node needs for this launch."""
+    match plan.topology.launcher:
+        case "launch_online_dp":
+            yield _TEMPLATE, _template(plan, launch)
+            yield f"{launch.name}.sh", _online_dp(launch)
+        case "serve_ranks":
+            yield f"{launch.name}.sh", _serve_ranks(plan, launch)
+        case _:
+            yield f"{launch.name}.sh", _serve_node(plan, launch)
+
+
+def _template(plan: Plan, launch: Launch) -> str:
+    """What launch_online_dp.py runs for each rank, with seven words behind it."""
+    words = [
+        "--port $2",
+        "--data-parallel-size $3",
+        "--data-parallel-rank $4",
+        "--data-parallel-address $5",
+        "--data-parallel-rpc-port $6",
+        "--tensor-parallel-size $7",
+    ]
+    return shell.script(
+        [f"{launch.subject}: one rank, as launch_online_dp.py starts it"],
+        plan.topology.prepare,
+        [*_exports(plan, launch), "export ASCEND_RT_VISIBLE_DEVICES=$1"],
+        [_serve(plan, launch, words)],
+    )
+
+
+def _online_dp(launch: Launch) -> str:
+    words = [
+        shell.option("dp-size", launch.part.dp),
+        shell.option("tp-size", launch.part.tp),
+        shell.option("dp-size-local", len(launch.ranks)),
+        shell.option("dp-rank-start", launch.ranks.start),
+        shell.option("dp-address", launch.dp_address),
+        shell.option("dp-rpc-port", launch.part.rpc_port),
+        shell.option("vllm-start-port", launch.port),
+    ]
+    return shell.script(
+        [
+            _told(launch),
+            f"Put launch_online_dp.py of vllm-ascend's examples/external_online_dp beside it and {_TEMPLATE}.",
+        ],
+        ['cd "$(dirname "$0")" || exit', f"exec python launch_online_dp.py {' '.join(words)}"],
+    )
+
+
+def _serve_ranks(plan: Plan, launch: Launch) -> str:
+    commands = []
+    for rank, port in zip(launch.ranks, launch.endpoints, strict=True):
+        words = [shell.option("port", port), *_data_parallel(plan, launch, rank)]
+        words.append(shell.option("tensor-parallel-size", launch.part.tp))
+        devices = ",".join(map(str, launch.devices_of(rank)))
+        commands.append(f"ASCEND_RT_VISIBLE_DEVICES={devices} {_serve(plan, launch, words)} &")
+    return shell.script(
+        [_told(launch)],
+        plan.topology.prepare,
+        _exports(plan, launch),
+        commands,
+        [
+            "# Ranks work in step: when one ends, the others are of no use.",
+            "trap 'kill $(jobs -p)' EXIT",
+            f"while running=($(jobs -rp)) && [ ${{#running[@]}} -eq {len(commands)} ]; do sleep 1; done",
+            "exit 1",
+        ],
+    )
+
+
+def _serve_node(plan: Plan, launch: Launch) -> str:
+    words = [shell.option("port", launch.port)]
+    part = launch.part
+    if part.dp > 1:
+        words.append(shell.option("data-parallel-size", part.dp))
+    if launch.nodes > 1:
+        words.append(shell.option("data-parallel-size-local", len(launch.ranks)))
+        if not launch.endpoints:
+            words += ["--headless", shell.option("data-parallel-start-rank", launch.ranks.start)]
+        words.append(shell.option("data-parallel-address", launch.dp_address))
+        words.append(shell.option("data-parallel-rpc-port", part.rpc_port))
+    words.append(shell.option("tensor-parallel-size", part.tp))
+    exports = list(_exports(plan, launch))
+    if len(launch.devices) < launch.node.devices:
+        exports.append(f"export ASCEND_RT_VISIBLE_DEVICES={','.join(map(str, launch.devices))}")
+    return shell.script([_told(launch)], plan.topology.prepare, exports, [f"exec {_serve(plan, launch, words)}"])
+
+
+def _data_parallel(plan: Plan, launch: Launch, rank: int) -> Iterator[str]:
+    if meets(plan, launch):
+        yield shell.option("data-parallel-size", launch.part.dp)
+        yield shell.option("data-parallel-rank", rank)
+        yield shell.option("data-parallel-address", launch.dp_address)
+        yield shell.option("data-parallel-rpc-port", launch.part.rpc_port)
+
+
+def _serve(plan: Plan, launch: Launch, words: list[str]) -> str:
+    topology = plan.topology
+    if topology.served_model_name is not None:
+        words.append(shell.option("served-model-name", topology.served_model_name))
+    words += shell.options(topology.options_of(launch.role))
+    if topology.connector is not None:
+        words.append(shell.option("kv-transfer-config", json.dumps(_transfer(plan, launch))))
+    return shell.command(f"vllm serve {shell.word(topology.model)}", words)
+
+
+def _transfer(plan: Plan, launch: Launch) -> dict[str, object]:
+    """`--kv-transfer-config`, in which the connectors of vLLM-Ascend read the sizes of both sides
+    (MooncakeConnectorWorker._get_prefill_decode_size).
+    """
+    topology = plan.topology
+    sizes: dict[str, object] = {role: {"dp_size": part.dp, "tp_size": part.tp} for role, part in topology.roles.items()}
+    return {
+        "kv_connector": topology.connector,
+        "kv_role": _KV_ROLES[launch.role],
+        **({} if launch.kv_port is None else {"kv_port": str(launch.kv_port)}),
+        "engine_id": launch.engine_id,
+        "kv_connector_extra_config": {**topology.connector_options, **sizes},
+    }
+
+
+def _exports(plan: Plan, launch: Launch) -> Iterator[str]:
+    network: dict[str, str] = {}
+    if (nic := launch.node.nic) is not None:
+        names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
+        network = {"HCCL_IF_IP": launch.node.address, **dict.fromkeys(names, nic)}
+    return shell.exports({**network, **plan.topology.environment, **launch.part.environment})
+
+
+def _told(launch: Launch) -> str:
+    first, last = launch.ranks.start, launch.ranks.stop - 1
+    which = f"rank {first}" if first == last else f"ranks {first} to {last}"
+    ports = list(launch.endpoints)
+    where = (
+        ("ports {0} to {1}" if len(ports) > 1 else "port {0}").format(ports[0], ports[-1]) if ports else "no endpoint"
+    )
+    return f"{launch.subject}, {launch.node.address}: data-parallel {which} of {launch.part.dp}, {where}"

@@ -1,0 +1,8 @@
+"""`pdproxy roll`: the instances of a role are restarted one after the other, while their gateways serve."""
+
+from proxy.tools.roll.command import main
+from proxy.tools.roll.gateways import Gateways, GatewayTrouble
+from proxy.tools.roll.progress import Progress
+from proxy.tools.roll.walk import Limits, RollStopped, Walk
+
+__all__ = ["GatewayTrouble", "Gateways", "Limits", "Progress", "RollStopped", "Walk", "main"]

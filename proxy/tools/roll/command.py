@@ -1,0 +1,213 @@
+"""The sub-command: its flags, its signals, and the hook that restarts an instance."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+
+from proxy.common.terms import counted
+from proxy.settings import SettingsError
+from proxy.settings.cli import Parser
+from proxy.settings.kinds import check_header_value
+from proxy.settings.load import read_key
+from proxy.tools.flag_numbers import seconds, whole
+from proxy.tools.roll.gateways import Gateways, GatewayTrouble
+from proxy.tools.roll.progress import Progress
+from proxy.tools.roll.walk import Limits, RollStopped, Walk
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import FrameType
+
+    from proxy.tools.roll.gateways import Instance
+
+_DESCRIPTION: Final = """\
+Restart the instances of a role one after the other, while the gateways serve: each is disabled, its requests end or go
+on elsewhere, the hook restarts it, and when it serves again it is the next one's turn. It stops before anything is
+harmed: when fewer others serve than have to, or clients see requests fail. Ctrl-C stops it when no instance is away,
+and once more at once. Said again, it goes on where it stopped."""
+_PLACEHOLDERS: Final = ("address", "host", "port", "role")
+_KEY_VARIABLE: Final = "PROXY_AUTH__ADMIN_KEY"
+
+
+def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run it; returns the exit code: 0 when all were restarted, 1 when it stopped before. Raises SettingsError."""
+    flags = read_flags(argv)
+    path = Path(flags.state or f"pdproxy-roll-{flags.role}.json")
+    began = time.strftime("%Y-%m-%d %H:%M:%S")
+    progress = Progress(path, flags.role, began) if flags.anew else Progress.taken_up(path, flags.role, began)
+    gateways = Gateways(flags.url or ["http://127.0.0.1:1999"], flags.role, _key(flags.admin_key_file, environ))
+    if flags.anew and not flags.dry_run:
+        progress.forget()
+    limits = Limits(
+        min_serving=flags.min_serving,
+        max_failures=flags.max_failures,
+        evacuate_after_seconds=flags.evacuate_after,
+        drain_seconds=flags.drain_seconds,
+        ready_seconds=flags.ready_seconds,
+        settle_seconds=flags.settle_seconds,
+    )
+    restart = _by_hand if flags.hook is None else partial(_by_hook, flags.hook, flags.role)
+    walk = Walk(gateways, progress, limits, restart, tell=partial(print, flush=True))
+    try:
+        if progress.is_begun:
+            print(f"taking up what began at {progress.began}; --anew begins anew")
+        planned = walk.plan(flags.instance)
+        if flags.dry_run:
+            return _tell_plan(planned, walk, gateways, flags)
+        before = signal.signal(signal.SIGINT, partial(_on_interrupt, walk))
+        try:
+            walk.run(planned)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        failed = counted(gateways.failures(), "request")
+        print(f"all {len(planned)} are restarted; clients have seen {failed} fail meanwhile")
+        return 0
+    except (RollStopped, GatewayTrouble) as error:
+        return _tell_end(str(error), progress)
+    except KeyboardInterrupt:
+        return _tell_end("left at once", progress)
+
+
+def read_flags(argv: Sequence[str]) -> argparse.Namespace:
+    """What follows the sub-command. Raises SettingsError."""
+    parser = Parser(prog="pdproxy roll", description=_DESCRIPTION, allow_abbrev=False)
+    add = parser.add_argument
+    add("--role", required=True, choices=["prefill", "decode", "encode"], help="whose instances are restarted")
+    add(
+        "--url",
+        action="append",
+        type=_url,
+        help="of a gateway's administration (http://127.0.0.1:1999); repeatable, for all that share the engines",
+    )
+    add(
+        "--hook",
+        type=_hook,
+        metavar="COMMAND",
+        help="restarts one instance, and returns when the old process has ended: a line for sh, with {host}, {port}, "
+        "{address} and {role}; without one you are asked to do it",
+    )
+    add("--instance", action="append", default=[], metavar="HOST:PORT", help="only this one; repeatable")
+    add(
+        "--evacuate-after",
+        type=seconds,
+        metavar="SECONDS",
+        help="requests that still run then go on elsewhere; 0: at once (the gateways' leaving.evacuate_after_seconds)",
+    )
+    add("--min-serving", type=whole, metavar="N", help="others that serve while one is away (all that do now)")
+    add(
+        "--max-failures",
+        type=whole,
+        default=0,
+        metavar="N",
+        help="requests that clients may see fail meanwhile (0)",
+    )
+    add("--drain-seconds", type=seconds, default=3600.0, help="until an instance works on nothing (3600)")
+    add("--ready-seconds", type=seconds, default=1800.0, help="until a restarted instance serves (1800)")
+    add("--settle-seconds", type=seconds, default=10.0, help="between two instances (10)")
+    add("--state", metavar="FILE", help="keeps how far it has come (pdproxy-roll-ROLE.json)")
+    add("--anew", action="store_true", help="begin anew, whatever that file says")
+    add(
+        "--admin-key-file",
+        metavar="FILE",
+        help="has the admin key; by default PROXY_AUTH__ADMIN_KEY of the environment",
+    )
+    add("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    return parser.parse_args(argv)
+
+
+# What is given
+
+
+def _url(text: str) -> str:
+    try:
+        parts = urlsplit(text)
+        is_place = parts.hostname is not None and parts.port != 0 and "@" not in parts.netloc
+    except ValueError:  # no port, or no IPv6 address
+        is_place = False
+    if not is_place or parts.scheme not in ("http", "https") or parts.path.rstrip("/"):
+        raise argparse.ArgumentTypeError("must be http://host:port")  # and may hold a password
+    return text
+
+
+def _hook(text: str) -> str:
+    try:
+        _filled(text, "decode", "host:1")
+    except (AttributeError, LookupError, ValueError):
+        names = ", ".join(f"{{{name}}}" for name in _PLACEHOLDERS)
+        raise argparse.ArgumentTypeError(f"knows {names}; braces of the shell are written twice") from None
+    return text
+
+
+def _key(path: str | None, environ: Mapping[str, str]) -> str | None:
+    """Raises SettingsError, which does not tell the key."""
+    if path is None:
+        what, key = _KEY_VARIABLE, environ.get(_KEY_VARIABLE, "")
+    else:
+        what, key = "--admin-key-file", read_key("--admin-key-file", Path(path))
+    try:
+        check_header_value(key)
+    except ValueError as problem:
+        raise SettingsError(f"{what} {problem}") from None
+    return key or None
+
+
+# Restarting
+
+
+def _filled(hook: str, role: str, address: str) -> str:
+    host, _, port = address.rpartition(":")
+    values = {"address": address, "host": host.strip("[]"), "port": port, "role": role}
+    return hook.format(**{name: shlex.quote(value) for name, value in values.items()})
+
+
+def _by_hook(hook: str, role: str, address: str) -> None:
+    """In a session of its own: Ctrl-C is for the walk, which comes to an end when the instance is back."""
+    line = _filled(hook, role, address)
+    code = subprocess.run(["/bin/sh", "-c", line], start_new_session=True, check=False).returncode
+    if code != 0:
+        raise RollStopped(f"the hook of {address} ended with code {code}")
+
+
+def _by_hand(address: str) -> None:
+    print(f"  restart {address} now, and press Enter when the old process has ended: ", end="", flush=True)
+    if not sys.stdin.readline():
+        raise RollStopped("nobody can be asked: there is no hook and no terminal")
+
+
+# Telling
+
+
+def _on_interrupt(walk: Walk, number: int, frame: FrameType | None) -> None:
+    print("\nstopping when no instance is away; Ctrl-C once more leaves at once", flush=True)
+    walk.stop()
+    signal.signal(number, signal.default_int_handler)
+
+
+def _tell_plan(planned: Sequence[Instance], walk: Walk, gateways: Gateways, flags: argparse.Namespace) -> int:
+    others = counted(walk.min_serving, "other instance")
+    print(f"{counted(len(planned), f'{flags.role} instance')}, one at a time, with at least {others} serving:")
+    for instance in planned:
+        how = "by hand" if flags.hook is None else _filled(flags.hook, flags.role, instance.address)
+        print(f"  {instance.address}  {instance.inflight} in flight now; restarted: {how}")
+        for warning in gateways.disable(instance.address, flags.evacuate_after, is_dry_run=True):
+            print(f"    {warning}")
+    return 0
+
+
+def _tell_end(why: str, progress: Progress) -> int:
+    print(f"pdproxy roll: {why}", file=sys.stderr)
+    if progress.current is not None:
+        print(f"{progress.current} is away, and may still be disabled", file=sys.stderr)
+    print(
+        f"restarted so far: {counted(len(progress.done), 'instance')}; run the command again to resume", file=sys.stderr
+    )
+    return 1

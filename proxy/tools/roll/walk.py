@@ -1,0 +1,186 @@
+"""The walk through the instances: one at a time is taken out of service, restarted, and put back."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from proxy.common.terms import counted
+from proxy.tools.roll.gateways import GatewayTrouble, lost_without
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from proxy.tools.roll.gateways import Gateways, Instance
+    from proxy.tools.roll.progress import Progress
+
+_LOOK_SECONDS: Final = 0.5
+
+
+class RollStopped(Exception):
+    """It ends before it is complete; the text is a sentence that says why, and in which state things are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What has to hold meanwhile, and how long things may take."""
+
+    min_serving: int | None = None
+    """So many others serve while one is away, one of which serves its model; None: all others that serve at the
+    beginning, and at least one."""
+    max_failures: int = 0
+    """The walk stops when clients have seen more requests fail."""
+    evacuate_after_seconds: float | None = None
+    """What still runs at an instance after this long goes on elsewhere; None: as the gateways are set."""
+    drain_seconds: float = 3600.0
+    """Until an instance works on nothing any more."""
+    ready_seconds: float = 1800.0
+    """Until an instance that was restarted serves, or until enough others do."""
+    settle_seconds: float = 10.0
+    """Between two instances, in which failures may show."""
+
+
+class Walk:
+    """`restart` is given an instance that works on nothing, and returns when the old process has ended and a new one is
+    about to serve; it raises RollStopped if that fails. `stop` may be called at any time, from a signal handler, too.
+    """
+
+    def __init__(
+        self,
+        gateways: Gateways,
+        progress: Progress,
+        limits: Limits,
+        restart: Callable[[str], None],
+        tell: Callable[[str], None] = print,
+        look_seconds: float = _LOOK_SECONDS,
+    ) -> None:
+        self._gateways = gateways
+        self._progress = progress
+        self._limits = limits
+        self._restart = restart
+        self._tell = tell
+        self._look_seconds = look_seconds
+        self._is_stopping = False
+        self._least = 0
+
+    def stop(self) -> None:
+        """Come to an end as soon as no instance is away."""
+        self._is_stopping = True
+
+    def plan(self, only: Sequence[str] = ()) -> list[Instance]:
+        """The instances that are to be restarted, in this order; `only` these, if there are any. Tells who is left out.
+        Raises GatewayTrouble and RollStopped.
+        """
+        there = self._gateways.instances()
+        known = {instance.address for instance in there}
+        if missing := [address for address in only if address not in known]:
+            raise RollStopped(f"there are no such instances at all gateways: {', '.join(missing)}")
+        wanted = [instance for instance in there if not only or instance.address in only]
+        planned = []
+        for instance in wanted:
+            if instance.address in self._progress.done:
+                self._tell(f"{instance.address} is left out: it was restarted before")
+            elif instance.is_disabled and instance.address != self._progress.current:
+                self._tell(f"{instance.address} is left out: somebody else has disabled it")
+            else:
+                planned.append(instance)
+        # One that is away already comes first: nobody else may be while it is.
+        planned.sort(key=lambda instance: instance.address != self._progress.current)
+        least = self._limits.min_serving
+        if least is None:
+            serving = {instance.address for instance in there if instance.serves}
+            least = max(1, min((len(serving - {instance.address}) for instance in planned), default=1))
+        self._least = least
+        if planned and len(there) <= least:
+            raise RollStopped(f"there are no {least} others to serve while one is away; --min-serving says how many")
+        for instance in planned if least else ():
+            if lost := lost_without(instance, (other for other in there if other is not instance)):
+                models = ", ".join(sorted(lost))
+                raise RollStopped(f"{instance.address} alone serves {models}; --min-serving 0 restarts it all the same")
+        return planned
+
+    @property
+    def min_serving(self) -> int:
+        """How many others have to serve while one is away, as `plan` has found."""
+        return self._least
+
+    def run(self, planned: Sequence[Instance]) -> None:
+        """Restart all of them. Raises RollStopped, and GatewayTrouble when a gateway cannot be asked any more."""
+        self._gateways.failures()
+        for number, instance in enumerate(planned, 1):
+            self._tell(f"{instance.address} ({number} of {len(planned)})")
+            self._replace(instance.address)
+        self._progress.forget()
+
+    # One instance
+
+    def _replace(self, address: str) -> None:
+        self._wait(lambda: self._has_enough(address), self._limits.ready_seconds, "enough other instances serve")
+        self._progress.taking(address)
+        try:
+            for warning in self._gateways.disable(address, self._limits.evacuate_after_seconds):
+                self._tell(f"  {warning}")
+            self._wait(lambda: self._is_idle(address), self._limits.drain_seconds, f"{address} works on nothing")
+        except BaseException:
+            self._put_back(address)
+            raise
+        began = time.monotonic()
+        self._tell("  works on nothing: restarting it")
+        self._restart(address)
+        self._gateways.enable(address)
+        self._wait(lambda: self._serves(address), self._limits.ready_seconds, f"{address} serves again", may_stop=False)
+        self._progress.restarted()
+        self._tell(f"  serves again after {time.monotonic() - began:.1f} s")
+        until = time.monotonic() + self._limits.settle_seconds
+        self._wait(lambda: time.monotonic() >= until, self._limits.settle_seconds + 60, "nothing happens")
+
+    def _put_back(self, address: str) -> None:
+        """As it was: nothing was done to it yet."""
+        self._gateways.enable(address)
+        self._progress.taking(None)
+        self._tell(f"  {address} is enabled again, and was not restarted")
+
+    def _wait(self, condition: Callable[[], bool], seconds: float, what: str, *, may_stop: bool = True) -> None:
+        """Raises RollStopped when it takes longer, and, if the walk may stop here, for any reason to stop."""
+        until = time.monotonic() + seconds
+        while True:
+            if may_stop:
+                self._check()
+            if condition():
+                return
+            if time.monotonic() >= until:
+                raise RollStopped(f"waited {seconds:g} s in vain until {what}")
+            time.sleep(self._look_seconds)
+
+    def _check(self) -> None:
+        if self._is_stopping:
+            raise RollStopped("stopped by hand")
+        if (failures := self._gateways.failures()) > self._limits.max_failures:
+            raise RollStopped(f"clients have seen {counted(failures, 'request')} fail since it began")
+
+    # What is looked at
+
+    def _has_enough(self, address: str) -> bool:
+        return self._are_enough(self._gateways.instances(), address)
+
+    def _is_idle(self, address: str) -> bool:
+        there = self._gateways.instances()
+        if not self._are_enough(there, address):
+            raise RollStopped(f"fewer than {self._least} other instances serve, or none that serves the same")
+        return _one(there, address).inflight == 0
+
+    def _serves(self, address: str) -> bool:
+        return _one(self._gateways.instances(), address).serves
+
+    def _are_enough(self, there: Sequence[Instance], address: str) -> bool:
+        others = [instance for instance in there if instance.serves and instance.address != address]
+        away = _one(there, address)
+        return len(others) >= self._least and (not self._least or not lost_without(away, others))
+
+
+def _one(there: Sequence[Instance], address: str) -> Instance:
+    for instance in there:
+        if instance.address == address:
+            return instance
+    raise GatewayTrouble(f"{address} is no instance at all gateways any more")

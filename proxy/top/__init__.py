@@ -1,5 +1,0 @@
-"""`pdproxy top`: what a running gateway does, as a table that renews itself, from two scrapes of its /metrics."""
-
-from proxy.top.command import main
-
-__all__ = ["main"]

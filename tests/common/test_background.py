@@ -1,0 +1,80 @@
+"""Tasks beside everything else end with their owner, and an error of theirs is one line."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from proxy.common.background import Background
+from proxy.observe.metrics import Metrics
+
+logger = logging.getLogger("proxy.test")
+
+
+async def test_what_still_runs_at_the_end_is_cancelled_and_waited_for() -> None:
+    never, ended = asyncio.Event(), list[str]()
+
+    async def work() -> None:
+        try:
+            await never.wait()
+        finally:
+            ended.append("cleaned up")
+
+    async with Background(logger, "a test") as background:
+        task = background.start(work())
+        await asyncio.sleep(0)
+        assert len(background) == 1
+    assert (task.cancelled(), ended, len(background)) == (True, ["cleaned up"], 0)
+
+
+async def test_what_is_granted_a_moment_may_end_by_itself() -> None:
+    async def work() -> str:
+        await asyncio.sleep(0)
+        return "done"
+
+    async with Background(logger, "a test", grace_seconds=5.0) as background:
+        task = background.start(work())
+    assert task.result() == "done"
+
+
+async def test_an_error_is_logged_once_and_whoever_waits_has_it_too(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        raise RuntimeError("out of luck")
+
+    async with Background(logger, "a test") as background:
+        with pytest.raises(RuntimeError, match="out of luck"):
+            await background.start(work())
+        background.start(work())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not background
+    assert [record.getMessage() for record in caplog.records] == ["a test failed unexpectedly"] * 2
+
+
+async def test_a_kept_loop_is_restarted_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    restarts, lives, runs = Metrics().background_restarts_total, asyncio.Event(), 0
+
+    async def work() -> None:
+        nonlocal runs
+        runs += 1
+        if runs <= 3:
+            raise RuntimeError("out of luck")
+        lives.set()
+        await asyncio.Event().wait()
+
+    async with Background(logger, "a test") as background:
+        background.keep(work, "canaries", restarts, restart_seconds=0.0)
+        await lives.wait()
+    assert restarts.labels("canaries")._value.get() == 3
+    assert [record.getMessage() for record in caplog.records] == ["background loop canaries failed and is restarted"]
+
+
+async def test_a_kept_loop_that_returns_is_over() -> None:
+    async def work() -> None:
+        pass
+
+    async with Background(logger, "a test") as background:
+        await background.keep(work, "canaries", Metrics().background_restarts_total)
+        assert not background

@@ -1,0 +1,41 @@
+"""What commands and the supervisor ask with."""
+
+from __future__ import annotations
+
+import socket
+from threading import Thread
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.common import blocking_http
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Of a program whose answers have no end."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nServer: other\r\nContent-Length: 9\r\n\r\nbegun")
+                connection.recv(1)  # until the other side has closed it
+
+        thread = Thread(target=serve)
+        thread.start()
+        yield server.getsockname()[1]
+        thread.join(20)
+
+
+def test_who_answers_is_known_without_the_body(port: int) -> None:
+    assert blocking_http.get("127.0.0.1", port, "/livez", 20) == (200, "other", b"")
+
+
+def test_a_body_that_is_wanted_and_does_not_come_is_no_answer(port: int) -> None:
+    with pytest.raises(blocking_http.NoAnswer):
+        blocking_http.get("127.0.0.1", port, "/metrics", 0.2, wants_body=True)

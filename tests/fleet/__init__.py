@@ -1,0 +1,1 @@
+"""The gateway's knowledge of engines, and of other gateways."""

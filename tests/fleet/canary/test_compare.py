@@ -1,0 +1,83 @@
+"""What follows from a canary's numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxy.balancer.fitness.handovers import Verdict
+from proxy.fleet.canary import Agreement, CanaryPrompt, agreement, prompt_bytes
+from proxy.fleet.canary.compare import by_counters, by_time, by_usage
+from proxy.wire.exposition import PromptTokens
+
+BEFORE = PromptTokens(100.0, 1000.0, 10.0)
+
+
+def after(transferred: float = 0, computed: float = 0, cached: float = 0) -> PromptTokens:
+    return PromptTokens(BEFORE[0] + transferred, BEFORE[1] + computed, BEFORE[2] + cached)
+
+
+@pytest.mark.parametrize(
+    ("reading", "verdict"),
+    [
+        (after(), None),  # it has not been counted yet
+        (after(transferred=2000), Verdict.TRANSFERRED),
+        (after(transferred=1999, computed=1), Verdict.TRANSFERRED),
+        (after(computed=2000), Verdict.COMPUTED),
+        (after(transferred=2000, computed=4000), Verdict.UNKNOWN),  # others ask it, too
+        (after(computed=100, cached=1900), Verdict.UNKNOWN),  # it ignores the salt
+        (PromptTokens(0.0, 5.0, 0.0), Verdict.UNKNOWN),  # it has started anew
+        (None, Verdict.UNKNOWN),
+    ],
+)
+def test_counters_around_a_canary_tell_what_became_of_it(reading: PromptTokens | None, verdict: Verdict | None) -> None:
+    assert by_counters(BEFORE, reading, 2000, from_store=False) is verdict
+
+
+def test_what_a_decoder_calls_cached_of_a_fresh_prompt_was_fetched() -> None:
+    assert by_usage(1999, 2000) is Verdict.TRANSFERRED
+    assert by_usage(0, 2000) is by_usage(None, 2000) is Verdict.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("handoff_seconds", "alone_seconds", "verdict"),
+    [
+        (0.1, 1.0, Verdict.TRANSFERRED),
+        (0.9, 1.0, Verdict.COMPUTED),
+        (0.09, 0.1, Verdict.UNKNOWN),  # too fast to tell
+        (None, 1.0, Verdict.UNKNOWN),
+        (0.9, None, Verdict.UNKNOWN),
+    ],
+)
+def test_a_hand_over_that_takes_as_long_as_a_prefill_most_likely_was_one(
+    handoff_seconds: float | None, alone_seconds: float | None, verdict: Verdict
+) -> None:
+    assert by_time(handoff_seconds, alone_seconds) is verdict
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ([5, 6, 7, 8], [5, 6, 7, 8], Agreement.SAME),
+        ([5, 6, 7, 8], [5, 6, 7, 9], Agreement.DRIFTS),
+        ([5, 6, 7, 8], [5, 9, 7, 8], Agreement.DIFFERS),
+        ("apple beach", "apple beach", Agreement.SAME),
+        ("apple beach", "apple bears", Agreement.DRIFTS),
+        ("apple beach", "apart", Agreement.DIFFERS),
+    ],
+)
+def test_answers_that_begin_alike_may_differ_by_the_order_of_additions(
+    one: list[int] | str, other: list[int] | str, expected: Agreement
+) -> None:
+    assert agreement(one, other) is expected
+
+
+def test_a_prompt_fits_even_if_every_byte_is_a_token() -> None:
+    size = prompt_bytes(2048, 4, [131_072, 4096])
+    assert len(CanaryPrompt.of("m", size).text) <= size < 4096
+    assert prompt_bytes(2048, 4, []) == 8192
+
+
+def test_no_two_canaries_are_the_same_to_a_cache() -> None:
+    prompt = CanaryPrompt.of("m", 1000)
+    assert prompt.body()["cache_salt"] != prompt.body()["cache_salt"]
+    assert prompt.text != CanaryPrompt.of("m", 1000).text

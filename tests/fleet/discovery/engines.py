@@ -1,0 +1,140 @@
+"""Small real servers that are probed, and what a prober and a joiner work with."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import aiohttp
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from proxy.balancer.engines.engine_keys import EngineKeys
+from proxy.balancer.health.health import Health, Transition
+from proxy.balancer.policies.least_tokens import make_policy
+from proxy.balancer.pool import Pool, PoolParts
+from proxy.balancer.roster import Roster
+from proxy.balancer.shared.scoreboard import Scoreboard
+from proxy.common.backend import Role
+from proxy.fleet.discovery.joining import Joiner
+from proxy.fleet.discovery.prober import Prober
+from proxy.observe.metrics import Metrics
+from proxy.settings import HealthChecks, Joining
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+HOST = "127.0.0.1"
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that happens on another task's own time; the test's time limit bounds it."""
+    while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
+        await asyncio.sleep(0.001)
+
+
+class Engine:
+    """Answers /health, /version, /v1/models and, if it has answers, /server_info and /metrics, with `status`, and
+    remembers how it was asked.
+    """
+
+    def __init__(self, status: int = 200) -> None:
+        self.status = status
+        self.seen: list[tuple[str, str | None]] = []
+        self.answers: dict[str, object] = {
+            "/version": {"version": "0.18.1"},
+            "/v1/models": {"data": [{"id": "kimi", "max_model_len": 4096}]},
+        }
+        self.asked = asyncio.Event()
+        app = web.Application()
+        app.add_routes([web.get(path, self._answer) for path in ("/health", "/version", "/v1/models")])
+        app.router.add_get("/server_info", self._server_info)
+        app.router.add_get("/metrics", self._metrics)
+        self.server = TestServer(app, host=HOST)
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        assert request.query_string == "config_format=json"
+        if request.path not in self.answers:
+            raise web.HTTPNotFound
+        return await self._answer(request)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        if request.path not in self.answers:
+            raise web.HTTPNotFound
+        self.seen.append((request.path, request.headers.get("Authorization")))
+        return web.Response(text=str(self.answers[request.path]), status=self.status)
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        self.seen.append((request.path, request.headers.get("Authorization")))
+        self.asked.set()
+        return web.json_response(self.answers.get(request.path), status=self.status)
+
+    @property
+    def port(self) -> int:
+        assert self.server.port is not None
+        return self.server.port
+
+
+class Gateway:
+    """What the prober works with, as a worker puts it together, on a clock that runs fast."""
+
+    def __init__(
+        self,
+        prefill: Sequence[int],
+        decode: Sequence[int] = (),
+        *,
+        interval_seconds: float = 0.01,
+        timeout_seconds: float = 5.0,
+        joining_attempts: int = 3,
+        joining_interval_seconds: float = 0.01,
+    ) -> None:
+        self.scoreboard = Scoreboard(slots=max(8, len(prefill) + len(decode)))
+        self.roster = Roster([(HOST, port) for port in prefill], [(HOST, port) for port in decode], self.scoreboard)
+        self.health = Health(HealthChecks(fall=3, rise=2))
+        self.transitions: asyncio.Queue[Transition] = asyncio.Queue()
+        row = self.scoreboard.row(0)
+        self.pools = {
+            role: Pool(
+                PoolParts(
+                    role=role,
+                    policy=make_policy("least_tokens"),
+                    scoreboard=self.scoreboard,
+                    row=row,
+                    roster=self.roster,
+                    health=self.health,
+                )
+            )
+            for role in Role
+        }
+        self.checks = HealthChecks(
+            interval_seconds=interval_seconds, changing_interval_seconds=0.01, timeout_seconds=timeout_seconds
+        )
+        self.settings = Joining(max_attempts=joining_attempts, interval_seconds=joining_interval_seconds)
+        self.keys = EngineKeys("s3cret")
+        self.restarts = Metrics().background_restarts_total
+
+    def prober(self, session: aiohttp.ClientSession, fresh_session: aiohttp.ClientSession | None = None) -> Prober:
+        return Prober(
+            self.pools,
+            self.roster,
+            self.health,
+            self.checks,
+            session,
+            self.keys.headers,
+            self.transitions.put_nowait,
+            restarts=self.restarts,
+            fresh_session=fresh_session,
+        )
+
+    @asynccontextmanager
+    async def joining(self, session: aiohttp.ClientSession) -> AsyncIterator[Joiner]:
+        """A joiner, with the prober that it tells of whom it lets in."""
+        async with (
+            self.prober(session) as prober,
+            Joiner(self.pools, self.roster, self.settings, session, self.keys.headers, prober.joined) as joiner,
+        ):
+            yield joiner
+
+    def names(self, role: Role) -> list[str]:
+        return [backend.name for backend in self.pools[role].backends()]

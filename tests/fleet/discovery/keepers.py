@@ -1,0 +1,138 @@
+"""Who keeps the list of instances that a source reads: what a test wants there to be, and how it may fail."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import dns.rcode
+import yaml
+
+from proxy.common.backend import Role
+from proxy.fleet.discovery import SOURCES
+from proxy.fleet.discovery.files import WatchedFiles
+from proxy.fleet.discovery.kubernetes import WatchedSlices, watched_slices
+from tests.fleet.discovery.kubernetes_server import NAMESPACE, KubernetesServer, endpoint_slice, gone
+from tests.fleet.discovery.name_server import NameServer
+from tests.fleet.discovery.test_files import replace_file
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+    from pathlib import Path
+
+    import pytest
+
+    from proxy.settings import Settings
+    from proxy.sim.engine import SimulatedEngine
+
+
+class Keeper(Protocol):
+    """`settings` has the gateway's sections."""
+
+    settings: dict[str, Any]
+
+    def say(self, *engines: SimulatedEngine) -> None:
+        """These there are to be. Whatever was broken is well again."""
+
+    def fail(self, turn: int) -> None:
+        """Be broken, in another way each turn."""
+
+
+class FileKeeper:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.settings = {"discovery": {"files": [str(path)]}}
+
+    def say(self, *engines: SimulatedEngine) -> None:
+        replace_file(self._path, groups(*engines))
+
+    def fail(self, turn: int) -> None:
+        if turn % 2:
+            self._path.unlink()
+        else:
+            self._path.write_text("- targets: [", encoding="utf-8")
+
+
+def groups(*engines: SimulatedEngine) -> str:
+    """As a file has them."""
+    listed = [
+        {"targets": [f"{engine.host}:{engine.port}"], "labels": {"role": engine.options.role}} for engine in engines
+    ]
+    return yaml.safe_dump(listed)
+
+
+class DnsKeeper:
+    """A service for each role."""
+
+    def __init__(self, server: NameServer) -> None:
+        self._server = server
+        self.settings = {
+            "discovery": {
+                "prefill_dns": ["_http._tcp.prefill.test"],
+                "decode_dns": ["_http._tcp.decode.test"],
+                "dns_servers": [server.address],
+                "dns_min_seconds": 0.02,
+            }
+        }
+
+    def say(self, *engines: SimulatedEngine) -> None:
+        self._server.failure = None
+        for role in (Role.PREFILL, Role.DECODE):
+            records = [f"0 0 {engine.port} localhost." for engine in engines if engine.options.role == role]
+            self._server.say(f"_http._tcp.{role}.test", "SRV", *records)
+
+    def fail(self, turn: int) -> None:
+        self._server.failure = dns.rcode.NXDOMAIN if turn % 2 else dns.rcode.SERVFAIL
+
+
+def impatient(settings: Settings) -> Iterator[WatchedSlices]:
+    """As they are, without a pause between two watches."""
+    for source in watched_slices(settings):
+        yield replace(source, server=replace(source.server, pause_seconds=0.001))
+
+
+class KubernetesKeeper:
+    """A service for each role, whose engines have slices of their own: their ports differ."""
+
+    def __init__(self, server: KubernetesServer) -> None:
+        self._server = server
+        self._names: set[str] = set()
+        self.settings = {
+            "kubernetes": {
+                "prefill_selector": "kubernetes.io/service-name=prefill",
+                "decode_selector": "kubernetes.io/service-name=decode",
+                "namespace": NAMESPACE,
+                "api_server": server.url,
+            }
+        }
+
+    def say(self, *engines: SimulatedEngine) -> None:
+        self._server.refusal = None
+        wanted = {f"{engine.options.role}-{engine.port}": engine for engine in engines}
+        for name in wanted.keys() - self._names:
+            engine = wanted[name]
+            labels = {"kubernetes.io/service-name": str(engine.options.role)}
+            self._server.put(endpoint_slice(name, engine.host, port=engine.port, labels=labels))
+        for name in self._names - wanted.keys():
+            self._server.delete(name)
+        self._names = {*wanted}
+
+    def fail(self, turn: int) -> None:
+        self._server.refusal = 503, "the server is currently unable to handle the request"
+        self._server.end_watches({"kind": "Status", "code": 500, "message": "no leader"} if turn % 2 else gone())
+
+
+@asynccontextmanager
+async def keeper(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Keeper]:
+    """Of the sources of one kind, which look often."""
+    if kind == "file":
+        monkeypatch.setitem(SOURCES, "file", lambda new: [WatchedFiles(path, 0.02) for path in new.discovery.files])
+        yield FileKeeper(tmp_path / "engines.yaml")
+    elif kind == "dns":
+        async with NameServer() as server:
+            yield DnsKeeper(server)
+    else:
+        monkeypatch.setitem(SOURCES, "kubernetes", impatient)
+        async with KubernetesServer() as server:
+            yield KubernetesKeeper(server)

@@ -1,0 +1,105 @@
+"""What a source names changes again and again, and it fails in between, while clients are served."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.sim.engine import SimulatedEngine
+from proxy.wire.openai import Api
+from tests.asking import answer_alone, request, until
+from tests.deployment import generations
+from tests.fleet.discovery.keepers import keeper
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from pathlib import Path
+
+    from tests.conftest import Deploy
+    from tests.deployment import Deployment
+
+CHANGES = 8
+CLIENTS = 4
+
+
+def serving(gateway: Deployment) -> set[int]:
+    """The ports of those that are enabled and up."""
+    pools = gateway.worker.pools
+    return {backend.port for pool in (pools.prefill, pools.decode) for backend in pool.eligible()}
+
+
+def ports(engines: Collection[SimulatedEngine]) -> set[int]:
+    return {engine.port for engine in engines}
+
+
+@pytest.mark.parametrize("kind", ["file", "dns", "kubernetes"])
+async def test_clients_notice_nothing_of_instances_that_come_and_go(
+    deploy: Deploy, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance = random.Random(7)
+    async with AsyncExitStack() as stack:
+
+        async def engines(count: int, role: str, step_ms: float = 0.0) -> list[SimulatedEngine]:
+            new = (SimulatedEngine(role=role, decode_step_ms=step_ms) for _ in range(count))
+            return [await stack.enter_async_context(engine) for engine in new]
+
+        prefillers, decoders = await engines(3, "prefill"), await engines(4, "decode", step_ms=4.0)
+        (unhealthy,) = await engines(1, "decode")
+        unhealthy.faults.add("refuse_status", path="/health", status=503)
+        source = await stack.enter_async_context(keeper(kind, tmp_path, monkeypatch))
+        source.say(*prefillers, *decoders, unhealthy)
+        gateway = await deploy(
+            0,
+            0,
+            **source.settings,
+            health={"interval_seconds": 0.1, "changing_interval_seconds": 0.05, "slow_start_seconds": 0.0},
+            leaving={"evacuate_after_seconds": 0.02},
+            # On a busy machine the only decoder that is left for a moment may be slow, and then there is a queue.
+            admission={"wait_seconds": 15.0},
+            resume={"deadline_seconds": 15.0},
+        )
+        # Some are evacuated while a prefiller answers.
+        gateway.expects_inexact_pins, gateway.may_stay_pinned = True, 1000
+        gateway.prefillers.extend(prefillers)
+        gateway.decoders.extend([*decoders, unhealthy])
+        await until(lambda: serving(gateway) == ports([*prefillers, *decoders]), "the instances of the source")
+
+        body = request(Api.CHAT, stream=True, max_tokens=20)
+        expected = await answer_alone(body)
+        answers: list[tuple[int, bool, str]] = []
+        has_ended = asyncio.Event()
+
+        async def client() -> None:
+            while not has_ended.is_set():
+                answer = await gateway.ask(body)
+                answers.append((answer.status, answer.is_done, answer.text or str(answer.error)))
+
+        async def serves(*chosen: SimulatedEngine) -> None:
+            """These do, and nobody else, and somebody has been served meanwhile."""
+            served = len(answers)
+            await until(lambda: serving(gateway) == ports(chosen) and len(answers) > served, "the change")
+
+        clients = [asyncio.create_task(client()) for _ in range(CLIENTS)]
+        chosen = [*prefillers, *decoders]
+        for turn in range(CHANGES):
+            if turn % 4 == 1:
+                source.fail(turn // 4)
+                states = gateway.sources
+                await until(lambda: all(one.problem for one in states.all().values()), "the failure to be noticed")  # noqa: B023
+                await serves(*chosen)
+            chosen = [
+                *chance.sample(prefillers, chance.randint(1, len(prefillers))),
+                *chance.sample(decoders, chance.randint(1, len(decoders))),
+            ]
+            source.say(*chosen, unhealthy)
+            await serves(*chosen)
+        has_ended.set()
+        await asyncio.gather(*clients)
+        assert set(answers) == {(200, True, expected)}
+        assert len(answers) >= CHANGES
+        assert not generations(unhealthy), "what has never been well gets no requests"
+        await until(lambda: not gateway.leaks(), "what is left of the last ones, while the engines are there")

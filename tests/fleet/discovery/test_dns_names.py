@@ -1,0 +1,128 @@
+"""Instances by DNS, asked of a real name server (in this process; scripts/test-dns takes Knot)."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import dns.rcode
+import pytest
+from dns.exception import DNSException
+
+from proxy.common.backend import Role
+from proxy.fleet.discovery.dns_names import LookedUpName
+from proxy.settings import parse_dns_name
+from tests.fleet.discovery.name_server import NameServer
+from tests.fleet.discovery.test_files import told
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+SERVICE = "_http._tcp.decode.test"
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[NameServer]:
+    async with NameServer() as server:
+        yield server
+
+
+def source(
+    server: NameServer, name: str, role: Role = Role.DECODE, min_seconds: float = 0.001, max_seconds: float = 9.0
+) -> LookedUpName:
+    return LookedUpName(role, name, (server.address,), min_seconds, max_seconds)
+
+
+async def named(server: NameServer, name: str, role: Role = Role.DECODE) -> list[str]:
+    async with aclosing(source(server, name, role).watch()) as found:
+        return told(await anext(found))
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "ports", "bootstrap_port"),
+    [
+        ("Decode.test:7100", "decode.test", (7100,), None),
+        ("decode.test:7100-7102", "decode.test", (7100, 7101, 7102), None),
+        ("prefill.test:30000 8998", "prefill.test", (30000,), 8998),
+        ("_http._tcp.prefill.test", "_http._tcp.prefill.test", None, None),
+        ("_http._tcp.prefill.test 8998", "_http._tcp.prefill.test", None, 8998),
+    ],
+)
+def test_a_name_says_how_it_is_looked_up(
+    text: str, name: str, ports: tuple[int, ...] | None, bootstrap_port: int | None
+) -> None:
+    found = parse_dns_name(text)
+    assert (found.name, found.ports, found.bootstrap_port) == (name, ports, bootstrap_port)
+    assert parse_dns_name(f"{text} model=x") == replace(found, models=("x",))
+
+
+async def test_each_address_is_an_instance_on_each_port(server: NameServer) -> None:
+    server.say("decode.test", "A", "10.0.0.2", "10.0.0.1")
+    server.say("decode.test", "AAAA", "fd00::1")
+    assert await named(server, "decode.test:1-2") == [
+        *("decode 10.0.0.1:1", "decode 10.0.0.1:2"),
+        *("decode 10.0.0.2:1", "decode 10.0.0.2:2"),
+    ]
+    server.say("decode.test", "A")
+    assert await named(server, "decode.test:1") == ["decode [fd00::1]:1"]
+
+
+async def test_services_say_hosts_and_ports_those_of_the_highest_priority(server: NameServer) -> None:
+    server.say(SERVICE, "SRV", "10 5 7200 D-1.test.", "20 5 7300 spare.test.", "10 50 7201 d-0.test.")
+    assert await named(server, SERVICE) == ["decode d-0.test:7201", "decode d-1.test:7200"]
+    assert await named(server, f"{SERVICE} 8998", Role.PREFILL) == [
+        "prefill d-0.test:7201 8998",
+        "prefill d-1.test:7200 8998",
+    ]
+    server.say(SERVICE, "SRV", "0 0 0 .")
+    assert await named(server, SERVICE) == []
+
+
+async def test_an_answer_that_is_too_long_for_a_datagram_is_taken_whole(server: NameServer) -> None:
+    hosts = [f"decode-{number:03}.a-name-of-some-length.test" for number in range(100)]
+    server.say(SERVICE, "SRV", *(f"0 0 7100 {host}." for host in hosts))
+    assert await named(server, SERVICE) == [f"decode {host}:7100" for host in hosts]
+    assert server.over_tcp == 1
+
+
+async def test_a_name_is_looked_up_again_when_its_records_expire(server: NameServer) -> None:
+    server.say("alias.test", "CNAME", "decode.test.", ttl=0)
+    server.say("decode.test", "A", "10.0.0.1", ttl=3600)
+    async with aclosing(source(server, "alias.test:1").watch()) as found:
+        assert told(await anext(found)) == ["decode 10.0.0.1:1"]
+        server.say("decode.test", "A", "10.0.0.1", "10.0.0.2", ttl=3600)
+        assert told(await anext(found)) == ["decode 10.0.0.1:1", "decode 10.0.0.2:1"]
+
+
+@pytest.mark.parametrize(("ttl", "pause_seconds"), [(0, 5.0), (30, 30.0), (3600, 60.0)])
+def test_however_long_records_last_look_ups_come_within_their_bounds(ttl: int, pause_seconds: float) -> None:
+    name = LookedUpName(Role.DECODE, "decode.test:1", (), min_seconds=5.0, max_seconds=60.0)
+    assert name.pause_seconds(ttl) == pause_seconds
+
+
+async def test_what_is_said_to_last_is_looked_up_again_all_the_same(server: NameServer) -> None:
+    server.say("decode.test", "A", "10.0.0.1", ttl=3600)
+    async with aclosing(source(server, "decode.test:1", max_seconds=0.001).watch()) as found:
+        for _ in range(3):
+            await anext(found)
+    assert server.asked["decode.test", "A"] == 3
+
+
+@pytest.mark.parametrize("name", ["decode.test:1", SERVICE])
+@pytest.mark.parametrize("what", ["no name", "no records", "SERVFAIL", "REFUSED"])
+async def test_no_answer_is_a_failure_and_not_an_empty_list(server: NameServer, name: str, what: str) -> None:
+    if what == "no records":
+        server.say("decode.test", "TXT")
+        server.say(SERVICE, "TXT")
+    elif what != "no name":
+        server.failure = dns.rcode.from_text(what)
+    with pytest.raises(DNSException, match=r"decode\.test"):
+        await named(server, name)
+
+
+async def test_a_server_that_says_nothing_is_a_failure(server: NameServer) -> None:
+    server.is_silent = True
+    async with aclosing(replace(source(server, "decode.test:1"), timeout_seconds=0.05).watch()) as found:
+        with pytest.raises(DNSException, match="timed out"):
+            await anext(found)

@@ -1,0 +1,41 @@
+"""What an engine is asked when it comes up, beside its health: whether the streams of its chats tell token ids."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxy.balancer.engines.engine_facts import EngineFacts, EngineVersion, Identity
+from proxy.fleet.discovery.facts import is_to_be_asked_for_chat_ids, with_chat_ids
+from proxy.upstream.engine_json import Answer
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "is_asked"),
+    [
+        ("SGLang", (0, 5, 23), True),
+        ("SGLang", (0, 5, 16), False),
+        ("SGLang", (0, 0), False),
+        ("vLLM", (0, 33), False),
+        (None, (0, 33), False),
+    ],
+)
+def test_who_is_asked(kind: str | None, version: EngineVersion, is_asked: bool) -> None:
+    assert is_to_be_asked_for_chat_ids(EngineFacts(version, identity=Identity(kind=kind))) is is_asked
+
+
+@pytest.mark.parametrize(
+    ("answer", "tells"),
+    [
+        (Answer(400, {}, b'{"message":"temperature must be non-negative, got -1.0."}'), True),
+        (Answer(400, {}, b'{"message":"return_token_ids is not supported with streaming on /v1/chat"}'), False),
+        (Answer(400, {}, b'{"message":"return_token_ids, temperature"}'), False),
+        (Answer(400, {}, b'{"message":"no such model"}'), False),
+        (Answer(401, {}, b'{"message":"temperature"}'), False),
+        (Answer(200, {}, b"data: temperature"), False),
+        (None, False),
+    ],
+)
+def test_what_an_answer_tells(answer: Answer | None, tells: bool) -> None:
+    setup = with_chat_ids(EngineFacts(), answer).identity.setup
+    assert setup is not None
+    assert setup.tells_chat_ids is tells

@@ -1,0 +1,153 @@
+"""Instances named by files: what may stand there; and files that are broken, gone or half written do no harm."""
+
+from __future__ import annotations
+
+import json
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from proxy.fleet.discovery import files
+from proxy.fleet.discovery.files import WatchedFiles, parse_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from proxy.common.backend import Backend
+
+DECODERS = "- targets: [d:1, d:2]\n  labels: {role: decode}\n"
+
+
+def told(backends: Sequence[Backend]) -> list[str]:
+    return [
+        f"{backend.role} {backend.name}" + (f" {backend.bootstrap_port}" if backend.bootstrap_port else "")
+        for backend in backends
+    ]
+
+
+def replace_file(path: Path, text: str) -> None:
+    """As whoever keeps such a file should: nobody sees half of it."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
+
+
+async def first(pattern: Path | str) -> list[str]:
+    async with aclosing(WatchedFiles(str(pattern)).watch()) as found:
+        return told(await anext(found))
+
+
+def test_groups_are_those_of_prometheus_and_say_the_role() -> None:
+    found = parse_groups(
+        [
+            {"targets": ["10.0.0.1:7100", "[fd00::1]:7100"], "labels": {"role": "prefill", "bootstrap_port": "8998"}},
+            {"targets": ["10.0.0.2:7100 9000"], "labels": {"role": "prefill", "bootstrap_port": 8998}},
+            {"targets": ["d.example.com:7200-7201"], "labels": {"role": "decode", "rack": "7", "__path__": "/m"}},
+            {"targets": [], "labels": {"role": "encode"}},
+        ]
+    )
+    assert told(found) == [
+        "prefill 10.0.0.1:7100 8998",
+        "prefill [fd00::1]:7100 8998",
+        "prefill 10.0.0.2:7100 9000",
+        "decode d.example.com:7200",
+        "decode d.example.com:7201",
+    ]
+    assert all(backend.trusted for backend in found)
+
+
+def test_a_group_may_say_what_its_instances_serve() -> None:
+    found = parse_groups(
+        [
+            {"targets": ["p:1", "p:2 model=z"], "labels": {"role": "prefill", "model": "x, org/y"}},
+            {"targets": ["d:1"], "labels": {"role": "decode"}},
+        ]
+    )
+    assert [backend.models for backend in found] == [("x", "org/y"), ("z",), ()]
+    with pytest.raises(ValueError, match="group 1: the names of an instance's models"):
+        parse_groups([{"targets": ["p:1"], "labels": {"role": "prefill", "model": "x" * 300}}])
+
+
+@pytest.mark.parametrize(
+    ("groups", "why"),
+    [
+        (None, "there must be a list of groups"),
+        ({"targets": ["d:1"]}, "there must be a list of groups"),
+        (["d:1"], "group 1 must have targets"),
+        ([{"labels": {"role": "decode"}}], "group 1 must have targets"),
+        ([{"targets": "d:1", "labels": {"role": "decode"}}], "group 1 must have targets"),
+        ([{"targets": [7], "labels": {"role": "decode"}}], "group 1 must have targets"),
+        ([{"targets": ["d:1"]}], "group 1 must have the label role"),
+        ([{"targets": ["d:1"], "labels": ["role"]}], "group 1 must have the label role"),
+        ([{"targets": ["d:1"], "labels": {"role": "decoder"}}], "group 1 must have the label role"),
+        ([{"targets": ["d:1"], "labels": {"role": ["decode"]}}], "group 1 must have the label role"),
+        ([{"targets": ["d"], "labels": {"role": "decode"}}], "group 1: 'd' has no port"),
+        ([{"targets": ["p:1"], "labels": {"role": "prefill", "bootstrap_port": "x"}}], "group 1: bootstrap_port must"),
+        ([{"targets": ["p:1"], "labels": {"role": "prefill", "bootstrap_port": 70000}}], "group 1: bootstrap_port"),
+        ([{"targets": ["d:1"], "labels": {"role": "decode", "bootstrap_port": 1}}], "group 1 has a bootstrap_port"),
+    ],
+)
+def test_what_is_wrong_with_a_list_is_said(groups: Any, why: str) -> None:
+    with pytest.raises(ValueError, match="^" + why):
+        parse_groups(groups)
+
+
+async def test_json_and_yaml_name_the_same(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(DECODERS, encoding="utf-8")
+    group = {"targets": ["d:1", "d:2"], "labels": {"role": "decode"}}
+    (tmp_path / "a.json").write_text(json.dumps([group]), encoding="utf-8")
+    assert await first(tmp_path / "a.yaml") == await first(tmp_path / "a.json") == ["decode d:1", "decode d:2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("a.yaml", None, "a.yaml cannot be read: no such file or directory"),
+        ("*.yaml", None, r"no file fits .*/\*.yaml"),
+        ("a.yaml", "", "a.yaml: there must be a list of groups"),
+        ("a.yaml", "- targets: [d:1", "a.yaml, line 1: "),
+        ("a.yaml", "- targets: [d:1]", "a.yaml: group 1 must have the label role"),
+        ("a.json", '[{"targets"', "a.json: unexpected end of data"),
+        ("*.yaml", "- targets: [d:1]", "a.yaml: group 1 must have the label role"),
+    ],
+)
+async def test_a_file_that_is_broken_or_gone_is_a_failure_of_its_source(
+    tmp_path: Path, name: str, text: str | None, why: str
+) -> None:
+    if text is not None:
+        (tmp_path / name.replace("*", "a")).write_text(text, encoding="utf-8")
+    with pytest.raises((OSError, ValueError), match=why):
+        await first(tmp_path / name)
+
+
+async def test_changes_are_followed_also_when_files_come_and_go(tmp_path: Path) -> None:
+    one, other = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    one.write_text(DECODERS, encoding="utf-8")
+    async with aclosing(WatchedFiles(str(tmp_path / "*.yaml"), look_seconds=0.001).watch()) as found:
+        assert told(await anext(found)) == ["decode d:1", "decode d:2"]
+        replace_file(other, DECODERS.replace("d:2", "d:3"))
+        assert told(await anext(found)) == ["decode d:1", "decode d:2", "decode d:1", "decode d:3"]
+        replace_file(one, "[]")
+        assert told(await anext(found)) == ["decode d:1", "decode d:3"]
+        other.unlink()
+        assert told(await anext(found)) == []
+
+
+async def test_what_is_being_written_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(DECODERS, encoding="utf-8")
+    group = "- targets: [d:3]\n  labels: {role: decode}\n"
+    steps = ["", group, group * 2, group * 3]  # cut off after any of them, the file would be in order
+    look = files._stamps
+
+    def written_between_looks(pattern: str) -> files.Stamps:
+        if steps:
+            path.write_text(DECODERS + steps.pop(0), encoding="utf-8")
+        return look(pattern)
+
+    monkeypatch.setattr(files, "_stamps", written_between_looks)
+    async with aclosing(WatchedFiles(str(path), look_seconds=0.0).watch()) as found:
+        assert told(await anext(found)) == ["decode d:1", "decode d:2"]
+        assert told(await anext(found)) == ["decode d:1", "decode d:2", *["decode d:3"] * 3]

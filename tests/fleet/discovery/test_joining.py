@@ -1,0 +1,156 @@
+"""Joining against small real servers."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+from aiohttp.test_utils import unused_port
+
+from proxy.balancer.health.backend_health import HealthState
+from proxy.balancer.pick import PickRequest
+from proxy.balancer.roster import ADMIN, CONFIG
+from proxy.common.backend import Backend, Load, Role
+from proxy.settings import Joining
+from tests.fleet.discovery.engines import HOST, Engine, Gateway, until
+
+if TYPE_CHECKING:
+    import aiohttp
+
+
+async def test_an_instance_joins_once_it_answers(
+    session: aiohttp.ClientSession, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    engine.status = 503
+    gateway = Gateway([], joining_attempts=1_000_000)
+    async with gateway.joining(session) as joiner:
+        assert joiner.join(Backend(Role.PREFILL, HOST, engine.port))
+        assert not joiner.join(Backend(Role.PREFILL, HOST, engine.port))
+        await until(lambda: len(engine.seen) > 2)
+        assert [backend.port for backend in joiner.joining(Role.PREFILL)] == [engine.port]
+        assert (joiner.joining(Role.DECODE), gateway.names(Role.PREFILL)) == ([], [])
+        engine.status = 200
+        transition = await gateway.transitions.get()
+        assert transition.new is HealthState.UP
+        assert joiner.joining(Role.PREFILL) == []
+        assert not joiner.join(Backend(Role.PREFILL, HOST, engine.port))
+    assert f"prefill instance {HOST}:{engine.port} is added" in caplog.messages
+
+
+async def test_an_instance_that_joined_has_been_asked_and_serves_at_once(
+    session: aiohttp.ClientSession, engine: Engine
+) -> None:
+    gateway, other = Gateway([], interval_seconds=3600), Engine()
+    pool = gateway.pools[Role.PREFILL]
+    assert pool.backends() == ()
+    async with other.server, gateway.joining(session) as joiner:
+        joiner.join(Backend(Role.PREFILL, HOST, engine.port))
+        transition = await gateway.transitions.get()
+        assert (transition.new, transition.reason) == (HealthState.UP, "answered /v1/models")
+        assert pool.eligible() == (transition.backend,)
+        assert gateway.health.share_percent(transition.backend) < 100
+        await until(lambda: gateway.health.of(transition.backend).facts is not None)
+        gateway.roster.add(Backend(Role.DECODE, HOST, other.port))  # when this is probed, so would be the first
+        await gateway.transitions.get()
+    assert sorted(path for path, _ in engine.seen) == ["/v1/models", "/v1/models", "/version"]
+
+
+async def test_the_engine_key_is_not_for_instances_added_later(session: aiohttp.ClientSession, engine: Engine) -> None:
+    gateway = Gateway([])
+    async with gateway.joining(session) as joiner:
+        joiner.join(Backend(Role.DECODE, HOST, engine.port))
+        await until(lambda: ("/health", None) in engine.seen)
+    assert ("/v1/models", None) in engine.seen
+    assert not any(authorization for _, authorization in engine.seen)
+
+
+async def test_an_added_instance_gets_the_engine_key_when_the_administrator_says_so(
+    session: aiohttp.ClientSession, engine: Engine
+) -> None:
+    gateway = Gateway([])
+    async with gateway.joining(session) as joiner:
+        joiner.join(Backend(Role.DECODE, HOST, engine.port, trusted=True))
+        await gateway.transitions.get()
+    assert {authorization for _, authorization in engine.seen} == {"Bearer s3cret"}
+
+
+async def test_an_instance_that_never_answers_is_given_up_with_one_warning(
+    session: aiohttp.ClientSession, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.status = 503
+    gateway = Gateway([], joining_attempts=3)
+    async with gateway.joining(session) as joiner:
+        joiner.join(Backend(Role.PREFILL, HOST, engine.port))
+        await until(lambda: not joiner.joining(Role.PREFILL))
+    assert [path for path, _ in engine.seen] == ["/v1/models"] * 3
+    assert caplog.messages == [
+        f"prefill instance {HOST}:{engine.port} is not added: /v1/models answered with status 503"
+    ]
+
+
+async def test_removing_a_joining_instance_stops_the_waiting(session: aiohttp.ClientSession, engine: Engine) -> None:
+    engine.status = 503
+    gateway = Gateway([], joining_interval_seconds=3600)
+    async with gateway.joining(session) as joiner:
+        joiner.join(Backend(Role.PREFILL, HOST, engine.port))
+        await engine.asked.wait()
+        assert joiner.remove(Role.PREFILL, HOST, engine.port)
+        assert not joiner.remove(Role.PREFILL, HOST, engine.port)
+        assert joiner.joining(Role.PREFILL) == []
+        engine.status = 200
+        assert joiner.join(Backend(Role.PREFILL, HOST, engine.port))
+        await until(lambda: gateway.names(Role.PREFILL) == [f"{HOST}:{engine.port}"])
+        assert joiner.joining(Role.PREFILL) == []
+
+
+async def test_a_draining_instance_may_come_back(session: aiohttp.ClientSession, engine: Engine) -> None:
+    gateway = Gateway([engine.port])
+    pool = gateway.pools[Role.PREFILL]
+    async with gateway.joining(session) as joiner:
+        with pool.lease(PickRequest.of(Load())) as lease:
+            joiner.remove(Role.PREFILL, HOST, engine.port)
+            assert pool.eligible() == ()
+            assert joiner.join(Backend(Role.PREFILL, HOST, engine.port))
+            await until(lambda: pool.eligible() == (lease.backend,))
+            assert pool.in_flight(lease.backend) == 1
+
+
+async def test_an_endpoint_has_one_role(session: aiohttp.ClientSession, engine: Engine) -> None:
+    gateway = Gateway([engine.port], joining_interval_seconds=3600)
+    async with gateway.joining(session) as joiner:
+        with pytest.raises(ValueError, match="already a prefill instance"):
+            joiner.join(Backend(Role.DECODE, HOST, engine.port))
+        port = unused_port()
+        joiner.join(Backend(Role.DECODE, HOST, port))
+        with pytest.raises(ValueError, match="already a decode instance"):
+            joiner.join(Backend(Role.PREFILL, HOST, port))
+
+
+async def test_an_instance_for_which_there_is_no_room_is_given_up(
+    session: aiohttp.ClientSession, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = Gateway([])
+    for port in range(1, 9):
+        gateway.roster.add(Backend(Role.DECODE, "10.0.0.1", port))
+    async with gateway.joining(session) as joiner:
+        joiner.join(Backend(Role.PREFILL, HOST, engine.port))
+        await until(lambda: not joiner.joining(Role.PREFILL))
+    assert "there is no room for another instance" in caplog.text
+
+
+async def test_changed_settings_hold_for_the_next_instance(session: aiohttp.ClientSession) -> None:
+    gateway = Gateway([], joining_interval_seconds=3600)
+    async with gateway.joining(session) as joiner:
+        joiner.configure(Joining(max_attempts=1))
+        joiner.join(Backend(Role.DECODE, HOST, unused_port()))
+        await until(lambda: not joiner.joining(Role.DECODE))
+
+
+async def test_what_exists_is_the_administrators_from_then_on(session: aiohttp.ClientSession, engine: Engine) -> None:
+    gateway = Gateway([], [engine.port])
+    async with gateway.joining(session) as joiner:
+        assert not joiner.join(Backend(Role.DECODE, HOST, engine.port))
+    gateway.roster.sync(CONFIG, [])
+    assert [member.origins for member in gateway.roster.members(Role.DECODE)] == [(ADMIN,)]

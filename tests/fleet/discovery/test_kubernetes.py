@@ -1,0 +1,272 @@
+"""Instances that are endpoints of Kubernetes' services: what slices say, and how they are listed and watched."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from proxy.common.backend import Role
+from proxy.fleet.discovery.kubernetes import WatchedSlices
+from proxy.fleet.discovery.kubernetes.api_server import ApiServer, ApiServerError
+from proxy.fleet.discovery.kubernetes.slices import BOOTSTRAP_KEY, MODEL_KEY, instances
+from tests.asking import until
+from tests.fleet.discovery.kubernetes_server import NAMESPACE, KubernetesServer, endpoint_slice, gone
+from tests.fleet.discovery.test_files import told
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+
+def endpoint(address: str, uid: str | None = None, **conditions: bool) -> dict[str, Any]:
+    target = {} if uid is None else {"targetRef": {"kind": "Pod", "uid": uid}}
+    return {"addresses": [address], "conditions": conditions, **target}
+
+
+def named(*slices: dict[str, Any], role: Role = Role.DECODE, port_name: str | None = None) -> list[str]:
+    return told(instances(role, slices, port_name))
+
+
+# What slices say
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "expected"),
+    [
+        (None, []),
+        ([endpoint("10.0.0.1", ready=True), endpoint("10.0.0.2", ready=False)], ["decode 10.0.0.1:8000"]),
+        ([{"addresses": ["10.0.0.1"]}], ["decode 10.0.0.1:8000"]),
+        (
+            [endpoint("10.0.0.1", ready=False), endpoint("10.0.0.2", ready=False, serving=True, terminating=True)],
+            ["decode 10.0.0.1:8000"],
+        ),
+        ([endpoint("10.0.0.1", ready=True, terminating=True)], []),
+    ],
+    ids=["none", "one is not ready", "nothing is known", "none is ready", "it terminates"],
+)
+def test_endpoints_count_that_are_ready_and_stay(endpoints: Any, expected: list[str]) -> None:
+    assert named(endpoint_slice("d", endpoints=endpoints)) == expected
+
+
+def test_a_pod_with_two_addresses_or_in_two_slices_is_one_instance() -> None:
+    four = endpoint_slice("a", endpoints=[endpoint("10.0.0.1", "u1"), endpoint("10.0.0.2", "u2")])
+    six = endpoint_slice("b", endpoints=[endpoint("fd00::1", "u1"), endpoint("fd00::3", "u3")], addressType="IPv6")
+    moving = endpoint_slice("c", endpoints=[endpoint("10.0.0.2", "u2")])
+    assert named(six, four, moving) == ["decode 10.0.0.1:8000", "decode 10.0.0.2:8000", "decode [fd00::3]:8000"]
+
+
+@pytest.mark.parametrize(
+    ("ports", "port_name", "expected"),
+    [
+        ({"": 1}, None, [1]),
+        ({"api": 1}, None, [1]),
+        ({"api": 1, "bootstrap": 2}, None, [1]),
+        ({"api": 1, "http": 2}, None, [2]),
+        ({"api": 1, "metrics": 2}, "api", [1]),
+        ({"rank-0": 1, "rank-1": 2, "metrics": 3}, "rank-*", [1, 2]),
+    ],
+)
+def test_engines_listen_at_the_port_of_that_name(
+    ports: dict[str, int], port_name: str | None, expected: list[int]
+) -> None:
+    listed = [{"name": name, "port": port} for name, port in ports.items()]
+    assert named(endpoint_slice("d", "h", ports=listed), port_name=port_name) == [
+        f"decode h:{port}" for port in expected
+    ]
+
+
+@pytest.mark.parametrize(("ports", "port_name"), [({"a": 1, "b": 2}, None), ({"a": 1}, "http"), ({}, None)])
+def test_it_is_said_when_it_is_not_clear_which_port_is_the_engines(
+    ports: dict[str, int], port_name: str | None
+) -> None:
+    listed = [{"name": name, "port": port} for name, port in ports.items()]
+    with pytest.raises(ValueError, match="which port of EndpointSlice d is the engines"):
+        named(endpoint_slice("d", "h", ports=listed), port_name=port_name)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"ports": [{"name": "http", "port": 8000}, {"name": "bootstrap", "port": 8998}]},
+        {"metadata": {"name": "p", "annotations": {BOOTSTRAP_KEY: "8998"}}},
+        {"metadata": {"name": "p", "labels": {BOOTSTRAP_KEY: "8998"}}},
+    ],
+    ids=["port", "annotation", "label"],
+)
+def test_prefillers_have_the_bootstrap_port_that_their_slice_has(more: dict[str, Any]) -> None:
+    assert named(endpoint_slice("p", "h", **more), role=Role.PREFILL) == ["prefill h:8000 8998"]
+    assert named(endpoint_slice("p", "h", **more)) == ["decode h:8000"]
+
+
+def test_a_bootstrap_port_that_is_none_is_refused() -> None:
+    wrong = endpoint_slice("p", "h", metadata={"name": "p", "annotations": {BOOTSTRAP_KEY: "x"}})
+    with pytest.raises(ValueError, match=f"{BOOTSTRAP_KEY} of EndpointSlice p must be a port"):
+        named(wrong, role=Role.PREFILL)
+
+
+@pytest.mark.parametrize("where", ["annotations", "labels"])
+def test_what_endpoints_serve_may_stand_at_their_slice(where: str) -> None:
+    said = endpoint_slice("d", "h", metadata={"name": "d", where: {MODEL_KEY: "x,y"}})
+    assert [backend.models for backend in instances(Role.DECODE, [said], None)] == [("x", "y")]
+    assert [backend.models for backend in instances(Role.DECODE, [endpoint_slice("d", "h")], None)] == [()]
+    wrong = endpoint_slice("d", "h", metadata={"name": "d", where: {MODEL_KEY: "x" * 300}})
+    with pytest.raises(ValueError, match=f"{MODEL_KEY} of EndpointSlice d: the names"):
+        instances(Role.DECODE, [wrong], None)
+
+
+# Listing and watching
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[KubernetesServer]:
+    async with KubernetesServer() as server:
+        yield server
+
+
+def source(server: KubernetesServer, **options: Any) -> WatchedSlices:
+    api = replace(ApiServer(server.url, None, None, NAMESPACE, pause_seconds=0.001), **options)
+    return WatchedSlices(Role.DECODE, "kubernetes.io/service-name=decode", api, None)
+
+
+def decode_slice(name: str, *addresses: str) -> dict[str, Any]:
+    return endpoint_slice(name, *addresses, labels={"kubernetes.io/service-name": "decode"})
+
+
+async def test_changes_are_followed_without_another_list(server: KubernetesServer) -> None:
+    server.put(decode_slice("d-1", "10.0.0.1"))
+    server.put(endpoint_slice("prefill", "10.0.9.1"))
+    async with aclosing(source(server).watch()) as found:
+        assert told(await anext(found)) == ["decode 10.0.0.1:8000"]
+        server.put(decode_slice("d-2", "10.0.0.2"))
+        assert told(await anext(found)) == ["decode 10.0.0.1:8000", "decode 10.0.0.2:8000"]
+        server.put(decode_slice("d-1", "10.0.0.3"))
+        assert told(await anext(found)) == ["decode 10.0.0.3:8000", "decode 10.0.0.2:8000"]
+        server.delete("d-2")
+        assert told(await anext(found)) == ["decode 10.0.0.3:8000"]
+    assert (server.lists, server.watches) == (1, ["102"])
+    await until(lambda: not server.watching, "the watch to be left")
+
+
+async def test_a_long_list_comes_in_pages_and_a_long_event_in_pieces(server: KubernetesServer) -> None:
+    server.page = 2
+    for number in range(5):
+        server.put(decode_slice(f"d-{number}", f"10.0.0.{number}"))
+    async with aclosing(source(server).watch()) as found:
+        assert len(await anext(found)) == 5
+        assert server.lists == 3
+        addresses = [f"10.1.{high}.{low}" for high in range(40) for low in range(250)]
+        server.put(decode_slice("large", *addresses))
+        assert len(await anext(found)) == 5 + len(addresses)
+
+
+async def test_a_watch_that_ends_goes_on_from_the_last_bookmark(server: KubernetesServer) -> None:
+    server.put(decode_slice("d-1", "10.0.0.1"))
+    async with aclosing(source(server).watch()) as found:
+        await anext(found)
+        server.put(decode_slice("d-1", "10.0.0.2"))
+        await anext(found)
+        server.bookmark()
+        server.forget()
+        server.end_watches()
+        server.put(decode_slice("d-1", "10.0.0.3"))
+        assert told(await anext(found)) == ["decode 10.0.0.3:8000"]
+    assert (server.lists, server.watches) == (1, ["101", "112"])
+
+
+@pytest.mark.parametrize("how", ["status", "event"])
+async def test_what_the_server_has_forgotten_is_listed_again(server: KubernetesServer, how: str) -> None:
+    server.put(decode_slice("d-1", "10.0.0.1"))
+    async with aclosing(source(server).watch()) as found:
+        await anext(found)
+        server.put(decode_slice("d-1", "10.0.0.2"))
+        await anext(found)
+        server.end_watches(gone() if how == "event" else None)
+        server.delete("d-1")
+        server.put(decode_slice("d-2", "10.0.0.3"))
+        server.forget()
+        assert told(await anext(found)) == ["decode 10.0.0.3:8000"]
+        assert server.lists == 2
+        server.put(decode_slice("d-2", "10.0.0.4"))
+        assert told(await anext(found)) == ["decode 10.0.0.4:8000"]
+
+
+async def test_an_error_in_a_watch_is_a_failure(server: KubernetesServer) -> None:
+    async with aclosing(source(server).watch()) as found:
+        assert list(await anext(found)) == []
+        server.put(decode_slice("d", "10.0.0.1"))
+        await anext(found)
+        server.end_watches({"kind": "Status", "code": 500, "message": "etcdserver: no leader"})
+        with pytest.raises(ApiServerError, match=r"^the API server answered 500: etcdserver: no leader$"):
+            await anext(found)
+
+
+async def test_a_server_that_refuses_is_quoted(server: KubernetesServer) -> None:
+    server.refusal = 403, 'endpointslices is forbidden: User "pdproxy" cannot list resource'
+    with pytest.raises(ApiServerError, match=r"^the API server answered 403: endpointslices is forbidden"):
+        async with aclosing(source(server).watch()) as found:
+            await anext(found)
+
+
+async def test_the_token_is_read_anew_for_each_request(server: KubernetesServer, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("one\n", encoding="utf-8")
+    server.token = "one"
+    async with aclosing(source(server, token_file=file).watch()) as found:
+        await anext(found)
+        server.put(decode_slice("d", "10.0.0.1"))
+        await anext(found)
+        server.token = "two"
+        file.write_text("two\n", encoding="utf-8")
+        server.end_watches()
+        server.put(decode_slice("d", "10.0.0.2"))
+        assert told(await anext(found)) == ["decode 10.0.0.2:8000"]
+    file.unlink()
+    with pytest.raises(ApiServerError, match="token cannot be read: no such file or directory"):
+        async with aclosing(source(server, token_file=file).watch()) as found:
+            await anext(found)
+
+
+async def test_outside_of_a_cluster_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    pod = WatchedSlices(Role.DECODE, "a=b", ApiServer(None, None, None, None), None)
+    with pytest.raises(ApiServerError, match=r"this is no pod of Kubernetes: set kubernetes\.api_server"):
+        async with aclosing(pod.watch()) as found:
+            await anext(found)
+
+
+@pytest.mark.fault(111)
+async def test_a_list_without_an_end_is_a_failure(server: KubernetesServer) -> None:
+    server.is_endless = True
+    server.put(decode_slice("d", "10.0.0.1"))
+    async with aclosing(source(server).watch()) as found:
+        with pytest.raises(ApiServerError, match="more than 200 pages"):
+            await anext(found)
+
+
+@pytest.mark.fault(111)
+async def test_more_objects_than_any_fleet_has_are_a_failure(server: KubernetesServer) -> None:
+    for number in range(10_001):
+        server.put(decode_slice(f"d{number}"))
+    async with aclosing(source(server).watch()) as found:
+        with pytest.raises(ApiServerError, match="more than 200 pages"):
+            await anext(found)
+
+
+@pytest.mark.fault(111)
+async def test_changes_that_come_together_are_told_together(server: KubernetesServer) -> None:
+    server.put(decode_slice("d", "10.0.0.1"))
+    async with aclosing(source(server).watch()) as found:
+        await anext(found)
+        following = asyncio.ensure_future(anext(found))
+        await until(lambda: server.watching, "the watch")
+        for number in range(1000):
+            server.put(decode_slice(f"e{number % 100}", f"10.0.1.{number % 100 + 1}"))
+        states = 0
+        while len(await following) < 101:
+            states += 1
+            following = asyncio.ensure_future(anext(found))
+    assert states < 200

@@ -1,0 +1,445 @@
+"""Probing against small real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from itertools import pairwise
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer, unused_port
+
+from proxy.balancer.engines.engine_facts import UNKNOWN_VERSION, EngineFacts
+from proxy.balancer.health.backend_health import HealthState
+from proxy.balancer.health.health import Transition
+from proxy.balancer.pick import PickRequest
+from proxy.common.backend import Backend, Load, Role
+from proxy.common.errors import Failure, UpstreamError
+from proxy.fleet.discovery.prober import log_transition
+from proxy.settings import HealthChecks
+from tests.fleet.discovery.engines import HOST, Engine, Gateway, until
+
+
+async def test_one_good_answer_confirms_a_backend(session: aiohttp.ClientSession, engine: Engine) -> None:
+    gateway = Gateway([engine.port])
+    assert not gateway.pools[Role.PREFILL].is_ready()
+    async with gateway.prober(session):
+        transition = await gateway.transitions.get()
+    assert (transition.old, transition.new) == (HealthState.UNKNOWN, HealthState.UP)
+    assert gateway.pools[Role.PREFILL].is_ready()
+    assert engine.seen[0] == ("/health", "Bearer s3cret")
+
+
+async def test_a_failing_backend_falls_and_rises_again(session: aiohttp.ClientSession, engine: Engine) -> None:
+    gateway = Gateway([engine.port])
+    async with gateway.prober(session):
+        await gateway.transitions.get()
+        engine.status, engine.seen = 503, []
+        down = await gateway.transitions.get()
+        assert (down.new, down.reason) == (HealthState.DOWN, "/health answered with status 503")
+        assert len(engine.seen) >= 3
+        engine.status, engine.seen = 200, []
+        up = await gateway.transitions.get()
+        assert up.new is HealthState.UP
+        assert len(engine.seen) >= 2
+
+
+async def test_nobody_listening_is_a_failed_probe(session: aiohttp.ClientSession) -> None:
+    gateway = Gateway([unused_port()])
+    async with gateway.prober(session):
+        transition = await gateway.transitions.get()
+    assert (transition.new, transition.reason) == (HealthState.DOWN, "cannot connect (connection refused)")
+
+
+async def test_a_probe_that_takes_too_long_has_failed(session: aiohttp.ClientSession) -> None:
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    silent = await asyncio.start_server(accept, HOST, 0)
+    async with silent:
+        gateway = Gateway([silent.sockets[0].getsockname()[1]], timeout_seconds=0.05)
+        async with gateway.prober(session):
+            transition = await gateway.transitions.get()
+    assert (transition.new, transition.reason) == (HealthState.DOWN, "/health did not answer within 0.05 s")
+
+
+async def test_a_host_that_can_be_none_is_a_failed_probe(session: aiohttp.ClientSession) -> None:
+    gateway = Gateway([])
+    gateway.roster.add(Backend(Role.PREFILL, "a..b", 1))
+    async with gateway.prober(session):
+        assert (await gateway.transitions.get()).new is HealthState.DOWN
+
+
+async def test_one_slow_backend_does_not_hold_up_the_others(session: aiohttp.ClientSession, engine: Engine) -> None:
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    silent = await asyncio.start_server(accept, HOST, 0)
+    async with silent:
+        gateway = Gateway([silent.sockets[0].getsockname()[1], engine.port])
+        async with gateway.prober(session):
+            await until(lambda: len(engine.seen) > 3)
+    assert gateway.transitions.get_nowait().backend.port == engine.port
+    assert gateway.transitions.empty()
+
+
+async def test_a_drained_backend_is_dropped(
+    session: aiohttp.ClientSession, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    gateway = Gateway([engine.port])
+    async with gateway.prober(session):
+        with gateway.pools[Role.PREFILL].lease(PickRequest.of(Load())):
+            assert gateway.roster.remove(Role.PREFILL, HOST, engine.port)
+            engine.seen.clear()
+            await until(lambda: len(engine.seen) > 1)
+            assert gateway.names(Role.PREFILL) == [f"{HOST}:{engine.port}"]
+        await until(lambda: not gateway.names(Role.PREFILL))
+    assert f"prefill instance {HOST}:{engine.port} is removed" in caplog.messages
+
+
+async def test_a_backend_that_left_during_its_probe_stays_forgotten(session: aiohttp.ClientSession) -> None:
+    arrived, go_on = asyncio.Event(), asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        arrived.set()
+        await go_on.wait()
+        return web.Response()
+
+    app = web.Application()
+    app.add_routes([web.get("/health", answer)])
+    async with TestServer(app, host=HOST) as server:
+        assert server.port is not None
+        gateway = Gateway([server.port])
+        (backend,) = gateway.pools[Role.PREFILL].backends()
+        async with gateway.prober(session) as prober:
+            await arrived.wait()
+            gateway.roster.remove(Role.PREFILL, HOST, server.port)
+            prober.drop_drained()
+            go_on.set()
+            arrived.clear()
+            # What is heard next comes after the old probe's end.
+            gateway.roster.add(Backend(Role.DECODE, HOST, server.port))
+            await gateway.transitions.get()
+        assert gateway.health.of(backend).state is HealthState.UNKNOWN
+
+
+async def test_an_instance_that_another_worker_added_serves_once_it_has_passed_a_probe(
+    session: aiohttp.ClientSession, engine: Engine
+) -> None:
+    gateway = Gateway([unused_port()], interval_seconds=3600)
+    pool = gateway.pools[Role.PREFILL]
+    (known,) = pool.backends()
+    gateway.roster.add(Backend(Role.PREFILL, HOST, engine.port))
+    _, added = pool.backends()
+    assert pool.eligible() == (known,)
+    async with gateway.prober(session):
+        changes = {(change.backend, change.new) for change in [await gateway.transitions.get() for _ in range(2)]}
+    assert changes == {(known, HealthState.DOWN), (added, HealthState.UP)}
+    assert pool.eligible() == (added,)
+
+
+async def test_a_backend_that_refused_connections_is_asked_soon_and_is_back_when_it_answers(
+    session: aiohttp.ClientSession, engine: Engine
+) -> None:
+    gateway = Gateway([engine.port, unused_port()], interval_seconds=3600)
+    backend, _ = gateway.pools[Role.PREFILL].backends()
+    async with gateway.prober(session):
+        await until(lambda: gateway.health.of(backend).facts is not None)
+        while not gateway.transitions.empty():
+            gateway.transitions.get_nowait()
+        gateway.health.forget(gateway.pools[Role.PREFILL].backends()[1])
+        for _ in range(2):
+            gateway.pools[Role.PREFILL].report(backend, UpstreamError(Failure.CONNECT, backend, "refused"))
+        assert gateway.health.of(backend).state is HealthState.EJECTED
+        await until(lambda: gateway.health.of(backend).state is HealthState.UP)
+        await until(lambda: gateway.health.of(backend).facts is not None)
+
+
+async def test_an_engine_is_asked_once_what_it_is(session: aiohttp.ClientSession, engine: Engine) -> None:
+    gateway = Gateway([engine.port])
+    (backend,) = gateway.pools[Role.PREFILL].backends()
+    async with gateway.prober(session):
+        await until(lambda: gateway.health.of(backend).facts == EngineFacts((0, 18), 4096))
+        probes = len(engine.seen)
+        await until(lambda: len(engine.seen) > probes + 2)
+    asked = Counter(path for path, _ in engine.seen)
+    assert (asked["/version"], asked["/v1/models"]) == (1, 1)
+    assert {authorization for _, authorization in engine.seen} == {"Bearer s3cret"}
+
+
+async def test_an_engine_that_comes_back_is_asked_again_and_not_before_it_is_up(
+    session: aiohttp.ClientSession, engine: Engine
+) -> None:
+    gateway = Gateway([engine.port])
+    (backend,) = gateway.pools[Role.PREFILL].backends()
+    async with gateway.prober(session):
+        await until(lambda: gateway.health.of(backend).facts is not None)
+        engine.status = 503
+        await until(lambda: not gateway.health.of(backend).is_healthy)
+        assert gateway.health.of(backend).facts is None
+        engine.answers["/version"] = {"version": "0.30.0"}
+        engine.status, engine.seen = 200, []
+        await until(lambda: gateway.health.of(backend).facts == EngineFacts((0, 30), 4096))
+    asked = Counter(path for path, _ in engine.seen)
+    assert (asked["/version"], asked["/v1/models"]) == (1, 1)
+
+
+async def test_prober_asks_facts_of_an_engine_on_probation(session: aiohttp.ClientSession, engine: Engine) -> None:
+    """Its first request ends the probation, and the requests behind it depend on the facts."""
+    gateway = Gateway([engine.port, unused_port()])
+    pool = gateway.pools[Role.PREFILL]
+    backend, other = pool.backends()
+    async with gateway.prober(session):
+        await until(lambda: gateway.health.of(backend).facts is not None)
+        gateway.health.forget(other)
+        for _ in range(5):
+            pool.report(backend, UpstreamError(Failure.BROKEN, backend, "broken"))
+        engine.status = 503
+        await until(lambda: gateway.health.of(backend).state is HealthState.DOWN)
+        engine.answers["/version"], engine.status = {"version": "0.30.0"}, 200
+        await until(lambda: gateway.health.of(backend).facts == EngineFacts((0, 30), 4096))
+        assert gateway.health.of(backend).state in (HealthState.EJECTED, HealthState.PROBATION)
+
+
+async def test_an_engine_may_say_how_much_it_works_on_at_a_time(session: aiohttp.ClientSession, engine: Engine) -> None:
+    engine.answers["/server_info"] = {"internal_states": [{"effective_max_running_requests_per_dp": 8}] * 2}
+    gateway = Gateway([engine.port])
+    pool = gateway.pools[Role.PREFILL]
+    (backend,) = pool.backends()
+    async with gateway.prober(session):
+        await until(lambda: pool.limit(backend) == 16)
+        assert gateway.health.of(backend).facts == EngineFacts((0, 18), 4096, 16, ranks=2)
+        probes = len(engine.seen)
+        await until(lambda: len(engine.seen) > probes + 2)
+    assert [path for path, _ in engine.seen].count("/server_info") == 1
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("vllm", 2), ("somebody", None)])
+async def test_vllm_that_does_not_tell_its_configuration_has_gauges_for_its_ranks(
+    session: aiohttp.ClientSession, engine: Engine, kind: str, ranks: int | None
+) -> None:
+    engine.answers["/v1/models"] = {"data": [{"id": "kimi", "owned_by": kind}]}
+    engine.answers["/metrics"] = "".join(f'vllm:num_requests_running{{engine="{rank}"}} 0.0\n' for rank in range(2))
+    gateway = Gateway([engine.port])
+    (backend,) = gateway.pools[Role.PREFILL].backends()
+    async with gateway.prober(session):
+        await until(lambda: gateway.health.of(backend).facts == EngineFacts((0, 18), ranks=ranks))
+        probes = len(engine.seen)
+        await until(lambda: len(engine.seen) > probes + 2)
+    assert [path for path, _ in engine.seen].count("/metrics") == (ranks is not None)
+
+
+async def test_how_much_an_engine_worked_on_before_it_went_down_says_nothing(session: aiohttp.ClientSession) -> None:
+    asked, go_on, answers = asyncio.Event(), asyncio.Event(), iter([8, 4])
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path != "/server_info":
+            return web.json_response({"version": "0.18.1"})
+        limit = next(answers)
+        if limit == 8:
+            asked.set()
+            await go_on.wait()
+        return web.json_response({"internal_states": [{"effective_max_running_requests_per_dp": limit}]})
+
+    app = web.Application()
+    app.add_routes([web.get(path, answer) for path in ("/health", "/version", "/v1/models", "/server_info")])
+    async with TestServer(app, host=HOST) as server:
+        assert server.port is not None
+        gateway = Gateway([server.port])
+        pool = gateway.pools[Role.PREFILL]
+        (backend,) = pool.backends()
+        async with gateway.prober(session):
+            await asked.wait()
+            for ok in (False, False, False, True, True):
+                gateway.health.on_probe(backend, ok, "test")
+            await until(lambda: pool.limit(backend) == 4)
+            go_on.set()
+            await until(lambda: not [task for task in asyncio.all_tasks() if "_ask_setup" in repr(task)])
+        assert pool.limit(backend) == 4
+
+
+async def test_how_an_engine_was_started_is_heard_also_if_its_models_change_while_it_is_asked(
+    session: aiohttp.ClientSession,
+) -> None:
+    asked, go_on, model = asyncio.Event(), asyncio.Event(), "kimi"
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/server_info":
+            asked.set()
+            await go_on.wait()
+        limit = [{"effective_max_running_requests_per_dp": 8}]
+        return web.json_response({"version": "0.18.1", "data": [{"id": model}], "internal_states": limit})
+
+    app = web.Application()
+    app.add_routes([web.get(path, answer) for path in ("/health", "/version", "/v1/models", "/server_info")])
+    async with TestServer(app, host=HOST) as server:
+        assert server.port is not None
+        gateway = Gateway([server.port])
+        gateway.checks = gateway.checks.model_copy(update={"models_interval_seconds": 0.01})
+        pool = gateway.pools[Role.PREFILL]
+        (backend,) = pool.backends()
+
+        def models() -> frozenset[str]:
+            facts = gateway.health.of(backend).facts
+            return frozenset() if facts is None else facts.identity.models
+
+        async with gateway.prober(session):
+            await asked.wait()
+            model = "glm"
+            await until(lambda: models() == {"glm"})
+            go_on.set()
+            await until(lambda: pool.limit(backend) == 8)
+            assert models() == {"glm"}
+
+
+@pytest.mark.parametrize("says", [None, "no", {"detail": "Not Found"}, {"data": 7, "version": 7}])
+async def test_an_engine_that_does_not_say_what_it_is_is_well_and_not_asked_again(
+    session: aiohttp.ClientSession, engine: Engine, says: object
+) -> None:
+    engine.answers = {"/version": says, "/v1/models": says}
+    gateway = Gateway([engine.port])
+    (backend,) = gateway.pools[Role.PREFILL].backends()
+    async with gateway.prober(session):
+        await until(lambda: gateway.health.of(backend).facts == EngineFacts(UNKNOWN_VERSION, None))
+        probes = len(engine.seen)
+        await until(lambda: len(engine.seen) > probes + 2)
+    assert gateway.health.of(backend).is_confirmed
+    assert [path for path, _ in engine.seen].count("/version") == 1
+
+
+@pytest.mark.parametrize("path", ["/version", "/v1/models"])
+async def test_one_that_did_not_answer_what_it_is_is_asked_again(session: aiohttp.ClientSession, path: str) -> None:
+    """It had much to do when it came up."""
+    asked: Counter[str] = Counter()
+
+    async def answer(request: web.Request) -> web.Response:
+        asked[request.path] += 1
+        if request.path == path and asked[path] <= 4:
+            assert request.transport is not None
+            request.transport.abort()
+        return web.json_response({"version": "0.18.1", "data": [{"id": "kimi", "max_model_len": 4096}]})
+
+    app = web.Application()
+    app.add_routes([web.get(each, answer) for each in ("/health", "/version", "/v1/models")])
+    async with TestServer(app, host=HOST) as server:
+        assert server.port is not None
+        gateway = Gateway([server.port])
+        (backend,) = gateway.pools[Role.PREFILL].backends()
+        async with gateway.prober(session):
+            pool = gateway.pools[Role.PREFILL]
+            await until(lambda: pool.engine_version(backend) is not None and pool.max_model_len(backend) == 4096)
+            count, probes = asked[path], asked["/health"]
+            await until(lambda: asked["/health"] > probes + 2)
+        assert asked[path] == count
+
+
+async def test_what_an_engine_is_is_forgotten_when_it_left_while_it_was_asked(
+    session: aiohttp.ClientSession,
+) -> None:
+    asked, go_on = asyncio.Event(), asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/version":
+            asked.set()
+            await go_on.wait()
+        return web.json_response({"version": "0.18.1"})
+
+    app = web.Application()
+    app.add_routes([web.get(path, answer) for path in ("/health", "/version", "/v1/models")])
+    async with TestServer(app, host=HOST) as server:
+        assert server.port is not None
+        gateway = Gateway([server.port])
+        (backend,) = gateway.pools[Role.PREFILL].backends()
+        async with gateway.prober(session) as prober:
+            await asked.wait()
+            gateway.roster.remove(Role.PREFILL, HOST, server.port)
+            prober.drop_drained()
+            assert gateway.names(Role.PREFILL) == []
+            go_on.set()
+            # What is heard of it comes after the old answer.
+            gateway.roster.add(Backend(Role.DECODE, HOST, server.port))
+            await until(lambda: gateway.health.of(Backend(Role.DECODE, HOST, server.port or 0)).facts is not None)
+        assert gateway.health.of(backend).facts is None
+
+
+async def test_leaving_ends_everything_at_once(session: aiohttp.ClientSession, engine: Engine) -> None:
+    engine.status = 503
+    gateway = Gateway([engine.port], interval_seconds=3600, joining_interval_seconds=3600)
+    before = asyncio.all_tasks()
+    async with gateway.joining(session) as joiner:
+        joiner.join(Backend(Role.DECODE, HOST, unused_port()))
+        await gateway.transitions.get()
+    ours = {task for task in asyncio.all_tasks() - before if "Prober" in repr(task) or "Joiner" in repr(task)}
+    assert not ours
+    assert joiner.joining(Role.DECODE) == []
+
+
+async def test_changed_settings_hold_for_the_next_probe(session: aiohttp.ClientSession, engine: Engine) -> None:
+    gateway = Gateway([engine.port])
+    async with gateway.prober(session) as prober:
+        await gateway.transitions.get()
+        prober.configure(HealthChecks(path="/nowhere", interval_seconds=0.01, changing_interval_seconds=0.01))
+        transition = await gateway.transitions.get()
+        assert (transition.new, transition.reason) == (HealthState.DOWN, "/nowhere answered with status 404")
+
+
+async def test_a_transition_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    backend = Backend(Role.DECODE, "10.0.0.1", 7100)
+    up, down, ejected, probation = (HealthState(word) for word in ("up", "down", "ejected", "on probation"))
+    for old, new, reason in (
+        (up, down, "cannot connect (connection refused)"),
+        (down, up, "passed its health check"),
+        (up, ejected, "answered with status 500, 5 failures in a row, for 31 s"),
+        (ejected, probation, "the next request decides"),
+    ):
+        log_transition(Transition(backend, old, new, reason))
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", "decode instance 10.0.0.1:7100 is down: cannot connect (connection refused)"),
+        ("INFO", "decode instance 10.0.0.1:7100 is up: passed its health check"),
+        (
+            "WARNING",
+            "decode instance 10.0.0.1:7100 is ejected: answered with status 500, 5 failures in a row, for 31 s",
+        ),
+        ("INFO", "decode instance 10.0.0.1:7100 is on probation: the next request decides"),
+    ]
+
+
+async def test_whether_an_engine_is_gone_is_asked_on_a_new_connection(session: aiohttp.ClientSession) -> None:
+    """A process that has closed its listener may still serve the connections that it has."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.readuntil(b"\r\n\r\n"):
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    listener = await asyncio.start_server(serve, HOST, 0)
+    port = listener.sockets[0].getsockname()[1]
+    gateway = Gateway([port], interval_seconds=3600.0)
+    (backend,) = gateway.pools[Role.PREFILL].backends()
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as fresh,
+        gateway.prober(session, fresh) as prober,
+    ):
+        await gateway.transitions.get()
+        assert not await prober.is_gone(backend, 0.0)
+        listener.close()
+        async with session.get(f"http://{HOST}:{port}/health") as answer:  # on the connection that was kept
+            assert answer.status == 200
+        assert await prober.is_gone(backend, 0.0)
+
+
+@pytest.mark.fault(111)
+async def test_many_health_checks_do_not_begin_in_one_turn_of_the_loop(session: aiohttp.ClientSession) -> None:
+    gateway = Gateway([unused_port() for _ in range(45)], interval_seconds=3600.0)
+    begun: list[int] = []
+    async with gateway.prober(session) as prober:
+        while not begun or begun[-1] < 45:
+            begun.append(len(prober._due))
+            await asyncio.sleep(0)
+    assert max(later - earlier for earlier, later in pairwise(begun)) <= 10

@@ -1,0 +1,244 @@
+"""The roster follows what sources of discovery name, whatever happens to these."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from contextlib import aclosing, asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.balancer.roster import Roster
+from proxy.balancer.shared.scoreboard import Scoreboard
+from proxy.balancer.shared.source_states import SourceStates
+from proxy.common.backend import Backend, Role
+from proxy.fleet.discovery.own_address import OwnAddresses
+from proxy.fleet.discovery.watcher import Watcher, look_once
+from proxy.settings import Settings
+from tests.asking import until
+from tests.fleet.discovery.listed import Listed
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator
+
+SETTINGS = Settings.model_validate({"prefill": ["p:1"], "decode": ["d:1"]})
+
+
+def decoder(port: int) -> Backend:
+    return Backend(Role.DECODE, "d", port)
+
+
+class Gateway:
+    """A roster with one configured decoder, and who watches sources for it."""
+
+    def __init__(self) -> None:
+        self.roster = Roster([], [("d", 1)], Scoreboard(slots=4))
+        self.states = SourceStates()
+
+    def members(self) -> list[str]:
+        return [
+            f"{member.backend.port} {'+'.join(member.origins) or 'draining'}"
+            for member in self.roster.members(Role.DECODE)
+        ]
+
+    @asynccontextmanager
+    async def watching(self, **sources: Listed) -> AsyncIterator[Watcher]:
+        kinds = {kind: lambda _, source=source: [source] for kind, source in sources.items()}
+        roles = (Role.PREFILL, Role.DECODE)
+        async with Watcher(kinds, self.roster, self.states, roles, SETTINGS, retry_seconds=0.001) as watcher:
+            yield watcher
+        assert all(source.watches == 0 for source in sources.values())
+
+    def state(self, origin: str) -> tuple[bool, int, str | None]:
+        """Whether a source has told anything, how often it has failed, and what is wrong now."""
+        state = self.states.all()[origin]
+        return state.told_at is not None, state.failures, state.problem
+
+    async def has(self, *members: str) -> None:
+        await until(lambda: self.members() == list(members), f"the members to be {members}")
+
+
+@pytest.fixture
+def gateway(caplog: pytest.LogCaptureFixture) -> Gateway:
+    caplog.set_level(logging.INFO, "proxy.discovery")
+    return Gateway()
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    return [(record.levelname, record.getMessage()) for record in caplog.records]
+
+
+async def test_instances_come_and_go_as_a_source_names_them(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+    listed = Listed(decoder(2))
+    async with gateway.watching(listed=listed):
+        await gateway.has("1 config", "2 listed:test")
+        listed.say(decoder(1), decoder(3))
+        await gateway.has("1 config+listed:test", "2 draining", "3 listed:test")
+        listed.say()
+        await gateway.has("1 config", "2 draining", "3 draining")
+    assert lines(caplog) == [
+        ("INFO", "discovery by listed:test has added decode d:2"),
+        ("INFO", "discovery by listed:test has added decode d:3"),
+        ("INFO", "discovery by listed:test has removed decode d:2"),
+        ("INFO", "discovery by listed:test has removed decode d:3"),
+    ]
+
+
+async def test_what_was_named_last_holds_while_a_source_fails(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    listed = Listed(decoder(2))
+    async with gateway.watching(listed=listed):
+        await gateway.has("1 config", "2 listed:test")
+        caplog.clear()
+        listed.fail(OSError("no such name"))
+        await until(lambda: caplog.records, "the failure to be told")
+        assert gateway.members() == ["1 config", "2 listed:test"]
+        was_told, failures, problem = gateway.state("listed:test")
+        assert (was_told, failures > 0, problem) == (True, True, "no such name")
+        listed.say(decoder(2))
+        await until(lambda: len(caplog.records) > 1, "it to be told that it is well again")
+        assert gateway.state("listed:test")[::2] == (True, None)
+    assert lines(caplog) == [
+        ("WARNING", "discovery by listed:test fails, and its instances stay as they are: no such name"),
+        ("INFO", "discovery by listed:test is well again"),
+    ]
+
+
+async def test_a_source_that_fails_again_and_again_is_one_line(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries = 0
+
+    class Broken(Listed):
+        def watch(self):  # type: ignore[no-untyped-def]
+            nonlocal tries
+            tries += 1
+            raise RuntimeError
+
+    async with gateway.watching(listed=Broken()):
+        await until(lambda: tries > 3, "some tries")
+    assert lines(caplog) == [
+        ("WARNING", "discovery by listed:test fails, and its instances stay as they are: RuntimeError")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (Backend(Role.PREFILL, "d", 1), "d:1 is already a decode instance"),
+        (Backend(Role.ENCODE, "e", 1), "e:1: this gateway has no encode instances"),
+    ],
+)
+async def test_a_list_that_cannot_be_changes_nothing(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture, wrong: Backend, why: str
+) -> None:
+    listed = Listed(decoder(2), wrong)
+    async with gateway.watching(listed=listed):
+        await until(lambda: caplog.records, "the mistake to be told")
+        assert gateway.members() == ["1 config"]
+        listed.say(decoder(2))
+        await gateway.has("1 config", "2 listed:test")
+    assert lines(caplog)[0] == ("WARNING", f"discovery by listed:test fails, and its instances stay as they are: {why}")
+
+
+async def test_one_source_that_fails_does_not_hold_up_another(gateway: Gateway) -> None:
+    failing, other = Listed(), Listed(decoder(2))
+    failing.fail(OSError("no such name"))
+    async with gateway.watching(failing=failing, other=other):
+        await gateway.has("1 config", "2 other:test")
+
+
+async def test_the_next_worker_goes_on_from_what_was_named_last(gateway: Gateway) -> None:
+    async with gateway.watching(listed=Listed(decoder(2), decoder(3))):
+        await gateway.has("1 config", "2 listed:test", "3 listed:test")
+    async with gateway.watching(listed=Listed(decoder(3))):
+        await gateway.has("1 config", "2 draining", "3 listed:test")
+
+
+async def test_a_source_that_the_settings_do_not_want_any_more_is_left(gateway: Gateway) -> None:
+    listed, wanted = Listed(decoder(2)), True
+    kinds = {"listed": lambda _: [listed] if wanted else []}
+    async with Watcher(kinds, gateway.roster, gateway.states, tuple(Role), SETTINGS) as watcher:
+        await gateway.has("1 config", "2 listed:test")
+        watcher.configure(SETTINGS)
+        assert gateway.members() == ["1 config", "2 listed:test"]
+        wanted = False
+        watcher.configure(SETTINGS)
+        assert gateway.members() == ["1 config", "2 draining"]
+        await until(lambda: listed.watches == 0, "it to be left")
+        assert gateway.states.all() == {}
+
+
+async def test_what_moves_from_one_source_to_another_stays(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+    sources = [Listed(decoder(2), decoder(3))]
+    kinds = {"listed": lambda _: sources}
+    async with Watcher(kinds, gateway.roster, gateway.states, tuple(Role), SETTINGS, retry_seconds=0.001) as watcher:
+        await gateway.has("1 config", "2 listed:test", "3 listed:test")
+        new = Listed(decoder(2))
+        new.name = "new"
+        new.fail(OSError("not yet"))
+        sources[:] = [new]
+        watcher.configure(SETTINGS)
+        await until(lambda: gateway.state("listed:new")[1], "the new one to fail")
+        assert gateway.members() == ["1 config", "2 listed:test", "3 listed:test"]
+        caplog.clear()
+        new.say(decoder(2))
+        await gateway.has("1 config", "2 listed:new", "3 draining")
+    assert [line for _, line in lines(caplog) if "removed" in line] == [
+        "discovery by listed:test has removed decode d:3"
+    ]
+
+
+async def test_to_look_once_is_to_look_at_all_at_the_same_time() -> None:
+    meeting = asyncio.Barrier(2)
+
+    class Met(Listed):
+        """It tells when another one is asked, too."""
+
+        async def watch(self) -> AsyncGenerator[tuple[Backend, ...], None]:
+            await meeting.wait()
+            async with aclosing(super().watch()) as lists:
+                async for told in lists:
+                    yield told
+
+    gateway = Gateway()
+    failing = Listed()
+    failing.fail(OSError("gone"))
+    sources = {"one": Met(decoder(2)), "gone": failing, "other": Met(decoder(3))}
+    kinds = {kind: lambda _, source=source: [source] for kind, source in sources.items()}
+    assert await look_once(kinds, gateway.roster, SETTINGS, within_seconds=5.0) == {"gone:test": "gone"}
+    assert gateway.members() == ["1 config", "2 one:test", "3 other:test"]
+    assert all(source.watches == 0 for source in sources.values())
+
+
+@pytest.mark.fault(110)
+@pytest.mark.parametrize("host", ["203.0.113.7", "169.254.169.254", "2130706433", "fe80::1"])
+async def test_a_list_with_an_address_that_is_not_allowed_is_rejected(gateway: Gateway, host: str) -> None:
+    listed = Listed(decoder(2))
+    async with gateway.watching(listed=listed):
+        await gateway.has("1 config", "2 listed:test")
+        listed.say(decoder(3), Backend(Role.DECODE, host, 4))
+        await until(lambda: gateway.state("listed:test")[2], "the failure")
+        assert str(gateway.state("listed:test")[2]).endswith("the address is not in admin.networks")
+        assert gateway.members() == ["1 config", "2 listed:test"]
+
+
+@pytest.mark.fault(110)
+@pytest.mark.parametrize("bound", ["127.0.0.1", "0.0.0.0"])
+async def test_a_list_with_the_gateways_own_address_is_rejected(bound: str) -> None:
+    with socket.create_server((bound, 0)) as listener:
+        port = listener.getsockname()[1]
+        own = OwnAddresses([listener])
+        gateway = Gateway()
+        listed = Listed(Backend(Role.DECODE, "localhost", port))
+        kinds = {"listed": lambda _: [listed]}
+        watcher = Watcher(kinds, gateway.roster, gateway.states, (Role.DECODE,), SETTINGS, retry_seconds=0.001, own=own)
+        async with watcher:
+            await until(lambda: gateway.state("listed:test")[2], "the failure")
+            assert gateway.state("listed:test")[2] == f"localhost:{port}: the gateway itself listens there"
+        assert gateway.members() == ["1 config"]
+        assert not own.has("127.0.0.1", port + 1)
+        assert not own.has("203.0.113.7", port)

@@ -1,0 +1,710 @@
+"""Engines that do not fit: noticed from traffic, told once, and once more when it is over."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self
+
+import aiohttp
+import pytest
+
+from proxy.balancer.engines.engine_facts import EngineFacts, Identity
+from proxy.balancer.engines.engine_keys import EngineKeys
+from proxy.common.backend import Backend, Role
+from proxy.fleet.inspector.scraping import makes_progress
+from proxy.sim.engine import SimulatedEngine
+from proxy.wire.openai import Api
+from tests.asking import request, until
+from tests.canned import CannedEngine
+from tests.deployment import generations
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.conftest import Deploy
+    from tests.deployment import Deployment
+
+LONG = "every good boy does fine and so does this prompt that is long enough to tell something " * 3
+STORED = LONG * 20
+LOOKS = {"transfer_interval_seconds": 0.02}
+
+
+@pytest.fixture(autouse=True)
+def _levels(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "proxy")
+
+
+def told(caplog: pytest.LogCaptureFixture, level: str, *words: str) -> list[str]:
+    """The lines of this level that have all these words."""
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelname == level and all(word in record.getMessage() for word in words)
+    ]
+
+
+def access_lines(caplog: pytest.LogCaptureFixture) -> Iterator[dict[str, object]]:
+    return (record.fields for record in caplog.records if record.name == "proxy.access" and hasattr(record, "fields"))
+
+
+async def watched(deploy: Deploy, *args: Any, **options: Any) -> Deployment:
+    """A deployment whose decoders' counters have been read before there was any request."""
+    gateway = await deploy(*args, health=LOOKS, **options)
+    await until(lambda: all(_readings(engine) for engine in gateway.decoders), "the first readings")
+    return gateway
+
+
+def _readings(engine: SimulatedEngine) -> int:
+    return sum(seen.path == "/metrics" for seen in engine.requests)
+
+
+async def send(gateway: Deployment, count: int, text: str = LONG) -> None:
+    """So many requests, each with a prompt of its own, streamed or not."""
+    for number in range(count):
+        answer = await gateway.ask(request(Api.CHAT, f"{number} {text}", stream=bool(number % 2)))
+        assert answer.status == 200
+
+
+async def judged(gateway: Deployment, result: str, count: int) -> None:
+    """Wait until so many hand-overs have been judged to have come to this."""
+    await until(lambda: gateway.metrics("pdproxy_handovers_total").get((result,), 0) >= count, "the verdict")
+
+
+def misfits(gateway: Deployment) -> set[tuple[str, ...]]:
+    """Instance, kind and role of each."""
+    return set(gateway.metrics("pdproxy_instance_misfit"))
+
+
+PAIRS: list[dict[str, Any]] = [
+    {},
+    {"engine": {"profile_name": "v0.33"}},
+    {"connector": "mooncake_bootstrap"},
+    {"connector": "ascend_layerwise"},
+    {"connector": "sglang_bootstrap"},
+    {"connector": "vllm_store"},
+]
+
+
+@pytest.mark.parametrize("options", PAIRS, ids=str)
+async def test_a_decoder_that_fetches_fits(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    gateway = await watched(deploy, **options)
+    text = STORED if options.get("connector") == "vllm_store" else LONG
+    await send(gateway, 4, text)
+    await judged(gateway, "transferred", 1)
+    await send(gateway, 1, "another " + text)
+    assert [line["kv"] for line in access_lines(caplog)][-1] == "transferred"
+    assert ("computed",) not in gateway.metrics("pdproxy_handovers_total")
+    assert misfits(gateway) == set()
+    assert told(caplog, "WARNING") == []
+
+
+@pytest.mark.parametrize("options", [{}, {"connector": "mooncake_bootstrap"}], ids=str)
+async def test_a_decoder_without_a_connector_is_told_of_once(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    gateway = await watched(deploy, decoder={"protocol": "none"}, **options)
+    decoder = f"{gateway.decoders[0].host}:{gateway.decoders[0].port}"
+    await send(gateway, 4)
+    await judged(gateway, "computed", 3)
+    await until(lambda: misfits(gateway), "the misfit")
+    assert misfits(gateway) == {(decoder, "kv_not_fetched", "decode")}
+    (line,) = told(caplog, "WARNING")
+    assert line.startswith(f"decode instance {decoder} does not fetch the KV cache it is handed: ")
+    assert "--kv-transfer-config" in line
+
+    await until(lambda: gateway.metrics("pdproxy_instance_pinned_kv"), "word of the KV that was pinned before")
+    await send(gateway, 4, "again " + LONG)
+    assert [line["kv"] for line in access_lines(caplog)][-4:] == ["computed"] * 4
+    assert len(told(caplog, "WARNING")) == 1
+    await until(lambda: list(gateway.metrics("pdproxy_instance_pinned_kv").values()) == [8], "all of it")
+    gateway.expects_pinned = 8
+
+
+async def test_it_is_told_when_a_decoder_fetches_again(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await watched(deploy, decoder={"protocol": "none"})
+    (engine,) = gateway.decoders
+    await send(gateway, 3)
+    await judged(gateway, "computed", 3)
+    await until(lambda: gateway.metrics("pdproxy_instance_pinned_kv"), "word of the KV that was pinned before")
+    engine.options = dataclasses.replace(engine.options, protocol=None)
+    readings = _readings(engine)
+    await engine.restart()
+    await send(gateway, 1, "again " + LONG)
+    await until(lambda: _readings(engine) > readings, "a reading of the counters that began anew")
+    await send(gateway, 3, "once more " + LONG)
+    await judged(gateway, "transferred", 1)
+    assert misfits(gateway) == set()
+    assert told(caplog, "INFO", "fits again") == [
+        f"decode instance {engine.host}:{engine.port} fits again: it fetches the KV cache it is handed"
+    ]
+    gateway.expects_pinned, gateway.expects_inexact_pins = 3, True  # it was not known at once that it began to fetch
+
+
+async def test_an_engine_without_counters_is_unknown(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    decoder = SimulatedEngine(role="decode", protocol="none")
+    decoder.faults.add("refuse_status", path="/metrics", status=404)
+    gateway = await watched(deploy, 1, [decoder])
+    await send(gateway, 5)
+    await judged(gateway, "unknown", 5)
+    assert [line["kv"] for line in access_lines(caplog)] == ["unknown"] * 5
+    assert told(caplog, "WARNING") == []
+    gateway.expects_pinned, gateway.expects_inexact_pins = 5, True
+
+
+async def test_short_prompts_say_nothing(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await watched(deploy, decoder={"protocol": "none"})
+    await send(gateway, 5, "hi")
+    assert gateway.scoreboard.handovers(gateway.worker.pools.decode.backends()[0].slot).count == 0
+    assert told(caplog, "WARNING") == []
+    gateway.expects_pinned, gateway.expects_inexact_pins = 5, True
+
+
+async def test_what_a_decoder_is_to_compute_is_local(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await watched(deploy, kv={"prefill_min_tokens": 100_000})
+    await send(gateway, 4)
+    assert [line["kv"] for line in access_lines(caplog)] == ["local"] * 4
+    assert gateway.metrics("pdproxy_handovers_total") == {}
+
+
+# Pairs: a decoder counts for all prefillers together
+
+RECOMPUTES: dict[str, Any] = {"kv_load_failure_policy": "recompute"}
+NOWHERE = "127.0.0.9"  # nobody listens there
+
+
+async def told_of_pairs(gateway: Deployment, expected: set[tuple[str, str]]) -> None:
+    """Send requests one after the other until of these pairs, and of no other, it is known that KV is not fetched."""
+    computed: set[tuple[str, str]] = set()
+    for number in range(200):
+        readings = [_readings(engine) for engine in gateway.decoders]
+        await send(gateway, 1, f"{number} {LONG}")
+        await until(
+            lambda: [_readings(engine) for engine in gateway.decoders] != readings,  # noqa: B023
+            "a reading of the counters",
+        )
+        pairs = await known_of_pairs(gateway)
+        computed = {pair for pair, verdict in pairs.items() if verdict == "computed"}
+        if computed == expected:
+            return
+    raise AssertionError(f"it is known of {computed}, while {expected} was expected")
+
+
+async def known_of_pairs(gateway: Deployment) -> dict[tuple[str, str], str]:
+    """As an operator is told."""
+    async with gateway.session.get(gateway.url + "/instances") as answer:
+        shown = (await answer.json())["instances"]
+    return {
+        (prefiller, one["address"]): verdict for one in shown for prefiller, verdict in (one["kv_from"] or {}).items()
+    }
+
+
+async def test_a_prefiller_whose_kv_no_decoder_reaches_is_told_of_beside_one_that_is_well(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefillers = [SimulatedEngine(role="prefill"), SimulatedEngine(role="prefill", kv_host=NOWHERE)]
+    gateway = await watched(deploy, prefillers, 1, decoder=RECOMPUTES)
+    well, odd, decoder = (address(engine) for engine in gateway.engines)
+    await told_of_pairs(gateway, {(odd, decoder)})
+    await until(lambda: misfits(gateway), "the misfit")
+    assert misfits(gateway) == {(odd, "kv_not_fetched", "prefill")}
+    (line,) = told(caplog, "WARNING")
+    assert line.startswith(
+        f"prefill instance {odd} keeps KV that no decoder fetches, while they fetch that of others: "
+    )
+    assert await known_of_pairs(gateway) == {(odd, decoder): "computed", (well, decoder): "transferred"}
+
+    before = len(list(access_lines(caplog)))
+    await send(gateway, 4, "again " + LONG)
+    lines = list(access_lines(caplog))[before:]
+    assert {(line["p"], line["kv"]) for line in lines} == {(odd, "computed"), (well, "transferred")}
+
+    prefillers[1].options = dataclasses.replace(prefillers[1].options, kv_host=None)
+    await prefillers[1].restart()
+    await told_of_pairs(gateway, set())
+    assert told(caplog, "INFO", "fits again") == [f"prefill instance {odd} fits again: decoders fetch its KV"]
+    assert misfits(gateway) == set()
+    assert len(told(caplog, "WARNING")) == 1
+    gateway.may_stay_pinned, gateway.expects_inexact_pins = 200, True
+
+
+async def test_a_pair_is_told_of_by_both_names_and_neither_of_the_two_is_blamed(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with SimulatedEngine(role="prefill") as one, SimulatedEngine(role="prefill") as two:
+        decoders = [
+            SimulatedEngine(role="decode", unreachable_ports=frozenset({two.port}), **RECOMPUTES),
+            SimulatedEngine(role="decode", **RECOMPUTES),
+        ]
+        stand_ins = [StandIn("prefill", port=engine.port) for engine in (one, two)]
+        gateway = await watched(deploy, stand_ins, decoders, balance={"prefill_policy": "random"})
+        await told_of_pairs(gateway, {(address(two), address(decoders[0]))})
+        await until(lambda: told(caplog, "WARNING"), "the line")
+        await send(gateway, 8, "again " + LONG)
+        (line,) = told(caplog, "WARNING")
+        assert line == (
+            f"prefill instance {address(two)} and decode instance {address(decoders[0])} do not fit each other: the "
+            "decoder computes this prefiller's prompts once more. Does it reach the address in the prefiller's "
+            "kv_transfer_params?"
+        )
+        assert misfits(gateway) == set()
+        gateway.may_stay_pinned, gateway.expects_inexact_pins = 200, True
+        await gateway.end()
+
+
+async def test_a_decoder_that_fetches_from_no_prefiller_is_told_of_once(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoders = [SimulatedEngine(role="decode", protocol="none"), SimulatedEngine(role="decode")]
+    gateway = await watched(deploy, 2, decoders, balance={"prefill_policy": "random"})
+    odd = address(decoders[0])
+    await told_of_pairs(gateway, {(address(engine), odd) for engine in gateway.prefillers})
+    await until(lambda: misfits(gateway), "the misfit")
+    assert misfits(gateway) == {(odd, "kv_not_fetched", "decode")}
+    assert len(told(caplog, "WARNING", f"decode instance {odd} does not fetch the KV cache it is handed")) == 1
+    assert len(told(caplog, "WARNING")) <= 2  # a pair may have been found first
+    gateway.may_stay_pinned, gateway.expects_inexact_pins = 200, True
+
+
+# Leases, of which prefillers tell where decoders do not
+
+LEASE: dict[str, Any] = {
+    "prefiller": {"connector_name": "nixl", "pin_seconds": 0.2},
+    "decoder": {"connector_name": "nixl"},
+    "kv": {"pin_seconds": 0.2, "release": "never"},
+}
+
+
+async def test_a_prefiller_whose_leases_expire_is_told_of_though_no_decoder_tells_anything(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoder = SimulatedEngine(role="decode", protocol="none", connector_name="nixl")
+    decoder.faults.add("refuse_status", path="/metrics", status=404)
+    gateway = await watched(deploy, 1, [decoder], **LEASE)
+    (engine,) = gateway.prefillers
+    await until(lambda: _readings(engine) > 1, "the first reading, beside that for its ranks")
+    await send(gateway, 5)
+    await until(lambda: misfits(gateway), "the misfit")
+    assert misfits(gateway) == {(address(engine), "kv_not_fetched", "prefill")}
+    (line,) = told(caplog, "WARNING")
+    assert line.startswith(
+        f"prefill instance {address(engine)} frees KV that it had handed over and that no decoder has"
+    )
+    assert "VLLM_NIXL_SIDE_CHANNEL_HOST" in line
+    await until(lambda: gateway.metrics("pdproxy_kv_orphans_total").get((), 0) >= 3, "the orphans")
+
+    decoder.options = dataclasses.replace(decoder.options, protocol=None)
+    await decoder.restart()
+    await until_told(gateway, caplog, f"prefill instance {address(engine)} fits again: decoders fetch its KV")
+    assert misfits(gateway) == set()
+    assert len(told(caplog, "WARNING", "frees KV")) == 1
+    gateway.expects_inexact_pins = True
+
+
+async def until_told(gateway: Deployment, caplog: pytest.LogCaptureFixture, line: str) -> None:
+    """Send requests one after the other until this line is logged."""
+    for number in range(2000):
+        await send(gateway, 1, f"{number} at last {LONG}")
+        if told(caplog, "INFO", line):
+            return
+    raise AssertionError(f"never told: {line}")
+
+
+async def test_leases_that_this_gateway_let_expire_are_nobodys_fault(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = await watched(deploy, **LEASE)
+    (engine,) = gateway.prefillers
+    await until(lambda: _readings(engine) > 1, "the first reading, beside that for its ranks")
+    await send(gateway, 4)
+    gateway.decoders[0].faults.add("slow_load", seconds=60.0)
+    for number in range(4):
+        async with gateway.asking(request(Api.CHAT, f"{number} left {LONG}", stream=True)):
+            await until(lambda: len(engine.pins) > 0, "KV that waits for its decoder")
+        await until(lambda: not engine.pins, "the end of its lease")
+    gateway.decoders[0].faults.clear()
+    readings = _readings(engine)
+    await send(gateway, 4, "again " + LONG)
+    await until(lambda: _readings(engine) > readings + 2, "readings after that")
+    assert misfits(gateway) == set()
+    assert told(caplog, "WARNING") == []
+    gateway.expects_inexact_pins = True
+
+
+async def test_engines_that_have_no_store_in_common_are_told_of(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = await watched(deploy, connector="vllm_store", engine={"protocol": "none"})
+    await send(gateway, 4, STORED)
+    await judged(gateway, "computed", 3)
+    await until(lambda: misfits(gateway), "the misfit")
+    (line,) = told(caplog, "WARNING")
+    assert "finds nothing in the KV store" in line
+
+
+async def test_nobody_is_asked_when_there_are_no_hand_overs_or_it_is_not_wished(deploy: Deploy) -> None:
+    silent = await deploy(health={"transfer_interval_seconds": 0.0})
+    await until(lambda: _readings(silent.prefillers[0]) == 1, "the question for its ranks")
+    await send(silent, 4)
+    gateway = await watched(deploy)
+    await send(gateway, 4)
+    await judged(gateway, "transferred", 1)
+    readings = _readings(gateway.decoders[0])
+    await send(gateway, 20, "hi")
+    assert _readings(gateway.decoders[0]) <= readings + 1  # for what came after the last reading
+    assert (_readings(silent.prefillers[0]), _readings(silent.decoders[0])) == (1, 0)
+
+
+async def test_prefillers_are_asked_where_they_have_leases_only(deploy: Deploy) -> None:
+    gateway = await watched(deploy, connector="mooncake_bootstrap")
+    await until(lambda: _readings(gateway.prefillers[0]) == 1, "the question for its ranks")
+    await send(gateway, 4)
+    await judged(gateway, "transferred", 1)
+    assert _readings(gateway.prefillers[0]) == 1
+
+
+async def test_a_prefiller_without_a_connector_is_told_of_once(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = await deploy(prefiller={"protocol": "none"})
+    await send(gateway, 3)
+    prefiller = f"{gateway.prefillers[0].host}:{gateway.prefillers[0].port}"
+    assert misfits(gateway) == {(prefiller, "no_kv_params", "prefill")}
+    (line,) = told(caplog, "WARNING")
+    assert line.startswith(f"prefill instance {prefiller} answers prefills without kv_transfer_params")
+    assert "check its --kv-transfer-config" in line
+    assert [line["kv"] for line in access_lines(caplog)] == ["local"] * 3
+
+
+async def test_it_is_told_when_a_prefiller_has_parameters_again(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = await deploy()
+    gateway.prefillers[0].faults.add("missing_kv_params")
+    long = "word " * 12_000
+    for _ in range(2):
+        answer = await gateway.ask(request(Api.CHAT, long))
+        assert (answer.status, answer.error["code"]) == (502, "kv_handoff_failed")
+    assert len(told(caplog, "WARNING", "without kv_transfer_params")) == 1
+    gateway.prefillers[0].faults.clear()
+    await send(gateway, 1, long)
+    assert len(told(caplog, "INFO", "fits again: its answers tell decoders what to fetch")) == 1
+    assert misfits(gateway) == set()
+
+
+def address(engine: Any) -> str:
+    return f"{engine.host}:{engine.port}"
+
+
+async def noticed(gateway: Deployment, *expected: tuple[str, str, str]) -> None:
+    """Wait until these misfits, and no others, are known."""
+    await until(lambda: len(misfits(gateway)) >= len(expected), "the misfits")
+    assert misfits(gateway) == set(expected)
+
+
+async def test_vllm_is_not_what_sglangs_connector_serves(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    vllm = {"profile_name": "v0.30", "protocol": "none"}
+    gateway = await deploy(connector="sglang_bootstrap", engine=vllm, health=LOOKS)
+    prefiller, decoder = (address(engine) for engine in gateway.engines)
+    await noticed(gateway, (prefiller, "connector", "prefill"), (decoder, "connector", "decode"))
+    assert len(told(caplog, "WARNING", "is vLLM, which ignores what connector sglang_bootstrap")) == 2
+
+
+async def test_sglang_is_not_what_vllms_connectors_serve(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await deploy(engine={"profile_name": "sglang"}, health=LOOKS)
+    prefiller, decoder = (address(engine) for engine in gateway.engines)
+    await noticed(gateway, (prefiller, "connector", "prefill"), (decoder, "connector", "decode"))
+    assert len(told(caplog, "WARNING", "is SGLang, which connector vllm_pull does not serve: use sglang_boot")) == 2
+
+
+async def test_sglang_in_another_role_is_told_of(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await deploy(
+        connector="sglang_bootstrap", prefiller={"role": "decode"}, decoder={"role": "decode"}, health=LOOKS
+    )
+    prefiller = address(gateway.prefillers[0])
+    await noticed(gateway, (prefiller, "role", "prefill"))
+    (line,) = told(caplog, "WARNING")
+    assert line == (
+        f"prefill instance {prefiller} is given as a prefiller but was started with --disaggregation-mode decode"
+    )
+
+
+async def test_another_bootstrap_port_than_sglangs_is_told_of(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    async with SimulatedEngine(role="prefill", profile_name="sglang") as engine:
+        stand_in = StandIn("prefill", port=engine.port, bootstrap_port=1)
+        decoder = SimulatedEngine(role="decode", profile_name="sglang")
+        gateway = await deploy([stand_in], [decoder], connector="sglang_bootstrap", health=LOOKS)
+        await noticed(gateway, (address(engine), "bootstrap", "prefill"))
+        (line,) = told(caplog, "WARNING")
+        port = engine.bootstrap_port
+        assert line.endswith(
+            f"has its bootstrap server at port {port}, and decoders are sent to 1: give it as `--prefill URL {port}`"
+        )
+
+
+async def test_a_connector_that_vllm_does_not_run_is_told_of(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await deploy(
+        engine={"dev_mode": True}, prefiller={"protocol": "transfer"}, decoder={"protocol": "none"}, health=LOOKS
+    )
+    prefiller, decoder = (address(engine) for engine in gateway.engines)
+    await noticed(gateway, (prefiller, "connector", "prefill"), (decoder, "connector", "decode"))
+    assert told(
+        caplog, "WARNING", prefiller, "which connector vllm_pull does not serve: use mooncake_bootstrap, or auto"
+    )
+    assert told(caplog, "WARNING", decoder, "was started without a --kv-transfer-config")
+
+
+@pytest.mark.parametrize("options", [*PAIRS, {"connector": "plain"}], ids=str)
+async def test_engines_that_suit_the_connector_are_not_told_of(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    engine: dict[str, Any] = {**options.get("engine", {}), "dev_mode": True}
+    gateway = await deploy(**{**options, "engine": engine}, health=LOOKS)
+    health, pools = gateway.worker.health, gateway.worker.pools
+    backends = [*pools.prefill.backends(), *pools.decode.backends()]
+    await until(lambda: all((f := health.of(b).facts) and f.identity.setup for b in backends), "all that engines tell")
+    await send(gateway, 1)
+    assert misfits(gateway) == set()
+    assert told(caplog, "WARNING") == []
+
+
+async def test_the_model_that_only_one_engine_serves_is_told_of(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    engines = [SimulatedEngine(role="decode", model=model) for model in ("sim", "other", "sim")]
+    gateway = await deploy(1, engines, health=LOOKS)
+    odd = address(engines[1])
+    await noticed(gateway, (odd, "model", "decode"))
+    (line,) = told(caplog, "WARNING")
+    assert line == f"decode instance {odd} serves 'other', and prefill instances 'sim': it gets no requests"
+
+
+async def test_a_model_whose_decoder_is_down_is_not_told_of(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    both = [[SimulatedEngine(role=role, model=model) for model in ("sim", "other")] for role in ("prefill", "decode")]
+    gateway = await deploy(*both, health=LOOKS)
+    worker = gateway.worker
+    (first, second), health = worker.pools.decode.backends(), worker.health
+    await until(lambda: worker.pools.decode.eligible() and worker.lanes.models.is_mixed, "the engines' models")
+    for _ in range(10):
+        health.on_probe(second, False, "it is down")
+    facts = health.of(first).facts
+    assert facts is not None
+    health.note_facts(first, replace(facts, identity=replace(facts.identity, models=frozenset({"third"}))))
+    await until(lambda: misfits(gateway), "a model that only one serves")
+    assert misfits(gateway) == {(first.name, "model", "decode"), (address(gateway.prefillers[0]), "model", "prefill")}
+
+
+async def test_an_engine_key_that_is_refused_is_told_of(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await deploy(decoder={"api_key": "theirs"}, auth={"engine_api_key": "another-key"}, health=LOOKS)
+    decoder = address(gateway.decoders[0])
+    await noticed(gateway, (decoder, "engine_key", "decode"))
+    (line,) = told(caplog, "WARNING")
+    assert line.startswith(f"decode instance {decoder} refuses the key it is sent: check that OPENAI_API_KEY or auth")
+
+
+async def test_an_engine_that_was_added_without_the_key_it_asks_for_is_told_of(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = "the-engines-key"
+    gateway = await deploy(engine={"api_key": key}, auth={"engine_api_key": key}, health=LOOKS)
+    async with SimulatedEngine(role="decode", api_key=key) as added:
+        gateway.roster.add(Backend(Role.DECODE, added.host, added.port))
+        backend = gateway.worker.pools.decode.backends()[-1]
+        gateway.worker.health.on_probe(backend, True, "test")
+        gateway.worker.health.note_facts(backend, EngineFacts(identity=Identity(refused_key=True)))
+        await noticed(gateway, (address(added), "engine_key", "decode"))
+        (line,) = told(caplog, "WARNING")
+        assert 'asks for a key and is sent none, as it was added without "send_key": true' in line
+        gateway.roster.remove(Role.DECODE, added.host, added.port)
+        gateway.worker.prober.drop_drained()
+        assert misfits(gateway) == set()
+
+
+async def test_a_key_that_nobody_has_is_told_of_when_it_is_missed(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = await deploy(engine={"api_key": "theirs"}, health=LOOKS)
+    prefiller = address(gateway.prefillers[0])
+    assert [(await gateway.ask(request(Api.CHAT))).status for _ in range(3)] == [401] * 3
+    assert misfits(gateway) == {(prefiller, "engine_key", "prefill")}
+    (line,) = told(caplog, "WARNING")
+    assert "asks for a key, and this gateway has none for it: set OPENAI_API_KEY or auth.engine_api_key" in line
+    assert (await gateway.ask(request(Api.CHAT), authorization="Bearer theirs")).status == 200
+    assert told(caplog, "INFO", "fits again") == [f"prefill instance {prefiller} fits again: it takes the key"]
+
+
+async def test_a_client_without_the_key_that_others_bring_is_its_own_mistake(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = await deploy(engine={"api_key": "theirs"}, health=LOOKS)
+    assert (await gateway.ask(request(Api.CHAT), authorization="Bearer theirs")).status == 200
+    assert (await gateway.ask(request(Api.CHAT))).status == 401
+    assert misfits(gateway) == set()
+    assert told(caplog, "WARNING") == []
+
+
+@dataclasses.dataclass
+class StandIn(CannedEngine):
+    """Somebody who listens already, in the place of an engine."""
+
+    bootstrap_port: int | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+
+async def test_a_gateway_in_the_place_of_an_engine_is_told_of(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    inner = await deploy()
+    port = int(inner.url.rpartition(":")[2])
+    gateway = await deploy([StandIn("prefill", port=port)], 1, health=LOOKS)
+    await noticed(gateway, (f"127.0.0.1:{port}", "gateway", "prefill"))
+    (line,) = told(caplog, "WARNING")
+    assert f"prefill instance 127.0.0.1:{port} is a gateway like this one and no engine" in line
+
+
+# Bootstrap servers of vLLM's MooncakeConnector, about which only traffic tells
+
+
+async def test_a_bootstrap_port_that_nobody_serves_is_told_of_and_the_prefiller_is_not_called_unhealthy(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefiller = StandIn("prefill", bootstrap_port=1)
+    async with SimulatedEngine(role="prefill", protocol="transfer") as engine:
+        prefiller.port = engine.port
+        gateway = await deploy([prefiller], 1, connector="mooncake_bootstrap", health=LOOKS, retry={"max_attempts": 1})
+        backend = gateway.worker.pools.prefill.backends()[0]
+        for _ in range(3):
+            answer = await gateway.ask(request(Api.CHAT))
+            assert (answer.status, answer.error["code"]) == (503, "prefill_bootstrap")
+            assert "its bootstrap server at port 1 cannot be reached (connection refused)" in answer.error["message"]
+            assert "127.0.0.1" not in answer.error["message"]
+            assert "retry-after" in answer.headers
+        assert misfits(gateway) == {(address(engine), "bootstrap", "prefill")}
+        (line,) = told(caplog, "WARNING", "bootstrap")
+        assert line.startswith(f"prefill instance {address(engine)} cannot be met by decoders: its bootstrap server")
+        assert gateway.worker.health.of(backend).is_confirmed
+
+        gateway.roster.add(Backend(Role.PREFILL, backend.host, backend.port, bootstrap_port=engine.bootstrap_port))
+        await send(gateway, 1)
+        assert misfits(gateway) == set()
+        assert len(told(caplog, "INFO", "fits again: its bootstrap server answers")) == 1
+        await gateway.end()
+
+
+async def test_a_prefiller_that_is_not_there_has_no_wrong_bootstrap_port(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = await deploy(connector="mooncake_bootstrap", health=LOOKS, admission={"wait_seconds": 0.5})
+    await gateway.prefillers[0].kill()
+    answer = await gateway.ask(request(Api.CHAT))
+    assert (answer.status, answer.error["code"]) == (503, "no_healthy_prefill")
+    assert told(caplog, "WARNING", "bootstrap server") == []
+
+
+async def test_another_prefillers_bootstrap_port_is_told_of_and_the_decoder_is_not_blamed(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    short: dict[str, Any] = {"waiting_seconds": 0.05, "pin_seconds": 0.05}
+    async with SimulatedEngine(role="prefill", protocol="transfer", **short) as wrong:
+        right = SimulatedEngine(role="prefill", protocol="transfer", **short)
+        async with right:
+            stand_ins = [StandIn("prefill", port=e.port, bootstrap_port=right.bootstrap_port) for e in (wrong, right)]
+            gateway = await deploy(stand_ins, 1, connector="mooncake_bootstrap", decoder=short, health=LOOKS)
+            for number in range(8):  # each of them is asked, and what fails at one goes well at the other
+                answer = await gateway.ask(request(Api.CHAT, f"{number} {LONG}", stream=bool(number % 2)))
+                assert answer.status == 200
+            (decoder,) = gateway.worker.pools.decode.backends()
+            assert gateway.worker.health.of(decoder).consecutive_failures == 0
+            assert misfits(gateway) == {(address(wrong), "bootstrap", "prefill")}
+            (line,) = told(caplog, "WARNING", "cannot be met by decoders")
+            assert line.startswith(
+                f"prefill instance {address(wrong)} cannot be met by decoders: its bootstrap server is"
+            )
+            assert f"another prefiller's: prefill instance {address(right)} has the same" in line
+            assert gateway.metrics("pdproxy_kv_released_total") == {}
+            assert gateway.metrics("pdproxy_instance_pinned_kv") == {}
+            await gateway.end()
+
+
+async def test_a_prefiller_that_says_what_it_is_called_is_not_met_where_another_is(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine: dict[str, Any] = {"role": "prefill", "protocol": "transfer", "dev_mode": True}
+    async with SimulatedEngine(**engine) as one, SimulatedEngine(**engine) as other:
+        stand_in = StandIn("prefill", port=one.port, bootstrap_port=other.bootstrap_port)
+        gateway = await deploy([stand_in], 1, connector="mooncake_bootstrap", health=LOOKS)
+        pool = gateway.worker.pools.prefill
+        await until(lambda: pool.engine_id(pool.backends()[0]), "what it is called")
+        answer = await gateway.ask(request(Api.CHAT))
+        assert (answer.status, answer.error["code"]) == (503, "prefill_bootstrap")
+        (line,) = told(caplog, "WARNING", "cannot be met by decoders")
+        assert f"the bootstrap server at port {other.bootstrap_port} is another prefiller's" in line
+        assert gateway.decoders[0].state.prompt_tokens == 0
+        await gateway.end()
+
+
+# The names that engines have for requests
+
+
+@pytest.mark.parametrize("options", [*PAIRS, {"connector": "plain"}, {"kv": {"prefill_min_tokens": 10_000}}], ids=str)
+async def test_engines_logs_have_the_ids_of_the_access_line(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    gateway = await deploy(**options)
+    for stream in (True, False):
+        answer = await gateway.ask(request(Api.CHAT, stream=stream))
+        line = list(access_lines(caplog))[-1]
+        is_sglang = options.get("connector") == "sglang_bootstrap"
+        (decode,) = generations(*gateway.decoders)[-1:]
+        assert line["d_id"] == (decode.body["rid"] if is_sglang else decode.headers["x-request-id"])
+        told = (answer.events[0] if stream else answer.json)["id"]
+        assert str(line["d_id"]) in told
+        prefills = generations(*gateway.prefillers)[-1:]
+        ids = [leg.body["rid"] if is_sglang else leg.headers["x-request-id"] for leg in prefills]
+        assert line["p_id"] == (ids[0] if ids else "-")
+
+
+@pytest.mark.parametrize("connector", ["vllm_pull", "vllm_store", "mooncake_bootstrap", "ascend_layerwise"])
+async def test_an_error_of_a_prefiller_with_status_200_is_one(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture, connector: str
+) -> None:
+    said = {"object": "error", "message": "out of paper", "type": "InternalServerError", "param": None, "code": 500}
+    gateway = await deploy(connector=connector, retry={"max_attempts": 1})
+    gateway.prefillers[0].faults.add("refuse_status", status=200, body=said)
+    answer = await gateway.ask(request(Api.CHAT))
+    assert (answer.status, answer.json) == (500, said)
+    assert gateway.metrics("pdproxy_missing_kv_total") == {}
+    assert misfits(gateway) == set()
+    gateway.expects_inexact_pins = True  # it may have pinned something before it failed
+
+
+# Progress
+
+
+@pytest.mark.fault(115)
+@pytest.mark.parametrize("profile", ["v0.18", "v0.33"])
+async def test_an_engine_makes_progress_while_its_counters_of_tokens_grow(profile: str) -> None:
+    async with SimulatedEngine(role="decode", profile_name=profile) as engine, aiohttp.ClientSession() as session:
+        backend = Backend(Role.DECODE, engine.host, engine.port)
+        assert not await makes_progress(session, EngineKeys(None), backend, 0.0)
+        looking = asyncio.create_task(makes_progress(session, EngineKeys(None), backend, 0.2))
+        await until(lambda: _readings(engine) == 3, "the first reading")
+        async with session.post(engine.url + "/v1/completions", json={"model": "sim", "prompt": "x"}) as response:
+            assert response.status == 200
+        assert await looking
+
+
+@pytest.mark.fault(115)
+async def test_an_engine_that_does_not_answer_makes_no_progress() -> None:
+    async with aiohttp.ClientSession() as session:
+        async with CannedEngine("decode") as engine:
+            backend = Backend(Role.DECODE, engine.host, engine.port)
+            assert not await makes_progress(session, EngineKeys(None), backend, 0.0)
+        assert not await makes_progress(session, EngineKeys(None), backend, 0.0)

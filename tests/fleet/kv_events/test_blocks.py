@@ -1,0 +1,207 @@
+"""What the events of an engine say of how far back its cache reaches."""
+
+from __future__ import annotations
+
+import random
+from statistics import median
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.fleet.kv_events import blocks as module
+from proxy.fleet.kv_events.blocks import Blocks, together
+from proxy.sim.hardware.blocks import KvBlocks
+from proxy.wire.kv_events import AllCleared, BlocksRemoved, BlocksStored, Unreadable
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Sequence
+
+SIZE = 16
+
+
+def stored(
+    *hashes: int, parent: int | None = None, group: int | None = None, medium: str | None = None
+) -> BlocksStored:
+    return BlocksStored(list(hashes), parent, SIZE, medium, group, is_whole=True)
+
+
+def removed(*hashes: int, group: int | None = None, medium: str | None = None) -> BlocksRemoved:
+    return BlocksRemoved(list(hashes), medium, group)
+
+
+class Engine:
+    """Its blocks are watched."""
+
+    def __init__(self, count: int, blocks: Blocks) -> None:
+        self.memory = KvBlocks(count)
+        self.memory.watcher = self
+        self._blocks = blocks
+
+    def stored(self, parent: Hashable | None, names: Sequence[Hashable]) -> None:
+        self._blocks.take([BlocksStored(list(names), parent, SIZE, "GPU", 0, True)])  # type: ignore[arg-type]
+
+    def removed(self, name: Hashable) -> None:
+        self._blocks.take([BlocksRemoved([name], "GPU", 0)])  # type: ignore[list-item]
+
+    def cleared(self) -> None:
+        self._blocks.take([AllCleared()])
+
+    def serve(self, *names: int) -> int:
+        taken = self.memory.take(names, len(names))
+        assert taken is not None
+        held, hits = taken
+        self.memory.name(held, names)
+        self.memory.give_back(held)
+        return hits
+
+
+def prompt(number: int, length: int = 10) -> range:
+    return range(1000 * number, 1000 * number + length)
+
+
+@pytest.mark.parametrize("count", [50, 400])
+def test_how_far_the_cache_reaches_back_is_learned_from_a_few_evictions(count: int) -> None:
+    blocks, rng = Blocks(), random.Random(1)
+    engine = Engine(count, blocks)
+    number = 0
+    while not blocks.count.evicts:
+        number += 1
+        engine.serve(*prompt(number, rng.randrange(2, 12)))
+    assert blocks.count.reach == pytest.approx(count * SIZE, rel=0.15)
+    assert blocks.stored <= (count + 25) * SIZE
+
+
+def test_what_is_used_again_and_again_makes_it_reach_less_far() -> None:
+    """Half of the memory holds the same all the time, so that what is new goes after half of it."""
+    blocks = Blocks()
+    engine = Engine(100, blocks)
+    engine.serve(*prompt(1, 50))
+    for number in range(2, 60):
+        engine.serve(*prompt(1, 50))
+        engine.serve(*prompt(number))
+    assert blocks.count.reach == pytest.approx(50 * SIZE, rel=0.2)
+
+
+def test_until_it_evicts_it_reaches_back_to_the_beginning() -> None:
+    blocks = Blocks()
+    blocks.take([stored(1, 2, 3)])
+    assert (blocks.count.reach, blocks.count.evicts) == (3 * SIZE, False)
+    blocks.take([removed(99), stored(4)])  # of which nothing is known
+    assert (blocks.count.reach, blocks.count.evicts) == (3 * SIZE, False)
+
+
+def test_who_comes_late_learns_from_what_is_new() -> None:
+    engine = Engine(100, Blocks())
+    for number in range(30):
+        engine.serve(*prompt(number))
+    blocks = engine._blocks = Blocks()
+    engine.serve(*prompt(29), *prompt(50))  # behind a block that is not known
+    assert blocks.stored == 10 * SIZE
+    assert not len(blocks)
+    for number in range(60, 75):
+        engine.serve(*prompt(number))
+    assert blocks.count.evicts
+    assert blocks.count.reach == pytest.approx(100 * SIZE, rel=0.15)
+
+
+@pytest.mark.parametrize("how", [AllCleared(), "missed", "started_anew"])
+def test_what_was_evicted_before_says_nothing_any_more(how: object) -> None:
+    blocks = Blocks()
+    engine = Engine(20, blocks)
+    for number in range(9):
+        engine.serve(*prompt(number))
+    assert blocks.count.evicts
+    if isinstance(how, AllCleared):
+        blocks.take([how])
+    else:
+        getattr(blocks, str(how))()
+    assert blocks.count == (90 * SIZE, 0, False, int(how != "missed"))
+    assert not len(blocks)
+    blocks.take([removed(*prompt(8))])
+    assert not blocks.count.evicts
+
+
+def test_groups_of_other_layers_are_not_counted_once_more() -> None:
+    blocks = Blocks()
+    window = BlocksStored([5, 6], None, SIZE, "GPU", 0, is_whole=False)
+    blocks.take([window, stored(1, 2, group=1), stored(1, 2, group=2), removed(1, 2, group=2), removed(5, 6, group=0)])
+    assert blocks.stored == 2 * SIZE
+    assert len(blocks) == 2
+    blocks.take([removed(1)])  # older engines do not say which
+    assert len(blocks) == 1
+
+
+def test_with_tiers_below_the_device_evictions_from_it_say_nothing() -> None:
+    blocks = Blocks()
+    engine = Engine(20, blocks)
+    for number in range(9):
+        engine.serve(*prompt(number))
+    blocks.take([stored(3, medium="CPU"), removed(3, medium="CPU"), Unreadable("")])
+    assert blocks.count == (90 * SIZE, 0, False, 0)
+
+
+def test_so_many_blocks_are_remembered_and_no_more() -> None:
+    blocks = Blocks(max_blocks=100)
+    engine = Engine(400, blocks)
+    for number in range(200):
+        engine.serve(*prompt(number))
+        assert len(blocks) <= 100
+    assert blocks.count.reach == pytest.approx(400 * SIZE, rel=0.15)
+
+
+@pytest.mark.parametrize("lost", [52, 60])
+def test_blocks_whose_removal_was_lost_do_not_take_the_room_for_ever(lost: int) -> None:
+    blocks = Blocks(max_blocks=60)
+    blocks.take([stored(*prompt(900, lost), group=0)])
+    engine = Engine(20, blocks)
+    for number in range(100):
+        engine.serve(*prompt(number, 4))
+    assert blocks.count.reach == pytest.approx(20 * SIZE, rel=0.25)
+
+
+def test_without_room_all_blocks_are_looked_through_once_for_each_turn_of_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reaches: list[float] = []
+
+    def counted(ages: Iterable[int]) -> float:
+        reaches.append(median(ages))
+        return reaches[-1]
+
+    monkeypatch.setattr(module, "median", counted)
+    blocks = Blocks(max_blocks=30)
+    engine = Engine(40, blocks)
+    looked_through = set[int]()
+    kept = []  # so that no two of them have one identity
+    for number in range(100):
+        engine.serve(*prompt(number, 4))
+        if id(blocks._blocks) not in looked_through:
+            looked_through.add(id(blocks._blocks))
+            kept.append(blocks._blocks)
+    assert 1 < len(kept) <= 1 + 100 * 4 / 30
+    assert len(reaches) == len(kept) - 1
+    assert blocks.count.evicts
+
+
+def test_what_was_forgotten_takes_no_room_from_what_is_stored_later() -> None:
+    blocks = Blocks(max_blocks=10)
+    blocks.take([stored(*prompt(1)), stored(*prompt(2))])
+    blocks.missed()
+    blocks.take([stored(*prompt(3, 100), parent=99), stored(*prompt(4)), stored(5)])
+    assert len(blocks) == 10
+
+
+def test_ranks_count_together_and_are_empty_when_all_of_them_are() -> None:
+    one, other = Blocks(), Blocks()
+    for blocks in (one, other):
+        engine = Engine(20, blocks)
+        for number in range(60):
+            engine.serve(*prompt(number, 3))
+    both = together([one, other])
+    assert both.stored == 360 * SIZE
+    assert both.evicts
+    assert both.reach == pytest.approx(40 * SIZE, rel=0.2)
+    one.take([AllCleared()])
+    assert (together([one, other]).cleared, together([one, other]).evicts) == (0, False)
+    other.take([AllCleared()])
+    assert together([one, other]).cleared == 1

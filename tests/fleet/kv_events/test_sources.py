@@ -1,0 +1,68 @@
+"""Where instances publish by the settings, and at which endpoints that is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.common.backend import Backend, Role
+from proxy.fleet.kv_events.messages import EventSource
+from proxy.fleet.kv_events.sources import address, at_address, configured
+from proxy.settings.kv_events import KvEvents
+from proxy.upstream import AddressRules
+from proxy.wire.kv_events import EventPublisher
+from tests.upstream.desk import desk
+
+if TYPE_CHECKING:
+    from tests.clock import Clock
+
+
+def test_the_ranks_of_an_instance_publish_at_ports_one_behind_the_other() -> None:
+    settings = KvEvents(endpoint="tcp://*:+1000", replay_endpoint="tcp://*:5657", topic="kv", ranks=2)
+    told = configured(settings, Backend(Role.PREFILL, "a", 7100))
+    assert told == [EventPublisher(8100, 5657, "kv"), EventPublisher(8101, 5658, "kv")]
+
+
+def test_ports_that_there_are_not_are_refused() -> None:
+    settings = KvEvents(endpoint="tcp://*:+1000", ranks=2)
+    configured(settings, Backend(Role.PREFILL, "a", 64534))
+    with pytest.raises(ValueError, match="2 ranks have no ports from 65535 on"):
+        configured(settings, Backend(Role.PREFILL, "a", 64535))
+
+
+def test_endpoints_are_those_of_the_address() -> None:
+    told = [EventPublisher(5557, 5657, "kv"), EventPublisher(5558, None, "")]
+    backend = Backend(Role.PREFILL, "a", 7100)
+    assert at_address("10.0.0.1", backend, told) == [
+        EventSource("prefill a 7100", "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5657", "kv"),
+        EventSource("prefill a 7100", "tcp://10.0.0.1:5558", None, ""),
+    ]
+    assert at_address("::1", backend, told[1:]) == [EventSource("prefill a 7100", "tcp://[::1]:5558", None, "")]
+
+
+async def test_an_instance_is_heard_at_one_of_its_addresses_as_long_as_it_has_that(clock: Clock) -> None:
+    async with desk(clock) as at:
+        assert address(at.names, "engine", None) is None
+        at.server.say(["::1", "127.0.0.2", "127.0.0.1"])
+        await at.names.find("engine")
+        assert address(at.names, "engine", None) == "127.0.0.2"
+        for found, expected in (
+            (["127.0.0.1", "127.0.0.2"], "127.0.0.2"),
+            (["127.0.0.1"], "127.0.0.1"),
+            (["::1"], "::1"),
+        ):
+            clock.now += 60
+            at.server.say(found)
+            at.names.known("engine")
+            await at.refreshed("engine")
+            assert address(at.names, "engine", "127.0.0.2") == expected
+
+
+async def test_an_instance_is_not_heard_where_it_must_not_be(clock: Clock) -> None:
+    async with desk(clock) as at:
+        at.server.say(["127.0.0.1"])
+        await at.names.find("engine")
+        assert address(at.names, "engine", None) == "127.0.0.1"
+        at.names.configure(AddressRules(["10.0.0.0/8"]), [])
+        assert address(at.names, "engine", "127.0.0.1") is None

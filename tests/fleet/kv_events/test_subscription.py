@@ -1,0 +1,197 @@
+"""One subscription over real sockets: what is missing, what starts anew, and what cannot be read."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager, closing
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import zmq
+
+from proxy.fleet.kv_events import subscription as module
+from proxy.fleet.kv_events.messages import EventSource
+from proxy.fleet.kv_events.subscription import Subscription
+from proxy.sim.engine.kv_events import KvEventPublisher
+from proxy.sim.options import Options
+from tests.asking import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+SIZE = 128
+CONFIG = {"endpoint": "tcp://127.0.0.1:0"}
+REPLAYS = {**CONFIG, "replay_endpoint": "tcp://127.0.0.1:0"}
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    with zmq.Context() as made:
+        yield made
+
+
+@asynccontextmanager
+async def publishing(
+    config: dict[str, Any], profile: str = "v0.33", before: KvEventPublisher | None = None
+) -> AsyncIterator[KvEventPublisher]:
+    options = Options(profile_name=profile, kv_events_config=msgspec.json.encode(config).decode(), block_size=SIZE)
+    publisher = KvEventPublisher(options, before)
+    publisher.start()
+    try:
+        yield publisher
+    finally:
+        await publisher.stop()
+
+
+def to(publisher: KvEventPublisher, topic: str = "") -> EventSource:
+    return EventSource("prefill 127.0.0.1 1", publisher.endpoint, publisher.replay_endpoint, topic)
+
+
+async def joined(subscription: Subscription, publisher: KvEventPublisher) -> None:
+    """What is published before a subscriber has come is nobody's."""
+    before = subscription._next
+
+    def has_joined() -> bool:
+        publisher.say(msgspec.msgpack.encode([0.0, [], 0]))
+        subscription.receive()
+        return subscription._next != before
+
+    await until(has_joined, "the subscription")
+
+
+async def heard(subscription: Subscription, tokens: int) -> None:
+    def has_come() -> bool:
+        subscription.receive()
+        return subscription.blocks.stored == tokens
+
+    await until(has_come, f"{tokens} tokens")
+
+
+@pytest.mark.parametrize("profile", ["v0.18", "v0.23", "v0.33", "sglang", "sglang-0.5.16"])
+async def test_all_engines_are_heard(context: zmq.Context[zmq.Socket[bytes]], profile: str) -> None:
+    async with publishing(CONFIG, profile) as publisher:
+        with closing(Subscription(context, to(publisher))) as subscription:
+            await joined(subscription, publisher)
+            publisher.expect(["a", "b"], range(2 * SIZE))
+            publisher.stored(None, ["a", "b"])
+            publisher.stored("b", ["c"])
+            publisher.removed("c")
+            publisher.cleared()
+            await heard(subscription, 3 * SIZE)
+            assert subscription.events == {"stored": 2, "removed": 1, "cleared": 1}
+            assert (subscription.blocks.cleared, subscription.words) == (1, {})
+
+
+@pytest.mark.parametrize("profile", ["v0.18", "v0.33"])
+async def test_what_was_lost_is_asked_for_again(context: zmq.Context[zmq.Socket[bytes]], profile: str) -> None:
+    async with publishing(REPLAYS, profile) as publisher:
+        with closing(Subscription(context, to(publisher))) as subscription:
+            await joined(subscription, publisher)
+            for lost in (0, 2, 0, 3, 1):
+                publisher.lost = lost
+                for number in range(lost + 1):
+                    publisher.say(stored(number))
+            await heard(subscription, 11 * SIZE)
+            assert subscription.words["lost"] == 0
+            assert subscription.words["replayed"]
+
+
+async def test_what_is_lost_for_good_costs_what_was_known(
+    context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_REPLAY_SECONDS", 0.02)
+    short: dict[str, Any] = {**REPLAYS, "buffer_steps": 1}
+    for config, replay in ((CONFIG, None), (CONFIG, "tcp://127.0.0.1:1"), (short, None)):
+        async with publishing(config) as publisher:
+            publisher.replay_endpoint = publisher.replay_endpoint or replay
+            with closing(Subscription(context, to(publisher))) as subscription:
+                await joined(subscription, publisher)
+                publisher.say(stored(1))
+                await heard(subscription, SIZE)
+                publisher.lost = 5
+                for number in range(6):
+                    publisher.say(stored(number))
+                await heard(subscription, 2 * SIZE)
+                assert subscription.words == {"lost": 1}
+                assert subscription.blocks.count.reach == SIZE
+
+
+def test_a_replay_that_is_longer_than_what_is_taken_at_once_is_not_waited_for(
+    context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one process, where what is sent has come."""
+    monkeypatch.setattr(module, "_AT_ONCE", 3)
+    with context.socket(zmq.XPUB) as pub, context.socket(zmq.ROUTER) as router:
+        pub.bind("inproc://events")
+        router.bind("inproc://replay")
+        source = EventSource("prefill 127.0.0.1 1", "inproc://events", "inproc://replay")
+        with closing(Subscription(context, source)) as subscription:
+            pub.recv()
+            for number in (0, 10):
+                pub.send_multipart((b"", number.to_bytes(8, "big"), stored(number)))
+            assert not subscription.receive()
+            client, _, first = router.recv_multipart()
+            for number in range(int.from_bytes(first, "big"), 11):
+                router.send_multipart((client, b"", number.to_bytes(8, "big"), stored(number)))
+            router.send_multipart((client, b"", (-1).to_bytes(8, "big", signed=True), b""))
+            assert [subscription.receive() for _ in range(4)] == [True, True, True, False]
+            assert (subscription.blocks.stored, subscription.words) == (11 * SIZE, {"replayed": 1})
+
+
+async def test_where_lost_messages_cannot_be_asked_for_they_are_lost(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    async with publishing(CONFIG) as publisher:
+        publisher.replay_endpoint = "tcp://no host:1"
+        with closing(Subscription(context, to(publisher))) as subscription:
+            await joined(subscription, publisher)
+            publisher.lost = 1
+            publisher.say(stored(1))
+            publisher.say(stored(2))
+            await heard(subscription, SIZE)
+            assert (subscription.words, subscription.unopened) == ({"lost": 1}, "tcp://no host:1: Invalid argument")
+
+
+async def test_a_publisher_that_starts_anew_has_nothing_cached(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    async with publishing(CONFIG) as publisher:
+        subscription = Subscription(context, to(publisher))
+        publisher._next = 10_000  # the next one will not have published as much before it is heard
+        await joined(subscription, publisher)
+        publisher.say(stored(1))
+        await heard(subscription, SIZE)
+    with closing(subscription):
+        async with publishing(CONFIG, before=publisher) as anew:
+            await joined(subscription, anew)
+            anew.say(stored(1))
+            await heard(subscription, 2 * SIZE)
+            assert subscription.words == {"started_anew": 1}
+            assert subscription.blocks.count == (2 * SIZE, SIZE, False, 1)
+
+
+@pytest.mark.parametrize("payload", [b"", b"GET / HTTP/1.1\r\n\r\n", msgspec.msgpack.encode([0.0, [["BlockStored"]]])])
+async def test_what_cannot_be_read_costs_no_other(context: zmq.Context[zmq.Socket[bytes]], payload: bytes) -> None:
+    async with publishing(CONFIG) as publisher:
+        with closing(Subscription(context, to(publisher))) as subscription:
+            await joined(subscription, publisher)
+            publisher.say(payload)
+            publisher._pub.send_multipart((b"", b"1", b"2", b"3"))
+            publisher.say(stored(1))
+            await heard(subscription, SIZE)
+            assert subscription.events == {"unreadable": 2, "stored": 1}
+            assert subscription.why
+
+
+async def test_only_what_has_the_topic_is_heard(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    async with publishing({**CONFIG, "topic": "kv@p1"}) as publisher:
+        with (
+            closing(Subscription(context, to(publisher, "kv"))) as right,
+            closing(Subscription(context, to(publisher, "events"))) as wrong,
+        ):
+            await joined(right, publisher)
+            publisher.say(stored(1))
+            await heard(right, SIZE)
+            assert not wrong.receive()
+            assert wrong._next is None
+
+
+def stored(number: int) -> bytes:
+    event = ["BlockStored", [number], None, [], SIZE, None]
+    return msgspec.msgpack.encode([0.0, [event], 0])

@@ -1,0 +1,416 @@
+"""Gateways that tell each other their loads through a store, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from contextlib import ExitStack, asynccontextmanager, closing, suppress
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from itertools import count
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.balancer.health.health_board import HealthBoard
+from proxy.balancer.roster import Roster
+from proxy.balancer.shared.fronts import Fronts
+from proxy.balancer.shared.journal import Journal
+from proxy.balancer.shared.scoreboard import Scoreboard
+from proxy.common.backend import Load, Role
+from proxy.common.errors import LimitExceeded
+from proxy.fleet.replicas import LocalState, PeerRows, StateExchange, Store
+from proxy.fleet.replicas.gateway_state import GatewayState, Used, decode, encode
+from proxy.fleet.replicas.port import StoreRefused
+from proxy.gateway.api_keys import ApiKey, ApiKeys, KeyUsage, minute_of
+from proxy.observe.metrics import Metrics
+from proxy.process.shared import Listeners, share
+from proxy.settings import ClientKey, Loaded, Settings
+from proxy.wire.openai import Api
+from tests.asking import request, until
+from tests.deployment import generations
+from tests.fleet.replicas.conftest import serving
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Collection
+
+    from tests.conftest import Deploy
+
+_A, _B = ("10.0.0.1", 7200), ("10.0.0.2", 7200)
+
+
+def _sections(port: int, ttl_seconds: float = 60.0, group: str = "g") -> dict[str, object]:
+    url = f"redis://127.0.0.1:{port}/0"
+    return {"url": url, "group": group, "interval_seconds": 0.01, "ttl_seconds": ttl_seconds}
+
+
+@dataclass
+class Gateway:
+    """What an exchange needs of one."""
+
+    scoreboard: Scoreboard
+    roster: Roster
+    metrics: Metrics
+    usage: KeyUsage
+
+    def slot(self, address: tuple[str, int]) -> int:
+        members = self.roster.members(Role.DECODE)
+        return next(m.backend.slot for m in members if (m.backend.host, m.backend.port) == address)
+
+    def running(self, address: tuple[str, int]) -> int:
+        """Requests that the instance works on, as this gateway's picks see it."""
+        return self.scoreboard.running(self.slot(address))
+
+    @property
+    def peers(self) -> float:
+        return self.metrics.replicas_peers._value.get()
+
+
+@asynccontextmanager
+async def _gateway(
+    name: str,
+    replicas: dict[str, object],
+    decode: list[tuple[str, int]],
+    workers: int = 1,
+    kind: type[Store] = Store,
+    **keys: int,
+) -> AsyncIterator[Gateway]:
+    settings = Settings.model_validate({"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": replicas})
+    board = Scoreboard(workers=workers, slots=8, guests=1)
+    gateway = Gateway(board, Roster([], decode, board), Metrics(), KeyUsage(workers, slots=8, guests=1))
+    journal = Journal(workers + 1).writer(workers)
+    rows = board, gateway.usage, HealthBoard(workers, slots=8), Fronts(workers, guests=1), journal
+    async with (
+        kind(settings, name) as store,
+        StateExchange(
+            store=store,
+            me=name,
+            own=LocalState(name, gateway.roster, lambda: keys, *rows),
+            guests=PeerRows(*rows),
+            key_slots=lambda: keys,
+            settings=settings,
+            metrics=gateway.metrics,
+        ),
+    ):
+        yield gateway
+    assert all(board.running(slot) == board.own(slot)[0] for slot in range(8)), "the guest has left nothing"
+
+
+async def test_the_load_of_all_workers_of_other_gateways_is_charged_by_instance(store_port: int) -> None:
+    replicas = _sections(store_port)
+    async with (
+        _gateway("one", replicas, [_A, _B], workers=2) as one,
+        _gateway("two", replicas, [_B, _A]) as two,
+        _gateway("three", replicas, [_A]) as three,
+    ):
+        assert one.slot(_A) != two.slot(_A)
+        one.scoreboard.row(0).add(one.slot(_A), requests=1, running=1, compute=5, kv=7)
+        one.scoreboard.row(1).add(one.slot(_A), requests=2, running=1, compute=5, kv=7)
+        one.scoreboard.row(1).add(one.slot(_B), kv=3)
+        two.scoreboard.row(0).add(two.slot(_A), requests=1, running=1, compute=1, kv=1)
+        await until(lambda: three.running(_A) == 3, "the third hears the other two")
+        await until(lambda: two.scoreboard.load(two.slot(_B)) == Load(0, 3), "the second hears the first")
+        assert two.running(_A) == 3
+        assert two.scoreboard.load(two.slot(_A)) == Load(11, 15)
+        assert two.scoreboard.requests(two.slot(_A)) == 1  # what leaves waits for this gateway's own requests
+        assert two.scoreboard.own(two.slot(_A)) == (1, Load(1, 1))
+        await until(lambda: one.running(_A) == 3, "nothing comes back as another's")
+        await until(lambda: (one.peers, two.peers, three.peers) == (2, 2, 2), "all know each other")
+        one.scoreboard.row(0).add(one.slot(_A), requests=-1, running=-1, compute=-5, kv=-7)
+        await until(lambda: three.running(_A) == 2, "what has ended is told, too")
+
+
+async def test_what_changes_is_known_before_the_next_exchange(store_port: int) -> None:
+    replicas = {**_sections(store_port), "interval_seconds": 20.0, "news_seconds": 0.001}
+    settings = Settings.model_validate({"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": replicas})
+    async with Store(settings, "before") as before:
+        await before.exchange(encode(GatewayState(1)))  # somebody for the first one to tell
+        async with _gateway("one", replicas, [_A]) as one:
+            await until(lambda: one.peers == 1, "its exchange")
+            async with _gateway("two", replicas, [_A]) as two:
+                await until(lambda: two.peers == 2, "its exchange")
+                while not two.running(_A):  # what was told before it listened is lost
+                    one.scoreboard.row(0).add(0, running=1)
+                    await asyncio.sleep(0.01)
+                running = one.running(_A)
+                await until(lambda: two.running(_A) == running, "all of it")
+                one.scoreboard.row(0).add(0, running=-running)
+                await until(lambda: two.running(_A) == 0, "its end")
+                told, heard = (
+                    gateway.metrics.replicas_news_total.labels(direction)._value.get()
+                    for gateway, direction in ((one, "told"), (two, "heard"))
+                )
+                assert told >= heard >= 2
+
+
+async def test_a_mistake_of_whoever_hears_is_no_failure_of_the_store(store_port: int) -> None:
+    settings = Settings.model_validate(
+        {"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": _sections(store_port)}
+    )
+    heard: list[bytes] = []
+
+    def hear(news: bytes) -> None:
+        heard.append(news)
+        raise ValueError("not a number")
+
+    async with Store(settings, "one") as one, Store(settings, "two") as two:
+        listening = asyncio.create_task(two.listen(hear))
+        while not listening.done():  # what was told before it listened is lost
+            await one.tell(b"7")
+            await asyncio.sleep(0.001)
+        with pytest.raises(ValueError, match="not a number"):
+            await listening
+    assert heard == [b"7"]
+
+
+class WithoutChannel(Store):
+    """Whose user may use the hash alone."""
+
+    async def tell(self, news: bytes) -> None:
+        raise StoreRefused("NOPERM")
+
+    async def listen(self, hear: Callable[[bytes], None]) -> None:
+        raise StoreRefused("NOPERM")
+
+
+async def test_where_the_channel_is_not_allowed_exchanges_go_on_and_one_line_says_so(
+    store_port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.fleet.replicas.exchange._RETRY_SECONDS", 0.001)
+    replicas = _sections(store_port)
+    async with (
+        _gateway("one", replicas, [_A], kind=WithoutChannel) as one,
+        _gateway("two", replicas, [_A], kind=WithoutChannel) as two,
+    ):
+        for running in range(1, 5):
+            one.scoreboard.row(0).add(0, running=1)
+            await until(lambda running=running: two.running(_A) == running, "the load of the other")
+    lines = [record.message for record in caplog.records]
+    assert lines == ["replicas: the store lets nobody listen, so changes are known later: NOPERM"] * 2
+
+
+async def test_without_news_exchanges_tell_as_much(store_port: int) -> None:
+    replicas = {**_sections(store_port), "news_seconds": None}
+    async with _gateway("one", replicas, [_A]) as one, _gateway("two", replicas, [_A]) as two:
+        one.scoreboard.row(0).add(0, running=1)
+        await until(lambda: two.running(_A) == 1, "the load of the other")
+        assert two.metrics.replicas_news_total.labels("heard")._value.get() == 0
+
+
+async def test_a_gateway_that_stops_takes_its_load_away_at_once(store_port: int) -> None:
+    replicas = _sections(store_port, ttl_seconds=3600.0)
+    async with _gateway("one", replicas, [_A]) as one:
+        async with _gateway("two", replicas, [_A]) as two:
+            two.scoreboard.row(0).add(0, requests=1, running=1)
+            await until(lambda: one.running(_A) == 1, "the load of the other")
+        await until(lambda: one.running(_A) == 0, "its end")
+
+
+async def test_another_group_is_not_heard(store_port: int) -> None:
+    async with (
+        _gateway("one", _sections(store_port), [_A]) as one,
+        _gateway("two", _sections(store_port), [_A]) as two,
+        _gateway("else", _sections(store_port, group="h"), [_A]) as stranger,
+    ):
+        stranger.scoreboard.row(0).add(0, requests=1, running=1)
+        two.scoreboard.row(0).add(0, requests=2, running=2)
+        await until(lambda: one.running(_A) == 2, "the load of its own group")
+        assert one.peers == 1
+
+
+async def test_an_instance_that_left_and_its_slot_keep_nothing(store_port: int) -> None:
+    replicas = _sections(store_port)
+    async with _gateway("one", replicas, [_A, _B]) as one, _gateway("two", replicas, [_A, _B]) as two:
+        two.scoreboard.row(0).add(two.slot(_B), running=1, compute=9, kv=9)
+        await until(lambda: one.running(_B) == 1, "the load")
+        slot = one.slot(_B)
+        one.roster.remove(Role.DECODE, *_B)
+        one.roster.finalize()
+        await until(lambda: one.scoreboard.load(slot) == Load(), "the slot is free")
+
+
+async def test_a_store_that_is_gone_costs_the_others_loads_and_one_line_each_way(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    def lines() -> list[str]:
+        return [record.message.partition(",")[0] for record in caplog.records if "replicas" in record.message]
+
+    def exchanges(gateway: Gateway, result: str) -> float:
+        return gateway.metrics.replicas_exchanges_total.labels(result)._value.get()
+
+    with ExitStack() as first:
+        port = first.enter_context(serving())
+        replicas = _sections(port, ttl_seconds=1.0)
+        async with _gateway("one", replicas, [_A]) as one, _gateway("two", replicas, [_A]) as two:
+            two.scoreboard.row(0).add(0, requests=1, running=1)
+            await until(lambda: one.running(_A) == 1, "the load of the other")
+            caplog.clear()
+            await asyncio.to_thread(first.close)
+            await until(lambda: one.running(_A) == 0 and one.peers == 0, "what it told is given up")
+            await until(lambda: len(lines()) == 2, "the lines of both")
+            failed = exchanges(one, "failed")
+            await until(lambda: exchanges(one, "failed") >= failed + 2, "some more attempts")
+            assert lines() == ["replicas: the store does not answer"] * 2
+            with serving(port):
+                await until(lambda: one.running(_A) == 1 and two.peers == 1, "the load once more")
+                assert sorted(lines()[2:]) == ["replicas: the store answers again"] * 2
+
+
+async def test_picks_go_around_what_another_gateway_has(store_port: int, deploy: Deploy) -> None:
+    deployment = await deploy(decoders=2, replicas=_sections(store_port))
+    busy, free = deployment.decoders
+    settings = Settings.model_validate(
+        {"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": _sections(store_port)}
+    )
+    backend = next(b for b in deployment.worker.pools.decode.backends() if b.port == busy.port)
+    async with Store(settings, "another") as other:
+        await other.exchange(encode(GatewayState(1, {backend.key: (5, 500, 500)})))
+        await until(lambda: deployment.scoreboard.running(backend.slot) == 5, "the load of the other")
+        for _ in range(4):
+            assert (await deployment.ask(request(Api.CHAT))).status == 200
+        assert [len(generations(engine)) for engine in (busy, free)] == [0, 4]
+        await other.leave()
+    await until(lambda: deployment.scoreboard.running(backend.slot) == 0, "its end")
+
+
+def test_where_the_worker_died_that_exchanges_nothing_stays_charged() -> None:
+    settings = Settings.model_validate(
+        {"decode": ["10.0.0.1:1"], "connector": "plain", "workers": 2, "replicas": {"url": "redis://nowhere"}}
+    )
+    loaded = Loaded(settings, {})
+    with Listeners(socket.create_server(("127.0.0.1", 0))) as listeners:
+        shared = share(loaded, lambda: loaded, listeners)
+        board = shared.scoreboard
+        board.row(board.workers).charge(0, 1, 2, 3)
+        shared.key_usage.row(2).charge(0, 4, minute_of(time.monotonic())[0], 0)
+        shared.erase(1)
+        assert (board.running(0), shared.key_usage.in_flight(0)) == (1, 4)
+        shared.erase(0)
+        assert (board.running(0), board.load(0), shared.key_usage.in_flight(0)) == (0, Load(), 0)
+
+
+def _refusal(usage: KeyUsage, key: ApiKey) -> str | None:
+    try:
+        with ApiKeys(usage).enter(key):
+            return None
+    except LimitExceeded as refused:
+        return refused.code
+
+
+async def test_limits_of_a_client_key_hold_over_all_gateways(store_port: int) -> None:
+    replicas = _sections(store_port)
+    async with (
+        _gateway("one", replicas, [_A], workers=2, team=0, other=1) as one,
+        _gateway("two", replicas, [_A], other=0, team=3) as two,
+    ):
+        held = ApiKey("team", 3, max_concurrent=3)
+        for worker in range(2):
+            one.usage.row(worker).add(0, 1)
+        assert _refusal(two.usage, held) is None
+        await until(lambda: two.usage.in_flight(3) == 2, "requests in flight at the other gateway")
+        with ApiKeys(two.usage).enter(held):
+            assert _refusal(two.usage, held) == "key_concurrency"
+            await until(lambda: one.usage.in_flight(0) == 3, "both ways")
+        one.usage.row(0).add(0, -1)
+        await until(lambda: _refusal(two.usage, held) is None, "what has ended")
+        one.usage.row(1).add(0, -1)
+
+        a_few = ApiKey("other", 0, requests_per_minute=5)
+        for _ in range(4):
+            with ApiKeys(one.usage, 1).enter(ApiKey("other", 1)):
+                pass
+        await until(lambda: two.usage.own(0, time.monotonic())[1] == 0 and _used(two.usage, 0) >= 4, "the requests")
+        assert _refusal(two.usage, a_few) is None
+        assert _refusal(two.usage, a_few) == "key_rate"
+        assert two.usage.own(0, time.monotonic())[1] == 1  # nothing of the others is told as its own
+
+
+def _used(usage: KeyUsage, slot: int) -> int:
+    minute = minute_of(time.monotonic())[0]
+    return usage.counted(slot, minute) + usage.counted(slot, minute - 1)
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+async def test_limits_are_shared_only_if_that_is_asked_for(is_shared: bool, deploy: Deploy, store_port: int) -> None:
+    replicas = {**_sections(store_port), "key_limits": is_shared}
+    deployment = await deploy(replicas=replicas)
+    live, hears = deployment.worker.live, deployment.worker.metrics.replicas_peers._value.get
+    names = {"limited": {"max_concurrent": 5}, "rated": {"requests_per_minute": 5}, "free": {}}
+    keys = tuple(
+        ClientKey.model_validate({"name": name, "key_sha256": sha256(name.encode()).hexdigest(), **limits})
+        for name, limits in names.items()
+    )
+    live.apply(replace(live.current, client_keys=keys, slots={"limited": 0, "rated": 1, "free": 2}))
+    async with Store(live.current.settings, "another") as other:
+        for name in names:
+            assert (await deployment.ask(request(Api.CHAT), Authorization=f"Bearer {name}")).status == 200
+        told: list[dict[str, Used]] = []
+        for turn in count():
+            messages = await other.exchange(
+                encode(GatewayState(turn, keys={"limited": (5, 0), "rated": (0, 4), "free": (9, 9)}))
+            )
+            heard = [decode(message) for name, message in messages.items() if name != "another"]
+            told += [each.keys for each in heard if each is not None]
+            # What it told before the requests were over may still be there.
+            if (not is_shared and len(told) == 3) or {"limited": (0, 1), "rated": (0, 1)} in told:
+                break
+        assert is_shared or told == [{}] * 3
+        await until(lambda: hears() == 1, "the other gateway")
+        statuses = [(await deployment.ask(request(Api.CHAT), Authorization=f"Bearer {name}")).status for name in names]
+        assert statuses == ([429, 429, 200] if is_shared else [200, 200, 200])
+        await other.leave()
+
+
+async def test_a_field_that_cannot_be_decoded_costs_only_that_field(store_port: int) -> None:
+    replicas = _sections(store_port)
+    settings = Settings.model_validate({"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": replicas})
+    async with _gateway("one", replicas, [_A]) as one, Store(settings, "poisoned") as poisoned:
+        await poisoned.exchange(b'{"turn": 1, "x": ' + b"[" * 200_000 + b"]" * 200_000 + b"}")
+        async with _gateway("two", replicas, [_A]) as two:
+            two.scoreboard.row(0).add(0, running=1)
+            await until(lambda: one.running(_A) == 1, "the load of the gateway whose field can be decoded")
+    assert one.metrics.background_restarts_total.labels("replica_exchange")._value.get() == 0
+
+
+async def test_an_exchange_that_fails_unexpectedly_is_taken_up_again(store_port: int) -> None:
+    class Poisoned(Store):
+        exchanges = 0
+
+        async def exchange(self, message: bytes, lost: Collection[str] = ()) -> dict[str, bytes]:
+            Poisoned.exchanges += 1
+            if Poisoned.exchanges == 2:
+                raise ZeroDivisionError
+            return await super().exchange(message, lost)
+
+    async with _gateway("one", _sections(store_port), [_A], kind=Poisoned) as one:
+        await until(lambda: Poisoned.exchanges > 3, "an exchange after the failure")
+        assert one.metrics.background_restarts_total.labels("replica_exchange")._value.get() == 1
+
+
+async def test_a_server_that_does_not_know_hello_is_served() -> None:
+    """Redis before 6 answers HELLO, with which RESP3 begins, by an error."""
+    commands: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError, asyncio.IncompleteReadError), closing(writer):
+            while head := await reader.readline():
+                words = [
+                    (await reader.readexactly(int((await reader.readline())[1:]) + 2))[:-2]
+                    for _ in range(int(head[1:]))
+                ]
+                commands.append(words[0].upper())
+                answers = {b"HELLO": b"-ERR unknown command `HELLO`\r\n", b"HGETALL": b"*0\r\n", b"SELECT": b"+OK\r\n"}
+                writer.write(answers.get(words[0].upper(), b":1\r\n"))
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        settings = Settings.model_validate(
+            {"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": _sections(port)}
+        )
+        async with Store(settings, "one") as store:
+            assert await store.exchange(b"{}") == {}
+    assert b"HELLO" not in commands

@@ -1,0 +1,226 @@
+"""What gateways tell each other of changes and of prompts, from the memory of one to that of the other."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.balancer.health.health_board import HealthBoard
+from proxy.balancer.pick import PickRequest, PolicyContext
+from proxy.balancer.policies.cache_count import CacheCount
+from proxy.balancer.policies.compared_prompt import ComparedPrompt
+from proxy.balancer.policies.least_seconds import LeastSeconds
+from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD
+from proxy.balancer.policies.prefill_records import InvalidRecord, Record, RecordKind, packed, translated, unpacked
+from proxy.balancer.policies.prefiller import write_count
+from proxy.balancer.roster import Roster
+from proxy.balancer.shared.fronts import Fronts
+from proxy.balancer.shared.journal import Journal
+from proxy.balancer.shared.scoreboard import Scoreboard
+from proxy.common.backend import Backend, Load, Role
+from proxy.fleet.replicas.gateway_state import News, decode_news, encode_news
+from proxy.fleet.replicas.local_state import LocalState
+from proxy.fleet.replicas.peer_rows import PeerRows
+from proxy.gateway.api_keys import KeyUsage
+from tests.clock import Clock
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from proxy.balancer.policies.prefill_samples import Sent
+    from proxy.balancer.policies.prefiller import Prefiller
+
+_KEYS = [2**64 - 1, 7, 8]
+_ENDS = [512.0, 1024.0, 1536.0]
+
+
+@dataclass
+class Gateway:
+    """Of two workers, the first of which has a policy; prefillers have the slots of their order."""
+
+    name: str
+    order: tuple[int, ...]
+    clock: Clock
+    scoreboard: Scoreboard = field(default_factory=lambda: Scoreboard(workers=2, slots=8, guests=1))
+
+    def __post_init__(self) -> None:
+        self.board, self.fronts = HealthBoard(2, slots=8), Fronts(2, guests=1)
+        journal, usage = Journal(3, tellers=1), KeyUsage(2, slots=1, guests=1)
+        self.roster = Roster([("p", port) for port in self.order], [], self.scoreboard)
+        context = PolicyContext(clock=self.clock, journal=journal.writer(0))
+        self.policy = LeastSeconds(context)
+        rows = self.scoreboard, usage, self.board, self.fronts, journal.writer(2)
+        self.own = LocalState(self.name, self.roster, dict, *rows)
+        self.guests = PeerRows(*rows)
+        self.events = journal.writer(3)
+
+    def backend(self, port: int) -> Backend:
+        return next(each.backend for each in self.roster.members(Role.PREFILL) if each.backend.port == port)
+
+    def prefiller(self, port: int) -> Prefiller:
+        """With all that was heard."""
+        prefillers = self.policy._prefillers
+        known = prefillers.of(self.backend(port))
+        prefillers.known([])
+        return known
+
+    def news(self) -> News | None:
+        news = self.own.news(self.clock())
+        return None if news is None else decode_news(encode_news(news))
+
+    def hear(self, news: News) -> None:
+        slots = {self.backend(port).key: self.backend(port).slot for port in self.order}
+        self.guests.charge_some({slots[key]: charge for key, charge in news.instances.items()})
+        self.guests.note_prompts(
+            {slots[key]: records for key, records in news.prompts.items()}, self.clock() - news.now
+        )
+
+
+def send(
+    prefiller: Prefiller, keys: Sequence[int], ends: Sequence[float], tokens: int, seconds: float, now: float
+) -> Sent:
+    """A prompt of which nothing is cached yet."""
+    load = Load(round(seconds / SECONDS_PER_LOAD), tokens)
+    return prefiller.send(ComparedPrompt(PickRequest.of(load), keys, ends, tokens), 0, seconds, *load, now)
+
+
+@pytest.fixture
+def pair() -> tuple[Gateway, Gateway]:
+    """Their hosts' clocks differ, and their instances have other slots."""
+    one, two = Gateway("one", (1, 2), Clock()), Gateway("two", (2, 1), Clock())
+    one.clock.now += 1000.0
+    return one, two
+
+
+def test_what_was_sent_to_a_prefiller_is_cached_there_for_the_others_too(pair: tuple[Gateway, Gateway]) -> None:
+    one, two = pair
+    two.prefiller(1)
+    two.prefiller(2)
+    sent = send(one.prefiller(1), _KEYS, _ENDS, 1600, 1.6, one.clock())
+    news = one.news()
+    assert news is not None
+    two.hear(news)
+    assert [two.prefiller(port).cached.hit([*_KEYS, 9]) for port in (1, 2)] == [3, 0]
+    one.clock.now += 1.0
+    two.clock.now += 1.0
+    assert two.prefiller(1).left(1.6, two.clock()) == pytest.approx(0.6)  # by its own clock
+
+    one.prefiller(1).end(sent, served=False, now=one.clock())
+    news = one.news()
+    assert news is not None
+    two.hear(news)
+    assert two.prefiller(1).cached.hit(_KEYS) == 0
+    assert one.news() is None
+    assert two.news() is None  # what was heard is not told again
+
+
+def test_what_has_changed_on_any_worker_is_told_once(pair: tuple[Gateway, Gateway]) -> None:
+    one, two = pair
+    assert one.news() is None
+    one.scoreboard.row(1).add(one.backend(2).slot, requests=1, running=1, compute=5, kv=7)
+    news = one.news()
+    assert news is not None
+    assert news.instances == {one.backend(2).key: (1, 5, 7)}
+    two.hear(news)
+    assert two.scoreboard.running(two.backend(2).slot) == 1
+    assert (one.news(), two.news()) == (None, None)
+    one.scoreboard.erase(1)
+    news = one.news()
+    assert news is not None
+    assert news.instances == {one.backend(2).key: (0, 0, 0)}
+
+
+def test_who_is_next_here_is_told_when_it_is_another(pair: tuple[Gateway, Gateway]) -> None:
+    one, _ = pair
+    one.fronts.put(1, 70)
+    one.fronts.put(0, 50)
+    assert [news and news.front for news in (one.news(), one.news())] == [50, None]
+    one.fronts.put(0, 0)
+    assert [news and news.front for news in (one.news(), one.news())] == [70, None]
+    assert one.own.told(1.0).front == 70
+
+
+def test_names_of_prefixes_take_no_more_than_so_many_bytes_a_second(pair: tuple[Gateway, Gateway]) -> None:
+    one, _ = pair
+    prefiller, rng = one.prefiller(1), random.Random(1)
+
+    def told(prompts: int) -> tuple[int, int]:
+        for _ in range(prompts):
+            keys = [rng.getrandbits(64) for _ in range(100)]
+            send(prefiller, keys, [512.0 * (place + 1) for place in range(100)], 51_200, 1.0, 0)
+        news = one.news()
+        assert news is not None
+        (records,) = news.prompts.values()
+        return len(records), sum(1 for data in records if unpacked(data).keys)
+
+    assert told(200) == (200, 52)  # of the others only that something was sent
+    one.clock.now += 0.1
+    number, with_keys = told(200)
+    assert number == 200
+    assert 10 <= with_keys <= 21
+    one.clock.now += 3600
+    assert told(10) == (10, 10)
+
+    for _ in range(5000):  # that have no names take nothing of it
+        send(prefiller, (), (), 100, 1.0, 0)
+    assert told(10) == (5010, 10)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\0" * 20,
+        packed(Record(RecordKind.SENT, 0, _KEYS, _ENDS, [1.0, 2.0])),
+        packed(Record(RecordKind.SENT, 0, _KEYS, _ENDS[1:], [1.0, 2.0, 3.0])),
+        packed(Record(RecordKind.SENT, 0, _KEYS, _ENDS, [1.0, 2.0, 3.0]))[:-1],
+        packed(Record(RecordKind.SENT, 0, _KEYS, _ENDS, [1.0, 2.0, 3.0])) + b"more",
+        packed(Record(RecordKind.SENT, 0, _KEYS, _ENDS, [float("nan"), 2.0, 3.0])),
+        packed(Record(RecordKind.SENT, 0, _KEYS, [float("inf")] * 3, [1.0, 2.0, 3.0])),
+        packed(Record(RecordKind.ENDED, 0, _KEYS, _ENDS, [1.0, 2.0, 3.0, 4.0])),
+        packed(Record(7, 0, _KEYS, (), [1.0])),
+        b"\xff" * 40,
+    ],
+)
+def test_what_is_no_record_is_left_out(data: bytes, pair: tuple[Gateway, Gateway]) -> None:
+    with pytest.raises(InvalidRecord):
+        translated(unpacked(data), 1, 2.0)
+    one, two = pair
+    send(one.prefiller(1), _KEYS, _ENDS, 1600, 1.6, one.clock())
+    news = one.news()
+    assert news is not None
+    prompts = {key: [data, *records] for key, records in news.prompts.items()}
+    two.prefiller(1)
+    two.hear(News("one", round(one.clock() * 1e9), prompts=prompts))
+    assert two.prefiller(1).cached.hit(_KEYS) == 3
+
+
+def test_a_record_comes_back_as_it_was() -> None:
+    record = Record(RecordKind.SENT, 3, array("Q", _KEYS), array("f", _ENDS), (1.5, 2.5, 3.5))
+    assert unpacked(packed(record)) == record
+    record = Record(RecordKind.ENDED, 3, (), (), (1.5, 2.5, 3.5, 4.5, -1.0, 1.0))
+    assert unpacked(packed(record)) == record
+    record = Record(RecordKind.SAMPLED, 3, (), (), tuple(map(float, range(9))))
+    assert unpacked(packed(record)) == record
+
+
+def test_what_is_not_understood_are_no_news() -> None:
+    whole = News("one", 1, {"a": (1, 2, 3)}, -5, {"a": 7}, {"a": [b"x"]})
+    assert decode_news(encode_news(whole)) == whole
+    for message in (b"", b"\xff", encode_news(whole)[:-1], b"[]"):
+        assert decode_news(message) is None
+
+
+def test_what_engines_tell_of_their_caches_is_for_the_gateway_that_asks_them(pair: tuple[Gateway, Gateway]) -> None:
+    one, two = pair
+    count = CacheCount(stored=10**6, reach=5000, evicts=1, cleared=0)
+    one.news()
+    write_count(one.events, one.backend(1).slot, count)
+    assert one.prefiller(1).cached.capacity == 5000
+    assert one.news() is None
+    two.guests.note_prompts({0: [packed(Record(RecordKind.COUNTED, 0, (), (), count))]}, 0.0)
+    assert two.prefiller(2).cached.capacity == 10**6

@@ -1,0 +1,51 @@
+"""One conversation through two gateways that differ in nothing but `listen.fast_path`, which must come to the same."""
+
+from __future__ import annotations
+
+from difflib import unified_diff
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from proxy.gateway import fast_connection as connection
+from proxy.listener.replies import accepted_id
+from tests.recorded.conversation import Conversation
+from tests.recorded.course import course
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.recorded.conversation import Talk
+
+
+class Roads:
+    """Both of them; see `take`."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._store = cache(lambda: directory)
+        self._fast = 0
+
+        def counted(given: str) -> str:
+            self._fast += 1
+            return accepted_id(given)
+
+        monkeypatch.setattr(connection, "accepted_id", counted)  # the first that is done when one has begun
+
+    async def take(self, talk: Talk, *, is_fast: int | None = None, settings: dict[str, Any], **fields: Any) -> None:
+        """Have a conversation on both roads, and compare the courses and the log.
+
+        Args:
+            talk: What the clients do.
+            is_fast: How many requests begin on the fast path. None: it depends.
+            settings: Those of the gateway.
+            fields: Other fields of a Conversation.
+        """
+        conversation = Conversation(name="both", talk=talk, settings=settings, **fields)
+        fast = await course(conversation, True, self._store, tells_log=True)
+        begun, self._fast = self._fast, 0
+        other = await course(conversation, False, self._store, tells_log=True)
+        assert self._fast == 0
+        assert is_fast is None or begun == is_fast, f"{begun} requests began on the fast path, not {is_fast}"
+        if differences := list(unified_diff(other.splitlines(), fast.splitlines(), lineterm="", n=0))[2:]:
+            pytest.fail("on the fast path (+) it is not as on the other (-):\n" + "\n".join(differences), pytrace=False)

@@ -1,0 +1,550 @@
+"""What the client gets of an answer: the engine's own bytes, whatever else the gateway asked the engine for."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import orjson
+import pytest
+
+from proxy.common.terms import Action
+from proxy.dialects.segment import Meaning, Segment
+from proxy.gateway.delivery import Delivery
+from proxy.resume.engines import VLLM
+from proxy.resume.overlap import Mismatch
+from proxy.resume.seam import Seam, SeamPlan
+from proxy.resume.situation import Resumption
+from proxy.settings import Cost
+from proxy.sim.engine import SimulatedEngine
+from proxy.wire.document import Body, joined
+from proxy.wire.engine_members import NO_KV_PARAMS
+from proxy.wire.openai import OPENAI_APIS, Api
+from proxy.wire.sse import EventSplitter
+from tests.asking import api_of, ask, request
+from tests.canned import data
+from tests.parsing import parse
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from proxy.dialects.call import Call
+
+THINKING: dict[str, Any] = {"chat_template_kwargs": {"thinking": True}}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"properties": {"city": {}, "day": {}}}}}
+    for name in ("weather", "calendar")
+]
+WITH_USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
+# No prompt fills a block, so none is found in the prefix cache.
+VERSIONS = ("v0.18", "v0.27", "v0.33")
+STEPS: dict[str, dict[str, Any]] = {"one": {}, "three": {"tokens_per_step": 3}, "interval": {"stream_interval": 4}}
+"""How many tokens engines put into a chunk."""
+ENGINE: dict[str, Any] = {"tool_call_parser": "kimi_k2", "eos_after": 60, "block_size": 1 << 20}
+DONE = b"data: [DONE]\n\n"
+
+
+def call_of(body: dict[str, Any]) -> Call:
+    return parse(api_of(body), orjson.dumps(body), Cost())
+
+
+def take(delivery: Delivery, stream: bytes, details: dict[str, Any] | None = None) -> tuple[bytes, Meaning]:
+    """What a relay makes of one engine's stream: the client's bytes, and how it ended.
+
+    DONE: the answer is whole. CONTENT: it broke off. `details`: the prefiller's, which handed its KV cache over.
+    """
+    segment, output = delivery.begin_stream(), []
+    for event in EventSplitter().feed(stream):
+        match segment.read(event):
+            case Meaning.OPENING:
+                delivery.opening(segment, event)
+            case Meaning.CONTENT:
+                output.append(delivery.content(segment, event))
+                if delivery.is_stopped:
+                    output.append(delivery.closing(details))
+                    return b"".join(output), Meaning.DONE
+            case Meaning.USAGE:
+                output.append(delivery.usage_chunk(segment, event, details, handed_over=details is not None))
+            case Meaning.RECOMPUTED:
+                output.append(delivery.recomputed(segment))
+                if not delivery.is_stopped:
+                    return b"".join(output), Meaning.RECOMPUTED
+                output.append(delivery.closing(details))
+                return b"".join(output), Meaning.DONE
+            case Meaning.DONE | Meaning.ERROR:
+                break
+            case _:
+                output.append(delivery.other(segment, event))
+    return b"".join(output), Meaning.DONE if segment.is_complete else Meaning.CONTENT
+
+
+def delivered(body: dict[str, Any], stream: bytes) -> bytes:
+    """What the client gets who sent this request, without the blanks that stand for ids."""
+    return re.sub(rb'("token_ids":null) +', rb"\1", take(Delivery(call_of(body), is_observed=True), stream)[0])
+
+
+async def said_by(engine: SimulatedEngine, body: dict[str, Any] | Body) -> bytes:
+    """An engine's stream for a request, without what differs from time to time."""
+    fields = body if isinstance(body, dict) else orjson.loads(joined(body))
+    async with aiohttp.ClientSession() as session:
+        answer = await ask(session, engine.url, fields, x_request_id="r")
+    return re.sub(rb'"created":\d+', b'"created":1', answer.body)
+
+
+# The engine's own bytes
+
+ASKED: dict[str, dict[str, Any]] = {
+    "chat": request(Api.CHAT, "naïve café 日本 🙂", max_tokens=100),
+    "completion": request(Api.COMPLETIONS, "naïve café 日本 🙂", max_tokens=100),
+    "reasoning": request(Api.CHAT, max_tokens=120, **THINKING),
+    "tools": request(Api.CHAT, max_tokens=400, tools=TOOLS),
+    "reasoning and tools": request(Api.CHAT, max_tokens=400, tools=TOOLS, **THINKING),
+    "cut off in a tool call": request(Api.CHAT, max_tokens=60, tools=TOOLS),
+    "logprobs": request(Api.CHAT, max_tokens=60, logprobs=True, top_logprobs=2, **THINKING),
+    "tools and logprobs": request(Api.CHAT, max_tokens=400, logprobs=True, tools=TOOLS),
+    "logprobs of a completion": request(Api.COMPLETIONS, max_tokens=60, logprobs=2),
+    "stop strings": request(Api.CHAT, max_tokens=60, stop=["garden", " s"]),
+    "stop strings of a completion": request(Api.COMPLETIONS, max_tokens=60, stop=["garden", " s"]),
+    "a stop string that is shown": request(Api.COMPLETIONS, stop=" s", max_tokens=60, include_stop_str_in_output=True),
+}
+
+
+@pytest.mark.covering("asked steps profile is_continuous", product(ASKED, STEPS, VERSIONS, (False, True)))
+async def test_a_client_that_asks_for_no_ids_gets_what_the_engine_tells_who_asks_for_none(
+    asked: str, steps: str, profile: str, is_continuous: bool
+) -> None:
+    body = {
+        **ASKED[asked],
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": is_continuous},
+    }
+    async with SimulatedEngine(profile_name=profile, **ENGINE, **STEPS[steps]) as engine:
+        plain = await said_by(engine, body)
+        watched = await said_by(engine, VLLM.observed(call_of(body)).body({}))
+    assert b'"token_ids":[' in watched
+    assert delivered(body, watched) + DONE == plain.replace(NO_KV_PARAMS, b"")
+
+
+@pytest.mark.parametrize("body", ASKED.values(), ids=list(ASKED))
+async def test_a_client_that_asks_for_no_usage_gets_none(body: dict[str, Any]) -> None:
+    body = {**body, "stream": True}
+    async with SimulatedEngine(**ENGINE) as engine:
+        plain = await said_by(engine, body | WITH_USAGE)
+        watched = await said_by(engine, VLLM.observed(call_of(body)).body({}))
+    assert delivered(body, watched) == plain[: plain.rindex(b"data: {")]
+
+
+@pytest.mark.parametrize("body", ASKED.values(), ids=list(ASKED))
+async def test_a_client_that_asks_for_ids_gets_all_that_the_engine_tells(body: dict[str, Any]) -> None:
+    body = {**body, "stream": True, "return_token_ids": True, **WITH_USAGE}
+    async with SimulatedEngine(**ENGINE) as engine:
+        watched = await said_by(engine, VLLM.observed(call_of(body)).body({}))
+        assert watched == await said_by(engine, body)
+    assert delivered(body, watched) + DONE == watched
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": TOOLS}], ids=["", "tools"])
+@pytest.mark.parametrize("steps", [{}, {"tokens_per_step": 5}], ids=lambda steps: "".join(steps))
+@pytest.mark.parametrize("profile", ["v0.27", "v0.33"])
+async def test_a_client_that_wants_no_reasoning_gets_what_the_engine_would_have_told(
+    profile: str, steps: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    body = request(Api.CHAT, max_tokens=400, stream=True, include_reasoning=False, **WITH_USAGE, **THINKING, **fields)
+    async with SimulatedEngine(profile_name=profile, **ENGINE, **steps) as engine:
+        plain = await said_by(engine, body)
+        watched = await said_by(engine, VLLM.observed(call_of(body)).body({}))
+    assert b'"reasoning":' in watched
+    got = EventSplitter().feed(delivered(body, watched) + DONE)
+    expected = EventSplitter().feed(plain)
+    assert [_parsed(event.data) for event in got] == [_without_kv_params(_parsed(event.data)) for event in expected]
+
+
+def _parsed(text: bytes | None) -> Any:
+    return None if text == b"[DONE]" else orjson.loads(text or b"")
+
+
+def _without_kv_params(payload: Any) -> Any:
+    """What clients get of an event of vLLM 0.33."""
+    if payload is not None:
+        payload.pop("kv_transfer_params", None)
+    return payload
+
+
+CHAT = request(Api.CHAT, stream=True)
+COMPLETION = request(Api.COMPLETIONS, stream=True)
+
+
+def chunk(ids: list[int] | None = None, finish: str | None = None, **fields: Any) -> dict[str, Any]:
+    shows = fields if "text" in fields else {"delta": fields}
+    choice = {"index": 0, **shows, "logprobs": None, "finish_reason": finish, "token_ids": ids}
+    return {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [choice]}
+
+
+ROLE = chunk(role="assistant", content="") | {"prompt_token_ids": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b'data: {"choices":[{"index":0,"text":"a","finish_reason":null}]}\r\n\r\n',
+        b'data:{"choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n',
+        b'id: 7\nevent: x\ndata: {"choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n',
+        b'data: {"choices":\ndata: [{"index":0,"text":"a","finish_reason":null}]}\n\n',
+    ],
+)
+def test_an_event_without_ids_goes_out_as_it_came(event: bytes) -> None:
+    """However it is written."""
+    assert delivered(COMPLETION, event) == event
+
+
+def test_an_event_over_several_lines_stays_one_event() -> None:
+    event = b'data: {"choices":\ndata: [{"index":0,"text":"a","finish_reason":null,"token_ids":[7]}]}\n\n'
+    (got,) = EventSplitter().feed(delivered(COMPLETION, event))
+    assert orjson.loads(got.data or b"")["choices"] == [
+        {"index": 0, "text": "a", "finish_reason": None, "token_ids": None}
+    ]
+
+
+def test_text_that_looks_like_ids_stays() -> None:
+    text = '"token_ids":[1,2]'
+    assert delivered(COMPLETION, data(chunk([7], text=text))) == data(chunk(None, text=text))
+
+
+def test_chunks_that_lose_their_ids_keep_their_length() -> None:
+    """However they travel: those that are passed on as they came could not have another."""
+    for ids, written in (([3], b"null"), ([123456], b"null    "), ([1, 2], b"null ")):
+        told = data(chunk(ids, content="a"))
+        given = take(Delivery(call_of(CHAT), is_observed=True), told)[0]
+        assert given == told.replace(orjson.dumps(ids), written)
+
+
+def test_chunks_that_carry_only_ids_are_left_out() -> None:
+    stream = (
+        data(ROLE) + data(chunk([3])) + data(chunk([4, 5], content="日")) + data(chunk([6])) + data(chunk([7], "stop"))
+    )
+    role = data(ROLE | {"prompt_token_ids": None})
+    assert delivered(CHAT, stream) == role + data(chunk(None, content="日")) + data(chunk(None, "stop"))
+
+
+def test_nothing_goes_out_before_there_is_something_to_show() -> None:
+    delivery = Delivery(call_of(CHAT), is_observed=True)
+    assert take(delivery, b": hello\n\n" + data(ROLE) + data(chunk([3])) + data({"x": 1}))[0] == b""
+    assert not delivery.has_output
+    assert delivery.is_touched
+    segment, event = Segment(), EventSplitter().feed(data(chunk([4], content="a")))[0]
+    segment.read(event)
+    expected = (
+        b": hello\n\n" + data(ROLE | {"prompt_token_ids": None}) + data({"x": 1}) + data(chunk(None, content="a"))
+    )
+    assert delivery.content(segment, event) == expected
+    assert delivery.has_output
+
+
+# An answer that nobody watches
+
+
+def unobserved(body: dict[str, Any]) -> Delivery:
+    return Delivery(call_of(body), is_observed=False)
+
+
+def test_an_answer_that_is_not_watched_passes_byte_for_byte() -> None:
+    stream = data(chunk([7], text="a")) + data(chunk([8], "stop", text="b"))
+    delivery = unobserved(COMPLETION)
+    assert take(delivery, stream) == (stream, Meaning.CONTENT)
+    assert delivery.has_output
+    assert delivery.is_touched
+
+
+def test_the_last_words_of_an_answer_that_is_not_watched_are_lost() -> None:
+    words = chunk([8], "stop", text="b")
+    words["choices"][0]["stop_reason"] = "recomputed"
+    assert take(unobserved(COMPLETION), data(words)) == (b"", Meaning.RECOMPUTED)
+
+
+@pytest.mark.parametrize("is_observed", [True, False])
+@pytest.mark.parametrize("body", [CHAT, COMPLETION], ids=["chat", "completion"])
+def test_the_prompts_ids_survive_a_merger(body: dict[str, Any], is_observed: bool) -> None:
+    """Its payloads are written anew, and these were cut out of them."""
+    written: list[Any] = []
+
+    def rewrite(payload: dict[str, Any]) -> bytes:
+        written.append(orjson.loads(orjson.dumps(payload)))
+        return b"x"
+
+    call = call_of({**body, "return_token_ids": True})
+    first = chunk([7], content="a") if body is CHAT else chunk([7], text="a")
+    if body is not CHAT:
+        first["choices"][0]["prompt_token_ids"] = [1, 2]
+    take(Delivery(call, is_observed=is_observed, rewrite=rewrite), (data(ROLE) if body is CHAT else b"") + data(first))
+    owner = written[0] if body is CHAT else written[0]["choices"][0]
+    assert owner["prompt_token_ids"] == [1, 2]
+
+
+# The end of a decoder
+
+
+def words(ids: list[int], **fields: Any) -> bytes:
+    """The chunk with which a decoder gives up."""
+    payload = chunk(ids, "stop", **fields)
+    payload["choices"][0]["stop_reason"] = "recomputed"
+    return data(payload)
+
+
+def test_the_last_words_of_a_decoder_count_but_not_its_finish() -> None:
+    delivery = Delivery(call_of(COMPLETION), is_observed=True)
+    output, ended = take(delivery, data(chunk([7], text="a")) + words([8], text="b"))
+    assert ended is Meaning.RECOMPUTED
+    assert output == data(chunk(None, text="a")) + data(chunk(None, text="b"))
+    assert (delivery.transcript.content, delivery.transcript.ids.tolist()) == ("ab", [7, 8])
+
+
+def test_the_first_words_of_a_decoder_may_be_its_last() -> None:
+    """Then the client has a part of the answer, and the prompt's ids if it asked for ids."""
+    told = chunk([8], text="b")
+    told["choices"][0]["prompt_token_ids"] = [1, 2]
+    last = orjson.loads(orjson.dumps(told))
+    last["choices"][0] |= {"finish_reason": "stop", "stop_reason": "recomputed"}
+    delivery = Delivery(call_of({**COMPLETION, "return_token_ids": True}), is_observed=True)
+    output, ended = take(delivery, data(last))
+    assert ended is Meaning.RECOMPUTED
+    assert orjson.loads(output.removeprefix(b"data: ")) == told
+    assert delivery.has_output
+    assert delivery.is_touched
+
+
+def test_last_words_that_say_nothing_are_not_told() -> None:
+    delivery = Delivery(call_of(CHAT), is_observed=True)
+    output, _ = take(delivery, data(ROLE) + data(chunk([7], content="a")) + words([8]))
+    assert output.endswith(data(chunk(None, content="a")))
+
+
+def test_a_client_that_sees_ids_gets_those_of_the_last_words() -> None:
+    delivery = Delivery(call_of({**CHAT, "return_token_ids": True}), is_observed=True)
+    output, _ = take(delivery, data(ROLE) + data(chunk([7], content="a")) + words([8]))
+    assert output.endswith(data(chunk([8])))
+
+
+TOOL_CALL = {"index": 0, "id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def resumed(body: dict[str, Any], kept: int, **options: Any) -> Delivery:
+    """A delivery that goes on behind `kept` ids of an answer that said "a" with the id 7."""
+    delivery = Delivery(call_of(body), is_observed=True)
+    is_chat = "messages" in body
+    first = data(chunk([7], content="a")) if is_chat else data(chunk([7], text="a"))
+    take(delivery, (data(ROLE) if is_chat else b"") + first)
+    seam = Seam(SeamPlan(api=api_of(body), head=delivery.head, transcript=delivery.transcript, kept=kept, **options))
+    delivery.go_on(Resumption(Action.CHAT_TOKENS, None, seam, kept))
+    return delivery
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_the_tool_calls_of_last_words_are_made_up(is_resumed: bool) -> None:
+    delivery = resumed(CHAT, 1) if is_resumed else Delivery(call_of(CHAT), is_observed=True)
+    output, _ = take(delivery, data(ROLE) + words([8], content="b", tool_calls=[TOOL_CALL]))
+    assert b'"content":"b"' in output
+    assert b"tool_calls" not in output
+    assert not delivery.transcript.tools
+
+
+@pytest.mark.parametrize(
+    ("stop", "told"),
+    [
+        (["STOP"], "hello "),
+        (["STOP", "x"], "hello "),
+        ("ab", "hello wo"),
+        (["x"], "hello wor"),
+        (None, "hello wor"),
+        (["a long stop string"], ""),
+    ],
+)
+@pytest.mark.parametrize("api", OPENAI_APIS)
+def test_the_end_of_the_last_words_is_withheld_as_the_engine_did(api: Api, stop: object, told: str) -> None:
+    delivery = Delivery(call_of(request(api, stream=True, stop=stop)), is_observed=True)
+    name = "text" if api is Api.COMPLETIONS else "content"
+    take(delivery, words([7], **{name: "hello wor"}))
+    assert delivery.transcript.content == told
+
+
+def test_a_stop_string_that_is_shown_withholds_nothing() -> None:
+    body = {**COMPLETION, "stop": ["STOP"], "include_stop_str_in_output": True}
+    delivery = Delivery(call_of(body), is_observed=True)
+    take(delivery, words([7], text="hello"))
+    assert delivery.transcript.content == "hello"
+
+
+def test_nothing_is_withheld_twice() -> None:
+    """Text that is late, and last words: only the end of both may begin a stop string."""
+    delivery = resumed({**CHAT, "stop": ["STOP"]}, 1, pending={"content": "-late-"})
+    output, _ = take(delivery, words([8], content="xyz"))
+    assert output == data(chunk(None, content="-late-"))
+    assert delivery.transcript.content == "a-late-"
+
+
+# From one decoder to the next
+
+
+def test_an_answer_that_begins_anew_forgets_everything() -> None:
+    delivery = Delivery(call_of(CHAT), is_observed=True)
+    take(delivery, data(ROLE) + b": x\n\n" + data(chunk([7])))
+    delivery.begin_anew()
+    assert (delivery.transcript.ids.tolist(), delivery.head, delivery.is_touched) == ([], {}, False)
+    output, _ = take(delivery, data(ROLE | {"id": "y"}) + data(chunk([8], content="b") | {"id": "y"}))
+    expected = data(ROLE | {"id": "y", "prompt_token_ids": None}) + data(chunk(None, content="b") | {"id": "y"})
+    assert output == expected
+
+
+def test_the_next_decoder_goes_on_in_the_same_stream() -> None:
+    delivery = resumed(CHAT, 1)
+    stream = (
+        data(ROLE | {"id": "y"}) + data(chunk([8], content="b") | {"id": "y"}) + data(chunk([9], "stop") | {"id": "y"})
+    )
+    output, _ = take(delivery, stream)
+    assert output == data(chunk(None, content="b")) + data(chunk(None, "stop"))
+    assert delivery.transcript.ids.tolist() == [7, 8, 9]
+
+
+def test_ids_that_are_generated_again_are_forgotten() -> None:
+    delivery = Delivery(call_of(CHAT), is_observed=True)
+    take(delivery, data(ROLE) + data(chunk([7], content="a")) + data(chunk([8])))
+    seam = Seam(SeamPlan(api=Api.CHAT, head=delivery.head, transcript=delivery.transcript, kept=1))
+    delivery.go_on(Resumption(Action.CHAT_TOKENS, None, seam, 1))
+    assert delivery.transcript.ids.tolist() == [7]
+    assert not delivery.is_touched
+
+
+def test_a_replay_forgets_nothing() -> None:
+    delivery = Delivery(call_of(CHAT), is_observed=True)
+    take(delivery, data(ROLE) + data(chunk([7], content="a")) + data(chunk([8])))
+    seam = Seam(SeamPlan(api=Api.CHAT, head=delivery.head, transcript=delivery.transcript, replays=True))
+    delivery.go_on(Resumption(Action.REPLAY, None, seam))
+    output, _ = take(delivery, data(ROLE) + data(chunk([7, 8, 9], content="ab")))
+    assert output == data(chunk(None, content="b"))
+    assert delivery.transcript.ids.tolist() == [7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("told", "is_right"),
+    [([1, 2, 7], True), ([1, 2], False), ([1, 2, 8], False), (None, False)],
+)
+@pytest.mark.parametrize("body", [CHAT, COMPLETION], ids=["chat", "completion"])
+def test_a_decoder_must_have_the_prompt_it_was_given(body: dict[str, Any], told: Any, is_right: bool) -> None:
+    delivery = resumed(body, 1)
+    delivery.go_on(
+        Resumption(
+            Action.CHAT_TOKENS,
+            None,
+            Seam(SeamPlan(api=api_of(body), head={}, transcript=delivery.transcript, kept=1)),
+            1,
+            b"[1, 2,7]",
+        )
+    )
+    if body is CHAT:
+        stream = data(ROLE | {"prompt_token_ids": told}) + data(chunk([8], content="b"))
+    else:
+        first = chunk([8], text="b")
+        first["choices"][0]["prompt_token_ids"] = told
+        stream = data(first)
+    if is_right:
+        assert take(delivery, stream)[0]
+    else:
+        with pytest.raises(Mismatch):
+            take(delivery, stream)
+
+
+def test_a_chat_that_goes_on_without_a_role_chunk_did_not_get_its_prompt() -> None:
+    delivery = resumed(CHAT, 1)
+    delivery.go_on(
+        Resumption(
+            Action.CHAT_TOKENS,
+            None,
+            Seam(SeamPlan(api=Api.CHAT, head={}, transcript=delivery.transcript, kept=1)),
+            1,
+            b"[1,2,7]",
+        )
+    )
+    with pytest.raises(Mismatch):
+        take(delivery, data(chunk([8], content="b")))
+
+
+def test_the_prompt_of_a_continuation_is_not_the_clients() -> None:
+    delivery = resumed({**CHAT, "return_token_ids": True}, 1)
+    take(delivery, data(ROLE | {"prompt_token_ids": [1, 2, 7]}) + data(chunk([8], content="b")))
+    assert delivery.transcript.prompt_ids == b"[1,2]"
+
+
+# Usage
+
+COUNTS = {"prompt_tokens": 2, "total_tokens": 4, "completion_tokens": 2}
+USAGE = {"id": "y", "object": "chat.completion.chunk", "created": 2, "model": "m", "choices": [], "usage": COUNTS}
+
+
+@pytest.mark.parametrize("fields", [{}, WITH_USAGE])
+@pytest.mark.parametrize("details", [None, {"cached_tokens": 1}])
+def test_usage_is_the_engines_with_the_prefillers_details(fields: dict[str, Any], details: Any) -> None:
+    delivery = Delivery(call_of({**CHAT, **fields}), is_observed=True)
+    output, _ = take(delivery, data(chunk([7], "stop")) + data(USAGE), details)
+    expected = COUNTS if details is None else COUNTS | {"prompt_tokens_details": details}
+    assert delivery.usage == expected
+    assert output == data(chunk(None, "stop")) + (data(USAGE | {"usage": expected}) if fields else b"")
+
+
+def test_the_usage_of_an_answer_that_did_not_finish_is_not_told() -> None:
+    """So vLLM 0.18 to 0.30 ends what it preempted before the first token."""
+    delivery = Delivery(call_of({**CHAT, **WITH_USAGE}), is_observed=True)
+    assert take(delivery, data(ROLE) + data(USAGE) + DONE)[0] == b""
+
+
+def test_the_usage_of_a_resumed_answer_is_that_of_the_whole() -> None:
+    delivery = resumed({**CHAT, **WITH_USAGE}, 1)
+    told = {"prompt_tokens": 3, "total_tokens": 5, "completion_tokens": 2}
+    output, _ = take(delivery, data(chunk([8, 9], "stop")) + data(USAGE | {"usage": told}))
+    expected = {"prompt_tokens": 2, "total_tokens": 5, "completion_tokens": 3}
+    assert delivery.usage == expected
+    assert output.endswith(data(USAGE | {"id": "x", "created": 1, "usage": expected}))
+
+
+def ending(output: bytes) -> Sequence[Any]:
+    return [orjson.loads(event.data or b"") for event in EventSplitter().feed(output)]
+
+
+def test_an_answer_that_no_engine_ends_is_ended() -> None:
+    delivery = resumed({**CHAT, **WITH_USAGE}, 1, pending={"content": "lo"})
+    late, finish, usage = ending(delivery.closing({"cached_tokens": 1}))
+    assert late["choices"][0]["delta"] == {"content": "lo"}
+    assert (finish["choices"][0]["finish_reason"], finish["choices"][0]["delta"]) == ("length", {})
+    assert {finish["id"], late["id"], usage["id"]} == {"x"}
+    assert usage["choices"] == []
+    expected = {"prompt_tokens": 2, "total_tokens": 3, "completion_tokens": 1}
+    assert usage["usage"] == expected | {"prompt_tokens_details": {"cached_tokens": 1}}
+    assert delivery.transcript.content == "alo"
+
+
+@pytest.mark.parametrize(("counts", "details"), [(True, {"reasoning_tokens": 1}), (False, None)])
+def test_reasoning_is_counted_if_engines_do(counts: bool, details: Any) -> None:
+    """A completion's usage does not, and no engine's is there at the end."""
+    delivery = Delivery(call_of({**CHAT, **WITH_USAGE}), is_observed=True)
+    take(delivery, data(ROLE) + data(chunk([7], reasoning="a")) + data(chunk([8], content="b")))
+    delivery.counts_reasoning = counts
+    delivery.go_on(
+        Resumption(
+            Action.FINISH, None, Seam(SeamPlan(api=Api.CHAT, head={}, transcript=delivery.transcript, kept=2)), 2
+        )
+    )
+    assert ending(delivery.closing(None))[-1]["usage"].get("completion_tokens_details") == details
+
+
+def test_an_answer_that_is_ended_tells_its_usage_only_who_asked() -> None:
+    delivery = resumed(CHAT, 1)
+    assert [event["choices"][0]["finish_reason"] for event in ending(delivery.closing(None))] == ["length"]
+    assert delivery.usage == {"prompt_tokens": 2, "total_tokens": 3, "completion_tokens": 1}
+
+
+def test_an_answer_whose_finish_the_client_has_is_not_finished_twice() -> None:
+    """The decoder was lost between the finish and the end of its stream."""
+    delivery = Delivery(call_of({**CHAT, **WITH_USAGE}), is_observed=True)
+    take(delivery, data(ROLE) + data(chunk([7], "stop", content="a")))
+    (usage,) = ending(delivery.closing(None))
+    assert usage["usage"] == {"prompt_tokens": 2, "total_tokens": 3, "completion_tokens": 1}

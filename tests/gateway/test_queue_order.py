@@ -1,0 +1,252 @@
+"""In which order the queue is served where the pool knows what requests take, and who lets whom go first."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.balancer.pick import PickRequest
+from proxy.common.backend import Load
+from proxy.gateway.admission import Admission
+from proxy.observe.metrics import Metrics
+from proxy.settings.model import Admission as Limits
+from proxy.wire.prefix import NO_KEYS
+from tests.clock import Clock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+class Wishes:
+    """What a client says of one request: how urgent it is, and how soon it wants the first token."""
+
+    prompt_tokens = output_tokens = 1
+    prefix_keys = NO_KEYS
+    session = None
+
+    def __init__(self, priority: int | None, first_token_seconds: float | None) -> None:
+        self._priority = priority
+        self.first_token_seconds = first_token_seconds
+
+    def priority(self, *, lower_first: bool) -> int | None:
+        assert lower_first
+        return self._priority
+
+
+class Counter:
+    """One place at a time, at one of two windows; a request's seconds are its tokens, its window its KV."""
+
+    holds_queue = True
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.open: set[int] = set()
+        self.served: list[str] = []
+        self.left: list[PickRequest] = []
+        self.tasks: list[asyncio.Task[None]] = []
+        self.admission = Admission(Limits(), self.has_room, Metrics(), self.clock, line_up=self)
+
+    def work_seconds(self, request: PickRequest) -> float:
+        return float(request.prefill.compute)
+
+    def waits_no_more(self, request: PickRequest) -> None:
+        self.left.append(request)
+
+    def has_room(self, request: Callable[[], PickRequest] | None = None) -> bool:
+        return bool(self.open) and (request is None or self.first_to_go([request()]) is not None)
+
+    def first_to_go(self, waiting: Sequence[PickRequest]) -> int | None:
+        return next((place for place, request in enumerate(waiting) if request.prefill.kv in self.open), None)
+
+    async def arrive(
+        self,
+        name: str,
+        seconds: int = 0,
+        window: int = 1,
+        key: str = "-",
+        *,
+        known: bool = True,
+        priority: int | None = None,
+        wanted: float | None = None,
+    ) -> None:
+        load = Load(seconds, window)
+        request = PickRequest(load, load, Wishes(priority, wanted))
+
+        async def serve() -> None:
+            async with self.admission.admit(key, request=(lambda: request) if known else None):
+                self.open.discard(window if known else next(iter(self.open)))
+                self.served.append(name)
+
+        self.tasks.append(asyncio.create_task(serve()))
+        await self.settle()
+
+    async def opens(self, *windows: int) -> None:
+        self.open.update(windows)
+        self.admission.notify()
+        await self.settle()
+
+    async def settle(self) -> None:
+        for _ in range(12):
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def counter() -> Counter:
+    return Counter()
+
+
+async def drained(counter: Counter) -> list[str]:
+    while counter.admission.waiting:
+        await counter.opens(1, 2)
+    await asyncio.gather(*counter.tasks)
+    assert not counter.admission.running
+    return counter.served
+
+
+async def test_the_shorter_goes_first(counter: Counter) -> None:
+    for name, seconds in (("long", 20), ("short", 1), ("middle", 5)):
+        await counter.arrive(name, seconds)
+    assert await drained(counter) == ["short", "middle", "long"]
+
+
+async def test_who_has_waited_for_three_times_its_work_goes_before_any_newcomer(counter: Counter) -> None:
+    await counter.arrive("long", 20)
+    counter.clock.now += 58
+    await counter.arrive("just in time", 0)
+    counter.clock.now += 3
+    await counter.arrive("too late", 0)
+    assert await drained(counter) == ["just in time", "long", "too late"]
+
+
+async def test_equals_go_in_turn(counter: Counter) -> None:
+    for name in "abc":
+        await counter.arrive(name, 7)
+    assert await drained(counter) == ["a", "b", "c"]
+
+
+async def test_what_is_free_goes_to_the_first_to_whom_it_is_best(counter: Counter) -> None:
+    await counter.arrive("wants the other", 1, window=2)
+    await counter.arrive("wants this", 9, window=1)
+    await counter.opens(1)
+    assert counter.served == ["wants this"]
+    await counter.opens(2)
+    assert await drained(counter) == ["wants this", "wants the other"]
+
+
+async def test_a_newcomer_to_whom_what_is_free_is_best_does_not_wait_for_those_who_want_something_else(
+    counter: Counter,
+) -> None:
+    counter.open = {1}
+    await counter.arrive("wants the other", 1, window=2)
+    await counter.arrive("wants this", 9, window=1)
+    assert counter.served == ["wants this"]
+    assert await drained(counter) == ["wants this", "wants the other"]
+
+
+async def test_who_comes_alone_and_had_better_wait_waits(counter: Counter) -> None:
+    counter.open = {1}
+    await counter.arrive("wants the other", window=2)
+    assert counter.admission.waiting == 1
+    await counter.opens(2)
+    assert await drained(counter) == ["wants the other"]
+
+
+async def test_keys_get_the_same_seconds_and_not_the_same_number(counter: Counter) -> None:
+    for number in range(4):
+        await counter.arrive(f"long {number}", 20, key="long")
+    for number in range(9):
+        await counter.arrive(f"short {number}", 5, key="short")
+    keys = [name.split()[0] for name in await drained(counter)]
+    # Whenever a long one is served, the other key is owed 20 s: four short ones.
+    assert keys == ["short", *["long", *["short"] * 4] * 2, "long", "long"]
+
+
+async def test_keys_that_were_served_about_the_same_compete_by_their_work(counter: Counter) -> None:
+    for number in range(4):
+        await counter.arrive(f"greedy {number}", 1, key="greedy")
+    await counter.arrive("modest", 50, key="modest")
+    # Two seconds are about the same, three are not.
+    assert await drained(counter) == ["greedy 0", "greedy 1", "greedy 2", "modest", "greedy 3"]
+
+
+async def test_who_leaves_for_a_moment_owes_what_it_was_served(counter: Counter) -> None:
+    await counter.arrive("a", 20, key="comes and goes")
+    for number in range(4):
+        await counter.arrive(f"b {number}", 5, key="stays")
+    for _ in range(2):
+        await counter.opens(1)
+    assert counter.served == ["b 0", "a"]
+    await counter.arrive("again", 0, key="comes and goes")
+    assert await drained(counter) == ["b 0", "a", "b 1", "b 2", "b 3", "again"]
+    assert not counter.admission._order._served
+
+
+async def test_nobody_saves_up_by_staying_away(counter: Counter) -> None:
+    for number in range(9):
+        await counter.arrive(f"b {number}", 5, key="stays")
+    for _ in range(4):
+        await counter.opens(1)
+    for number in range(4):
+        await counter.arrive(f"new {number}", 5, key="new")
+    served = (await drained(counter))[4:]
+    assert [name.split()[0] for name in served] == ["b", "new"] * 4 + ["b"]
+
+
+async def test_what_an_answer_takes_of_a_decoder_is_charged_too(counter: Counter) -> None:
+    counter.admission._answer_seconds = lambda request: 10.0 if request.prefill.compute == 3 else 0.0
+    for number in range(4):
+        await counter.arrive(f"long answer {number}", 3, key="long answers")
+    for number in range(4):
+        await counter.arrive(f"short {number}", 4, key="short answers")
+    served = await drained(counter)
+    # 13 s for one, which is about three times 4 s.
+    assert [name.rsplit(" ", 1)[0] for name in served] == [
+        "long answer",
+        *["short"] * 3,
+        "long answer",
+        "short",
+        *["long answer"] * 2,
+    ]
+
+
+async def test_the_more_urgent_go_first_whatever_their_key_and_their_work(counter: Counter) -> None:
+    await counter.arrive("usual", 1, key="a")
+    await counter.arrive("later", 1, key="a", priority=5)
+    await counter.arrive("urgent", 50, key="a", priority=-1)
+    await counter.arrive("as urgent", 2, key="b", priority=-1)
+    await counter.arrive("usual, too", 3, key="b")
+    assert await drained(counter) == ["as urgent", "urgent", "usual, too", "usual", "later"]
+
+
+async def test_the_urgent_of_a_key_go_before_the_others_of_another_that_was_served_less(counter: Counter) -> None:
+    for name in ("first", "second"):
+        await counter.arrive(name, 30, key="a", priority=-1)
+    await counter.arrive("usual", 1, key="b")
+    assert await drained(counter) == ["first", "second", "usual"]
+
+
+async def test_a_request_may_go_later_than_its_key_and_not_sooner(counter: Counter) -> None:
+    counter.admission.priorities = {"batch": 3, "chat": 0}
+    await counter.arrive("forward", 1, key="batch", priority=-9)
+    await counter.arrive("batch", 1, key="batch")
+    await counter.arrive("stands back", 1, key="chat", priority=4)
+    await counter.arrive("chat", 50, key="chat")
+    assert await drained(counter) == ["chat", "forward", "batch", "stands back"]
+
+
+async def test_what_is_only_passed_on_goes_in_turn(counter: Counter) -> None:
+    await counter.arrive("first", 1, known=False)
+    await counter.arrive("second", 1)
+    assert await drained(counter) == ["first", "second"]
+
+
+async def test_who_leaves_the_queue_leaves_nothing_behind(counter: Counter) -> None:
+    for name in "abc":
+        await counter.arrive(name, 3)
+    counter.tasks[1].cancel()
+    await asyncio.wait([counter.tasks[1]])
+    del counter.tasks[1]
+    assert await drained(counter) == ["a", "c"]
+    assert not counter.admission._lines

@@ -1,0 +1,322 @@
+"""The retry budget: who may be repeated now, who waits, and that nothing of it stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from proxy.gateway.retry_budget import RetryBudget, RetryPermit
+
+LONG = 3600.0
+
+
+class Requests:
+    """Requests in flight, as many as the test has; leaving the block ends those that have not ended."""
+
+    def __init__(self, budget: RetryBudget) -> None:
+        self.budget = budget
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Requests:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        books = (self.budget.in_flight, self.budget.repeating, self.budget.waiting)
+        assert books == (0, 0, 0)
+
+    def arrive(self, count: int) -> list[RetryPermit]:
+        return [self._stack.enter_context(self.budget.request()) for _ in range(count)]
+
+
+async def waiting(permit: RetryPermit, budget: RetryBudget, timeout_seconds: float = LONG) -> asyncio.Task[bool]:
+    """A task that waits for its turn already."""
+    before = budget.waiting
+    task = asyncio.create_task(permit.acquire(timeout_seconds))
+    await asyncio.sleep(0)  # it runs until it waits
+    assert budget.waiting == before + 1
+    return task
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "capacity"), [(0, 3), (1, 3), (15, 3), (19, 3), (20, 4), (24, 4), (25, 5), (1000, 200)]
+)
+def test_a_fifth_of_the_requests_may_be_repeated_at_once_and_three_always(in_flight: int, capacity: int) -> None:
+    with Requests(RetryBudget()) as requests:
+        permits = requests.arrive(in_flight)
+        assert requests.budget.capacity == capacity
+        assert sum(permit.try_acquire() for permit in permits) == min(in_flight, capacity)
+
+
+def test_a_share_of_nothing_and_no_minimum_repeat_nothing() -> None:
+    with Requests(RetryBudget(share=0.0, least=0)) as requests:
+        assert not requests.arrive(10)[0].try_acquire()
+
+
+def test_a_retry_is_refused_when_the_budget_is_used_up_until_another_has_ended() -> None:
+    with Requests(RetryBudget(least=1)) as requests:
+        first, second = requests.arrive(2)
+        assert first.try_acquire()
+        assert not second.try_acquire()
+        first.release()
+        assert second.try_acquire()
+        assert not first.try_acquire()
+
+
+def test_a_request_takes_one_place_however_often_it_begins_and_ends() -> None:
+    with Requests(RetryBudget(least=2)) as requests:
+        first, second, third = requests.arrive(3)
+        assert [first.try_acquire(), first.try_acquire(), second.try_acquire()] == [True] * 3
+        first.release()
+        first.release()
+        assert third.try_acquire()
+        assert requests.budget.repeating == 2
+
+
+def test_a_request_that_ends_gives_its_place_back_whatever_ended_it() -> None:
+    budget = RetryBudget(least=1)
+
+    def fail() -> None:
+        with budget.request() as permit:
+            assert permit.try_acquire()
+            raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        fail()
+    assert (budget.in_flight, budget.repeating) == (0, 0)
+
+
+def test_repeats_go_on_when_the_budget_becomes_smaller_but_none_are_added() -> None:
+    with Requests(RetryBudget(share=0.5, least=0)) as requests, ExitStack() as leaving:
+        first, second = requests.arrive(2)
+        others = [leaving.enter_context(requests.budget.request()) for _ in range(2)]
+        assert first.try_acquire()
+        assert others[0].try_acquire()
+        leaving.close()
+        assert (requests.budget.capacity, first.is_held) == (1, True)
+        assert not second.try_acquire()
+
+
+async def test_a_resume_that_finds_room_does_not_wait() -> None:
+    with Requests(RetryBudget()) as requests:
+        (permit,) = requests.arrive(1)
+        assert await permit.acquire(0)
+        assert await permit.acquire(0)  # has its place already
+        assert requests.budget.repeating == 1
+
+
+async def test_resumes_come_in_turn_and_before_later_retries() -> None:
+    with Requests(RetryBudget(least=1)) as requests:
+        holder, first, second, late = requests.arrive(4)
+        assert holder.try_acquire()
+        tasks = [await waiting(permit, requests.budget) for permit in (first, second)]
+        holder.release()
+        assert not late.try_acquire()
+        assert await tasks[0]
+        assert not tasks[1].done()
+        first.release()
+        assert await tasks[1]
+
+
+async def test_more_requests_make_room_for_those_who_wait() -> None:
+    with Requests(RetryBudget(share=0.2, least=1)) as requests:
+        holder, first = requests.arrive(2)
+        assert holder.try_acquire()
+        task = await waiting(first, requests.budget)
+        requests.arrive(7)
+        assert not first.is_held
+        requests.arrive(1)  # the tenth
+        assert await task
+
+
+async def test_a_request_that_ends_takes_its_share_of_the_budget_with_it() -> None:
+    budget = RetryBudget(share=0.5, least=0)
+    with Requests(budget) as requests:
+        second, waiter, _ = requests.arrive(3)
+        with budget.request() as first:
+            assert first.try_acquire()
+            assert second.try_acquire()
+            task = await waiting(waiter, budget)
+        assert (budget.capacity, budget.repeating, waiter.is_held) == (1, 1, False)
+        second.release()
+        assert await task
+
+
+async def test_who_has_waited_too_long_is_refused_and_not_in_the_way() -> None:
+    with Requests(RetryBudget(least=1)) as requests:
+        holder, first, second = requests.arrive(3)
+        assert holder.try_acquire()
+        hasty = await waiting(first, requests.budget, timeout_seconds=0.001)
+        patient = await waiting(second, requests.budget)
+        assert not await hasty
+        assert not first.is_held
+        assert requests.budget.waiting == 1
+        holder.release()
+        assert await patient
+
+
+async def test_a_resume_that_is_cancelled_while_it_waits_is_not_in_the_way() -> None:
+    with Requests(RetryBudget(least=1)) as requests:
+        holder, first, second = requests.arrive(3)
+        assert holder.try_acquire()
+        tasks = [await waiting(permit, requests.budget) for permit in (first, second)]
+        tasks[0].cancel()
+        await asyncio.wait(tasks[:1])
+        assert requests.budget.waiting == 1
+        holder.release()
+        assert await tasks[1]
+
+
+async def test_a_resume_that_is_cancelled_when_its_turn_has_just_come_passes_it_on() -> None:
+    with Requests(RetryBudget(least=1)) as requests:
+        holder, first, second = requests.arrive(3)
+        assert holder.try_acquire()
+        tasks = [await waiting(permit, requests.budget) for permit in (first, second)]
+        holder.release()
+        assert first.is_held
+        tasks[0].cancel()  # it could not notice yet
+        assert await tasks[1]
+        assert tasks[0].cancelled()
+        assert not first.is_held
+
+
+async def test_a_turn_that_comes_together_with_the_deadline_is_taken() -> None:
+    with Requests(RetryBudget(least=1)) as requests:
+        holder, first = requests.arrive(2)
+        assert holder.try_acquire()
+        task = await waiting(first, requests.budget, timeout_seconds=0)
+        asyncio.get_running_loop().call_later(0, holder.release)  # next to the timer, before the task hears of it
+        assert await task
+        assert first.is_held
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Requests come, are repeated, wait, are cancelled and go. The model is a set of places and a queue."""
+
+    @initialize(share=st.sampled_from([0.0, 0.2, 0.5, 1.0]), least=st.integers(0, 3))
+    def build(self, share: float, least: int) -> None:
+        self.share, self.least = share, least
+        self.loop = asyncio.new_event_loop()
+        self.budget = RetryBudget(share, least)
+        self.requests: list[RetryPermit] = []
+        self.holders: set[RetryPermit] = set()
+        self.queue: list[RetryPermit] = []
+        self.tasks: dict[RetryPermit, asyncio.Task[bool]] = {}
+
+    def capacity(self) -> int:
+        return max(self.least, int(self.share * len(self.requests)))
+
+    def admit(self) -> None:
+        while self.queue and len(self.holders) < self.capacity():
+            self.holders.add(self.queue.pop(0))
+
+    def some(self, number: int) -> RetryPermit:
+        return self.requests[number % len(self.requests)]
+
+    def turn_loop(self, until: asyncio.Task[bool] | None = None) -> None:
+        if until is None:
+            self.loop.run_until_complete(asyncio.sleep(0))
+        else:
+            self.loop.run_until_complete(asyncio.wait((until,)))
+
+    def give_up(self, permit: RetryPermit) -> None:
+        """End a request's task before the request, as leaving a handler does."""
+        task = self.tasks.pop(permit, None)
+        if task is None:
+            return
+        if not task.done():
+            self.holders.discard(permit)
+            if permit in self.queue:
+                self.queue.remove(permit)
+            task.cancel()
+            self.turn_loop(task)
+            self.admit()
+        if not task.cancelled():
+            assert task.result() is True
+
+    @rule(count=st.integers(1, 8))
+    def arrive(self, count: int) -> None:
+        for _ in range(count):
+            self.requests.append(self.budget.request().__enter__())
+            self.admit()
+
+    @precondition(lambda self: self.requests)
+    @rule(number=st.integers(0, 1000))
+    def leave(self, number: int) -> None:
+        permit = self.some(number)
+        self.give_up(permit)
+        self.requests.remove(permit)
+        self.holders.discard(permit)
+        permit.__exit__(None, None, None)
+        self.admit()
+
+    @precondition(lambda self: self.requests)
+    @rule(number=st.integers(0, 1000))
+    def retry(self, number: int) -> None:
+        permit = self.some(number)
+        if permit in self.queue:
+            return  # a request does one thing at a time
+        if permit not in self.holders and len(self.holders) < self.capacity():
+            self.holders.add(permit)
+        assert permit.try_acquire() is (permit in self.holders)
+
+    @precondition(lambda self: self.requests)
+    @rule(number=st.integers(0, 1000))
+    def resume(self, number: int) -> None:
+        permit = self.some(number)
+        if (task := self.tasks.get(permit)) is not None and not task.done():
+            return
+        self.tasks[permit] = self.loop.create_task(permit.acquire(LONG))
+        self.turn_loop()
+        if permit not in self.holders:
+            self.queue.append(permit)
+            self.admit()
+
+    @precondition(lambda self: self.requests)
+    @rule(number=st.integers(0, 1000))
+    def has_token(self, number: int) -> None:
+        permit = self.some(number)
+        if (task := self.tasks.get(permit)) is not None and not task.done():
+            return  # it is still waiting for its turn, or does not know yet that it came
+        self.holders.discard(permit)
+        permit.release()
+        self.admit()
+
+    @precondition(lambda self: self.requests)
+    @rule(number=st.integers(0, 1000))
+    def cancel(self, number: int) -> None:
+        self.give_up(self.some(number))
+
+    @rule()
+    def time_passes(self) -> None:
+        self.turn_loop()
+
+    @invariant()
+    def the_books_are_the_models(self) -> None:
+        budget = self.budget
+        assert {permit for permit in self.requests if permit.is_held} == self.holders
+        assert (budget.in_flight, budget.repeating) == (len(self.requests), len(self.holders))
+        assert budget.capacity == self.capacity()
+        assert list(budget._waiting) == self.queue
+
+    @invariant()
+    def nobody_waits_while_there_is_room(self) -> None:
+        assert not self.queue or len(self.holders) >= self.capacity()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "loop"):
+            return
+        while self.requests:
+            self.leave(0)
+        assert (self.budget.in_flight, self.budget.repeating, self.budget.waiting) == (0, 0, 0)
+        assert not asyncio.all_tasks(self.loop)
+        self.loop.close()
+
+
+AnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+test_any_order_of_events_keeps_the_budget = AnyOrder.TestCase

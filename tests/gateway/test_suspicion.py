@@ -1,0 +1,186 @@
+"""Suspicion: which of those that were on an engine when it went down are charged with it, cleared, or stopped."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxy.common.backend import Backend, Role
+from proxy.gateway.suspicion import Casualty, Death, Suspicion, is_acquitted, is_charged, is_poison, rank_of
+
+E1, E2, E3, E4 = (Backend(Role.DECODE, "e", port) for port in (1, 2, 3, 4))
+NOW = 1000.0
+
+
+def suspicion(*lost: Backend, earlier: int = 0) -> Suspicion:
+    """A request of one unit that has lost these engines without having had a token there."""
+    made = Suspicion(earlier)
+    made.add_unit().lost.update(dict.fromkeys(lost, 0.0))
+    return made
+
+
+def casualties(*ranks_and_seconds: tuple[int, float]) -> list[Casualty]:
+    return [Casualty(suspicion(), rank, seconds) for rank, seconds in ranks_and_seconds]
+
+
+@pytest.mark.parametrize(
+    ("lost_after", "served_for", "is_cleared"),
+    [
+        (0.0, None, False),  # no token yet
+        (0.0, 0.9, False),
+        (0.0, 1.1, True),
+        (3.0, 6.9, False),  # twice as long and a second
+        (3.0, 7.1, True),
+        (600.0, 29.9, False),  # but no longer than half a minute
+        (600.0, 30.1, True),
+    ],
+)
+def test_who_is_served_for_longer_than_before_is_cleared(
+    lost_after: float, served_for: float | None, is_cleared: bool
+) -> None:
+    case = Suspicion()
+    history = case.add_unit()
+    history.lost[E1] = lost_after
+    history.began_at = None if served_for is None else NOW - served_for
+    assert history.is_cleared(NOW) is is_cleared
+    assert case.engines(NOW) == (0 if is_cleared else 1)
+
+
+def test_the_units_of_a_request_and_its_repeats_count_together() -> None:
+    case = Suspicion(earlier=1)
+    for backend in (E1, E2, E2):
+        case.add_unit().lost[backend] = 0.0
+    assert case.lost(NOW) == {E1, E2}
+    assert case.engines(NOW) == 3
+
+
+def test_a_unit_that_was_served_has_broken_nothing_and_says_nothing_of_the_others() -> None:
+    case = Suspicion(is_split=True)
+    one, other = case.add_unit(), case.add_unit()
+    one.lost[E1] = other.lost[E2] = 0.0
+    case.was_served(one)
+    assert case.lost(NOW) == {E2}
+    assert not case.is_confined
+
+
+@pytest.mark.parametrize(
+    ("lost", "reserved", "rank"), [((), (), 0), ((E1,), (), 1), ((E1,), (E2,), 2), ((E1,), (E3,), 1), ((), (E2,), 0)]
+)
+def test_who_is_alone_with_an_engine_is_the_most_suspicious(
+    lost: tuple[Backend, ...], reserved: tuple[Backend, ...], rank: int
+) -> None:
+    case = suspicion(*lost)
+    case.units[0].reserved.extend(reserved)
+    assert rank_of(case, case.units[0], E2, NOW) == rank
+
+
+@pytest.mark.parametrize(
+    ("told", "charged"),
+    [
+        ([(0, 5.0)], [True]),
+        ([(0, 5.0), (0, 0.0), (0, 60.0)], [True, True, False]),  # the two that came last
+        ([(0, 1.0), (0, 1.0), (0, 1.0)], [True, True, True]),  # nobody can tell them apart
+        ([(0, 0.0), (1, 60.0), (0, 0.0)], [False, True, False]),  # there is one who was suspicious before
+        ([(2, 1.0), (1, 0.0)], [True, False]),
+    ],
+)
+def test_an_engine_is_charged_to_the_most_suspicious_and_of_many_to_the_latest(
+    told: list[tuple[int, float]], charged: list[bool]
+) -> None:
+    all_of_them = casualties(*told)
+    assert [is_charged(casualty, all_of_them, most=2) for casualty in all_of_them] == charged
+
+
+@pytest.mark.parametrize(
+    ("lost", "earlier", "rank", "others", "expected"),
+    [
+        # One engine is an accident.
+        ((E1,), 0, 0, (), False),
+        ((E1,), 0, 2, (), False),
+        # The only one that was on both.
+        ((E1, E2), 0, 2, (), True),
+        ((E1, E2), 0, 1, (0, 0, 0), True),
+        ((E1, E2), 0, 2, (1, 1, 0), True),
+        # Several were on both: it may be any of them, or none.
+        ((E1, E2), 0, 1, (1, 0), False),
+        ((E1, E2), 0, 1, (2,), False),
+        # It has cost one when it was sent before.
+        ((E1,), 1, 2, (), True),
+        ((E1,), 1, 1, (1,), False),
+        # Several units on two engines that went down at the same moment.
+        ((E1, E2), 0, 0, (0, 0), True),
+    ],
+)
+def test_poison_is_who_alone_was_on_as_many_engines_as_a_request_may_cost(
+    lost: tuple[Backend, ...], earlier: int, rank: int, others: tuple[int, ...], expected: bool
+) -> None:
+    mine = Casualty(suspicion(*lost, earlier=earlier), rank, 0.0)
+    told = [mine, Casualty(mine.suspicion, rank, 0.0), *casualties(*((other, 0.0) for other in others))]
+    assert is_poison(mine, told, NOW) is expected
+
+
+def test_a_subset_keeps_its_engines_while_they_serve_and_those_that_broke_down() -> None:
+    case = Suspicion(is_split=True)
+    history = case.add_unit()
+    case.subset(Role.DECODE, [E1, E2, E3]).extend([E1, E2])
+    assert case.subset(Role.DECODE, [E1, E2, E3]) == [E1, E2]
+    history.doubtful[E1] = 0.0
+    assert case.subset(Role.DECODE, [E2, E3]) == [E1, E2]
+    history.doubtful.clear()
+    assert case.subset(Role.DECODE, [E2, E3]) == [E2]
+
+
+def test_a_suspect_is_apart_for_about_as_long_as_the_last_engine_stood_it() -> None:
+    history = Suspicion().add_unit()
+    assert history.apart_seconds == 0.0
+    history.lost[E1] = 0.0
+    assert history.apart_seconds == 0.0  # it never had a token there: its first one clears the place
+    history.lost[E1] = 0.1
+    assert history.apart_seconds == pytest.approx(0.45)
+    history.lost[E1] = 60.0
+    assert history.apart_seconds == 1.0
+
+
+# What acquits a suspect that has cost as many engines as it may
+
+
+def death(backend: Backend, *suspicions: Suspicion) -> Death:
+    return Death(backend, [Casualty(each, 1, 0.0) for each in suspicions])
+
+
+@pytest.mark.fault(116)
+def test_engines_that_went_down_without_a_suspect_acquit_it() -> None:
+    suspect = suspicion(E1, E2)
+    own = [death(E1, suspect, suspicion()), death(E2, suspect)]
+    assert not is_acquitted(suspect, own, NOW)
+    assert is_acquitted(suspect, [*own, death(E3, suspicion(E3))], NOW)
+
+
+@pytest.mark.fault(116)
+def test_engines_that_another_poison_request_has_cost_acquit_nobody() -> None:
+    suspect, other = suspicion(E1, E2), suspicion(E3, E4)
+    deaths = [death(E1, suspect), death(E2, suspect), death(E3, other), death(E4, other)]
+    assert not is_acquitted(suspect, deaths, NOW)
+    assert not is_acquitted(other, deaths, NOW)
+
+
+@pytest.mark.fault(116)
+def test_suspects_that_share_an_engine_do_not_explain_more_than_one() -> None:
+    """Three engines went down, and each of two requests was on two of them: neither is the reason."""
+    suspect, other = suspicion(E1, E2), suspicion(E1, E3)
+    deaths = [death(E1, suspect, other), death(E2, suspect), death(E3, other)]
+    assert is_acquitted(suspect, deaths, NOW)
+    assert is_acquitted(other, deaths, NOW)
+
+
+@pytest.mark.fault(116)
+def test_an_engine_that_the_request_cost_before_acquits_it_not() -> None:
+    again = suspicion(E2, earlier=1)
+    before = death(E1, suspicion(E1))
+    assert not is_acquitted(again, [before, death(E2, again)], NOW)
+    assert is_acquitted(again, [before, death(E2, again), death(E3)], NOW)
+
+
+def test_who_is_acquitted_has_cost_nothing() -> None:
+    suspect = suspicion(E1, E2, earlier=1)
+    suspect.acquit()
+    assert suspect.engines(NOW) == 0

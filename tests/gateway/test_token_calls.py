@@ -1,0 +1,165 @@
+"""What a streamed token costs in calls of Python functions: a price that can be told without a clock."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import orjson
+import pytest
+
+import proxy
+from proxy.connectors.attempt import Attempt
+from proxy.gateway.assembly import Assembly
+from proxy.gateway.delivery import Delivery
+from proxy.gateway.relay import Relay
+from proxy.gateway.token_clock import TokenClock
+from proxy.observe.metrics import Metrics
+from proxy.observe.record import RequestRecord
+from proxy.observe.timeline import Timeline
+from proxy.settings import Cost, Timeouts
+from proxy.upstream import Response
+from proxy.wire.openai import Api
+from tests.asking import api_of, request
+from tests.fuzz.answers import Line, connected
+from tests.fuzz.streams import NoHandoff, Owner
+from tests.gateway.forwarding import Client, token
+from tests.parsing import parse
+from tests.upstream.raw import STREAM_HEAD
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+    from proxy.gateway.client_writer import ClientWriter
+    from proxy.upstream import Connection
+
+_OURS = str(Path(proxy.__file__).parent)
+
+
+class Streamed(Client):
+    """A ClientWriter that is committed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = self.connection = self
+
+
+@contextmanager
+def calls_counted() -> Iterator[Counter[str]]:
+    """Calls within the block of the gateway's functions, by their names."""
+    calls: Counter[str] = Counter()
+
+    def on_event(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(_OURS):
+            calls[frame.f_code.co_name] += 1
+
+    sys.setprofile(on_event)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
+class EngineLine(Line):
+    """A transport whose reading can be paused."""
+
+    def pause_reading(self) -> None:
+        """Nothing is read."""
+
+    def resume_reading(self) -> None:
+        """Nothing is."""
+
+
+async def calls_for(
+    reads: list[bytes],
+    body: dict[str, Any],
+    *,
+    is_observed: bool,
+    then: Callable[[Connection, Streamed], None] | None = None,
+) -> Counter[str]:
+    """Calls for these reads from an engine; those before are the head and three tokens. `then`: what is done next."""
+    connection = connected(EngineLine())
+    response = Response(connection, lambda error: None)
+    connection.begin(response, "/", b"", {}, answer_seconds=1.0)
+    connection.data_received(STREAM_HEAD)
+    whole = None if body["stream"] else Assembly()
+    delivery = Delivery(parse(api_of(body), orjson.dumps(body), Cost()), is_observed=is_observed, whole=whole)
+    attempt = Attempt(response, Timeline(), None, kv_handed_over=True, handoff=NoHandoff())
+    client = None if whole else cast("ClientWriter", Streamed())
+    clock = TokenClock(RequestRecord("chat", "r"), Metrics())
+    relay = Relay(attempt, delivery, Owner(), client, clock)
+    relay.begin(Timeouts())
+    with calls_counted() as calls:
+        for read in reads:
+            connection.data_received(read)
+    if then is not None:
+        then(connection, cast("Streamed", client))
+    relay.let_go()
+    connection.release()
+    return calls
+
+
+@pytest.mark.parametrize("ids", [True, False])
+@pytest.mark.parametrize("is_observed", [True, False])
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (request(Api.CHAT, stream=True), "content"),
+        (request(Api.CHAT, stream=True), "reasoning"),
+        (request(Api.CHAT, stream=True, return_token_ids=True), "content"),
+        (request(Api.COMPLETIONS, stream=True), None),
+        (request(Api.CHAT, stream=False), "content"),
+    ],
+    ids=["chat", "reasoning", "with ids", "completion", "not streamed"],
+)
+@pytest.mark.interpreted
+async def test_a_token_costs_one_call(body: dict[str, Any], field: str | None, is_observed: bool, ids: bool) -> None:
+    """That where its bytes arrive. Another half times one gap in eight, and reads what was noted of sixteen."""
+    tokens = [token(field, number, ids=ids) for number in range(73)]
+    first = await calls_for(tokens[:9], body, is_observed=is_observed or not body["stream"])
+    all_of_them = await calls_for(tokens, body, is_observed=is_observed or not body["stream"])
+    calls = all_of_them - first
+    assert calls["data_received"] == 64
+    assert calls.total() <= 1.6 * 64, calls
+
+
+async def test_tokens_that_arrive_together_cost_less_than_two_calls() -> None:
+    tokens = [token("content", number, ids=True) for number in range(73)]
+    together = [*tokens[:9], *(b"".join(tokens[at : at + 4]) for at in range(9, 73, 4))]
+    body = request(Api.CHAT, stream=True)
+    calls = await calls_for(together, body, is_observed=True) - await calls_for(tokens[:9], body, is_observed=True)
+    assert calls.total() <= 2 * 64, calls
+
+
+async def test_a_client_that_reads_too_slowly_holds_the_engine_back_at_once() -> None:
+    tokens = [token("content", number, ids=True) for number in range(9)]
+
+    def fill(connection: Connection, client: Streamed) -> None:
+        assert not connection.is_paused
+        assert client.on_full is not None
+        client.on_full()
+        assert connection.is_paused
+
+    await calls_for(tokens, request(Api.CHAT, stream=True), is_observed=True, then=fill)
+
+
+async def test_the_next_answer_on_a_connection_does_not_go_to_the_client_of_the_last() -> None:
+    """Though its tokens look the same."""
+    tokens = [token("content", number, ids=True) for number in range(9)]
+    client_of: list[Streamed] = []
+
+    def begin_another(connection: Connection, client: Streamed) -> None:
+        client_of.append(client)
+        before = len(client.written)
+        connection.begin(Response(connection, lambda error: None), "/", b"", {}, answer_seconds=1.0)
+        connection.data_received(b"".join([STREAM_HEAD, *tokens]))
+        for read in tokens:
+            connection.data_received(read)
+        assert len(client.written) == before
+
+    await calls_for(tokens, request(Api.CHAT, stream=True), is_observed=True, then=begin_another)
+    assert client_of[0].written

@@ -1,0 +1,85 @@
+"""Requests that have to wait for their turn come to the same on both roads, and their connections stay fast."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from proxy.gateway.request import Request
+from proxy.wire.openai import Api
+from tests.asking import request, until
+from tests.talking import Clients, raw
+
+if TYPE_CHECKING:
+    from tests.conftest import Deploy
+    from tests.gateway.roads import Roads
+    from tests.talking import Line
+
+STREAM: Final = request(Api.CHAT, "waits", stream=True, max_tokens=2)
+WHOLE: Final = request(Api.COMPLETIONS, "waits", stream=False, max_tokens=2)
+ENDLESS: Final = request(Api.CHAT, "endless", stream=True)
+BODIES: Final = pytest.mark.parametrize("body", [STREAM, WHOLE], ids=["stream", "whole"])
+
+
+def busy(**admission: Any) -> dict[str, Any]:
+    """Settings with which one decoder writes one answer at a time."""
+    limits = {"max_running_decode": 1, "wait_seconds": 5.0, **admission}
+    return {"admission": limits, "resume": {"mode": "off"}}
+
+
+async def occupied(clients: Clients) -> Line:
+    """The connection of a client whose answer takes all that the decoder can do, until it leaves."""
+    decoder = clients.gateway.decoders[0]
+    decoder.faults.add("stall_after_tokens", times=1, tokens=1)
+    line = await clients.connect()
+    line.send(raw(ENDLESS, X_Request_Id="r-0"))
+    await line.has(b'"finish_reason":null,"tok')
+    return line
+
+
+async def waits(clients: Clients, body: dict[str, Any], number: int = 1) -> Line:
+    """The connection of one that waits now."""
+    line = await clients.connect()
+    line.send(raw(body, X_Request_Id=f"r-{number}"))
+    await until(lambda: clients.gateway.metrics("pdproxy_queued_requests") == {(): float(number)}, "it waits")
+    return line
+
+
+@BODIES
+async def test_a_drain_cuts_off_a_queued_request(roads: Roads, body: dict[str, Any]) -> None:
+    async def talk(clients: Clients) -> None:
+        first = await occupied(clients)
+        second = await waits(clients, body)
+        clients.gateway.worker.drain.cut_off()
+        await second.answer()
+        first.leave()
+
+    # Both end in one moment.
+    await roads.take(talk, is_fast=2, is_unordered=True, settings=busy())
+
+
+@pytest.mark.interpreted
+@BODIES
+async def test_a_client_leaves_as_soon_as_its_request_is_queued(
+    deploy: Deploy, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = await deploy(1, 1, **busy())
+    clients = Clients(gateway)
+    first = await occupied(clients)
+    start = Request.start
+
+    def start_and_leave(request: Request, *what: Any) -> None:
+        start(request, *what)
+        request.left()
+        request.left()
+
+    monkeypatch.setattr(Request, "start", start_and_leave)
+    second = await clients.connect()
+    second.send(raw(body))
+    await until(lambda: gateway.metrics("pdproxy_request_end_total"), "its end")
+    assert gateway.metrics("pdproxy_request_end_total") == {("CQ",): 1.0}
+    assert not any(gateway.metrics("pdproxy_queued_requests").values())
+    for line in (first, second):
+        line.leave()
+    await clients.rest()

@@ -1,0 +1,672 @@
+"""One line per record, whatever is in it and whoever reads it; every line names its request."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING, Any, ClassVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from proxy.observe import logs
+from proxy.observe.logs.floods import BURST_LINES, LINES_PER_SECOND
+from proxy.observe.logs.formats import MAX_TRACEBACK_CHARS, MAX_VALUE_CHARS, JsonFormatter, LineFormatter, encoded
+from proxy.observe.logs.handler import AccessRecord, LineHandler
+from proxy.observe.logs.redaction import Redaction
+from proxy.observe.logs.writer import MAX_KEPT_BYTES, LineWriter
+from proxy.settings import Log
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.clock import Clock
+
+logger = logging.getLogger("proxy.somewhere")
+library = logging.getLogger("library")
+
+FORMATS = ["text", "json"]
+MASKED = "Bearer 0123456789abcdef"
+LONG = "x" * (MAX_VALUE_CHARS + 1)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    root, ours = logging.getLogger(), logging.getLogger("proxy")
+    before = root.handlers[:], root.level, ours.level
+    yield
+    for handler in root.handlers:
+        if isinstance(handler, LineHandler):
+            handler.close()
+    while File.opened:
+        File.opened.pop().close()
+    root.handlers[:] = before[0]
+    root.setLevel(before[1])
+    ours.setLevel(before[2])
+
+
+class File:
+    """A file that is logged to, until the end of the test."""
+
+    opened: ClassVar[list[IO[str]]] = []
+
+    def __init__(self, format: str, level: str = "INFO", **options: Any) -> None:
+        self._file = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.opened.append(self._file)
+        logs.setup(Log.model_validate({"format": format, "level": level}), self._file, **options)
+
+    @property
+    def text(self) -> str:
+        return os.pread(self._file.fileno(), 1 << 24, 0).decode()
+
+    @property
+    def lines(self) -> list[str]:
+        return self.text.split("\n")[:-1]
+
+    @property
+    def objects(self) -> list[dict[str, Any]]:
+        return list(map(json.loads, self.lines))
+
+
+# --- what a line looks like ------------------------------------------------------------------------------------------
+
+
+def test_text_begins_with_time_level_and_logger() -> None:
+    file = File("text")
+    logger.warning("%s is down", "10.0.0.1:7100")
+    time, rest = file.text.split(" ", 1)
+    assert rest == "WARNING proxy.somewhere 10.0.0.1:7100 is down\n"
+    assert len(time) == len("2026-01-31T12:00:00.000Z")
+    assert time.endswith("Z")
+
+
+def test_json_is_one_object_per_line() -> None:
+    file = File("json")
+    logger.info("two\nlines")
+    logs.access_line({"id": "r1", "code": 200, "dur": 0.25, "p": None, "stream": True})
+    first, second = file.objects
+    assert first["message"] == "two\nlines"
+    assert (first["level"], first["logger"]) == ("INFO", "proxy.somewhere")
+    assert second.items() >= {"id": "r1", "code": 200, "dur": 0.25, "p": None, "stream": True}.items()
+
+
+def test_auto_means_text_on_a_terminal_and_json_elsewhere() -> None:
+    file = File("auto")
+    logger.info("hello")
+    assert file.objects[0]["message"] == "hello"
+    screen, terminal = os.openpty()
+    with open(screen, "rb", buffering=0) as reader, open(terminal, "w") as stream:
+        logs.setup(Log(format="auto"), stream)
+        logger.info("hello")
+        assert reader.read(1000).endswith(b" INFO proxy.somewhere hello\r\n")
+        assert os.get_blocking(terminal)  # for the shell that has it, too
+
+
+def test_an_access_line_has_one_word_per_field() -> None:
+    file = File("text")
+    logs.access_line({"id": "r1", "p": None, "dur": 0.12345, "code": 200, "stream": False, "term": "--"})
+    assert file.text.endswith(" request id=r1 p=- dur=0.123 code=200 stream=false term=--\n")
+
+
+def test_the_level_is_the_one_configured_and_libraries_only_warn() -> None:
+    file = File("text", level="WARNING")
+    logger.info("unseen")
+    logs.access_line({"id": "unseen"})
+    assert file.text == ""
+    logs.configure("DEBUG")
+    logger.debug("seen")
+    library.info("unseen")
+    library.warning("seen, too")
+    assert [line.split(" ", 3)[3] for line in file.lines] == ["seen", "seen, too"]
+
+
+def test_setting_up_again_does_not_write_twice() -> None:
+    File("text")
+    file = File("text")
+    logger.info("once")
+    assert file.text.count("once") == 1
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_lines_of_a_request_carry_its_id_once(format: str) -> None:
+    file = File(format)
+    token = logs.request_id.set("r-42")
+    try:
+        logger.info("on its way")
+        logs.access_line({"id": "r-42", "code": 200})
+    finally:
+        logs.request_id.reset(token)
+    logger.info("later")
+    assert [line.count("r-42") for line in file.lines] == [1, 1, 0]
+
+
+def test_a_wrong_log_call_costs_its_line_and_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
+    file = File("text")
+    logger.info("%d tokens", "many")
+    logger.info("and on")
+    first, second = file.lines
+    assert " ERROR proxy.logs bad log call in test_logs.py:" in first
+    assert second.endswith(" and on")
+    assert capfd.readouterr().err == ""
+
+
+def test_whoever_logs_after_the_end_is_not_heard_and_does_not_fail() -> None:
+    file = File("text")
+    (handler,) = logging.getLogger().handlers
+    handler.close()  # as Python does when it ends
+    logger.info("too late")
+    logs.flush()
+    assert file.text == ""
+
+
+# --- what nobody can put into a line ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@settings(deadline=None)
+@given(value=st.text(st.characters(codec=None)))
+def test_no_value_can_break_its_line(format: str, value: str) -> None:
+    file = File(format)
+    logger.warning("refused %s", value)
+    logs.access_line({"id": "r1", "model": value, "code": 200})
+    assert len(file.lines) == 2
+    assert all(line.isprintable() for line in file.lines)
+    if format == "json":
+        assert file.objects[1]["model"] == value
+    else:
+        assert file.lines[1].endswith(" code=200")
+
+
+@given(
+    fields=st.dictionaries(
+        st.sampled_from(["id", "key", "code", "dur", "p", "error"]),
+        st.text(st.characters(codec=None)) | st.floats() | st.integers() | st.none() | st.just(MASKED) | st.just(LONG),
+    )
+)
+def test_the_line_of_a_request_is_the_same_however_it_is_made(fields: dict[str, object]) -> None:
+    formatter = JsonFormatter(Redaction())
+    line = formatter.request(1_700_000_000.25, fields)
+    assert line == LineFormatter.request(formatter, 1_700_000_000.25, fields)
+    if "error" in fields and fields["error"] is not None:
+        assert line == encoded(formatter.format(AccessRecord(1_700_000_000.25, fields)))
+
+
+@settings(deadline=None)
+@given(value=st.text(st.characters(codec=None)))
+def test_a_text_field_can_be_read_back(value: str) -> None:
+    file = File("text")
+    logs.access_line({"model": value})
+    written = file.text.split(" model=", 1)[1].removesuffix("\n")
+    assert (json.loads(written) if written.startswith('"') else written) == value
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    "hostile",
+    ["\u2028", "\u2029", "\x85", "\x1b[2J\x1b[31m", "\x9b2J", "\ud800", "\udfff\ud83d", "\x00", "\u202e", "\r\n"],
+)
+def test_what_a_terminal_or_a_line_reader_would_obey_is_escaped(format: str, hostile: str) -> None:
+    file = File(format)
+    logger.warning("refused %s", hostile)
+    logs.access_line({"id": "r1", "error": hostile})
+    library.warning(hostile)
+    assert len(file.text.splitlines()) == 3  # which knows more line ends than \n
+    assert all(line.isprintable() for line in file.lines)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("value", ["a" * 65536, "\n" * 65536, b"a" * 65536, ["a" * 65536], ValueError("a" * 65536)])
+def test_a_long_value_is_cut(format: str, value: object) -> None:
+    file = File(format)
+    logger.warning("refused %s", value)
+    logs.access_line({"id": "r1", "error": value, "code": 400})
+    first, second = file.lines
+    assert len(first) < 3 * MAX_VALUE_CHARS
+    assert len(second) < 3 * MAX_VALUE_CHARS
+    assert "…" in first or "\\u2026" in first
+    assert "400" in second
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_long_exception_shows_where_it_came_from_and_what_it_was(format: str) -> None:
+    file = File(format)
+    try:
+        raise ValueError("a" * 65536 + "at last")
+    except ValueError:
+        logger.exception("failed")
+    assert len(file.text) < 1.1 * MAX_TRACEBACK_CHARS
+    assert "in test_a_long_exception_shows_where_it_came_from_and_what_it_was" in file.text
+    assert "at last" in file.text
+
+
+def test_an_exceptions_text_cannot_look_like_a_record() -> None:
+    file = File("text")
+    try:
+        raise ValueError("first\n2026-01-31T12:00:00.000Z INFO proxy.access request id=forged\x1b[2K")
+    except ValueError:
+        logger.exception("failed")
+    first, *rest = file.lines
+    assert first.endswith(" ERROR proxy.somewhere failed")
+    assert all(line.startswith("    ") and line.isprintable() for line in rest)
+
+
+def test_a_traceback_is_a_member_of_its_json_line() -> None:
+    file = File("json")
+    try:
+        raise ValueError("oops\n\ud800")
+    except ValueError:
+        logger.exception("failed")
+    assert file.objects[0]["traceback"].endswith("ValueError: oops\n\ud800")
+
+
+# --- secrets ---------------------------------------------------------------------------------------------------------
+
+SECRETS = ('pass"word\\é', "password-of-the-admin", "password", "short")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("secret", "masked"),
+    [
+        ("Authorization: Bearer abc.def-123/4+5==", "Authorization: Bearer ***"),
+        ("authorization: BEARER  abcdefgh", "authorization: BEARER  ***"),
+        ("sk-proj-abcdefgh_12345678", "sk-***"),
+        ("key=sk-abcdefgh,", "key=sk-***,"),
+        ("password-of-the-admin", "***"),
+        ("xpasswordx", "x***x"),
+        ('<pass"word\\é>', "<***>"),
+        ("short", "short"),
+        ("task-12345678 risk-abcdefghij", "task-12345678 risk-abcdefghij"),
+        ("a bearer of news", "a bearer of news"),
+    ],
+)
+def test_no_secret_is_written(format: str, secret: str, masked: str) -> None:
+    file = File(format, secrets=SECRETS)
+    logger.warning("got %s", secret)
+    logs.access_line({"id": "r1", "error": secret})
+    try:
+        raise ValueError(secret)
+    except ValueError:
+        logger.exception("failed")
+    if format == "json":
+        message, access, failure = file.objects
+        assert message["message"] == f"got {masked}"
+        assert access["error"] == masked
+        assert failure["traceback"].endswith(f"ValueError: {masked}")
+    else:
+        assert file.lines[0].endswith(f"got {masked}")
+        assert masked in file.lines[1] or json.dumps(masked)[1:-1] in file.lines[1]
+        assert file.lines[-1].endswith(f"ValueError: {masked}")
+        assert secret == masked or secret not in file.text
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shown", range(MAX_VALUE_CHARS - 10, MAX_VALUE_CHARS + 2))
+def test_a_cut_leaves_no_piece_of_a_secret(format: str, shown: int) -> None:
+    file = File(format, secrets=SECRETS)
+    value = "x" * shown + "password-of-the-admin" + "y" * MAX_VALUE_CHARS
+    logger.warning("%s", value)
+    logs.access_line({"id": "r1", "error": value})
+    assert "xp" not in file.text
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_cut_traceback_has_no_piece_of_a_secret(format: str) -> None:
+    file = File(format, secrets=SECRETS)
+    try:
+        raise ValueError("x" * MAX_TRACEBACK_CHARS + "password-of-the-admin" + "y" * (MAX_TRACEBACK_CHARS // 2 - 5))
+    except ValueError:
+        logger.exception("failed")
+    assert "yyy" in file.text
+    assert "adminy" not in file.text
+
+
+# --- floods ----------------------------------------------------------------------------------------------------------
+
+
+def refusal(code: int = 400, term: str = "PR") -> None:
+    logs.access_line({"id": "r1", "code": code, "term": term, "error": "the body is not JSON"})
+
+
+def test_ten_thousand_bad_requests_are_few_lines(clock: Clock) -> None:
+    file = File("json", clock=clock)
+    for _ in range(10_000):
+        refusal()
+        clock.now += 0.001
+    clock.now += 1.0
+    logs.flush()
+    assert len(file.text) < 50_000
+    assert logs.lost().suppressed == 10_000 - sum("id" in line for line in file.objects)
+    assert sum(line.get("suppressed", 0) for line in file.objects) == logs.lost().suppressed
+
+
+def test_after_a_burst_so_many_lines_per_second_pass(clock: Clock) -> None:
+    file = File("text", clock=clock)
+    for _ in range(2 * BURST_LINES):
+        refusal()
+    assert len(file.lines) == BURST_LINES
+    for _ in range(10):
+        clock.now += 1 / LINES_PER_SECOND
+        refusal()
+        refusal()
+    assert len(file.lines) == BURST_LINES + 10
+    assert [line.rpartition(" suppressed=")[2] for line in file.lines[BURST_LINES:]] == [str(BURST_LINES), *["1"] * 9]
+    clock.now += 3600.0
+    for _ in range(2 * BURST_LINES):
+        refusal()
+    assert len(file.lines) == 2 * BURST_LINES + 10
+
+
+def test_lines_left_out_are_told_after_a_second_if_no_other_comes(clock: Clock) -> None:
+    file = File("json", clock=clock)
+    for number in range(BURST_LINES + 7):
+        refusal(413, "PR")
+        logger.warning("connection %d is refused", number)
+    clock.now += 0.9
+    logs.flush()
+    assert len(file.lines) == 2 * BURST_LINES
+    clock.now += 0.1
+    logs.flush()
+    logs.flush()
+    requests, connections = file.objects[2 * BURST_LINES :]
+    assert (requests["logger"], requests["level"]) == ("proxy.access", "INFO")
+    assert (requests["message"], requests["term"], requests["code"]) == ("left out: request", "PR", 413)
+    assert (connections["logger"], connections["level"]) == ("proxy.somewhere", "WARNING")
+    assert connections["message"] == "left out: connection %d is refused"
+    assert requests["suppressed"] == connections["suppressed"] == 7
+    assert logs.lost() == (0, 14)
+
+
+@pytest.mark.parametrize(
+    ("fields", "lines"),
+    [
+        ({"term": "--", "code": 200}, 100),
+        ({"term": "SF", "code": 502}, 100),
+        ({"term": "CT", "code": 499}, 100),
+        ({"instance": "10.0.0.1:7100", "code": 400}, 100),
+        ({"term": "PR", "code": 400}, BURST_LINES),
+        ({"term": "PQ", "code": 503}, BURST_LINES),
+        ({"term": "PF", "code": 503}, BURST_LINES),
+        ({"term": "CR", "code": 499}, BURST_LINES),
+        ({"term": "CQ", "code": 499}, BURST_LINES),
+        ({"instance": "-", "code": 404}, BURST_LINES),
+    ],
+)
+def test_only_requests_that_no_engine_was_asked_about_are_left_out(
+    clock: Clock, fields: dict[str, object], lines: int
+) -> None:
+    file = File("json", clock=clock)
+    for _ in range(100):
+        logs.access_line({"id": "r1", **fields})
+    assert len(file.lines) == lines
+
+
+def test_each_kind_of_line_has_a_limit_of_its_own(clock: Clock) -> None:
+    file = File("json", clock=clock)
+    for number in range(100):
+        refusal(400)
+        refusal(413)
+        logger.warning("%d failed", number)
+        logger.info("%d begun", number)
+        library.warning(f"something strange {number}")
+        library.error(f"something else {number}")
+    assert len(file.lines) == 6 * BURST_LINES
+
+
+def test_some_lines_are_always_written(clock: Clock) -> None:
+    file = File("json", clock=clock)
+    for number in range(100):
+        logger.warning("instance %d is down", number, extra=logs.ALWAYS)
+    assert len(file.lines) == 100
+
+
+# --- who reads it ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def pipe() -> Iterator[tuple[int, IO[str]]]:
+    """A pipe: where to read from without waiting, and where to write."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    with open(writer, "w") as stream:
+        try:
+            yield reader, stream
+        finally:
+            os.close(reader)
+
+
+def read(fd: int, most: int = 1 << 24) -> bytes:
+    """What is there, if there is something."""
+    try:
+        return os.read(fd, most)
+    except BlockingIOError:
+        return b""
+
+
+def read_all(fd: int) -> list[dict[str, Any]]:
+    """The lines that come when somebody begins to read."""
+    received = b""
+    while piece := read(fd):
+        received += piece
+        logs.flush()
+    assert received.endswith(b"\n")
+    return list(map(json.loads, received.splitlines()))
+
+
+def test_a_pipe_that_nobody_reads_holds_nobody_up() -> None:
+    with pipe() as (reader, stream):
+        logs.setup(Log(format="json"), stream)
+        for number in range(10_000):
+            logs.access_line({"id": number, "padding": "x" * 500})
+        assert os.get_blocking(stream.fileno())  # for everybody else who has it
+        dropped = logs.lost().dropped
+        *lines, notice = read_all(reader)
+        assert [line["id"] for line in lines] == list(range(10_000 - dropped))  # the oldest, in order, all whole
+        assert sum(len(json.dumps(line)) for line in lines) > MAX_KEPT_BYTES
+        assert (notice["logger"], notice["level"], notice["dropped"]) == ("proxy.logs", "WARNING", dropped)
+        logs.access_line({"id": "after"})
+        assert [line["id"] for line in read_all(reader)] == ["after"]
+        assert logs.lost().dropped == dropped
+
+
+def test_as_soon_as_somebody_reads_no_more_lines_are_dropped() -> None:
+    with pipe() as (reader, stream):
+        writer = LineWriter(stream.fileno(), max_kept_bytes=100)
+        while not writer.dropped:
+            writer.write(b"x" * 99 + b"\n")
+        while read(reader):
+            pass
+        assert writer.write(b"y" * 99 + b"\n")
+        assert read(reader).endswith(b"xx\n" + b"y" * 99 + b"\n")
+        assert writer.dropped == 1
+        writer.close()
+
+
+def test_the_word_of_lost_lines_belongs_to_no_request() -> None:
+    with pipe() as (reader, stream):
+        logs.setup(Log(format="json"), stream)
+        token = logs.request_id.set("r-42")
+        try:
+            while not logs.lost().dropped:
+                logger.info("x" * 1000, extra=logs.ALWAYS)
+            *lines, notice = read_all(reader)
+        finally:
+            logs.request_id.reset(token)
+    assert {line["id"] for line in lines} == {"r-42"}
+    assert "id" not in notice
+
+
+@pytest.mark.parametrize("piece", [1000, 4096, 65536])
+def test_lines_longer_than_a_pipe_stay_whole(piece: int) -> None:
+    lines = [bytes([letter]) * 150_000 + b"\n" for letter in b"abcd"]
+    with pipe() as (reader, stream):
+        writer = LineWriter(stream.fileno())
+        received = b""
+        for line in lines:
+            assert not writer.write(line)
+            received += read(reader, piece)
+        while not writer.flush():
+            received += read(reader, piece)
+        while more := read(reader):
+            received += more
+        writer.close()
+    assert received == b"".join(lines)
+    assert writer.dropped == 0
+
+
+def test_lines_of_several_processes_do_not_mix() -> None:
+    code = """if True:
+        import logging, sys
+        from proxy.observe import logs
+        from proxy.settings import Log
+        logs.setup(Log(format="json"))
+        for number in range(3000):
+            logs.access_line({"id": f"{sys.argv[1]}-{number}", "padding": sys.argv[1] * (number % 3500)})
+    """
+    reader, writer = os.pipe()
+    processes = [subprocess.Popen([sys.executable, "-c", code, letter], stdout=writer) for letter in "abc"]
+    os.close(writer)
+    received = b""
+    while piece := os.read(reader, 4096):
+        received += piece
+    os.close(reader)
+    assert [process.wait() for process in processes] == [0, 0, 0]
+    ids = [line["id"] for line in map(json.loads, received.splitlines())]
+    assert {name[0] for name in ids} == {"a", "b", "c"}
+    assert len(set(ids)) == len(ids)
+
+
+def test_a_reader_that_leaves_costs_lines_and_one_that_comes_back_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with open(path, "w") as stream:
+        logs.setup(Log(format="json"), stream)
+        logger.info("read")
+        assert [line["message"] for line in read_all(reader)] == ["read"]
+        os.close(reader)
+        for _ in range(3):
+            logger.info("lost")
+        logs.flush()
+        assert logs.lost().dropped == 3
+        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        logger.info("read again")
+        first, second = read_all(reader)
+        assert first["message"] == "read again"
+        assert second["dropped"] == 3
+        os.close(reader)
+
+
+def test_a_pipe_that_cannot_be_opened_anew_is_asked_before_each_write(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with open(path, "w") as stream:
+        os.close(reader)  # the kernel opens no pipe for writing that nobody reads
+        logs.setup(Log(format="json"), stream)
+        logger.info("lost")
+        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        for number in range(3000):
+            logs.access_line({"id": number, **dict.fromkeys(map(str, range(number % 50)), "x" * 2000)})
+        dropped = logs.lost().dropped
+        lines = [line for line in read_all(reader) if "id" in line]
+        assert len(lines) == 3001 - dropped
+        assert os.get_blocking(stream.fileno())
+        os.close(reader)
+
+
+def test_a_socket_that_nobody_reads_holds_nobody_up() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ours.makefile("w") as stream:
+        theirs.setblocking(False)
+        logs.setup(Log(format="json"), stream)
+        for number in range(10_000):
+            logs.access_line({"id": number, "padding": "x" * 500})
+        assert os.get_blocking(ours.fileno())
+        dropped = logs.lost().dropped
+        *lines, notice = read_all(theirs.fileno())
+        assert [line["id"] for line in lines] == list(range(10_000 - dropped))
+        assert notice["dropped"] == dropped
+        theirs.close()
+        logger.info("lost")
+        assert logs.lost().dropped == dropped + 1
+
+
+def test_a_full_disk_costs_lines_and_nothing_else() -> None:
+    with open("/dev/full", "w") as stream:
+        logs.setup(Log(format="json"), stream)
+        for _ in range(5):
+            logger.info("lost")
+            logs.flush()
+        assert logs.lost().dropped == 5
+
+
+def test_a_line_that_a_full_disk_cut_off_is_finished_before_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    code = """if True:
+        import resource
+        from proxy.observe.logs.writer import LineWriter
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (25, hard))
+        writer = LineWriter(1)
+        for line in (b"the first line\\n", b"the second line\\n", b"the third line\\n"):
+            writer.write(line)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        writer.write(b"the fourth line\\n")
+        raise SystemExit(writer.dropped)
+    """
+    with open(path, "w") as stream:
+        dropped = subprocess.run([sys.executable, "-c", code], stdout=stream, check=False).returncode
+    assert path.read_text() == "the first line\nthe second line\nthe fourth line\n"
+    assert dropped == 1
+
+
+@pytest.mark.parametrize(("closed", "heard"), [((1,), True), ((1, 2), False)])
+def test_without_standard_output_the_log_goes_to_standard_error_if_there_is_one(
+    closed: tuple[int, ...], heard: bool
+) -> None:
+    code = """if True:
+        import logging
+        from proxy.observe import logs
+        from proxy.settings import Log
+        logs.setup(Log())
+        logging.getLogger("proxy.somewhere").info("hello")
+        logs.flush()
+    """
+
+    def close() -> None:
+        for fd in closed:
+            os.close(fd)
+
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        preexec_fn=close,
+        stderr=subprocess.PIPE,
+        check=True,
+    )
+    assert (b"hello" in done.stderr) == heard
+
+
+def test_a_forked_process_leaves_to_the_other_what_that_one_has_kept() -> None:
+    with pipe() as (reader, stream):
+        fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)
+        logs.setup(Log(format="json"), stream)
+        for number in range(20):
+            logs.access_line({"id": number, "padding": "x" * 500})
+        pid = os.fork()
+        if pid == 0:
+            logs.setup(Log(format="json"), stream)
+            logs.access_line({"id": "the child's", "padding": "x" * 4000})
+            os._exit(logs.lost().dropped)
+        _, status = os.waitpid(pid, 0)
+        assert status == 0
+        assert [line["id"] for line in read_all(reader)] == list(range(20))

@@ -1,0 +1,149 @@
+"""A collector that is gone, slow or refuses is a line of the log, and nothing to any request."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.wire.openai import Api
+from tests.asking import request, until
+from tests.observe.tracing.collector import collecting
+
+if TYPE_CHECKING:
+    from tests.conftest import Deploy
+    from tests.observe.tracing.collector import Collector
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "collector" in record.getMessage()]
+
+
+async def refusals(collector: Collector, count: int) -> None:
+    await until(lambda: len(collector.headers) >= count, f"{count} refusals")
+
+
+async def test_a_collector_that_is_gone_is_told_once_and_its_return_too(
+    deploy: Deploy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.1")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # is not asked
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    gateway = await deploy(tracing={"endpoint": f"http://127.0.0.1:{port}/v1/traces"})
+    with caplog.at_level("INFO", "proxy.tracing"):
+        for _ in range(3):
+            assert (await gateway.ask(request(Api.CHAT))).status == 200
+        await until(lambda: told(caplog), "word of the collector")
+        assert (await gateway.ask(request(Api.CHAT))).status == 200
+        async with collecting(port) as collector:
+            while not collector.requests:
+                assert (await gateway.ask(request(Api.CHAT))).status == 200
+            await until(lambda: len(told(caplog)) == 2, "word of its return")
+    lost, back = told(caplog)
+    assert f"127.0.0.1:{port} does not take traces" in lost
+    assert "takes traces again" in back
+
+
+@pytest.mark.parametrize("status", [400, 503])
+async def test_a_collector_that_refuses_is_told_once(
+    deploy: Deploy, collector: Collector, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.1")
+    collector.answers += [status] * 1000
+    gateway = await deploy(tracing={"endpoint": f"{collector.url}/v1/traces"})
+    with caplog.at_level("INFO"):
+        for times in (1, 2, 3):
+            assert (await gateway.ask(request(Api.CHAT))).status == 200
+            await refusals(collector, times)
+        await until(lambda: told(caplog), "word of the collector")
+    assert len(told(caplog)) == 1
+
+
+async def test_a_collector_that_never_answers_holds_up_no_request_and_no_end(
+    deploy: Deploy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")  # of the thread that is left behind
+    monkeypatch.setattr("proxy.observe.tracing.collector._FLUSH_SECONDS", 0.05)
+    connected = asyncio.Event()
+    held = []
+
+    def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        held.append(writer)
+        connected.set()
+
+    async with await asyncio.start_server(hold, "127.0.0.1", 0) as silent:
+        port = silent.sockets[0].getsockname()[1]
+        gateway = await deploy(tracing={"endpoint": f"http://127.0.0.1:{port}/v1/traces"})
+        assert (await gateway.ask(request(Api.CHAT))).status == 200
+        await connected.wait()
+        assert (await gateway.ask(request(Api.CHAT))).status == 200
+        await gateway.end()
+        for writer in held:
+            writer.close()
+
+
+async def test_a_mistake_of_the_sdk_is_told_as_well(
+    deploy: Deploy, collector: Collector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def raises(*_: object) -> None:
+        raise ValueError("what was that?")
+
+    monkeypatch.setattr("opentelemetry.exporter.otlp.proto.http.trace_exporter.OTLPSpanExporter.export", raises)
+    gateway = await deploy(tracing={"endpoint": f"{collector.url}/v1/traces"})
+    with caplog.at_level("INFO", "proxy.tracing"):
+        assert (await gateway.ask(request(Api.CHAT))).status == 200
+        await until(lambda: told(caplog), "word of the mistake")
+    assert "ValueError: what was that?" in told(caplog)[0]
+
+
+async def test_the_event_loop_waits_less_for_other_threads_while_there_is_one(
+    deploy: Deploy, collector: Collector
+) -> None:
+    before = sys.getswitchinterval()
+    gateway = await deploy(tracing={"endpoint": f"{collector.url}/v1/traces"})
+    assert sys.getswitchinterval() < before
+    await gateway.end()
+    assert sys.getswitchinterval() == before
+
+
+async def test_the_sdks_own_variables_count(
+    deploy: Deploy, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (
+        ("OTEL_SERVICE_NAME", "my-gateway"),
+        ("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=staging,service.version=mine"),
+        ("OTEL_TRACES_SAMPLER", "parentbased_always_off"),
+        ("OTEL_EXPORTER_OTLP_HEADERS", "api-key=abc"),
+        ("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip"),
+    ):
+        monkeypatch.setenv(name, value)
+    gateway = await deploy(tracing={"endpoint": f"{collector.url}/v1/traces"})
+    await gateway.ask(request(Api.CHAT))
+    await gateway.ask(request(Api.CHAT), traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
+    await collector.has(1)
+    await gateway.end()
+    (root,) = collector.requests  # the other one was not sampled
+    resource = root.resource
+    assert resource["service.name"] == "my-gateway"
+    assert (resource["deployment.environment.name"], resource["service.version"]) == ("staging", "mine")
+    assert collector.headers[0]["api-key"] == "abc"
+    assert collector.headers[0]["content-encoding"] == "gzip"
+
+
+async def test_what_is_left_is_sent_at_the_end(
+    deploy: Deploy, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")
+    gateway = await deploy(tracing={"endpoint": f"{collector.url}/v1/traces"})
+    await gateway.ask(request(Api.CHAT))
+    gateway.worker.observers.settle()
+    assert collector.received == []
+    await gateway.end()
+    (root,) = collector.requests
+    assert root.resource["service.name"] == "pdproxy"

@@ -1,0 +1,1 @@
+"""The supervisor, workers, and what they share."""

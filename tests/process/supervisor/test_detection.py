@@ -1,0 +1,177 @@
+"""Asking engines what they are, over real sockets, as the program does before it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer, unused_port
+
+from proxy.process.supervisor.detection import find_connector, with_connector
+from proxy.settings import Loaded, Settings, SettingsError, load
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Serve = Callable[[dict[str, Any]], Awaitable[str]]
+"""Starts an engine with these answers by path, as JSON or a handler of its own; the rest is 404. Its address."""
+
+VLLM = {"/v1/models": {"data": [{"id": "m", "owned_by": "vllm"}]}}
+SGLANG = {"/v1/models": {"data": [{"id": "m", "owned_by": "sglang"}]}}
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    async with AsyncExitStack() as stack:
+
+        async def start(answers: dict[str, Any]) -> str:
+            async def answer(request: web.Request) -> web.StreamResponse:
+                found = answers.get(request.path)
+                if callable(found):
+                    given: web.StreamResponse = await found(request)
+                    return given
+                return web.Response(status=404) if found is None else web.json_response(found)
+
+            app = web.Application()
+            app.router.add_route("GET", "/{path:.*}", answer)
+            server = await stack.enter_async_context(TestServer(app))
+            return f"127.0.0.1:{server.port}"
+
+        yield start
+
+
+def settings(prefill: list[str], decode: list[str], **sections: Any) -> Settings:
+    joining = {"max_attempts": 2, "interval_seconds": 0.001}
+    return Settings.model_validate(
+        {"connector": "auto", "prefill": prefill, "decode": decode, "joining": joining, **sections}
+    )
+
+
+async def find(prefill: list[str], decode: list[str], **sections: Any) -> str:
+    """In a thread: the program has no event loop yet."""
+    return await asyncio.to_thread(find_connector, settings(prefill, decode, **sections))
+
+
+def sglang(mode: str, path: str = "/server_info") -> dict[str, Any]:
+    return {**SGLANG, path: {"disaggregation_mode": mode}}
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+async def test_sglang_is_recognised(serve: Serve, path: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    engines = [await serve(sglang(mode, path)) for mode in ("prefill", "decode")]
+    assert await find(engines[:1], engines[1:]) == "sglang_bootstrap"
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("proxy")] == [
+        "connector sglang_bootstrap is chosen: 1 prefill and 1 decode instance are SGLang"
+    ]
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+async def test_engines_that_were_mixed_up_are_a_mistake_of_the_operator(serve: Serve, path: str) -> None:
+    engines = [await serve(sglang(mode, path)) for mode in ("prefill", "decode")]
+    with pytest.raises(SettingsError, match="is given as a prefiller but was started with --disaggregation-mode"):
+        await find(engines[1:], engines[:1])
+
+
+async def test_vllm_tells_more_when_it_is_asked_for_json(serve: Serve) -> None:
+    async def info(request: web.Request) -> web.Response:
+        transfer = {"kv_connector": "MooncakeLayerwiseConnector", "kv_role": "kv_both"}
+        config = {"kv_transfer_config": transfer} if request.query == {"config_format": "json"} else "text"
+        return web.json_response({"vllm_config": config})
+
+    engine = {**VLLM, "/server_info": info}
+    assert await find([await serve(engine)], [await serve(engine)]) == "ascend_layerwise"
+
+
+async def test_the_engine_key_goes_along(serve: Serve) -> None:
+    async def guarded(request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != "Bearer sk-engine":
+            return web.Response(status=401)
+        return web.json_response(VLLM["/v1/models"])
+
+    engines = [await serve({"/v1/models": guarded}) for _ in range(2)]
+    assert await find(engines[:1], engines[1:], auth={"engine_api_key": "sk-engine"}) == "vllm_pull"
+    with pytest.raises(ConnectionError, match="/v1/models answered with status 401"):
+        await find(engines[:1], engines[1:])
+
+
+async def test_an_engine_that_is_down_keeps_nobody_from_starting(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    down = f"127.0.0.1:{unused_port()}"
+    assert await find([await serve(VLLM), down], [await serve(VLLM)]) == "vllm_pull"
+    assert f"; {down} did not say (cannot connect (connection refused))" in caplog.text
+
+
+async def test_engines_that_are_still_loading_are_asked_again(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    asked = 0
+
+    async def loading(request: web.Request) -> web.Response:
+        nonlocal asked
+        asked += 1
+        return web.Response(status=503) if asked == 1 else web.json_response(VLLM["/v1/models"])
+
+    assert await find([await serve({"/v1/models": loading})], [await serve(VLLM)]) == "vllm_pull"
+    assert asked == 2
+    assert caplog.text.count("/v1/models answered with status 503. Waiting for one") == 1
+
+
+async def test_without_an_answer_of_each_role_there_is_an_end_of_asking(serve: Serve) -> None:
+    down = f"127.0.0.1:{unused_port()}"
+    with pytest.raises(ConnectionError) as raised:
+        await find([await serve(VLLM)], [down])
+    assert str(raised.value) == (
+        f"connector auto: no decode instance says what it is; {down}: cannot connect (connection refused). "
+        "Name the connector to start without them"
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "reason"),
+    [
+        ({"/v1/models": lambda _: asyncio.sleep(3600)}, "/v1/models did not answer within 0.05 s"),
+        (
+            {"/v1/models": lambda _: asyncio.sleep(0, web.Response(text="<html>"))},
+            "/v1/models failed (JSONDecodeError)",
+        ),
+        (
+            {"/v1/models": lambda _: asyncio.sleep(0, web.Response(status=307, headers={"Location": "/"}))},
+            "/v1/models answered with status 307",
+        ),
+    ],
+)
+async def test_an_engine_that_says_nothing_of_use_is_named_with_the_reason(
+    serve: Serve, engine: dict[str, Answer], reason: str
+) -> None:
+    with pytest.raises(ConnectionError) as raised:
+        await find([await serve(engine)], [await serve(VLLM)], health={"timeout_seconds": 0.05})
+    assert reason in str(raised.value)
+
+
+def test_without_prefillers_nobody_needs_to_be_asked() -> None:
+    assert find_connector(load(["--connector", "auto", "--decode", "10.255.255.1:1"], {}).settings) == "plain"
+
+
+def test_a_connector_that_is_named_asks_nobody() -> None:
+    named = settings(["10.255.255.1:1"], ["10.255.255.2:1"]).model_copy(update={"connector": "vllm_pull"})
+    assert find_connector(named) == "vllm_pull"
+
+
+def test_what_was_found_at_the_start_stays_when_the_settings_are_read_again() -> None:
+    auto = Loaded(settings(["h:1"], ["h:2"]), {})
+    assert with_connector(auto, "vllm_store").settings.connector == "vllm_store"
+    named = Loaded(auto.settings.model_copy(update={"connector": "vllm_pull"}), {})
+    assert with_connector(named, "vllm_store") is named
+
+
+def test_what_was_found_must_suit_the_other_settings() -> None:
+    everywhere = Loaded(settings(["h:1"], ["h:2"], listen={"host": "0.0.0.0"}), {})
+    with pytest.raises(
+        SettingsError, match=r"^connector auto is ascend_layerwise: layerwise.advertised_host must be where"
+    ):
+        with_connector(everywhere, "ascend_layerwise")

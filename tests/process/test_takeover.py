@@ -1,0 +1,191 @@
+"""What the old process makes of one that is to take over, and what systemd passes."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.process import takeover
+from proxy.process.shared import Listeners, share
+from proxy.process.supervisor.activation import activated
+from proxy.process.supervisor.listening import create_listener, listen
+from proxy.process.takeover import Predecessor, Successor
+from proxy.settings import Admin, Listen, Loaded, Settings, SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.fixture
+def successor(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Successor]:
+    """A process that does what a line for the shell says."""
+
+    def start(line: str) -> Successor:
+        monkeypatch.setattr(takeover, "command_line", lambda: ["sh", "-c", line])
+        return Successor({}, [[], {}])
+
+    return start
+
+
+def has_taken_over(successor: Successor) -> bool:
+    while (found := successor.look()) is None:
+        select.select([successor], [], [], 5)
+    return found
+
+
+def test_one_that_ends_has_not_taken_over(
+    successor: Callable[[str], Successor], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not has_taken_over(successor("exit 2"))
+    assert "which was to take over, has ended: this one goes on" in caplog.text
+
+
+def test_one_that_does_not_get_ready_is_ended(
+    successor: Callable[[str], Successor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(takeover, "_READY_SECONDS", 0.01)
+    slow = successor("exec sleep 60")
+    while (found := slow.look()) is None:
+        pass
+    assert not found
+    assert "is not ready after 0.01 s: this one goes on" in caplog.text
+    _, status = os.waitpid(slow.pid, 0)
+    assert os.WTERMSIG(status) == 15
+
+
+def test_one_that_is_not_wanted_any_more_is_ended(
+    successor: Callable[[str], Successor], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    slow = successor("exec sleep 60")
+    assert slow.look() is None
+    slow.stop()
+    assert f"process {slow.pid}, which was to take over, is told to stop, too" in caplog.text
+    _, status = os.waitpid(slow.pid, 0)
+    assert os.WTERMSIG(status) == 15
+    assert slow.fileno() == -1
+
+
+def test_a_program_that_is_not_there_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(takeover, "command_line", lambda: ["/nowhere/pdproxy"])
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(FileNotFoundError):
+        Successor({}, [[], {}])
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_all_workers_have_to_accept(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, str] = {}
+    monkeypatch.setattr(takeover, "_spawn", lambda text, fds: told.update(PDPROXY_PREDECESSOR=_kept(text)) or 1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        old = Successor({"clients": listener}, [[], {"config": []}])
+        new = Predecessor.of(told)
+        assert new is not None
+        assert not told  # the next process is not told
+        assert new.sockets["clients"].getsockname() == listener.getsockname()
+        assert new.instances == [[], {"config": []}]
+        assert old.look() is None
+        new.tell_accepting(2)
+        assert old.look() is None
+        new.tell_accepting(2)
+        assert old.look() is True
+        assert new.channel.recv(1) == b""
+        new.tell_accepting(2)  # a worker that takes the place of another
+    for sock in (new.channel, *new.sockets.values()):
+        sock.close()
+
+
+def test_instances_that_cannot_be_read_are_missed_once(caplog: pytest.LogCaptureFixture) -> None:
+    loaded = Loaded(Settings.model_validate({"decode": ["127.0.0.1:1"], "connector": "plain"}), {})
+    channel, other = socket.socketpair()
+    with channel, other, Listeners(create_listener("127.0.0.1", 0)) as listeners:
+        share(loaded, lambda: loaded, listeners, Predecessor(channel, {}, [[], {"config": []}]))
+        assert not caplog.messages
+        share(loaded, lambda: loaded, listeners, Predecessor(channel, {}, [["of another version"]]))
+    [told] = caplog.messages
+    assert told.startswith("the instances of the process before cannot be read")
+
+
+def _kept(text: str) -> str:
+    """The descriptors as another process has them."""
+    fds = json.loads(text)
+    sockets = {name: os.dup(fd) for name, fd in fds["sockets"].items()}
+    return json.dumps({"channel": os.dup(fds["channel"]), "instances": os.dup(fds["instances"]), "sockets": sockets})
+
+
+def test_nobody_has_a_predecessor_by_himself() -> None:
+    assert Predecessor.of({}) is None
+
+
+def test_a_script_is_started_again_by_itself_as_it_names_its_interpreter(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "pdproxy"
+    script.write_text("#!/opt/pdproxy/bin/python")
+    script.chmod(0o755)
+    monkeypatch.setattr("sys.orig_argv", ["python", str(script), "--port", "1"])
+    assert takeover.command_line() == [str(script), "--port", "1"]
+    monkeypatch.setattr("sys.orig_argv", ["python", "-m", "proxy", "--port", "1"])
+    assert takeover.command_line()[1:] == ["-m", "proxy", "--port", "1"]
+
+
+# Sockets that are given
+
+
+def test_a_socket_that_is_given_is_listened_on() -> None:
+    with create_listener("127.0.0.1", 0) as clients:
+        settings = Settings(listen=Listen(port=clients.getsockname()[1]), admin=Admin(probe_port=0))
+        with listen(settings, {"clients": clients}) as listeners:
+            assert listeners.clients is clients
+            assert listeners.probes is not None
+            assert listeners.probes is not clients
+
+
+def test_one_that_nobody_would_accept_from_is_refused() -> None:
+    refused = pytest.raises(SettingsError, match="a socket for admin, for which there is no port")
+    with create_listener("127.0.0.1", 0) as unused, refused:
+        listen(Settings(listen=Listen(port=0)), {"admin": unused})
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1"])
+def test_it_has_to_be_where_the_settings_say(host: str) -> None:
+    """Whether administration is for this host alone depends on it."""
+    with create_listener(host, 0) as given:
+        port = given.getsockname()[1] + (host == "127.0.0.1")
+        with pytest.raises(SettingsError, match=rf"is at {host}:\d+, and not at 127\.0\.0\.1:{port}"):
+            listen(Settings(listen=Listen(port=port)), {"clients": given})
+
+
+def test_it_has_to_listen() -> None:
+    with socket.socket() as given:
+        given.bind(("127.0.0.1", 0))
+        with pytest.raises(SettingsError, match="the socket for clients that this process was given does not listen"):
+            listen(Settings(listen=Listen(port=0)), {"clients": given})
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [(socket.AF_UNIX, socket.SOCK_STREAM), (socket.AF_INET, socket.SOCK_DGRAM)]
+)
+def test_it_has_to_be_one_for_tcp(family: socket.AddressFamily, kind: socket.SocketKind) -> None:
+    refused = pytest.raises(SettingsError, match="the socket for clients that this process was given is none for TCP")
+    with socket.socket(family, kind) as given, refused:
+        listen(Settings(listen=Listen(port=0)), {"clients": given})
+
+
+@pytest.mark.parametrize("names", ["clients:clients", "clients:other", "clients:admin:probes", ""])
+def test_names_that_do_not_tell_what_is_what_are_refused(names: str) -> None:
+    environ = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "2", "LISTEN_FDNAMES": names}
+    with pytest.raises(SettingsError, match="FileDescriptorName="):
+        activated(environ)
+    assert not environ
+
+
+@pytest.mark.parametrize("environ", [{}, {"LISTEN_PID": "1", "LISTEN_FDS": "1"}, {"LISTEN_FDS": "1"}])
+def test_what_is_for_another_process_is_not_taken(environ: dict[str, str]) -> None:
+    assert activated(environ) == {}

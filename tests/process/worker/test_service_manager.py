@@ -1,0 +1,64 @@
+"""What systemd hears of a service of Type=notify, at a socket as it has one."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.process.worker.service_manager import READY, ServiceManager
+from tests.scenarios.program import gateway, mock_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+@contextmanager
+def systemd(address: str) -> Iterator[Callable[[], str]]:
+    """Yields what reads the next message."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
+        receiver.bind(address)
+        receiver.settimeout(15)
+        yield lambda: receiver.recv(4096).decode()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_it_hears_that_the_gateway_is_ready_and_that_it_stops(tmp_path: Path, workers: int) -> None:
+    path = str(tmp_path / "notify")
+    with systemd(path) as hear:
+        async with mock_engine("both") as engine:
+            words = ("--connector", "plain", "--decode", engine.url, "--workers", str(workers))
+            async with gateway(*words, NOTIFY_SOCKET=path) as program:
+                assert await asyncio.to_thread(hear) == "READY=1\nSTATUS=listening"
+                heard = {await asyncio.to_thread(hear) for _ in range(2 * workers - 1)}
+                assert heard <= {"READY=1\nSTATUS=listening", f"STATUS=ready: {program.url}"}
+                program.process.terminate()
+                assert await asyncio.to_thread(hear) == "STOPPING=1\nSTATUS=draining"
+
+
+async def test_it_hears_that_the_event_loop_turns(tmp_path: Path) -> None:
+    path = str(tmp_path / "notify")
+    with systemd(path) as hear:
+        manager = ServiceManager({"NOTIFY_SOCKET": path, "WATCHDOG_USEC": "30000"})
+        async with manager.told_that_it_lives():
+            assert [await asyncio.to_thread(hear) for _ in range(3)] == ["WATCHDOG=1"] * 3
+
+
+def test_a_name_that_begins_with_an_at_sign_is_no_file() -> None:
+    with systemd("\0pdproxy-test-of-notify") as hear:
+        ServiceManager({"NOTIFY_SOCKET": "@pdproxy-test-of-notify"}).tell(READY, "listening")
+        assert hear() == "READY=1\nSTATUS=listening"
+
+
+@pytest.mark.parametrize(
+    "environ", [{}, {"NOTIFY_SOCKET": ""}, {"NOTIFY_SOCKET": "/nowhere/at/all", "WATCHDOG_USEC": "1"}]
+)
+async def test_nobody_need_listen(environ: dict[str, str]) -> None:
+    manager = ServiceManager(environ)
+    async with manager.told_that_it_lives():
+        manager.tell(READY, "listening")
+        await asyncio.sleep(0)

@@ -1,0 +1,1 @@
+"""The sub-commands for operators."""

@@ -1,0 +1,37 @@
+"""Numbers behind flags: what is one, and what the error says of anything else."""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError
+from typing import TYPE_CHECKING
+
+import pytest
+
+from proxy.tools.flag_numbers import natural, positive, seconds, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [(whole, "0", 0), (natural, "1", 1), (seconds, "0", 0.0), (seconds, "1e3", 1000.0), (positive, "0.5", 0.5)],
+)
+def test_what_is_a_number_is_read(kind: Callable[[str], float], text: str, value: float) -> None:
+    assert kind(text) == value
+
+
+@pytest.mark.parametrize(
+    ("kind", "texts", "problem"),
+    [
+        (whole, ["-1", "1.5", "some", "", "\u0661"], "must be a whole number, 0 or more"),
+        (natural, ["0", "-1", "1.5", "some"], "must be a whole number, 1 or more"),
+        (seconds, ["-0.1", "nan", "inf", "1e9", "soon"], "must be a number of seconds, 0 or more and below 1e9"),
+        (positive, ["0", "-1", "nan", "inf", "1e10", "much"], "must be a number above 0 and below 1e9"),
+    ],
+)
+def test_what_is_none_is_told_what_it_must_be(kind: Callable[[str], float], texts: list[str], problem: str) -> None:
+    for text in texts:
+        with pytest.raises(ArgumentTypeError) as raised:
+            kind(text)
+        assert str(raised.value) == problem
