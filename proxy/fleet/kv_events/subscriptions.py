@@ -78,30 +78,34 @@ class _Heard:
     """What was wrong and is in the log."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SubscriptionParts:
+    """What subscriptions are made of."""
+
+    pools: Sequence[Pool]
+    """Of the instances whose caches matter."""
+    health: Health
+    journal: JournalWriter
+    """Written here and nowhere else."""
+    names: Names
+    session: aiohttp.ClientSession
+    keys: EngineKeys
+    settings: KvEvents
+    metrics: Metrics
+
+
 class Subscriptions(BackgroundOwner):
     """`async with` it: leaving ends the process."""
 
-    def __init__(
-        self,
-        *,
-        pools: Sequence[Pool],
-        health: Health,
-        journal: JournalWriter,
-        names: Names,
-        session: aiohttp.ClientSession,
-        keys: EngineKeys,
-        settings: KvEvents,
-        metrics: Metrics,
-    ) -> None:
-        """`pools`: of the instances whose caches matter. `journal`: the seat that is written here and nowhere else."""
-        self._pools = pools
-        self._health = health
-        self._journal = journal
-        self._names = names
-        self._session = session
-        self._keys = keys
-        self._settings = settings
-        self._metrics = metrics
+    def __init__(self, parts: SubscriptionParts) -> None:
+        self._pools = parts.pools
+        self._health = parts.health
+        self._journal = parts.journal
+        self._names = parts.names
+        self._session = parts.session
+        self._keys = parts.keys
+        self._settings = parts.settings
+        self._metrics = parts.metrics
         self._heard: dict[Backend, _Heard] = {}
         self._background = Background(logger, "the subscription to KV events")
 

@@ -8,10 +8,10 @@ store.py          the only place that knows the store
 exchange.py       the loops of one worker
 """
 
-from proxy.fleet.replicas.exchange import StateExchange
+from proxy.fleet.replicas.exchange import ExchangeParts, StateExchange
 from proxy.fleet.replicas.local_state import LocalState
-from proxy.fleet.replicas.peer_rows import PeerRows
+from proxy.fleet.replicas.peer_rows import PeerRows, SharedRows
 from proxy.fleet.replicas.port import StoreFailed
 from proxy.fleet.replicas.store import Store
 
-__all__ = ["LocalState", "PeerRows", "StateExchange", "Store", "StoreFailed"]
+__all__ = ["ExchangeParts", "LocalState", "PeerRows", "SharedRows", "StateExchange", "Store", "StoreFailed"]

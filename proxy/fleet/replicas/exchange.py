@@ -11,6 +11,7 @@ import logging
 import random
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from proxy.common.background import Background, BackgroundOwner
@@ -33,38 +34,42 @@ logger = logging.getLogger("proxy.replicas.exchange")
 _RETRY_SECONDS: Final = 1.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExchangeParts:
+    """What an exchange is made of."""
+
+    store: StorePort
+    me: str
+    """What the others call this gateway."""
+    own: LocalState
+    guests: PeerRows
+    """Of the same shared memory as `own`."""
+    key_slots: Callable[[], Mapping[str, int]]
+    """By name, the slots of the client keys whose use is reported and heard now."""
+    settings: Settings
+    metrics: Metrics
+    on_verdict: Callable[[], None] = lambda: None
+    """Called when there is a new verdict on an instance."""
+    clock: Callable[[], float] = time.monotonic
+    """That of the journal's records and of the ApiKeys."""
+    rng: random.Random = field(default_factory=random.Random)
+
+
 class StateExchange(BackgroundOwner):
     """For the one worker that exchanges. `async with` it: leaving tells the others that this gateway has nothing."""
 
-    def __init__(
-        self,
-        *,
-        store: StorePort,
-        me: str,
-        own: LocalState,
-        guests: PeerRows,
-        key_slots: Callable[[], Mapping[str, int]],
-        settings: Settings,
-        metrics: Metrics,
-        on_verdict: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
-        rng: random.Random | None = None,
-    ) -> None:
-        """`me`: what the others call this gateway. `own` and `guests`: of the same shared memory. `key_slots`: by name,
-        those of the client keys whose use is told and heard now. `clock`: that of the journal's records and of the
-        ApiKeys. `on_verdict` is called when there is a new one.
-        """
-        self._store = store
-        self._own = own
-        self._guests = guests
-        self._on_verdict = on_verdict
-        self._key_slots = key_slots
-        self._options = settings.replicas
-        self._peers = Peers(me, settings.replicas.ttl_seconds)
-        self._metrics = metrics
-        self._clock = clock
-        self._rng = rng or random.Random()
-        self._answered_at = clock()
+    def __init__(self, parts: ExchangeParts) -> None:
+        self._store = parts.store
+        self._own = parts.own
+        self._guests = parts.guests
+        self._on_verdict = parts.on_verdict
+        self._key_slots = parts.key_slots
+        self._options = parts.settings.replicas
+        self._peers = Peers(parts.me, parts.settings.replicas.ttl_seconds)
+        self._metrics = parts.metrics
+        self._clock = parts.clock
+        self._rng = parts.rng
+        self._answered_at = parts.clock()
         self._is_gone = False
         self._background = Background(logger, "the exchange with other gateways")
 

@@ -12,13 +12,9 @@ from proxy.fleet.replicas.gateway_state import Charge, GatewayState, News
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from proxy.balancer.health.health_board import HealthBoard
     from proxy.balancer.roster import Roster
-    from proxy.balancer.shared.fronts import Fronts
-    from proxy.balancer.shared.journal import JournalWriter
-    from proxy.balancer.shared.scoreboard import Scoreboard
     from proxy.common.backend import Backend
-    from proxy.gateway.api_keys import KeyUsage
+    from proxy.fleet.replicas.peer_rows import SharedRows
 
 # What the names of prompts' prefixes may take, in bytes a second, and at once.
 _KEYS_PER_SECOND: Final = 256 * 1024
@@ -33,23 +29,24 @@ class LocalState:
         me: str,
         roster: Roster,
         key_slots: Callable[[], Mapping[str, int]],
-        scoreboard: Scoreboard,
-        key_usage: KeyUsage,
-        board: HealthBoard,
-        fronts: Fronts,
-        journal: JournalWriter,
+        rows: SharedRows,
     ) -> None:
-        """`key_slots`: by name, those of the client keys whose use is told. What is told of is in the rest, as PeerRows
-        have it. `journal`: the guests' seat, who hear all workers.
+        """Create the state of a gateway.
+
+        Args:
+            me: What the others call it.
+            roster: The instances.
+            key_slots: By name, the slots of the client keys whose use is reported.
+            rows: What is reported.
         """
         self._me = me
-        self._scoreboard = scoreboard
+        self._scoreboard = rows.scoreboard
         self._roster = roster
-        self._board = board
-        self._fronts = fronts
+        self._board = rows.board
+        self._fronts = rows.fronts
         self._front = NOBODY  # when the last news were told
-        self._journal = journal
-        self._key_usage = key_usage
+        self._journal = rows.journal
+        self._key_usage = rows.key_usage
         self._key_slots = key_slots
         self._cells = b""  # of the scoreboard, when the last news were told
         self._seen = b""  # of the health board, when verdicts were worked out

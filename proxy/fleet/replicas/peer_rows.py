@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from proxy.balancer.policies.prefill_records import InvalidRecord, packed, translated, unpacked
@@ -19,20 +20,29 @@ if TYPE_CHECKING:
     from proxy.gateway.api_keys import KeyUsage
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SharedRows:
+    """Shared memory of one gateway's workers, in which other gateways have rows as guests."""
+
+    scoreboard: Scoreboard
+    key_usage: KeyUsage
+    board: HealthBoard
+    fronts: Fronts
+    journal: JournalWriter
+    """The guests' own. They hear all workers."""
+
+
 class PeerRows:
     """The only writer of the first guests' rows."""
 
-    def __init__(
-        self, scoreboard: Scoreboard, key_usage: KeyUsage, board: HealthBoard, fronts: Fronts, journal: JournalWriter
-    ) -> None:
-        """`journal`: the guests' seat. The first guests' rows of all others are written here and nowhere else."""
-        self._scoreboard = scoreboard
-        self._row = scoreboard.row(scoreboard.workers)
-        self._key_usage = key_usage
-        self._key_row = key_usage.row(key_usage.workers)
-        self._board = board
-        self._fronts = fronts
-        self._journal = journal
+    def __init__(self, rows: SharedRows) -> None:
+        self._scoreboard = rows.scoreboard
+        self._row = rows.scoreboard.row(rows.scoreboard.workers)
+        self._key_usage = rows.key_usage
+        self._key_row = rows.key_usage.row(rows.key_usage.workers)
+        self._board = rows.board
+        self._fronts = rows.fronts
+        self._journal = rows.journal
         self._verdicts: Set[tuple[int, str, int]] = frozenset()
         self._charged: set[int] = set()
         self._keys_charged: set[int] = set()

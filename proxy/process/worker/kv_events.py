@@ -25,18 +25,20 @@ async def build_kv_events(basis: Basis, balancing: Balancing, engines: Engines) 
         yield
         return
     # Late, because nobody else needs it.
-    from proxy.fleet.kv_events.subscriptions import Subscriptions
+    from proxy.fleet.kv_events.subscriptions import SubscriptionParts, Subscriptions
 
     # A decoder's cache matters where it may be left with a prompt.
     roles = [Role.PREFILL, Role.DECODE] if basis.settings.kv.skip_prefill else [Role.PREFILL]
     async with Subscriptions(
-        pools=[engines.serving[role] for role in roles],
-        health=balancing.health,
-        journal=journal.writer(journal.workers),
-        names=engines.lines.names,
-        session=engines.lines.session,
-        keys=balancing.keys,
-        settings=settings,
-        metrics=basis.metrics,
+        SubscriptionParts(
+            pools=[engines.serving[role] for role in roles],
+            health=balancing.health,
+            journal=journal.writer(journal.workers),
+            names=engines.lines.names,
+            session=engines.lines.session,
+            keys=balancing.keys,
+            settings=settings,
+            metrics=basis.metrics,
+        )
     ):
         yield

@@ -25,27 +25,29 @@ async def build_replicas(basis: Basis, hearsay: Hearsay) -> AsyncIterator[None]:
         yield
         return
     # Late, because only this needs the extra.
-    from proxy.fleet.replicas import LocalState, PeerRows, StateExchange, Store
+    from proxy.fleet.replicas import ExchangeParts, LocalState, PeerRows, SharedRows, StateExchange, Store
 
-    rows = (
-        shared.scoreboard,
-        shared.key_usage,
-        shared.health_board,
-        shared.fronts,
-        shared.journal.writer(settings.workers),
+    rows = SharedRows(
+        scoreboard=shared.scoreboard,
+        key_usage=shared.key_usage,
+        board=shared.health_board,
+        fronts=shared.fronts,
+        journal=shared.journal.writer(settings.workers),
     )
     key_slots = partial(_key_slots, basis)
     async with (
         Store(settings, shared.replica) as store,
         StateExchange(
-            store=store,
-            me=shared.replica,
-            own=LocalState(shared.replica, shared.roster, key_slots, *rows),
-            guests=PeerRows(*rows),
-            key_slots=key_slots,
-            settings=settings,
-            metrics=basis.metrics,
-            on_verdict=hearsay.look,
+            ExchangeParts(
+                store=store,
+                me=shared.replica,
+                own=LocalState(shared.replica, shared.roster, key_slots, rows),
+                guests=PeerRows(rows),
+                key_slots=key_slots,
+                settings=settings,
+                metrics=basis.metrics,
+                on_verdict=hearsay.look,
+            )
         ),
     ):
         yield

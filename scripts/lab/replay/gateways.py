@@ -22,9 +22,9 @@ from proxy.balancer.shared.journal import Journal, JournalWriter
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Role
 from proxy.fleet.kv_events.blocks import Blocks
-from proxy.fleet.replicas.exchange import StateExchange
+from proxy.fleet.replicas.exchange import ExchangeParts, StateExchange
 from proxy.fleet.replicas.local_state import LocalState
-from proxy.fleet.replicas.peer_rows import PeerRows
+from proxy.fleet.replicas.peer_rows import PeerRows, SharedRows
 from proxy.gateway.admission import Admission
 from proxy.gateway.api_keys import KeyUsage
 from proxy.observe.metrics import Metrics
@@ -194,17 +194,25 @@ class Gateway:
         sections = {"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": self._plan.replicas}
         workers = self._plan.workers
         board, usage = HealthBoard(workers, self.scoreboard.slots), KeyUsage(workers, slots=1, guests=1)
-        rows = self.scoreboard, usage, board, self._fronts, self._journal.writer(workers)
+        rows = SharedRows(
+            scoreboard=self.scoreboard,
+            key_usage=usage,
+            board=board,
+            fronts=self._fronts,
+            journal=self._journal.writer(workers),
+        )
         return StateExchange(
-            store=store.of(self._name),
-            me=self._name,
-            own=LocalState(self._name, self._roster, dict, *rows),
-            guests=PeerRows(*rows),
-            key_slots=dict,
-            settings=Settings.model_validate(sections),
-            metrics=Metrics(),
-            clock=self._clock,
-            rng=self._rng,
+            ExchangeParts(
+                store=store.of(self._name),
+                me=self._name,
+                own=LocalState(self._name, self._roster, dict, rows),
+                guests=PeerRows(rows),
+                key_slots=dict,
+                settings=Settings.model_validate(sections),
+                metrics=Metrics(),
+                clock=self._clock,
+                rng=self._rng,
+            )
         )
 
     def _pool(self, worker: int, role: Role) -> Pool:

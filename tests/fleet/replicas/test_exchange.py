@@ -21,7 +21,7 @@ from proxy.balancer.shared.journal import Journal
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Load, Role
 from proxy.common.errors import LimitExceeded
-from proxy.fleet.replicas import LocalState, PeerRows, StateExchange, Store
+from proxy.fleet.replicas import ExchangeParts, LocalState, PeerRows, SharedRows, StateExchange, Store
 from proxy.fleet.replicas.gateway_state import GatewayState, Used, decode, encode
 from proxy.fleet.replicas.port import StoreRefused
 from proxy.gateway.api_keys import ApiKey, ApiKeys, KeyUsage, minute_of
@@ -81,17 +81,25 @@ async def _gateway(
     board = Scoreboard(workers=workers, slots=8, guests=1)
     gateway = Gateway(board, Roster([], decode, board), Metrics(), KeyUsage(workers, slots=8, guests=1))
     journal = Journal(workers + 1).writer(workers)
-    rows = board, gateway.usage, HealthBoard(workers, slots=8), Fronts(workers, guests=1), journal
+    rows = SharedRows(
+        scoreboard=board,
+        key_usage=gateway.usage,
+        board=HealthBoard(workers, slots=8),
+        fronts=Fronts(workers, guests=1),
+        journal=journal,
+    )
     async with (
         kind(settings, name) as store,
         StateExchange(
-            store=store,
-            me=name,
-            own=LocalState(name, gateway.roster, lambda: keys, *rows),
-            guests=PeerRows(*rows),
-            key_slots=lambda: keys,
-            settings=settings,
-            metrics=gateway.metrics,
+            ExchangeParts(
+                store=store,
+                me=name,
+                own=LocalState(name, gateway.roster, lambda: keys, rows),
+                guests=PeerRows(rows),
+                key_slots=lambda: keys,
+                settings=settings,
+                metrics=gateway.metrics,
+            )
         ),
     ):
         yield gateway

@@ -24,7 +24,7 @@ from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Load, Role
 from proxy.fleet.replicas.gateway_state import News, decode_news, encode_news
 from proxy.fleet.replicas.local_state import LocalState
-from proxy.fleet.replicas.peer_rows import PeerRows
+from proxy.fleet.replicas.peer_rows import PeerRows, SharedRows
 from proxy.gateway.api_keys import KeyUsage
 from tests.clock import Clock
 
@@ -53,9 +53,11 @@ class Gateway:
         self.roster = Roster([("p", port) for port in self.order], [], self.scoreboard)
         context = PolicyContext(clock=self.clock, journal=journal.writer(0))
         self.policy = LeastSeconds(context)
-        rows = self.scoreboard, usage, self.board, self.fronts, journal.writer(2)
-        self.own = LocalState(self.name, self.roster, dict, *rows)
-        self.guests = PeerRows(*rows)
+        rows = SharedRows(
+            scoreboard=self.scoreboard, key_usage=usage, board=self.board, fronts=self.fronts, journal=journal.writer(2)
+        )
+        self.own = LocalState(self.name, self.roster, dict, rows)
+        self.guests = PeerRows(rows)
         self.events = journal.writer(3)
 
     def backend(self, port: int) -> Backend:
