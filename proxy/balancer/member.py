@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from proxy.balancer.slow_start import FULL
 from proxy.common.backend import Backend, Role
@@ -69,20 +69,8 @@ class Member:
         return *place, self.origins, self.leaves_at, self.is_disabled, self.weight, b.models
 
     @classmethod
-    def of_row(
-        cls,
-        role: str,
-        host: str,
-        port: int,
-        bootstrap_port: int | None,
-        slot: int,
-        trusted: bool,
-        origins: Sequence[str],
-        leaves_at: float | None,
-        is_disabled: bool,
-        weight: int,
-        models: Sequence[str] = (),
-    ) -> Member:
-        """What lies in shared memory."""
-        backend = Backend(Role(role), host, port, slot, trusted, bootstrap_port, tuple(models))
+    def of_row(cls, row: Sequence[Any]) -> Member:
+        """Return what lies in shared memory, perhaps since a gateway of a version without models."""
+        role, host, port, bootstrap_port, slot, trusted, origins, leaves_at, is_disabled, weight, *models = row
+        backend = Backend(Role(role), host, port, slot, trusted, bootstrap_port, tuple(models[0]) if models else ())
         return cls(backend, tuple(origins), leaves_at, is_disabled, weight)

@@ -18,6 +18,7 @@ from proxy.balancer.choice import TRIAL
 from proxy.balancer.chooser import Chooser
 from proxy.balancer.engines.engine_facts import UNKNOWN_VERSION
 from proxy.balancer.health.backend_health import HealthState
+from proxy.balancer.health.health import ProbeFailure
 from proxy.balancer.lease import Lease
 from proxy.balancer.pick import PickRequest, Policy
 from proxy.balancer.slow_start import FULL
@@ -479,7 +480,7 @@ class Pool:
         """Report that a backend with silent answers refused a connection that was opened to find out."""
         health, reason = self._health, "refuses connections, and its answers are silent"
         if health.of(backend).verdict is not HealthState.UNKNOWN:  # it may have been removed
-            self._tell(health.on_probe(backend, False, reason, is_refused=True))
+            self._tell(health.on_probe(backend, False, reason, failure=ProbeFailure.REFUSED))
 
     def report_verdict(self, backend: Backend) -> None:
         """Another gateway has found a backend of no use."""

@@ -227,7 +227,7 @@ class Roster:
         """Whether it could be read."""
         with suppress(TypeError, ValueError, LookupError, AttributeError):
             rows, wanted = before
-            members = [Member.of_row(*row) for row in rows]
+            members = [Member.of_row(row) for row in rows]
             fresh = [
                 replace(member, backend=replace(member.backend, slot=slot))
                 for slot, member in enumerate(members[: self._scoreboard.slots])
@@ -255,7 +255,7 @@ class Roster:
     def _read(self) -> tuple[Member, ...]:
         if self._shared.version != self._read_version:
             self._read_version, (rows, wanted) = self._shared.read()
-            self._members = tuple(Member.of_row(*row) for row in rows)
+            self._members = tuple(Member.of_row(row) for row in rows)
             self._wanted = {
                 origin: frozenset(Backend(Role(role), host, port) for role, host, port in backends)
                 for origin, backends in wanted.items()

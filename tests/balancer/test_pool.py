@@ -10,7 +10,7 @@ import pytest
 
 from proxy.balancer.engines.engine_facts import EngineFacts
 from proxy.balancer.health.backend_health import HealthState
-from proxy.balancer.health.health import Health
+from proxy.balancer.health.health import Health, ProbeFailure
 from proxy.balancer.health.pair_quarantine import PairQuarantine
 from proxy.balancer.pick import PickRequest
 from proxy.balancer.policies.least_tokens import make_policy
@@ -568,7 +568,7 @@ def test_a_backend_that_is_enabled_again_is_probed_first_and_starts_slowly(balan
     assert balancer.decoders.eligible() == (two,)
     told = balancer.transitions[-1]
     assert (told.new, told.reason) == (HealthState.UNKNOWN, "it is enabled again")
-    balancer.health.on_probe(one, False, "refused", is_refused=True)
+    balancer.health.on_probe(one, False, "refused", failure=ProbeFailure.REFUSED)
     assert balancer.decoders.eligible() == (two,)
     for _ in range(2):
         balancer.health.on_probe(one, True, "200")
@@ -781,7 +781,7 @@ def test_who_was_up_and_takes_no_connections_may_only_be_restarting(balancer: Ba
     def refuses(backend: Backend) -> None:
         for _ in range(3):
             if how == "probes":
-                health.on_probe(backend, False, "refused", is_refused=True)
+                health.on_probe(backend, False, "refused", failure=ProbeFailure.REFUSED)
             else:
                 pool.report(backend, refused(backend))
 
@@ -809,7 +809,7 @@ def test_who_never_was_up_is_not_restarting(balancer: Balancer) -> None:
     pool.configure(PoolLimits(restart_seconds=60.0))
     for backend in pool.backends():
         for _ in range(3):
-            health.on_probe(backend, False, "refused", is_refused=True)
+            health.on_probe(backend, False, "refused", failure=ProbeFailure.REFUSED)
     assert (pool.is_restarting(), pool.has_room()) == (False, True)
 
 
@@ -822,7 +822,7 @@ def test_who_is_down_for_another_reason_is_not_restarting(balancer: Balancer) ->
     down(balancer, *pool.backends())
     assert (pool.is_restarting(), pool.has_room()) == (False, True)
     for backend in pool.backends():  # it has said that it is not well before it went, as vLLM does
-        health.on_probe(backend, False, "refused", is_refused=True)
+        health.on_probe(backend, False, "refused", failure=ProbeFailure.REFUSED)
     assert (pool.is_restarting(), pool.has_room()) == (True, False)
 
 

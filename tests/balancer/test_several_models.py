@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from proxy.balancer.engines.engine_facts import EngineFacts, Identity
+from proxy.balancer.health.health import ProbeFailure
 from proxy.balancer.models import ServedModels, odd_ones
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
@@ -170,7 +171,7 @@ def test_a_model_does_not_lose_its_last_instance_to_an_ejection(fleet: Fleet) ->
 def test_one_model_is_not_ready_while_the_other_is(fleet: Fleet) -> None:
     fleet.tell("a", "b", "a", "b")
     for _ in range(10):
-        fleet.balancer.health.on_probe(fleet.decoders[1], False, "gone", is_refused=True)
+        fleet.balancer.health.on_probe(fleet.decoders[1], False, "gone", failure=ProbeFailure.REFUSED)
     ready = {name: fleet.pool(Role.DECODE, name) for name in "ab"}
     assert ready["a"].is_ready()
     assert not ready["b"].is_ready()

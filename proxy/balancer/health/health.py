@@ -15,6 +15,7 @@ import math
 import random
 import time
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.health.backend_health import BackendHealth, HealthState
@@ -34,6 +35,18 @@ if TYPE_CHECKING:
 _JITTER: Final = (0.8, 1.2)
 _STRANGER: Final = BackendHealth()
 _CAUSE_OF_FAILED_TRIAL: Final[Mapping[Failure, Cause]] = {Failure.CONNECT: "connect", Failure.TIMEOUT: "timeouts"}
+
+
+class ProbeFailure(Enum):
+    """Why a probe failed, where that matters."""
+
+    REFUSED = auto()
+    """There was no connection."""
+    UNAVAILABLE = auto()
+    """The answer was 503. A backend that is down and still answers that is leaving."""
+    LATE = auto()
+    """There was no answer in time. That does not take down a backend that has produced something since it last passed
+    a probe, nor the last one of a role that is serving a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,35 +121,30 @@ class Health:
         ok: bool,
         reason: str,
         *,
-        is_refused: bool = False,
-        is_unavailable: bool = False,
-        is_late: bool = False,
+        failure: ProbeFailure | None = None,
         is_last: bool = False,
         is_serving: bool = False,
     ) -> Transition | None:
         """Take in the answer of one probe.
 
         Args:
-            is_refused: It failed since there was no connection.
-            is_unavailable: It failed since the answer was 503. What is down and still answers that is leaving.
-            is_late: It failed since there was no answer in time. That does not take down a backend that has produced
-                something since it last passed a probe, nor the last one of a role that is serving a request.
+            failure: Why it failed; None: it did not, or for another reason.
             is_last: No other backend of its role may get requests.
             is_serving: It works on a request.
         """
         condition = self._condition(backend)
         now = self._clock()
         old, was_away = condition.state, (condition.is_unreachable, condition.is_slow, condition.gone_at)
-        if is_refused:
+        if failure is ProbeFailure.REFUSED:
             condition.refused(now)
         self._look_for_work(backend, condition, now)
         # What is stuck may have worked a moment ago. Where others are left, that counts for a while only.
         believed_seconds = math.inf if is_last else self._checks.stall_seconds
         is_busy = (is_last and is_serving) or condition.has_worked(now, believed_seconds)
-        condition.probed(ok, now, self._checks, is_late=is_late, is_busy=is_busy)
+        condition.probed(ok, now, self._checks, is_late=failure is ProbeFailure.LATE, is_busy=is_busy)
         if (condition.is_unreachable, condition.is_slow, condition.gone_at) != was_away:
             self.version += 1
-        is_leaving = is_unavailable and condition.verdict is HealthState.DOWN
+        is_leaving = failure is ProbeFailure.UNAVAILABLE and condition.verdict is HealthState.DOWN
         if is_leaving is not (backend in self.leaving):
             self.leaving ^= {backend}
         return self._changed(backend, condition, old, reason)

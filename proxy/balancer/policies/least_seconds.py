@@ -96,7 +96,11 @@ class LeastSeconds(LeastTokens):
         work = known.work(prefillers, asked)
         place, is_equal = 0, False
         if len(candidates) > 1:
-            place, is_equal = self._soonest(candidates, prefillers, weights, request, asked, waits, work)
+            decided, among = self._decided, None
+            if decided is not None and decided[0] is (request.subject or request):
+                among = [prefiller in decided[1] for prefiller in prefillers]
+            scores = self._scores(waits, work, among)
+            place, is_equal = self._soonest(candidates, prefillers, weights, request, asked, scores)
         self._decided = None
         hit, cached = 0, None
         if asked.keys:
@@ -112,14 +116,13 @@ class LeastSeconds(LeastTokens):
         weights: Sequence[int],
         request: PickRequest,
         asked: ComparedPrompt,
-        waits: Sequence[float],
-        work: Sequence[float],
+        scored: tuple[list[float], float],
     ) -> tuple[int, bool]:
-        """The place of the one that is chosen of several, and whether it is as good as others."""
-        decided, among = self._decided, None
-        if decided is not None and decided[0] is (request.subject or request):
-            among = [prefiller in decided[1] for prefiller in prefillers]
-        scores, near = self._scores(waits, work, among)
+        """Return the place of the one that is chosen of several, and whether it is as good as others.
+
+        `scored`: what `_scores` returns.
+        """
+        scores, near = scored
         equal = [place for place, score in enumerate(scores) if score <= near]
         if len(equal) == 1:
             return equal[0], False

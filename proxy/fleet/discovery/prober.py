@@ -14,6 +14,7 @@ import random
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.health.backend_health import HealthState
+from proxy.balancer.health.health import ProbeFailure
 from proxy.common.background import Background, BackgroundOwner
 from proxy.common.errors import Failure
 from proxy.fleet.discovery.facts import (
@@ -71,6 +72,9 @@ def log_transition(transition: Transition, *, is_news: bool = True) -> None:
     backend = transition.backend
     what = (backend.role, backend.name, transition.new, transition.reason)
     logger.log(level, "%s instance %s is %s: %s", *what, extra=logs.ALWAYS)
+
+
+_PROBE_FAILURES: Final = {Failure.CONNECT: ProbeFailure.REFUSED, Failure.TIMEOUT: ProbeFailure.LATE}
 
 
 class Prober(BackgroundOwner):
@@ -227,20 +231,20 @@ class Prober(BackgroundOwner):
         self._background.start(self._probe(backend))
 
     async def _probe(self, backend: Backend) -> None:
-        path, problem, is_unavailable = self._checks.path, "", False
-        failure: Failure | None = None
+        path, problem = self._checks.path, ""
+        failure: ProbeFailure | None = None
         try:
             status = await engine_json.get_status(
                 self._session, backend.url, path, self._checks.timeout_seconds, self._engine_headers(backend)
             )
             if status != 200:
                 problem = f"{path} answered with status {status}"
-                is_unavailable = status == 503
+                failure = ProbeFailure.UNAVAILABLE if status == 503 else None
         except engine_json.NoAnswer as error:
-            problem, failure = str(error), error.failure
+            problem, failure = str(error), _PROBE_FAILURES.get(error.failure)
         try:
             success = "passed its health check"
-            await self._hear(backend, problem, success, failure=failure, is_unavailable=is_unavailable)
+            await self._hear(backend, problem, success, failure)
         finally:
             self._due[backend] = self._next_due()
 
@@ -249,24 +253,18 @@ class Prober(BackgroundOwner):
         backend: Backend,
         problem: str,
         success: str,
-        *,
-        failure: Failure | None = None,
-        is_unavailable: bool = False,
+        failure: ProbeFailure | None = None,
     ) -> None:
-        """Tell Health how a backend has answered, see `Health.on_probe`, and ask one that came up what it is.
-        `failure`: why there was no answer; None: there was one.
-        """
+        """Tell Health how a backend has answered, see `Health.on_probe`, and ask one that came up what it is."""
         if backend not in self._pools[backend.role].backends():
             return  # it left meanwhile, and Health is not to hear of it again
         pool = self._compared_in(backend)
-        is_late = failure is Failure.TIMEOUT
+        is_late = failure is ProbeFailure.LATE
         transition = self._health.on_probe(
             backend,
             not problem,
             problem or success,
-            is_refused=failure is Failure.CONNECT,
-            is_unavailable=is_unavailable,
-            is_late=is_late,
+            failure=failure,
             is_last=is_late and pool.is_last(backend),
             is_serving=is_late and pool.running(backend) > 0,
         )

@@ -13,7 +13,7 @@ import pytest
 
 from proxy.balancer.engines.engine_facts import EngineFacts
 from proxy.balancer.health.backend_health import HealthState
-from proxy.balancer.health.health import Health, Transition
+from proxy.balancer.health.health import Health, ProbeFailure, Transition
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure, UpstreamError
 from proxy.settings import HealthChecks
@@ -71,11 +71,11 @@ class Story:
             case ["+" | "-"]:
                 transition = health.on_probe(A, word == "+", "test")
             case ["late"]:
-                transition = health.on_probe(A, False, "test", is_late=True)
+                transition = health.on_probe(A, False, "test", failure=ProbeFailure.LATE)
             case ["late", "last"]:
-                transition = health.on_probe(A, False, "test", is_late=True, is_last=True)
+                transition = health.on_probe(A, False, "test", failure=ProbeFailure.LATE, is_last=True)
             case ["late", "serving"]:
-                transition = health.on_probe(A, False, "test", is_late=True, is_last=True, is_serving=True)
+                transition = health.on_probe(A, False, "test", failure=ProbeFailure.LATE, is_last=True, is_serving=True)
             case ["works"]:
                 health.on_work(A)
             case ["stall"]:
