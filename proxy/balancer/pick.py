@@ -188,6 +188,8 @@ class PolicyContext:
     """Requests that a backend works on for other workers; None: there are none."""
     lag_within: Callable[[float, float], float | None] = _never_late
     """The most seconds by which the event loop was late between two times of the clock; None: not known yet."""
+    balance: Callable[[], Balance] | None = None
+    """Returns the settings of now; None: they are the default ones."""
 
 
 @dataclass(slots=True, eq=False)
@@ -247,9 +249,6 @@ class Policy(ABC):
 
     def __init__(self, context: PolicyContext | None = None) -> None:
         self.context = context or PolicyContext()
-
-    def configure(self, settings: Balance) -> None:  # noqa: B027 - need not be overridden
-        """Take settings, which may be changed ones."""
 
     @abstractmethod
     def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:

@@ -96,7 +96,7 @@ class Gateway:
         self._stack = stack
         self.scoreboard = Scoreboard(slots=8)
         self.roster = Roster([], [], self.scoreboard)
-        self.health = Health(HealthChecks(fall=1, rise=1, slow_start_seconds=0))
+        self.health = Health(lambda: HealthChecks(fall=1, rise=1, slow_start_seconds=0))
         self.health_board = HealthBoard(workers=3, slots=8)
         self.misfits = Misfits(slots=8)
         row = self.scoreboard.row(0)

@@ -31,7 +31,7 @@ class Balancer:
 
     def __post_init__(self) -> None:
         self.checks = HealthChecks(eject_seconds=30.0, slow_start_seconds=30.0)
-        self.health = Health(self.checks, self.clock, random.Random(1))
+        self.health = Health(lambda: self.checks, self.clock, random.Random(1))
         self.row: LoadRow = self.scoreboard.row(0)
         self.roster = Roster([("p", 1), ("p", 2)], [("d", 1), ("d", 2)], self.scoreboard)
         self.prefillers = self.pool(Role.PREFILL)

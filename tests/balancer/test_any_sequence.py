@@ -48,6 +48,7 @@ avoided = st.sets(st.tuples(roles, ports), max_size=3)
 
 # Short, so that much happens in few steps.
 CHECKS = HealthChecks(
+    quarantine_seconds=10.0,
     fall=2,
     rise=1,
     eject_after=2,
@@ -83,8 +84,9 @@ class AnySequence(RuleBasedStateMachine):
         self.roster = Roster(
             ENDPOINTS[Role.PREFILL][:3], ENDPOINTS[Role.DECODE][:2], self.scoreboard, ENDPOINTS[Role.ENCODE][:2]
         )
-        self.healths = [Health(CHECKS, self.clock, random.Random(worker)) for worker in range(2)]
-        self.quarantines = [PairQuarantine(2, 10.0, self.clock) for _ in range(2)]
+        self.checks = CHECKS
+        self.healths = [Health(lambda: self.checks, self.clock, random.Random(worker)) for worker in range(2)]
+        self.quarantines = [PairQuarantine(lambda: self.checks, self.clock) for _ in range(2)]
         self.pools = {
             (role, worker): Pool(
                 PoolParts(
@@ -322,9 +324,8 @@ class AnySequence(RuleBasedStateMachine):
         """Another configuration: other instances in one step, and other settings."""
         if not self.sync(CONFIG, {self.backend(*each) for each in chosen}, restores=True):
             return
-        checks = CHECKS.model_copy(update={"eject_after": eject_after, "slow_start_seconds": slow_start_seconds})
-        for health in self.healths:
-            health.configure(checks)
+        changes = {"eject_after": eject_after, "slow_start_seconds": slow_start_seconds}
+        self.checks = self.checks.model_copy(update=changes)
         for pool in self.pools.values():
             pool.use(make_policy(policy))
             pool.configure(PoolLimits(max_running=max_running))

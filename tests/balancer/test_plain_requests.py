@@ -43,7 +43,7 @@ class Side:
         self.board = Scoreboard(workers, slots=8)
         self.rows: list[LoadRow] = [self.board.row(number) for number in range(workers)]
         self.roster = Roster([], [("d", port) for port in range(BACKENDS)], self.board)
-        self.health = Health(HealthChecks(eject_after=3, slow_start_seconds=30.0), self.clock, random.Random(1))
+        self.health = Health(lambda: HealthChecks(eject_after=3, slow_start_seconds=30.0), self.clock, random.Random(1))
         self.pinned_kv = PinnedKv(self.rows[0], self.clock)
         self.transitions: list[Transition] = []
         self.pool = Pool(

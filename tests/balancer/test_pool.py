@@ -443,7 +443,7 @@ def test_a_draining_backend_that_is_added_again_goes_on_as_it_was(balancer: Bala
 
 
 def test_pairs_forget_a_backend_that_has_left(balancer: Balancer) -> None:
-    quarantine = PairQuarantine(after=1)
+    quarantine = PairQuarantine(lambda: HealthChecks(quarantine_after=1))
     pool = Pool(
         PoolParts(
             role=Role.PREFILL,

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _JITTER: Final = (0.8, 1.2)
 _STRANGER: Final = BackendHealth()
+_DEFAULT_CHECKS: Final = HealthChecks()
 _CAUSE_OF_FAILED_TRIAL: Final[Mapping[Failure, Cause]] = {Failure.CONNECT: "connect", Failure.TIMEOUT: "timeouts"}
 
 
@@ -71,14 +72,21 @@ class Health:
 
     def __init__(
         self,
-        checks: HealthChecks | None = None,
+        checks: Callable[[], HealthChecks] | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
         board: HealthBoard | None = None,
     ) -> None:
-        """`board`: where workers tell each other which backends work; None: this is the only worker."""
+        """Know nothing yet.
+
+        Args:
+            checks: Returns the settings of now. An ejection lasts as long as they said when it began.
+            clock: Returns seconds.
+            rng: Spreads the ends of ejections.
+            board: Where workers tell each other which backends work; None: this is the only worker.
+        """
         self.version = 0
-        self._checks = checks or HealthChecks()
+        self._checks = checks or (lambda: _DEFAULT_CHECKS)
         self._clock = clock
         self._rng = rng or random.Random()
         self._board = board or HealthBoard()
@@ -90,10 +98,6 @@ class Health:
         """Clock time of the next change that time alone makes."""
         self.leaving: frozenset[Backend] = frozenset()
         """The backends that say that they are leaving, as `on_probe` has heard."""
-
-    def configure(self, checks: HealthChecks) -> None:
-        """Take changed settings. An ejection lasts as long as was said when it began."""
-        self._checks = checks
 
     # What is observed
 
@@ -139,9 +143,9 @@ class Health:
             condition.refused(now)
         self._look_for_work(backend, condition, now)
         # What is stuck may have worked a moment ago. Where others are left, that counts for a while only.
-        believed_seconds = math.inf if is_last else self._checks.stall_seconds
+        believed_seconds = math.inf if is_last else self._checks().stall_seconds
         is_busy = (is_last and is_serving) or condition.has_worked(now, believed_seconds)
-        condition.probed(ok, now, self._checks, is_late=failure is ProbeFailure.LATE, is_busy=is_busy)
+        condition.probed(ok, now, self._checks(), is_late=failure is ProbeFailure.LATE, is_busy=is_busy)
         if (condition.is_unreachable, condition.is_slow, condition.gone_at) != was_away:
             self.version += 1
         is_leaving = failure is ProbeFailure.UNAVAILABLE and condition.verdict is HealthState.DOWN
@@ -200,7 +204,7 @@ class Health:
                 condition.breaker.close(self._clock())
             is_only_slow = condition.verdict is HealthState.DOWN and condition.is_slow and is_proof
             if condition.verdict is HealthState.UNKNOWN or is_only_slow:
-                condition.judge(HealthState.UP, self._clock(), self._checks)
+                condition.judge(HealthState.UP, self._clock(), self._checks())
         return self._changed(backend, condition, old, "served a request")
 
     def on_stall(
@@ -221,7 +225,7 @@ class Health:
         if not condition.is_eligible or not self._may_eject(backend, peers):
             return None
         old = condition.state
-        seconds = condition.breaker.doubt(self._clock(), self._checks)
+        seconds = condition.breaker.doubt(self._clock(), self._checks())
         self.due = min(self.due, condition.breaker.until)
         reason = f"another gateway has found it of no use; until a health check has passed, or for {seconds:.0f} s"
         return self._changed(backend, condition, old, reason, "other_gateway")
@@ -250,7 +254,7 @@ class Health:
                 else:
                     self.due = min(self.due, condition.breaker.until)
             if condition.back_since is not None:
-                full_at = condition.back_since + self._checks.slow_start_seconds
+                full_at = condition.back_since + self._checks().slow_start_seconds
                 if full_at <= now:
                     condition.back_since = None
                     self.version += 1
@@ -293,7 +297,7 @@ class Health:
 
     def share_percent(self, backend: Backend) -> int:
         """How much of its share of the work it is to get now: less than all of it after it came back."""
-        return self.of(backend).share_percent(self._clock(), self._checks.slow_start_seconds)
+        return self.of(backend).share_percent(self._clock(), self._checks().slow_start_seconds)
 
     # How
 
@@ -333,7 +337,7 @@ class Health:
         cause: Cause | None = None
         if breaker.phase is BreakerPhase.CLOSED:
             others_served_at = max((self.of(peer).served_at for peer in peers), default=0)
-            cause = breaker.cause(self._checks.eject_after, others_served_at)
+            cause = breaker.cause(self._checks().eject_after, others_served_at)
         elif is_trial:
             cause = _CAUSE_OF_FAILED_TRIAL.get(error.failure, "failures")
         if cause is None or condition.verdict is HealthState.DOWN or not self._may_eject(backend, peers):
@@ -363,13 +367,13 @@ class Health:
         is_enabled = len(others) < len(peers)
         if not is_enabled or not any(other.is_eligible for other in others):
             return False
-        share = self._checks.max_ejected_share
+        share = self._checks().max_ejected_share
         most = max(1, int(len(peers) * share + 1e-9)) if share else 0
         return sum(other.breaker.phase is not BreakerPhase.CLOSED for other in others) < most
 
     def _eject(self, backend: Backend, condition: BackendHealth, cause: Cause, reason: str) -> Transition | None:
         old = condition.state
-        seconds = condition.breaker.eject(cause, self._clock(), self._checks, self._rng.uniform(*_JITTER))
+        seconds = condition.breaker.eject(cause, self._clock(), self._checks(), self._rng.uniform(*_JITTER))
         self.due = min(self.due, condition.breaker.until)
         if condition.breaker.ends_with_connection:
             condition.facts = None  # it may come back as another version
@@ -394,6 +398,6 @@ class Health:
             was_doubted, condition.breaker.is_doubted = condition.breaker.is_doubted, False
             if (old is not HealthState.UNKNOWN and not was_doubted) or condition.awaits_first_probe:
                 condition.back_since = self._clock()
-                self.due = min(self.due, condition.back_since + self._checks.slow_start_seconds)
+                self.due = min(self.due, condition.back_since + self._checks().slow_start_seconds)
             condition.awaits_first_probe = False
         return Transition(backend, old, new, reason, cause)

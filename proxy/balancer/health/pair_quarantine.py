@@ -15,12 +15,15 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from proxy.settings import HealthChecks
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from proxy.common.backend import Backend
 
 _LONGEST: Final = 10  # times `seconds`
+_DEFAULT_CHECKS: Final = HealthChecks()
 _NOBODY: Final[frozenset[Backend]] = frozenset()
 
 
@@ -32,32 +35,32 @@ class _Pair:
 
 
 class PairQuarantine:
-    """One worker's. A pair is quarantined after `after` failed hand-overs in a row for `seconds`, at the next failure
-    after that for twice as long, and so on up to ten times.
+    """The pairs as one worker sees them.
+
+    A pair is quarantined after `quarantine_after` failed handoffs in a row for `quarantine_seconds`, at the next
+    failure after that for twice as long, and so on up to ten times.
     """
 
-    def __init__(self, after: int = 2, seconds: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._after = after
-        self._seconds = seconds
+    def __init__(
+        self, checks: Callable[[], HealthChecks] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`checks`: returns the settings of now."""
+        self._checks = checks or (lambda: _DEFAULT_CHECKS)
         self._clock = clock
         self._pairs: dict[tuple[Backend, Backend], _Pair] = {}  # those that failed since their last success
         self.apart: dict[Backend, dict[Backend, float]] = {}
         """The partners quarantined with each, until when; empty while no pair ever was."""
-
-    def configure(self, after: int, seconds: float) -> None:
-        """Take changed settings for the failures from now on."""
-        self._after = after
-        self._seconds = seconds
 
     def failed(self, prefiller: Backend, decoder: Backend) -> bool:
         """A hand-over failed; whether the pair is quarantined now because of it."""
         pair = self._pairs.setdefault((prefiller, decoder), _Pair())
         pair.failures += 1
         now = self._clock()
-        if pair.failures < self._after or now < pair.until:
+        checks = self._checks()
+        if pair.failures < checks.quarantine_after or now < pair.until:
             return False
         pair.quarantines = min(pair.quarantines + 1, _LONGEST)
-        pair.until = now + pair.quarantines * self._seconds
+        pair.until = now + pair.quarantines * checks.quarantine_seconds
         self.apart.setdefault(prefiller, {})[decoder] = pair.until
         self.apart.setdefault(decoder, {})[prefiller] = pair.until
         return True

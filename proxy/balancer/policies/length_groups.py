@@ -16,10 +16,11 @@ from proxy.settings import Balance
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
+    from proxy.balancer.pick import Candidate, PickRequest
 
 _AFFINITY_STRENGTH: Final = 0.1
 _GOES_OVER_ABOVE: Final = 0.12
+_DEFAULTS: Final = Balance()
 
 
 class LengthGroups(LeastTokens):
@@ -30,23 +31,17 @@ class LengthGroups(LeastTokens):
 
     label = "length_groups"
 
-    def __init__(self, context: PolicyContext | None = None) -> None:
-        super().__init__(context)
-        self.configure(Balance())
-
-    def configure(self, settings: Balance) -> None:
-        """See Policy.configure."""
-        self._long_tokens, self._longest_tokens = settings.long_prompt_tokens, settings.longest_prompt_tokens
-
     def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
         """Only how long its prompt is matters."""
         if len(candidates) == 1:
             return candidates[0]
+        settings = _DEFAULTS if self.context.balance is None else self.context.balance()
+        long_tokens, longest_tokens = settings.long_prompt_tokens, settings.longest_prompt_tokens
         half = (len(candidates) + 1) // 2
         own, other = slice(half), slice(half, None)
-        if is_long := request.prompt_tokens >= self._long_tokens:
+        if is_long := request.prompt_tokens >= long_tokens:
             own, other = other, own
-        first, last = (0, self._long_tokens) if is_long else (self._long_tokens, self._longest_tokens)
+        first, last = (0, long_tokens) if is_long else (long_tokens, longest_tokens)
         # The example adds the loads up, which is the same for halves of one size.
         freer = 1.0 - fmean(weights[other]) / mine if (mine := fmean(weights[own])) > 0 else 0.0
         if freer * nearness(request.prompt_tokens, first, last) > _GOES_OVER_ABOVE:

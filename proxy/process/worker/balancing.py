@@ -65,14 +65,12 @@ def build_balancing(basis: Basis) -> Balancing:
     """Made first, because nearly everything else asks it."""
     shared, live, settings = basis.shared, basis.live, basis.settings
     row = shared.scoreboard.row(basis.index)
-    health = Health(settings.health, board=shared.health_board)
-    live.add(lambda new: health.configure(new.health))
+    health = Health(lambda: live.current.settings.health, board=shared.health_board)
     keys = EngineKeys(text_of(settings.auth.engine_api_key))
     live.add(lambda new: keys.configure(text_of(new.auth.engine_api_key)))
     fitness = Fitness(shared.misfits, row, keys, log_misfit)
     pinned_kv = PinnedKv(row)
-    quarantine = PairQuarantine(settings.health.quarantine_after, settings.health.quarantine_seconds)
-    live.add(lambda new: quarantine.configure(new.health.quarantine_after, new.health.quarantine_seconds))
+    quarantine = PairQuarantine(lambda: live.current.settings.health)
     on_transition = _transitions(basis)
     ends = _InstanceRequests(basis.metrics)
     needed = (Role.PREFILL, Role.DECODE) if settings.connector_traits.takes_prefillers else (Role.DECODE,)
@@ -86,10 +84,10 @@ def build_balancing(basis: Basis) -> Balancing:
             journal=shared.journal.writer(basis.index) if shared.journal.rings > 1 else None,
             elsewhere=shared.scoreboard.elsewhere(row),
             lag_within=basis.loop_lag.within,
+            balance=lambda: live.current.settings.balance,
         )
         current = live.current.settings
         policy = make_policy(_policy_name(current, role), context)
-        policy.configure(current.balance)
         made = Pool(
             PoolParts(
                 role=role,
@@ -199,7 +197,6 @@ def _configuring(pool: Pool, settings: Settings, context: PolicyContext) -> Call
         if (newest := _policy_name(new, pool.role)) != name:  # a policy that stays keeps what it remembers
             name = newest
             pool.use(make_policy(name, context))
-        pool.policy.configure(new.balance)
 
     return configure
 

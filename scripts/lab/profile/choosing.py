@@ -21,7 +21,7 @@ from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Role
 from proxy.dialects.call import Call, measured_prompt
-from proxy.settings.model import Cost, HealthChecks
+from proxy.settings.model import Cost
 from proxy.wire.document import Document
 from proxy.wire.openai import Api
 
@@ -69,7 +69,7 @@ def _microseconds(
             scoreboard=scoreboard,
             row=scoreboard.row(0),
             roster=roster,
-            health=Health(HealthChecks()),
+            health=Health(),
         )
     )
     for member in roster.members(role):  # until then each success is news, and all instances are looked at anew

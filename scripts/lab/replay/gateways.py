@@ -31,7 +31,6 @@ from proxy.observe.metrics import Metrics
 from proxy.process.monitor import LoopLag
 from proxy.settings import Settings
 from proxy.settings.model import Admission as AdmissionLimits
-from proxy.settings.model import HealthChecks
 from proxy.wire.kv_events import AllCleared, BlocksRemoved, BlocksStored, Event
 
 # As the subscriber does.
@@ -179,7 +178,7 @@ class Gateway:
         """Where it hears what prefillers publish; None: it does not."""
         addresses = [("10.0.0.1", 7000 + number) for number in range(count)]
         self._roster = Roster(addresses[: plan.prefillers], addresses[plan.prefillers :], self.scoreboard)
-        self._health = Health(HealthChecks(), self._clock, rng)
+        self._health = Health(None, self._clock, rng)
         self._engines = engines
         self._rng = rng
         self._fronts = Fronts(plan.workers, guests)

@@ -56,7 +56,8 @@ class Story:
 
     def __init__(self, peers: Sequence[Backend] = PEERS, checks: HealthChecks | None = None) -> None:
         self.clock = Clock()
-        self.health = Health(checks, self.clock, EvenRandom())
+        self.checks = checks or HealthChecks()
+        self.health = Health(lambda: self.checks, self.clock, EvenRandom())
         self.peers = peers
         self.told: list[Transition] = []
         self._trial = 0
@@ -417,7 +418,7 @@ def test_ejections_of_several_backends_do_not_end_together() -> None:
 )
 def test_no_more_are_ejected_than_the_share_and_never_the_last(backends: int, share: float, ejected: int) -> None:
     peers = [Backend(Role.DECODE, "d", port) for port in range(backends)]
-    health = Health(HealthChecks(max_ejected_share=share), Clock())
+    health = Health(lambda: HealthChecks(max_ejected_share=share), Clock())
     for _ in range(10):
         for peer in peers:
             health.on_outcome(peer, failed("500", peer), peers)
@@ -708,7 +709,7 @@ def test_the_version_does_not_move_with_every_signal() -> None:
 def test_changed_settings_count_from_now_on() -> None:
     story = Story()
     story.states("500 500 - + - - - + +")
-    story.health.configure(HealthChecks(fall=1, rise=1, eject_after=2, eject_seconds=7.0, slow_start_seconds=5.0))
+    story.checks = HealthChecks(fall=1, rise=1, eject_after=2, eject_seconds=7.0, slow_start_seconds=5.0)
     assert shares(story, "4s 1s") == [82, 100]
     assert story.states("- + 500 500 6s 1s") == "down up up ejected ejected probation"
 

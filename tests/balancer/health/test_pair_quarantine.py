@@ -8,6 +8,7 @@ import pytest
 
 from proxy.balancer.health.pair_quarantine import PairQuarantine
 from proxy.common.backend import Backend, Role
+from proxy.settings import HealthChecks
 
 if TYPE_CHECKING:
     from tests.clock import Clock
@@ -19,7 +20,7 @@ NOBODY: frozenset[Backend] = frozenset()
 
 @pytest.fixture
 def quarantine(clock: Clock) -> PairQuarantine:
-    return PairQuarantine(after=2, seconds=60.0, clock=clock)
+    return PairQuarantine(clock=clock)
 
 
 def test_two_failed_hand_overs_in_a_row_part_a_pair_and_no_other(quarantine: PairQuarantine) -> None:
@@ -88,8 +89,11 @@ def test_a_backend_that_left_is_forgotten_on_both_sides(quarantine: PairQuaranti
     assert quarantine.failed(P2, D2)
 
 
-def test_changed_settings_count_from_now_on(quarantine: PairQuarantine, clock: Clock) -> None:
-    quarantine.configure(after=1, seconds=5.0)
+def test_changed_settings_count_from_now_on(clock: Clock) -> None:
+    checks = HealthChecks()
+    quarantine = PairQuarantine(lambda: checks, clock)
+    assert not quarantine.failed(P1, D1)
+    checks = HealthChecks(quarantine_after=1, quarantine_seconds=5.0)
     assert quarantine.failed(P1, D1)
     clock.now += 5.0
     assert quarantine.partners_to_avoid(P1) == NOBODY

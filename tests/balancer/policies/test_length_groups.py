@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from proxy.balancer.pick import Candidate, PickRequest
+from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
 from proxy.balancer.policies.length_groups import LengthGroups, nearness
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Load, Role
@@ -75,10 +75,10 @@ def test_a_prompt_far_from_the_other_half_goes_over_later() -> None:
 
 
 def test_the_bounds_are_those_of_the_settings() -> None:
-    policy = LengthGroups()
-    policy.configure(Balance(long_prompt_tokens=500, longest_prompt_tokens=2_000))
+    settings = Balance(long_prompt_tokens=500, longest_prompt_tokens=2_000)
+    policy = LengthGroups(PolicyContext(balance=lambda: settings))
     assert chosen([9, 9, 8, 9], SHORT, policy) == 2
-    policy.configure(Balance(long_prompt_tokens=5_000, longest_prompt_tokens=20_000))
+    settings = Balance(long_prompt_tokens=5_000, longest_prompt_tokens=20_000)
     assert chosen([9, 8, 7, 9], SHORT, policy) == 1
 
 

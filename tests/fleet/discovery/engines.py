@@ -91,7 +91,7 @@ class Gateway:
     ) -> None:
         self.scoreboard = Scoreboard(slots=max(8, len(prefill) + len(decode)))
         self.roster = Roster([(HOST, port) for port in prefill], [(HOST, port) for port in decode], self.scoreboard)
-        self.health = Health(HealthChecks(fall=3, rise=2))
+        self.health = Health(lambda: HealthChecks(fall=3, rise=2))
         self.transitions: asyncio.Queue[Transition] = asyncio.Queue()
         row = self.scoreboard.row(0)
         self.pools = {
