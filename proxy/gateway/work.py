@@ -338,9 +338,9 @@ class Work:
         """Return the end of a stream, or the whole body of an answer that is not streamed. Raises GatewayError."""
         if self._rendering is None:
             return self.dialect.whole(self.call, self.units, self.answers)
-        deliveries = [answer.delivery for answer in self.answers]
-        usages = [delivery.usage for delivery in deliveries]
-        return self._rendering.ending(usages, deliveries[-1].writer.last_payload) + self.dialect.done_event
+        answers = self.answers
+        usages = [answer.delivery.usage for answer in answers]
+        return self._rendering.ending(usages, answers[-1].delivery.writer.last_payload) + self.dialect.done_event
 
     def error_event(self, error: GatewayError) -> bytes:
         """Return the event that says in the middle of a stream why it is not complete."""

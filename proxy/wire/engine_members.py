@@ -15,7 +15,6 @@ ENGINE_MEMBERS: Final = frozenset({"kv_transfer_params", "ec_transfer_params"})
 _REMOVAL: Final = dict.fromkeys(sorted(ENGINE_MEMBERS), REMOVED)
 NO_KV_PARAMS: Final = b',"kv_transfer_params":null'
 """The member as vLLM writes it into each chunk. Its quotes would be escaped inside a JSON string."""
-_NAMES: Final = (b'kv_transfer_params"', b'ec_transfer_params"')
 
 
 def has_engine_members(payload: dict[str, Any]) -> bool:
@@ -25,7 +24,7 @@ def has_engine_members(payload: dict[str, Any]) -> bool:
 
 def names_engine_members(written: bytes) -> bool:
     """Whether JSON that was not read may have any of them."""
-    return any(name in written for name in _NAMES)
+    return b'kv_transfer_params"' in written or b'ec_transfer_params"' in written
 
 
 def remove_engine_members(payload: dict[str, Any]) -> None:
