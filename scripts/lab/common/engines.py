@@ -28,12 +28,6 @@ import httptools
 import orjson
 import uvloop
 
-from proxy.balancer.policies.least_tokens import WEIGHTS
-from proxy.common.backend import Role
-from proxy.dialects.openai import ChatCompletions
-from proxy.dialects.requests import read
-from proxy.settings.model import Cost
-
 MODEL: Final = "bench"
 """Models are called `bench-50ms`: an engine takes its pace from the name, because some routers drop unknown fields."""
 FIRST_TOKEN_SECONDS: Final = 0.002
@@ -46,8 +40,7 @@ _ID: Final = "chatcmpl-7d0b5b7c3c6f4c0f9d1f2f5c0a4e8b91"
 _CREATED: Final = 1760000000
 _LONGEST_STEP_SECONDS: Final = 0.5
 _IMAGE_TOKENS: Final = 2000
-_CHAT: Final = ChatCompletions()
-_COST: Final = Cost()
+_ROLES: Final = ("prefill", "decode")
 
 
 # Answers
@@ -189,7 +182,7 @@ class Arrival:
 class _Books:
     """The load of all engines of one role."""
 
-    def __init__(self, role: Role, engines: int) -> None:
+    def __init__(self, role: str, engines: int) -> None:
         self._role = role
         self._requests = [0] * engines
         self._weights = [0] * engines
@@ -197,12 +190,7 @@ class _Books:
 
     def enter(self, engine: int, body: bytes) -> int:
         """Record an arrival; return its weight, which `leave` takes back."""
-        request = _CHAT.parse(read(body), _COST, {}).pick_request()
-        per_compute, per_kv = WEIGHTS[self._role]
-        if self._role is Role.PREFILL:
-            weight = per_compute * request.prefill.compute
-        else:
-            weight = per_compute * request.decode.compute + per_kv * request.decode.kv
+        weight = _weigher()(self._role, body)
         excess = self._requests[engine] - min(self._requests), self._weights[engine] - min(self._weights)
         self.arrivals.append(Arrival(engine, *excess, weight))
         self._requests[engine] += 1
@@ -214,10 +202,34 @@ class _Books:
         self._weights[engine] -= weight
 
 
+@lru_cache
+def _weigher() -> Callable[[str, bytes], int]:
+    """Return what weighs a request as the gateway's pool does.
+
+    The gateway is imported here, because load generators import this module, and have to start soon.
+    """
+    from proxy.balancer.policies.least_tokens import WEIGHTS
+    from proxy.common.backend import Role
+    from proxy.dialects.openai import ChatCompletions
+    from proxy.dialects.requests import read
+    from proxy.settings.model import Cost
+
+    chat, cost = ChatCompletions(), Cost()
+
+    def weight(role: str, body: bytes) -> int:
+        request = chat.parse(read(body), cost, {}).pick_request()
+        per_compute, per_kv = WEIGHTS[Role(role)]
+        if role == "prefill":
+            return per_compute * request.prefill.compute
+        return per_compute * request.decode.compute + per_kv * request.decode.kv
+
+    return weight
+
+
 class _Engines:
     """What all engines share."""
 
-    def __init__(self, ports: dict[Role, list[int]], *, knows_ids: bool) -> None:
+    def __init__(self, ports: dict[str, list[int]], *, knows_ids: bool) -> None:
         self.books = {role: _Books(role, len(of_role)) for role, of_role in ports.items()}
         self.knows_ids = knows_ids
         self.endless: set[_Exchange] = set()
@@ -241,7 +253,7 @@ class _Engines:
                 exchange.finish()
         if url != b"/arrivals":
             return {}
-        found = {role.value: books.arrivals for role, books in self.books.items()}
+        found = {role: books.arrivals for role, books in self.books.items()}
         for books in self.books.values():
             books.arrivals = []
         return found
@@ -250,10 +262,10 @@ class _Engines:
 class _Exchange(asyncio.Protocol):
     """One connection to one engine, and the request on it. `phase`: when the steps begin, as a share of a step."""
 
-    def __init__(self, engines: _Engines, role: Role, engine: int, phase: float) -> None:
+    def __init__(self, engines: _Engines, role: str, engine: int, phase: float) -> None:
         self._engines = engines
         self._books = engines.books[role]
-        self._answer = self._prefill if role is Role.PREFILL else self._decode
+        self._answer = self._prefill if role == "prefill" else self._decode
         self._engine = engine
         self._phase = phase
         self._parser = httptools.HttpRequestParser(self)
@@ -414,7 +426,7 @@ def _pace_seconds(model: str) -> float:
     return int(model.removeprefix(f"{MODEL}-").removesuffix("ms")) / 1000
 
 
-async def _serve(ports: dict[Role, list[int]], *, knows_ids: bool) -> None:
+async def _serve(ports: dict[str, list[int]], *, knows_ids: bool) -> None:
     loop = asyncio.get_running_loop()
     engines = _Engines(ports, knows_ids=knows_ids)
     for role, of_role in ports.items():
@@ -427,5 +439,5 @@ async def _serve(ports: dict[Role, list[int]], *, knows_ids: bool) -> None:
 
 if __name__ == "__main__":
     lists = ([int(port) for port in argument.split(",")] for argument in sys.argv[1:3])
-    by_role = dict(zip((Role.PREFILL, Role.DECODE), lists, strict=True))
+    by_role = dict(zip(_ROLES, lists, strict=True))
     uvloop.run(_serve(by_role, knows_ids=sys.argv[3:] != ["without-ids"]))
