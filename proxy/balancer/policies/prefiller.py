@@ -6,12 +6,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.policies.cache_count import CacheCount
 from proxy.balancer.policies.concurrency import Concurrency, soonest_free
 from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD
 from proxy.balancer.policies.prefill_records import NO_AGE, Record, RecordKind, kind_and_slot, packed, unpacked
 from proxy.balancer.policies.prefill_samples import PrefillSample, Sent, Step
-from proxy.balancer.policies.prefixes import CachedPrefixes
+from proxy.balancer.policies.prefixes import CacheCount, CachedPrefixes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

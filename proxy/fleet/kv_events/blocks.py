@@ -9,7 +9,7 @@ from collections import deque
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.policies.cache_count import CacheCount
+from proxy.balancer.policies.prefixes import CacheCount
 from proxy.wire.kv_events import AllCleared, BlocksRemoved, BlocksStored
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.policies.cache_count import CacheCount
 from proxy.balancer.policies.prefiller import write_count
+from proxy.balancer.policies.prefixes import CacheCount
 from proxy.common.background import Background, BackgroundOwner
 from proxy.common.terms import KV_EVENT_GAPS, KV_EVENTS
 from proxy.fleet.kv_events import sources

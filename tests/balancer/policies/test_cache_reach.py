@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from proxy.balancer.policies.cache_reach import CacheReach
+from proxy.balancer.policies.prefixes import CacheReach
 
 
 def shown(

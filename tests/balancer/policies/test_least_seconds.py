@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from proxy.balancer.pick import PickRequest, PolicyContext
-from proxy.balancer.policies.cache_count import CacheCount
 from proxy.balancer.policies.least_seconds import LeastSeconds
 from proxy.balancer.policies.prefill_samples import PrefillSample, Step
 from proxy.balancer.policies.prefiller import write_count
+from proxy.balancer.policies.prefixes import CacheCount
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts
 from proxy.balancer.shared.journal import Journal
 from proxy.common.backend import Backend, Load, Role

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from proxy.balancer.policies import prefixes
-from proxy.balancer.policies.cache_count import CacheCount
-from proxy.balancer.policies.prefixes import CachedPrefixes
+from proxy.balancer.policies.prefixes import CacheCount, CachedPrefixes
 from proxy.sim.hardware.blocks import KvBlocks
 
 
