@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     from proxy.balancer.fitness.misfits import Misfits
     from proxy.balancer.health.health import Health
     from proxy.balancer.health.health_board import HealthBoard
-    from proxy.balancer.member import Member
     from proxy.balancer.models import ServedModels
     from proxy.balancer.pool import Pool
-    from proxy.balancer.roster import Roster
+    from proxy.balancer.roster import Member, Roster
     from proxy.balancer.shared.scoreboard import Scoreboard
     from proxy.common.backend import Backend
     from proxy.fleet.discovery.joining import Joiner

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from proxy.balancer.health.backend_health import BackendHealth
     from proxy.balancer.health.health import Health, Transition
     from proxy.balancer.health.pair_quarantine import PairQuarantine
-    from proxy.balancer.member import Member
-    from proxy.balancer.roster import Roster
+    from proxy.balancer.roster import Member, Roster
     from proxy.balancer.shared.back_offs import BackOffs
     from proxy.balancer.shared.scoreboard import LoadRow, Scoreboard
     from proxy.common.backend import Backend

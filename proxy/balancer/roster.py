@@ -14,19 +14,146 @@ until its own last request has ended, and is then dropped by `finalize`. Build t
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.balancer.member import Member
 from proxy.balancer.shared.memory import SharedValue
-from proxy.balancer.waiting_list import WaitingList
+from proxy.balancer.slow_start import FULL
 from proxy.common.backend import Backend, Load, Role
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from proxy.balancer.shared.scoreboard import Scoreboard
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A backend and who wants it."""
+
+    backend: Backend
+    origins: tuple[str, ...] = ()
+    """The origins that want it, in alphabetical order. Empty: it drains."""
+    leaves_at: float | None = None
+    """When it is to be evacuated, if it drains or is disabled, in seconds of the system's monotonic clock, which all
+    workers share; None: its requests may come to their end."""
+    is_disabled: bool = False
+    """An administrator has it get no new requests, although it is wanted."""
+    weight: int = FULL
+    """How much of its share of requests it is to get, in per cent, from 1 to 100."""
+
+    @property
+    def draining(self) -> bool:
+        """Whether it is to get no new requests, because no origin wants it any more."""
+        return not self.origins
+
+    @property
+    def serves(self) -> bool:
+        """Whether it may get new requests, as far as origins and administrators are concerned."""
+        return bool(self.origins) and not self.is_disabled
+
+    def wanted_by(self, origin: str) -> Member:
+        """The same with one more origin."""
+        origins = tuple(sorted({*self.origins, origin}))
+        return replace(self, origins=origins, leaves_at=self.leaves_at if self.is_disabled else None)
+
+    def given_up_by(self, origin: str, leaves_at: float | None) -> Member:
+        """The same without this origin; it drains if there is no other, and is then evacuated at `leaves_at`."""
+        left = tuple(other for other in self.origins if other != origin)
+        return replace(self, origins=left) if left else Member(self.backend, leaves_at=leaves_at)
+
+    def told(self, wanted: Backend, *, is_authority: bool) -> Member:
+        """The same with what an origin says of its backend. Where that gives no bootstrap port or no models, the known
+        ones stay unless the origin is the authority.
+        """
+        known = self.backend
+        has_said = is_authority or wanted.bootstrap_port is not None
+        backend = replace(
+            known,
+            trusted=known.trusted or wanted.trusted,
+            bootstrap_port=wanted.bootstrap_port if has_said else known.bootstrap_port,
+            models=wanted.models if is_authority or wanted.models else known.models,
+        )
+        return replace(self, backend=backend)
+
+    @property
+    def row(self) -> tuple[object, ...]:
+        """As it lies in shared memory."""
+        b = self.backend
+        place = (b.role, b.host, b.port, b.bootstrap_port, b.slot, b.trusted)
+        return *place, self.origins, self.leaves_at, self.is_disabled, self.weight, b.models
+
+    @classmethod
+    def of_row(cls, row: Sequence[Any]) -> Member:
+        """Return what lies in shared memory, perhaps since a gateway of a version without models."""
+        role, host, port, bootstrap_port, slot, trusted, origins, leaves_at, is_disabled, weight, *models = row
+        backend = Backend(Role(role), host, port, slot, trusted, bootstrap_port, tuple(models[0]) if models else ())
+        return cls(backend, tuple(origins), leaves_at, is_disabled, weight)
+
+
+_BYTES_PER_ENTRY: Final = 512  # a host name has at most 253, and what it serves is told of few
+
+
+class WaitingList:
+    """The instances that were added while the gateway runs and did not answer yet, as all workers see them.
+
+    The worker that is to add an instance waits for it, and any worker may be asked to stop that. Should the first one
+    die, nothing waits any more, so each entry has a time by which it is over. Each entry has a ticket, since an instance
+    that was taken off the list may be put on it again. Make the list before forking.
+    """
+
+    def __init__(self, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """For `capacity` instances. `clock` is the system's monotonic one, which all workers share, except in tests."""
+        self._clock = clock
+        self._shared = SharedValue("list of instances that join", capacity_bytes=capacity * _BYTES_PER_ENTRY)
+        self._shared.write([])
+
+    def enter(self, backend: Backend, seconds: float) -> int | None:
+        """Put it on the list for `seconds`; its ticket, None if it is there already. Raises ValueError if it is
+        full.
+        """
+        with self._shared.exclusive():
+            rows = self._rows()
+            if backend in map(_backend, rows):
+                return None
+            ticket = self._shared.version
+            place = (backend.role, backend.host, backend.port)
+            instance = [*place, backend.trusted, backend.bootstrap_port, backend.models]
+            self._shared.write([*rows, [instance, self._clock() + seconds, ticket]])
+            return ticket
+
+    def leave(self, backend: Backend, ticket: int | None = None) -> bool:
+        """Take it off; False when it is not there, or not with this ticket."""
+        with self._shared.exclusive():
+            rows = self._rows()
+            left = [row for row in rows if not _is(row, backend, ticket)]
+            if len(left) < len(rows):
+                self._shared.write(left)
+            return len(left) < len(rows)
+
+    def holds(self, backend: Backend, ticket: int) -> bool:
+        """Whether it is still there with this ticket."""
+        return any(_is(row, backend, ticket) for row in self._rows())
+
+    def backends(self) -> list[Backend]:
+        """The instances on the list, the longest first."""
+        return [_backend(row) for row in self._rows()]
+
+    def _rows(self) -> list[Any]:
+        now = self._clock()
+        return [row for row in self._shared.read()[1] if row[1] > now]
+
+
+def _backend(row: Any) -> Backend:
+    role, host, port, trusted, bootstrap_port, models = row[0]
+    return Backend(Role(role), host, port, 0, trusted, bootstrap_port, tuple(models))
+
+
+def _is(row: Any, backend: Backend, ticket: int | None) -> bool:
+    return _backend(row) == backend and ticket in (None, row[2])
+
 
 CONFIG: Final = "config"
 ADMIN: Final = "admin"

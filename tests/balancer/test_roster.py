@@ -6,8 +6,7 @@ import os
 
 import pytest
 
-from proxy.balancer.member import Member
-from proxy.balancer.roster import ADMIN, CONFIG, Roster
+from proxy.balancer.roster import ADMIN, CONFIG, Member, Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Role
 from tests.forking import in_child

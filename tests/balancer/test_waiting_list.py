@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.waiting_list import WaitingList
+from proxy.balancer.roster import WaitingList
 from proxy.common.backend import Backend, Role
 from tests.forking import in_child
 
