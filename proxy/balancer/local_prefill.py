@@ -23,7 +23,7 @@ from proxy.balancer.policies.unlearned import Unlearned
 
 if TYPE_CHECKING:
     from proxy.balancer.pick import PickRequest
-    from proxy.balancer.policies.compared_prompt import ComparedPrompt
+    from proxy.balancer.policies.prefill_samples import ComparedPrompt
     from proxy.balancer.pool import Pool
     from proxy.balancer.shared.journal import JournalWriter
     from proxy.common.backend import Backend

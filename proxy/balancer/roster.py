@@ -100,8 +100,8 @@ class WaitingList:
     """The instances that were added while the gateway runs and did not answer yet, as all workers see them.
 
     The worker that is to add an instance waits for it, and any worker may be asked to stop that. Should the first one
-    die, nothing waits any more, so each entry has a time by which it is over. Each entry has a ticket, since an instance
-    that was taken off the list may be put on it again. Make the list before forking.
+    die, nothing waits any more, so each entry has a time by which it is over. It has a ticket, since an instance that
+    was taken off the list may be put on it again. Make the list before forking.
     """
 
     def __init__(self, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:

@@ -16,7 +16,7 @@ import orjson
 
 from proxy.balancer.fitness.handovers import LEAST_TOKENS
 from proxy.balancer.local_prefill import FirstToken, LocalPrefill
-from proxy.balancer.policies.compared_prompt import compared_prompt
+from proxy.balancer.policies.prefill_samples import compared_prompt
 from proxy.common.backend import Role
 from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.common.terms import Stage

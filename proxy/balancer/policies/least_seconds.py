@@ -15,9 +15,9 @@ from zlib import crc32
 
 from proxy.balancer.choice import CACHED_PREFIX, EQUAL, LEAST_SECONDS
 from proxy.balancer.pick import Prediction
-from proxy.balancer.policies.compared_prompt import LEAST_TOKENS, ComparedPrompt, compared_prompt
 from proxy.balancer.policies.least_tokens import LeastTokens
 from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD
+from proxy.balancer.policies.prefill_samples import LEAST_TOKENS, ComparedPrompt, compared_prompt
 from proxy.balancer.policies.prefiller import Prefiller
 from proxy.balancer.policies.prefillers import Prefillers
 from proxy.balancer.shared.fronts import AGEING

@@ -15,7 +15,7 @@ from proxy.balancer.policies.prefixes import CacheCount, CachedPrefixes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from proxy.balancer.policies.compared_prompt import ComparedPrompt
+    from proxy.balancer.policies.prefill_samples import ComparedPrompt
     from proxy.balancer.shared.journal import JournalWriter
     from proxy.common.backend import Backend
 

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from proxy.balancer.pick import Candidate, PolicyContext
-    from proxy.balancer.policies.compared_prompt import ComparedPrompt
-    from proxy.balancer.policies.prefill_samples import PrefillSample, Sent
+    from proxy.balancer.policies.prefill_samples import ComparedPrompt, PrefillSample, Sent
     from proxy.common.backend import Backend
 
 # What takes less than this part of what is predicted was computed together with what was before it.

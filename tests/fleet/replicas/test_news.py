@@ -11,10 +11,10 @@ import pytest
 
 from proxy.balancer.health.health_board import HealthBoard
 from proxy.balancer.pick import PickRequest, PolicyContext
-from proxy.balancer.policies.compared_prompt import ComparedPrompt
 from proxy.balancer.policies.least_seconds import LeastSeconds
 from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD
 from proxy.balancer.policies.prefill_records import InvalidRecord, Record, RecordKind, packed, translated, unpacked
+from proxy.balancer.policies.prefill_samples import ComparedPrompt
 from proxy.balancer.policies.prefiller import write_count
 from proxy.balancer.policies.prefixes import CacheCount
 from proxy.balancer.roster import Roster

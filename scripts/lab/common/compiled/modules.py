@@ -10,7 +10,7 @@ _BY_PACKAGE: Final = {
     "balancer/fitness": "fitness misfits",
     "balancer/health": "blame pair_quarantine suspect_memory",
     "balancer/policies": (
-        "compared_prompt concurrency decode_pace least_decode_seconds least_seconds"
+        "concurrency decode_pace least_decode_seconds least_seconds"
         " least_tokens length_groups prefill_cost prefill_records prefill_samples prefiller prefillers prefixes"
         " rate_filter unlearned"
     ),
