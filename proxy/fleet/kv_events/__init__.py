@@ -4,7 +4,6 @@ blocks.py         the blocks of one rank, and how far back its cache reaches
 subscription.py   the sockets of one rank, and messages that were lost
 subscriber.py     the process that has all of these
 messages.py       what it is told, and tells
-process.py        the same process, as the worker sees it that has started it
 sources.py        where an instance publishes
-subscriptions.py  of whom events are heard, and what workers and operators are told of them
+subscriptions.py  starts that process, and says of whom events are heard and what workers and operators are told
 """

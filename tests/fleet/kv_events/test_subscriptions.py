@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from proxy.fleet.kv_events import process, subscriptions
+from proxy.fleet.kv_events import subscriptions
 from proxy.sim.engine import SimulatedEngine
 from tests.asking import until
 
@@ -203,13 +203,13 @@ async def test_the_process_that_subscribes_is_started_again(
 ) -> None:
     monkeypatch.setattr(subscriptions, "_RESTART_SECONDS", (0.01, 0.01))
     pids: list[int] = []
-    make = process.Process
+    make = subscriptions.Process
 
-    def made(child: Any) -> process.Process:
+    def made(child: Any) -> subscriptions.Process:
         pids.append(child.pid)
         return make(child)
 
-    monkeypatch.setattr(process, "Process", made)
+    monkeypatch.setattr(subscriptions, "Process", made)
     gateway = await deploy([publishing()], kv_events=AUTO)
     await publish_until(gateway, has_heard(gateway))
     os.kill(pids[0], signal.SIGKILL)
