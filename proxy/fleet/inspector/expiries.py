@@ -6,8 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from proxy.balancer.fitness.expiries import ExpiryWatch, Totals
-from proxy.balancer.fitness.handovers import Verdict
+from proxy.balancer.fitness.handovers import ExpiryWatch, Totals, Verdict
 from proxy.wire.exposition import parse_expired_leases
 
 if TYPE_CHECKING:

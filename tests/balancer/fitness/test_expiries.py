@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.balancer.fitness.expiries import ExpiryWatch, Totals
-from proxy.balancer.fitness.handovers import Verdict
+from proxy.balancer.fitness.handovers import ExpiryWatch, Totals, Verdict
 
 LEASE = 30.0
 
