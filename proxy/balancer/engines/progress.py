@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from proxy.common.backend import Backend
 
+
 _REMEMBERED_SECONDS: Final = 600.0
 _PATIENCE: Final = 3.0
 """How many times as long as the longest silence it came back from a backend may be silent without suspicion."""
@@ -91,3 +92,30 @@ class StreamProgress:
         # A peer that fell silent just after it may have fallen silent for the same reason.
         recently = now - self._stall_seconds / 2
         return any(peer.moved_at > recently and other.role is backend.role for other, peer in self._watched.items())
+
+
+_PACE_SECONDS: Final = 3600.0
+"""Seconds of all answers together, of which the older half counts half."""
+
+
+class Pace:
+    """The usual time between two parts of an answer of one backend: a mean that forgets."""
+
+    __slots__ = ("_parts", "_seconds")
+
+    def __init__(self) -> None:
+        self._parts = 0.0
+        self._seconds = 0.0
+
+    def saw(self, parts: int, seconds: float) -> None:
+        """Take in that so many parts came in so many seconds, summed over answers."""
+        self._parts += parts
+        self._seconds += seconds
+        if self._seconds > _PACE_SECONDS:
+            self._parts /= 2
+            self._seconds /= 2
+
+    @property
+    def gap_seconds(self) -> float:
+        """The usual time between two parts; 0 as long as nothing is known."""
+        return self._seconds / self._parts if self._parts else 0.0

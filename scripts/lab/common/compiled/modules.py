@@ -6,7 +6,7 @@ from typing import Final
 
 _BY_PACKAGE: Final = {
     "balancer": "choice chooser lease pick pool pools",
-    "balancer/engines": "pace progress",
+    "balancer/engines": "progress",
     "balancer/fitness": "fitness misfits",
     "balancer/health": "blame pair_quarantine suspect_memory",
     "balancer/policies": (
