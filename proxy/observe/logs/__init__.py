@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 
 from proxy.observe.logs.floods import Floods
 from proxy.observe.logs.formats import JsonFormatter, TextFormatter, request_id, timestamp
-from proxy.observe.logs.handler import ALWAYS, AccessRecord, LineHandler, access, monotonic_zero
+from proxy.observe.logs.handler import ALWAYS, LineHandler, access, access_record, monotonic_zero
 from proxy.observe.logs.redaction import Redaction
 from proxy.observe.logs.writer import LineWriter
 
@@ -114,7 +114,7 @@ def access_lines(ended: Iterable[float], fields: Iterable[Mapping[str, object]])
             handler.write_requests(entries)
         elif handler.level <= logging.INFO:
             for created, each in entries:
-                handler.handle(AccessRecord(created, each))
+                handler.handle(access_record(created, each))
 
 
 def precede(settle: Callable[[], None]) -> None:

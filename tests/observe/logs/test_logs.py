@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from proxy.observe import logs
 from proxy.observe.logs.floods import BURST_LINES, LINES_PER_SECOND
 from proxy.observe.logs.formats import MAX_TRACEBACK_CHARS, MAX_VALUE_CHARS, JsonFormatter, LineFormatter, encoded
-from proxy.observe.logs.handler import AccessRecord, LineHandler
+from proxy.observe.logs.handler import LineHandler, access_record
 from proxy.observe.logs.redaction import Redaction
 from proxy.observe.logs.writer import MAX_KEPT_BYTES, LineWriter
 from proxy.settings import Log
@@ -197,7 +197,7 @@ def test_the_line_of_a_request_is_the_same_however_it_is_made(fields: dict[str, 
     line = formatter.request(1_700_000_000.25, fields)
     assert line == LineFormatter.request(formatter, 1_700_000_000.25, fields)
     if "error" in fields and fields["error"] is not None:
-        assert line == encoded(formatter.format(AccessRecord(1_700_000_000.25, fields)))
+        assert line == encoded(formatter.format(access_record(1_700_000_000.25, fields)))
 
 
 @settings(deadline=None)

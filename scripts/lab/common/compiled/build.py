@@ -25,12 +25,14 @@ _HERE: Final = Path(__file__).parent
 _FOR_PIP: Final = (_ROOT / "pyproject.toml", _ROOT / "README.md", _ROOT / "LICENSE", _HERE / "setup.py")
 # Classes that somebody may well write another one of, beside those of which the package has some that are not compiled.
 _PORTS: Final = {
+    "ChatCompletions",
     "Client",
     "Connector",
     "Dialect",
     "Engine",
     "FastForward",
     "Fleet",
+    "OpenAi",
     "Policy",
     "RequestListener",
     "Segment",
