@@ -170,7 +170,7 @@ def check(answer: Answer, text: str) -> None:
     if answer.status == 200 and answer.is_done:
         assert answer.text == text
     else:
-        assert answer.error
+        assert answer.error or answer.status != 200  # SGLang's own errors have no member `error`
         assert answer.status != 200 or text.startswith(answer.text)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -246,7 +247,7 @@ async def test_a_request_waits_if_one_instance_may_take_it_in_time(deploy: Deplo
 @pytest.mark.fault(106)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_engines_with_bounded_queues_serve_all_and_none_is_ejected(deploy: Deploy, role: str) -> None:
-    """Three times as many clients as all engines take at a time: some engine is always full."""
+    """Three times as many clients as all engines take at a time, and engines that begin when one is full."""
     bounded: dict[str, Any] = {"max_num_queued_reqs": 4, "decode_step_ms": 2.0, "prefill_ms_per_1k_tokens": 500.0}
     gateway = await deploy(
         2,
@@ -259,9 +260,14 @@ async def test_engines_with_bounded_queues_serve_all_and_none_is_ejected(deploy:
     async def client() -> list[int]:
         return [(await gateway.ask(request(Api.CHAT, stream=True))).status for _ in range(6)]
 
-    assert await asyncio.gather(*(client() for _ in range(24))) == [[200] * 6] * 24
+    engines = engines_of(gateway, role)
+    with ExitStack() as held:
+        for engine in engines:
+            held.enter_context(engine.held(prefills=True))
+        clients = [asyncio.create_task(client()) for _ in range(24)]
+        await until(lambda: any(map(refused, engines)), "a full engine")
+    assert await asyncio.gather(*clients) == [[200] * 6] * 24
     assert not gateway.metrics("pdproxy_instance_ejected_total")
-    assert any(map(refused, engines_of(gateway, role))), "no engine was full"
 
 
 @pytest.mark.fault(109)

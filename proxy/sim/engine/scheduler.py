@@ -31,7 +31,7 @@ class Scheduler:
         self._decoding: list[Sequence] = []
         self._prefill_free_at = 0.0
         self._next_step_at = 0.0
-        self._is_held = False
+        self._is_held = self._holds_prefills = False
         self._timer: asyncio.Handle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -63,13 +63,13 @@ class Scheduler:
         self._decoding.clear()
         self._arm()
 
-    def hold(self) -> None:
-        """Give no sequence more than its first token until `go_on`."""
-        self._is_held = True
+    def hold(self, *, prefills: bool = False) -> None:
+        """Give no sequence more than its first token until `go_on`, or with `prefills` no token at all."""
+        self._is_held, self._holds_prefills = True, prefills
 
     def go_on(self) -> None:
         """Run the sequences that were held."""
-        self._is_held = False
+        self._is_held = self._holds_prefills = False
         self._arm()
 
     def submit(self, sequence: Sequence) -> None:
@@ -122,7 +122,7 @@ class Scheduler:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        due = [self._prefilling[0].ready_at] if self._prefilling else []
+        due = [self._prefilling[0].ready_at] if self._prefilling and not self._holds_prefills else []
         if self._decoding and not self._is_held:
             due.append(self._next_step_at)
         if due:
@@ -135,7 +135,7 @@ class Scheduler:
         decodes = self._decoding and not self._is_held and self._next_step_at <= now
         tokens = self._decode(now) if decodes else 0
         was_idle = not self._decoding
-        while self._prefilling and self._prefilling[0].ready_at <= now:
+        while self._prefilling and not self._holds_prefills and self._prefilling[0].ready_at <= now:
             sequence = self._prefilling.popleft()
             tokens += self._advance(sequence, 1, self._decoding)
         if self._decoding and was_idle:

@@ -120,11 +120,11 @@ class SimulatedEngine:
         await self.state.wait_until(condition, timeout_seconds)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Within the block no sequence gets more than its first token."""
+    def held(self, *, prefills: bool = False) -> Iterator[None]:
+        """Within the block no sequence gets more than its first token, or with `prefills` no token at all."""
         scheduler = self.core.scheduler
         assert isinstance(scheduler, Scheduler)
-        scheduler.hold()
+        scheduler.hold(prefills=prefills)
         try:
             yield
         finally:

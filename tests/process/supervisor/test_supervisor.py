@@ -140,7 +140,7 @@ class Program:
         return {ready.worker: ready for ready in (self.hear_ready() for _ in range(workers))}
 
     def wait(self) -> int:
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=100)
 
 
 @contextmanager
