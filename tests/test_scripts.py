@@ -75,6 +75,8 @@ def test_what_takes_no_arguments_says_so_before_it_does_anything(script: str, fr
 
 
 def test_each_program_of_the_lab_belongs_to_the_script_of_its_name() -> None:
-    programs = {path.parent.name for path in (ROOT / "scripts" / "lab").glob("*/__main__.py")}
+    lab = ROOT / "scripts" / "lab"
+    programs = {path.parent.name for path in lab.glob("*/__main__.py")}
+    programs |= {path.stem for path in lab.glob("*.py") if path.stem != "__init__"}
     runs = {script for script in SCRIPTS if "run_lab" in (ROOT / "scripts" / script).read_text()}
     assert {script.replace("-", "_") for script in runs} == programs
