@@ -205,7 +205,7 @@ class Delivery:
             return self._given(self.writer.anew(payload, choice))
         return self._given(self.writer.as_it_came(segment, event, payload))
 
-    def _take(self, choice: dict[str, Any], ids: list[int] | None) -> bool:
+    def _take(self, choice: dict[str, Any], ids: Any) -> bool:
         """Have the transcript take a choice; whether it shows anything.
 
         One that it cannot take costs the client nothing, unless the answer is put together from the transcript: the

@@ -191,6 +191,7 @@ async def test_leaving_before_the_first_turn_ends_both_legs(legs: Legs) -> None:
     assert isinstance(await legs.error(), asyncio.CancelledError)
 
 
+@pytest.mark.interpreted
 async def test_a_prefill_leg_that_fails_later_aborts_the_answer(legs: Legs) -> None:
     await legs.open()
     legs.prefill.ends(error := failure(PREFILLER))
@@ -216,6 +217,7 @@ async def test_a_decoder_that_fails_while_the_prefiller_works_is_to_blame(legs: 
     assert legs.prefill.is_cancelled
 
 
+@pytest.mark.interpreted
 async def test_a_mistake_in_the_prefill_leg_is_not_lost(legs: Legs) -> None:
     await legs.open()
     legs.prefill.ends(mistake := ZeroDivisionError())

@@ -178,6 +178,7 @@ async def test_long_ids_of_a_prompt_are_for_clients_that_ask_for_them(deploy: De
     assert answer.events[0]["prompt_token_ids"] == (prompt_ids if wants_ids else None)
 
 
+@pytest.mark.interpreted
 async def test_an_event_without_end_is_a_failure(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EventSplitter.__init__, "__defaults__", (100_000,))
     answer = await streamed(deploy, data(chunk("a")), b"data: ", *[b"x" * 10_000] * 11)

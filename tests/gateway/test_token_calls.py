@@ -127,6 +127,7 @@ async def test_a_token_costs_one_call(body: dict[str, Any], field: str | None, i
     assert calls.total() <= 1.6 * 64, calls
 
 
+@pytest.mark.interpreted
 async def test_tokens_that_arrive_together_cost_less_than_two_calls() -> None:
     tokens = [token("content", number, ids=True) for number in range(73)]
     together = [*tokens[:9], *(b"".join(tokens[at : at + 4]) for at in range(9, 73, 4))]
@@ -135,6 +136,7 @@ async def test_tokens_that_arrive_together_cost_less_than_two_calls() -> None:
     assert calls.total() <= 2 * 64, calls
 
 
+@pytest.mark.interpreted
 async def test_a_client_that_reads_too_slowly_holds_the_engine_back_at_once() -> None:
     tokens = [token("content", number, ids=True) for number in range(9)]
 
@@ -147,6 +149,7 @@ async def test_a_client_that_reads_too_slowly_holds_the_engine_back_at_once() ->
     await calls_for(tokens, request(Api.CHAT, stream=True), is_observed=True, then=fill)
 
 
+@pytest.mark.interpreted
 async def test_the_next_answer_on_a_connection_does_not_go_to_the_client_of_the_last() -> None:
     """Though its tokens look the same."""
     tokens = [token("content", number, ids=True) for number in range(9)]

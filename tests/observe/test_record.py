@@ -292,6 +292,7 @@ def test_all_that_is_noted_of_an_attempt_moves_out_with_it() -> None:
     assert set(OF_AN_ATTEMPT) == set(AttemptRecord.__annotations__)
 
 
+@pytest.mark.interpreted
 def test_facts_are_written_and_read_in_the_order_of_their_fields() -> None:
     facts: dict[str, Any] = {name: name for name in FACTS}
     assert AccessFacts(**facts).values() == list(FACTS)

@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 from proxy.observe.logs.floods import Floods
-from proxy.observe.logs.formats import JsonFormatter, TextFormatter, request_id, timestamp
+from proxy.observe.logs.formats import JsonFormatter, TextFormatter, request_id
 from proxy.observe.logs.handler import ALWAYS, LineHandler, access, access_record, monotonic_zero
 from proxy.observe.logs.redaction import Redaction
+from proxy.observe.logs.request_line import timestamp
 from proxy.observe.logs.writer import LineWriter
 
 if TYPE_CHECKING:

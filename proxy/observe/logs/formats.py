@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import time
 from abc import abstractmethod
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 import orjson
 
 from proxy.observe.logs.redaction import Redaction
+from proxy.observe.logs.request_line import REQUEST, plain_request_line, timestamp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -32,10 +32,6 @@ MAX_TRACEBACK_CHARS: Final = 8192
 _is_plain: Final = re.compile(r"[!#-<>-\[\]-~]+").fullmatch  # printable ASCII without space, quote, `=` and backslash
 
 
-_REQUEST: Final = {"level": "INFO", "logger": "proxy.access", "message": "request"}
-_REQUEST_MEMBERS: Final = b'",' + orjson.dumps(_REQUEST)[1:-1] + b","
-
-
 class LineFormatter(logging.Formatter):
     """What both formats have in common."""
 
@@ -49,7 +45,7 @@ class LineFormatter(logging.Formatter):
 
     def request(self, created: float, fields: Mapping[str, object]) -> bytes:
         """The line of a finished request, with its end; `created` is the system's time."""
-        line = self._line(created, **_REQUEST, fields=fields)
+        line = self._line(created, **REQUEST, fields=fields)
         # That of one that did not fail has only names, numbers and its id.
         return encoded(line if fields.get("error") is None else self._redact(line))
 
@@ -122,16 +118,7 @@ class JsonFormatter(LineFormatter):
         return line
 
     def request(self, created: float, fields: Mapping[str, object]) -> bytes:
-        # Nearly all are short plain ASCII, and tell no error: they are what orjson makes of them.
-        if fields and fields.get("error") is None:
-            try:
-                told = orjson.dumps(fields)
-            except TypeError:
-                return super().request(created, fields)
-            line = b"".join((b'{"time":"', timestamp(created).encode(), _REQUEST_MEMBERS, told[1:], b"\n"))
-            if len(line) <= MAX_VALUE_CHARS and line.isascii() and 0x7F not in line:
-                return line
-        return super().request(created, fields)
+        return plain_request_line(created, fields, MAX_VALUE_CHARS) or super().request(created, fields)
 
     def _with_traceback(self, line: str, traceback: str) -> str:
         return f'{line[:-1]},"traceback":{json.dumps(traceback)}}}' if traceback else line
@@ -161,16 +148,3 @@ def _fields(record: logging.LogRecord) -> Mapping[str, object]:
 def _escape(text: str) -> str:
     """Everything a terminal or a line-based tool could take for more than a character becomes `\\n`, `\\x1b` …"""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
-
-
-_second = (0, "")
-_MILLISECONDS: Final = tuple(f".{number:03d}Z" for number in range(1000))
-
-
-def timestamp(created: float) -> str:
-    """UTC with milliseconds; the date is formatted once a second."""
-    global _second
-    whole = int(created)
-    if _second[0] != whole:
-        _second = (whole, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(whole)))
-    return _second[1] + _MILLISECONDS[int((created - whole) * 1000)]

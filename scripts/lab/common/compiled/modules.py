@@ -30,7 +30,7 @@ _BY_PACKAGE: Final = {
     ),
     "listener": "header_deadlines",
     "observe": "access_line listeners observers receipts record timeline",
-    "observe/logs": "floods formats handler redaction writer",
+    "observe/logs": "floods redaction request_line writer",
     "process/monitor": "loop_lag",
     "process/worker": "balancing",
     "resume": "call_options chat_as_completion continuation cut engines overlap plan seam transcript",
