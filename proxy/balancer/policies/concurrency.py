@@ -117,9 +117,9 @@ class Concurrency:
     """Of one prefiller."""
 
     __slots__ = (
-        *("lanes", "ranks", "is_orderly"),
+        *("lanes", "ranks", "is_orderly", "doubted_until"),
         *("_answers", "_belief", "_believed", "_more", "_overtaking", "_steps", "_unseen"),
-        *("_at", "_beyond", "_doubted_until", "_late", "_timely", "_tried"),
+        *("_at", "_beyond", "_late", "_timely", "_tried"),
     )
 
     def __init__(self, ranks: int | None = None) -> None:
@@ -138,7 +138,8 @@ class Concurrency:
         self._unseen, self._more = _ENOUGH, _MORE
         self._at, self._beyond = _Throughput(), _Throughput()  # with as many prompts as it may have, and with more
         self._tried = 0  # groups of the latter since something was believed
-        self._doubted_until = -inf
+        self.doubted_until = -inf
+        """Until this time of the clock nothing is held back, since it computed more with more prompts."""
         self._late = self._timely = 0  # answers since something was believed
 
     @property
@@ -206,11 +207,11 @@ class Concurrency:
             self._tried += self._beyond.add(sample, _GROUP * self.lanes)
         elif sample.fill >= 1:
             self._at.add(sample, _GROUP * self.lanes)
-        if now >= self._doubted_until and self.is_orderly and self._is_lower(shape):
-            self._doubted_until = now + DOUBT_SECONDS
+        if now >= self.doubted_until and self.is_orderly and self._is_lower(shape):
+            self.doubted_until = now + DOUBT_SECONDS
             self._believe(False)
-        elif now >= self._doubted_until > -inf:
-            self._doubted_until = -inf
+        elif now >= self.doubted_until > -inf:
+            self.doubted_until = -inf
             self._at, self._beyond = _Throughput(), _Throughput()
 
     def _is_lower(self, shape: Sequence[float]) -> bool:
@@ -248,7 +249,7 @@ class Concurrency:
         return sum(abs(length - mean) for length in lengths) > _UNLIKE * mean * len(lengths)
 
     def _believe(self, is_orderly: bool) -> None:
-        is_orderly = is_orderly and self._doubted_until == -inf
+        is_orderly = is_orderly and self.doubted_until == -inf
         self._tried = self._late = self._timely = 0
         if self._belief and is_orderly is self.is_orderly:
             self._belief = min(2 * self._belief, _BELIEVED_AT_MOST)

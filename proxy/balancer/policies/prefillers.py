@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Final
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from proxy.balancer.pick import Candidate, PolicyContext
     from proxy.balancer.policies.prefill_samples import ComparedPrompt, PrefillSample, Sent
     from proxy.common.backend import Backend
+
+logger = logging.getLogger(__name__)
 
 # What takes less than this part of what is predicted was computed together with what was before it.
 _TOGETHER: Final = 0.25
@@ -136,7 +139,13 @@ class Prefillers:
             return  # it would teach nothing
         concurrency = prefiller.concurrency
         predicted = self.cost.seconds(sample.uncached, sample.cached) * prefiller.slowness
+        doubted_until = concurrency.doubted_until
         concurrency.saw(sample, self.cost.shape, now)
+        if concurrency.doubted_until > doubted_until:
+            logger.warning(
+                "prefill policy: learned order of prompts dropped: the instance computes more with more prompts",
+                extra={"fields": {"backend": prefiller.backend.name}},
+            )
         if not concurrency.is_orderly or concurrency.lanes > 1:
             self._close(prefiller, now)
             if sample.ahead < (concurrency.lanes if concurrency.is_orderly else 1):  # it was computed at once

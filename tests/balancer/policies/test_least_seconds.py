@@ -330,6 +330,21 @@ def test_workers_learn_from_each_other_but_not_while_the_event_loop_was_late(
     assert known.cached.hit(list(range(1, 9))) == 8
 
 
+def test_policy_logs_that_a_prefiller_computes_more_with_more_prompts(
+    prefillers: Prefillers, caplog: pytest.LogCaptureFixture
+) -> None:
+    one_at_a_time(prefillers)
+    known = prefillers.policy._prefillers
+    prefiller = known.of(prefillers.pool.backends()[0])
+    for fill, seconds in ((3.0, 0.1), (1.0, 1.0)):
+        for _ in range(100):
+            prefillers.clock.now += seconds
+            sample = PrefillSample(1000.0, 0.0, seconds, 3.0, 1.0, 0.0, 0.0, fill)
+            known.learn(prefiller, sample, prefillers.clock.now)
+    assert not prefiller.concurrency.is_orderly
+    assert [record.fields for record in caplog.records] == [{"backend": prefiller.backend.name}]  # type: ignore[attr-defined]
+
+
 def test_workers_hear_a_sample_once_it_is_known_that_the_event_loop_was_not_late(workers: list[Prefillers]) -> None:
     one, other = workers
     known_until = 0.0
