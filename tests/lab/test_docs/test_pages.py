@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.test_docs.__main__ import Block, Kind, PageError, blocks, unlike, without_comment
+from lab.test_docs import Block, Kind, PageError, blocks, unlike, without_comment
 
 ROOT = Path(__file__).parents[3]
 

@@ -131,7 +131,7 @@ def _raw(lines: list[str]) -> Iterator[tuple[int, re.Match[str] | None, list[str
             at += 1
 
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "OPERATING.md")
 # What OPERATING.md calls a file of the reader's own: here one that fits README.md's first engines.
 MY_YAML = "prefill: [localhost:7100]\ndecode: [localhost:7200]\n"

@@ -1,1 +1,0 @@
-"""scripts/test-docs: the commands of README.md and OPERATING.md, run."""
