@@ -78,7 +78,7 @@ def _token(finish_reason: str | None, token_ids: list[int] | None) -> bytes:
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> dict[str, Any]:
-    """Return the member `usage` of an answer. `cached_tokens`: None if the engine does not tell it."""
+    """Return the member `usage` of an answer. `cached_tokens`: None if the engine does not report it."""
     return {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
@@ -89,7 +89,7 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None)
 
 @lru_cache
 def role_chunk(prompt_tokens: int | None) -> bytes:
-    """Return the role chunk, with ids of so many tokens of the prompt."""
+    """Return the role chunk, with ids of this number of prompt tokens."""
     delta = {"role": "assistant", "content": ""}
     prompt = None if prompt_tokens is None else list(range(30_000, 30_000 + prompt_tokens))
     choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -161,7 +161,7 @@ class Script:
     tokens: int | None = None
     """The length of the answer; None: until /finish."""
     step_ms: int = 1000
-    """Between two tokens; 0: as fast as the client reads them."""
+    """Time between two tokens; 0: as fast as the client reads them."""
     prefill_ms: int = 0
 
 
@@ -176,7 +176,7 @@ class Arrival:
     excess_requests: int
     excess_weight: int
     weight: int
-    """Of the request itself."""
+    """Weight of the request itself."""
 
 
 class _Books:
@@ -235,7 +235,7 @@ class _Engines:
         self.endless: set[_Exchange] = set()
         """Streams that wait for /finish."""
         self._waiting: dict[int, Callable[[], object]] = {}
-        """What an engine does once its partner has the request, too, by the room."""
+        """Continuations of engines that wait for their partner, by room."""
 
     def meet(self, room: int, go_on: Callable[[], object]) -> None:
         """Call both sides of a room once both are there."""

@@ -1,4 +1,4 @@
-"""Virtual environments of their own for other programs, made when they are first needed."""
+"""Virtual environments for other programs, made when they are first needed."""
 
 from __future__ import annotations
 
@@ -72,4 +72,4 @@ def run(*command: str) -> bool:
 
 
 PEERS: Final = Environment(".venv-bench")
-"""Of the peers that this gateway is compared with."""
+"""Environment of the peers that this gateway is compared with."""

@@ -68,7 +68,7 @@ class Fleet:
         self.directory = directory or Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         self.programs: list[Program] = []
         self.engines: dict[str, list[Program]] = {"prefill": [], "decode": []}
-        """Simulated engines by role, each a process of its own."""
+        """Simulated engines by role, one process each."""
         self.prefill: list[int] = []
         """Ports of all prefillers."""
         self.decode: list[int] = []
@@ -224,7 +224,7 @@ def figure(gateway: Program, name: str) -> float:
 
 
 def become_aware(gateways: Sequence[Program], of: int) -> None:
-    """Wait until each gateway knows so many others. Exits if that takes too long."""
+    """Wait until each gateway knows this number of others. Exits if that takes too long."""
     deadline = time.monotonic() + _AWARE_SECONDS
     while any(figure(gateway, "replicas_peers") != of for gateway in gateways):
         if time.monotonic() > deadline:

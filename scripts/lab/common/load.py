@@ -1,7 +1,7 @@
 """One load generator for all scripts: clients that cost little, and check every answer.
 
-`Client` is a connection, and `Answer` what came of one request. `Load` asks at a rate, or by so many clients at a time,
-each of which asks again once it has its answer.
+`Client` is a connection, and `Answer` the outcome of one request. `Load` asks at a rate, or by a number of clients.
+Each of these asks again once it has its answer.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def scripted(port: int, prompt_bytes: int, max_tokens: int, script: Script) -> b
 
 
 class Answer(NamedTuple):
-    """What came of one request. Times by `perf_counter`."""
+    """The outcome of one request. Times by `perf_counter`."""
 
     status: int | None
     """None: no status line came."""
@@ -187,7 +187,7 @@ async def connect(port: int, gaps: Histogram | None = None) -> Client:
 
 
 async def ask(port: int, request: bytes) -> Answer:
-    """Ask on a connection of its own, which a cancelled request closes. Raises OSError."""
+    """Ask on a new connection, which a cancelled request closes. Raises OSError."""
     client = await connect(port)
     try:
         return await client.ask(request)
@@ -224,7 +224,7 @@ class Connections:
 
 
 class Load:
-    """Requests at a rate or by so many clients, and what came of them.
+    """Requests at a rate or by a number of clients, and their outcome.
 
     `ask` gets the number of a request, and returns what is wrong with the answer, or an empty string. OSError and
     TimeoutError are problems, too.
@@ -235,15 +235,15 @@ class Load:
         self.asked = 0
         self.ended = 0
         self.problems: list[tuple[float, str]] = []
-        """What was wrong, with seconds of the monotonic clock."""
+        """Seconds of the monotonic clock and the problem, for each failed request."""
         self._changed = asyncio.Event()
 
     def failures(self, since: float = 0.0) -> Counter[str]:
-        """Count the problems since a moment, by what was wrong."""
+        """Count the problems since a moment, by their text."""
         return Counter(problem for at, problem in self.problems if at >= since)
 
     async def have_ended(self, more: int) -> None:
-        """Wait until so many more requests have ended."""
+        """Wait until this number of further requests have ended."""
         wanted = self.ended + more
         while self.ended < wanted:
             self._changed.clear()
@@ -278,8 +278,10 @@ class Load:
     async def at_a_time(
         self, clients: int, spread_seconds: float = 0.0, *, leaves: bool = False
     ) -> AsyncIterator[None]:
-        """Ask by so many clients until the end of the block, each again once it has its answer. `spread_seconds`: the
-        time in which they begin. `leaves`: requests under way are given up then, and not waited for.
+        """Ask by this number of clients until the end of the block, each again once it has its answer.
+
+        `spread_seconds`: the time in which they begin. `leaves`: requests under way are given up then, and not waited
+        for.
         """
 
         async def client(number: int) -> None:
@@ -322,7 +324,7 @@ async def _ended(tasks: list[asyncio.Task[None]], *, leaves: bool) -> None:
 
 
 class Crowd:
-    """Streams that are open at the same time, each on a connection of its own."""
+    """Streams that are open at the same time, one connection each."""
 
     def __init__(self, port: int) -> None:
         self.errors: Counter[str] = Counter()
