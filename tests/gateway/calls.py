@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy.gateway.fast_connection import FastConnection
 from proxy.gateway.request import Request
-from proxy.observe.observers import Observers
+from proxy.observe.observers import Observers, RequestListener
 from proxy.upstream.connection import Connection
 from proxy.upstream.upstream import Upstream
 from proxy.wire.openai import Api
@@ -19,9 +19,10 @@ from tests.asking import request
 from tests.talking import Clients, raw
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Iterator
+    from collections.abc import AsyncIterator, Collection, Iterator, Sequence
     from types import CodeType, FrameType
 
+    from proxy.observe.record import RequestRecord
     from tests.deployment import Deployment
     from tests.talking import Line
 
@@ -31,6 +32,16 @@ SWEEP: Final = Upstream.sweep.__code__
 """Begins the look at all exchanges that a timer has."""
 ROOTS: Final = {FastConnection.data_received.__code__, Connection.data_received.__code__, Request._look.__code__}
 """Begin what is done for one request."""
+
+
+class Ended(RequestListener):
+    """Keeps the records of those that are over."""
+
+    def __init__(self) -> None:
+        self.records: list[RequestRecord] = []
+
+    def settle(self, began: Sequence[RequestRecord], ended: Sequence[RequestRecord]) -> None:
+        self.records += ended
 
 
 @dataclass

@@ -14,19 +14,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from proxy.observe.observers import RequestListener
 from proxy.wire.openai import Api
 from tests.asking import request
 from tests.canned import CannedEngine, data
-from tests.gateway.calls import BATCH, ask, connected, counting
+from tests.gateway.calls import BATCH, Ended, ask, connected, counting
 from tests.gateway.forwarding import framed, token
 from tests.talking import raw
 from tests.upstream.raw import STREAM_HEAD
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from proxy.observe.record import RequestRecord
     from tests.conftest import Deploy
     from tests.gateway.calls import Calls
     from tests.talking import Line
@@ -112,16 +108,6 @@ async def test_a_token_takes_no_more_calls_than_it_did(deploy: Deploy) -> None:
         ((_, body, ending),) = line.received
     assert (body.count(" word"), ending) == (len(tokens), "whole")
     check(TOKEN, Cost.of(calls, TOKENS))
-
-
-class Ended(RequestListener):
-    """Keeps the records of those that are over."""
-
-    def __init__(self) -> None:
-        self.records: list[RequestRecord] = []
-
-    def settle(self, began: Sequence[RequestRecord], ended: Sequence[RequestRecord]) -> None:
-        self.records += ended
 
 
 async def test_what_follows_from_a_request_takes_no_more_calls_than_it_did(
