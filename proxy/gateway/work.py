@@ -74,7 +74,7 @@ class Gateway:
             lower_priority_first=settings.connector_traits.lower_priority_first,
             front=front,
             would_take=self._would_take,
-            hold_seconds=lambda *waits: min(pools.decode.hold_seconds(*waits), pools.prefill.hold_seconds(*waits)),
+            hold_seconds=self._hold_seconds,
             refusing=self._refusing,
         )
         self._connector = connector
@@ -233,6 +233,11 @@ class Gateway:
     def _would_take(self) -> bool:
         """Return whether one more unit lacks room only because of what was learned of engines. See Admission."""
         return all(pool.would_take() for pool in self._serving)
+
+    def _hold_seconds(self, request: PickRequest | None, waiting: int) -> float:
+        """Return how long one of `waiting` queued units waits at most for a limit that was learned. See Admission."""
+        pools = self._pools
+        return min(pools.decode.hold_seconds(request, waiting), pools.prefill.hold_seconds(request, waiting))
 
     def _full(self) -> Role | None:
         """A role in which there is no room, None if there is room in each."""
