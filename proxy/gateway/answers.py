@@ -306,7 +306,7 @@ class AssembledBody(_Relayed):
         self._dialect = dialect
         self._values: dict[str, Any] | None = None
         self._own = dialect.watched_whole(call)
-        self._assembly = Assembly(has_routed_experts=parts.fleet.has_where_told(ROUTED_EXPERTS))
+        self._assembly = Assembly(has_routed_experts=parts.abilities.has_where_told(ROUTED_EXPERTS))
         delivery = Delivery(
             call,
             dialect.watched_segment if prompt is None else partial(prompt.segment, call),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from proxy.dialects.call import Call
-    from proxy.gateway.common_abilities import Fleet
+    from proxy.gateway.common_abilities import CommonAbilities
     from proxy.gateway.detokenizer import Detokenizer
     from proxy.resume.engines import Engine
 
@@ -31,8 +31,8 @@ _MOST_AT_A_TIME: Final = 16
 class ChatPrompts:
     """Has engines render chats, two questions for each: the prompt's token ids, and the text of their end."""
 
-    def __init__(self, fleet: Fleet, detokenizer: Detokenizer) -> None:
-        self._fleet = fleet
+    def __init__(self, abilities: CommonAbilities, detokenizer: Detokenizer) -> None:
+        self._abilities = abilities
         self._detokenizer = detokenizer
         self._asking = 0
         self._told: set[str] = set()
@@ -40,7 +40,7 @@ class ChatPrompts:
 
     async def of(self, call: Call, sampling: Sequence[str]) -> ChatPrompt | None:
         """None: it stays a chat, and one warning says why, if it is not for what it asks. `sampling`: the setting."""
-        engine, has = self._fleet.engine, self._fleet.has
+        engine, has = self._abilities.engine, self._abilities.has
         if engine is None or not may_be_completion(engine, call):
             return None
         if not (has(TOKEN_IDS) and has(KIMI_TOOLS)):
@@ -56,7 +56,7 @@ class ChatPrompts:
             self._asking -= 1
 
     async def _rendered(self, engine: Engine, call: Call, sampling: Sequence[str]) -> ChatPrompt | None:
-        has = self._fleet.has
+        has = self._abilities.has
         ids = await self._detokenizer.chat_tokens(call)
         if ids is None:
             return None  # nobody can be asked, or the request is wrong, which the engine says in its own words
@@ -66,7 +66,7 @@ class ChatPrompts:
             self._say("their prompts are not those of Kimi K2")
             return None
         tail = await self._detokenizer.text(call.values.get("model"), ids[-PROMPT_TAIL_TOKENS:], call.headers)
-        room = (self._fleet.max_model_len() or 0) - len(ids)
+        room = (self._abilities.max_model_len() or 0) - len(ids)
         if tail is None or room <= 0:
             return None
         in_reasoning = bool(grammar.opens_reasoning(tail))

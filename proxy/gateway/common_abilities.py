@@ -1,4 +1,4 @@
-"""What all engines have in common that an attempt may come to, looked at anew when something has changed."""
+"""What all engines that an attempt may reach are able to do, read again after a change of a pool."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from proxy.resume.engines import Engine
 
 
-class Fleet:
-    """The eligible backends of the roles that a request needs."""
+class CommonAbilities:
+    """What all eligible engines of the roles that a request needs have in common."""
 
     def __init__(self, pools: Sequence[Pool], kind: str | None) -> None:
         """`kind`: the software that the connector is for, as `Identity.kind` has it; None: any, and they say which."""

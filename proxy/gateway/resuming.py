@@ -141,23 +141,23 @@ class Resuming:
         return orjson.dumps(ids) if isinstance(ids, list) and len(ids) == told.get("prompt_tokens") else None
 
     def _situation(self) -> Situation:
-        delivery, fleet = self._delivery, self._parts.fleet
+        delivery, abilities = self._delivery, self._parts.abilities
         # The prefiller's answer tells it, but with connector plain there is none.
         counts = self._timeline.usage.counts_reasoning
         delivery.counts_reasoning |= (
             bool(counts)
             or (delivery.told or {}).get("completion_tokens_details") is not None
-            or (bool(delivery.transcript.reasoning) and fleet.has_where_told(REASONING_USAGE))
+            or (bool(delivery.transcript.reasoning) and abilities.has_where_told(REASONING_USAGE))
         )
         # An engine that would count reasoning and does not has no parser for it.
-        is_unparsed = counts is False and fleet.has_where_told(REASONING_USAGE)
+        is_unparsed = counts is False and abilities.has_where_told(REASONING_USAGE)
         prompt = self._answer.prompt
         if prompt is not None:
             chats = ChatTokens.COMPLETIONS
         elif self._settings.chats != "auto":
             chats = ChatTokens(self._settings.chats)
         else:
-            chats = ChatTokens.NATIVE if fleet.has(CHAT_TOKEN_IDS) else ChatTokens.COMPLETIONS
+            chats = ChatTokens.NATIVE if abilities.has(CHAT_TOKEN_IDS) else ChatTokens.COMPLETIONS
         return Situation(
             engine=self._answer.engine,
             call=self._answer.call,
@@ -168,12 +168,12 @@ class Resuming:
             ahead=delivery.ahead,
             segment=self.count,
             chats=self._chats or chats,
-            keeps_length=fleet.has_where_told(LENGTH_BESIDE_TOOL_CALLS),
-            shows_blanks=prompt is None and not fleet.has_where_told(TRAILING_BLANKS_HELD),
-            seeds_repeat=fleet.has(SEEDS_REPEAT),
+            keeps_length=abilities.has_where_told(LENGTH_BESIDE_TOOL_CALLS),
+            shows_blanks=prompt is None and not abilities.has_where_told(TRAILING_BLANKS_HELD),
+            seeds_repeat=abilities.has(SEEDS_REPEAT),
             parses_reasoning=True if delivery.counts_reasoning else False if is_unparsed else None,
             chat_sampling=None if prompt is None else prompt.sampling,
-            max_model_len=fleet.max_model_len(),
+            max_model_len=abilities.max_model_len(),
         )
 
     def _account(self, error: UpstreamError, resumption: Resumption) -> None:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from proxy.balancer.pools import Pools
     from proxy.connectors.base import Connector
     from proxy.gateway.admission import Admission
-    from proxy.gateway.common_abilities import Fleet
+    from proxy.gateway.common_abilities import CommonAbilities
     from proxy.gateway.detokenizer import Detokenizer
     from proxy.gateway.retry_budget import RetryBudget
     from proxy.gateway.suspects import Suspects
@@ -23,7 +23,7 @@ class FlowParts:
 
     connector: Connector
     pools: Pools
-    fleet: Fleet
+    abilities: CommonAbilities
     detokenizer: Detokenizer
     suspects: Suspects
     budget: RetryBudget

@@ -12,7 +12,7 @@ from proxy.gateway.admission import Admission
 from proxy.gateway.answers import AssembledBody, EngineBody, StreamedAnswer
 from proxy.gateway.attempts import AttemptLoop
 from proxy.gateway.chat_prompts import ChatPrompts
-from proxy.gateway.common_abilities import Fleet
+from proxy.gateway.common_abilities import CommonAbilities
 from proxy.gateway.retry_budget import RetryBudget
 from proxy.gateway.unit_parts import FlowParts
 from proxy.resume.engines import SGLANG, VLLM, WatchLevel
@@ -82,7 +82,7 @@ class Gateway:
         self._parts = FlowParts(
             connector=connector,
             pools=pools,
-            fleet=Fleet([pools.of(role) for role in connector.roles], settings.connector_traits.engine),
+            abilities=CommonAbilities([pools.of(role) for role in connector.roles], settings.connector_traits.engine),
             detokenizer=detokenizer,
             suspects=suspects,
             budget=self.budget,
@@ -90,7 +90,7 @@ class Gateway:
             metrics=metrics,
             settings=settings,
         )
-        self._chat_prompts = ChatPrompts(self._parts.fleet, detokenizer)
+        self._chat_prompts = ChatPrompts(self._parts.abilities, detokenizer)
         self._serving = tuple(map(pools.of, connector.roles))
         self._read(settings)
 
@@ -271,9 +271,9 @@ class Gateway:
         """
         if prompt is not None:
             return prompt.engine.watching[WatchLevel.IDS]
-        fleet = self._parts.fleet
+        abilities = self._parts.abilities
         limit = None if call.stream else call.output_limit
-        engine = fleet.engine
+        engine = abilities.engine
         if (
             engine is None
             or not self._is_exact
@@ -281,7 +281,7 @@ class Gateway:
             or not (self._connector.splits(call) or dialect.is_single(call))
         ):
             return _NOT
-        return engine.watching[engine.watch(call, fleet.has)]
+        return engine.watching[engine.watch(call, abilities.has)]
 
     async def _run(
         self,

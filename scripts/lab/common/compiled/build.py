@@ -27,11 +27,11 @@ _FOR_PIP: Final = (_ROOT / "pyproject.toml", _ROOT / "README.md", _ROOT / "LICEN
 _PORTS: Final = {
     "ChatCompletions",
     "Client",
+    "CommonAbilities",
     "Connector",
     "Dialect",
     "Engine",
     "FastForward",
-    "Fleet",
     "OpenAi",
     "Policy",
     "RequestListener",
