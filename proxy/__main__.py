@@ -117,7 +117,7 @@ def _health(settings: Settings) -> int:
     host = reachable(host)
     try:
         answer = blocking_http.get(host, port, "/livez", _HEALTH_TIMEOUT_SECONDS)
-    except blocking_http.NoAnswer as error:
+    except blocking_http.HttpRequestError as error:
         print(f"pdproxy: {host} port {port} does not answer: {error}", file=sys.stderr)
         return 1
     return 0 if answer.status == 200 else 1

@@ -182,6 +182,6 @@ class BroadcastApi:
                 body=message.body,
                 connect_seconds=_CONNECT_SECONDS,
             )
-        except engine_json.NoAnswer as error:
+        except engine_json.EngineRequestError as error:
             return None, str(error)
         return status, "" if status < 300 else f"status {status}"

@@ -57,7 +57,7 @@ async def ask(
     """GET a path of an engine. `what`: what it is asked to do, for the message. Raises UpstreamError."""
     try:
         answer = await engine_json.get(session, backend.url, path, timeout_seconds, headers, _MAX_ANSWER_BYTES)
-    except engine_json.NoAnswer as error:
+    except engine_json.EngineRequestError as error:
         is_late = error.failure is Failure.TIMEOUT
         message = f"{backend.role} instance did not {what}" + (" in time" if is_late else "")
         raise UpstreamError(Failure.TIMEOUT if is_late else Failure.CONNECT, backend, message) from None

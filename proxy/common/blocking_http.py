@@ -6,22 +6,25 @@ import http.client
 from typing import NamedTuple
 
 
-class Answer(NamedTuple):
-    """An answer with whatever status. `server`: its header of that name; None: it has none. `body`: empty if it was not
-    asked for.
-    """
+class HttpResponse(NamedTuple):
+    """A complete response of any status."""
 
     status: int
     server: str | None
+    """Its `Server` header, or None without one."""
     body: bytes
+    """Empty if the caller did not want it."""
 
 
-class NoAnswer(Exception):
-    """There was no connection, it broke, it took too long, or what came was no HTTP; the text says what."""
+class HttpRequestError(Exception):
+    """The request got no valid HTTP response. The text says why.
+
+    Connecting failed, the connection broke, a read or write timed out, or the peer did not send HTTP.
+    """
 
 
-def get(host: str, port: int, path: str, timeout_seconds: float, *, wants_body: bool = False) -> Answer:
-    """GET a path over HTTP/1.1 without TLS. `timeout_seconds`: for each read and write. Raises NoAnswer.
+def get(host: str, port: int, path: str, timeout_seconds: float, *, wants_body: bool = False) -> HttpResponse:
+    """GET a path over HTTP/1.1 without TLS. `timeout_seconds`: for each read and write. Raises HttpRequestError.
 
     Whoever only asks who is there does not want the body: of another program it may never end.
     """
@@ -29,8 +32,8 @@ def get(host: str, port: int, path: str, timeout_seconds: float, *, wants_body: 
     try:
         connection.request("GET", path)
         answer = connection.getresponse()
-        return Answer(answer.status, answer.getheader("Server"), answer.read() if wants_body else b"")
+        return HttpResponse(answer.status, answer.getheader("Server"), answer.read() if wants_body else b"")
     except (OSError, http.client.HTTPException) as error:
-        raise NoAnswer(str(error)) from None
+        raise HttpRequestError(str(error)) from None
     finally:
         connection.close()

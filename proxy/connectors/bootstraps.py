@@ -178,7 +178,7 @@ class Bootstraps:
             problem = None if engines else (Failure.CONNECT, "no engine has registered with its bootstrap server yet")
             if engines and not self._is_its_own(known.prefiller, engines):
                 problem = (Failure.BOOTSTRAP, f"the bootstrap server at port {port} is another prefiller's")
-        except engine_json.NoAnswer as error:
+        except engine_json.EngineRequestError as error:
             if error.failure is Failure.TIMEOUT:
                 problem = (Failure.CONNECT, f"its bootstrap server did not answer within {_ANSWER_SECONDS:g} s")
                 is_certain = False
@@ -215,12 +215,12 @@ class Bootstraps:
         """Whether the engine itself answers, whatever it says."""
         try:
             await engine_json.get_status(self._session, prefiller.url, _HEALTH_PATH, _ANSWER_SECONDS)
-        except engine_json.NoAnswer:
+        except engine_json.EngineRequestError:
             return False
         return True
 
     async def _query(self, address: str) -> bytes:
-        """Return the answer of a bootstrap server, which needs no key. Raises NoAnswer, ValueError."""
+        """Return the answer of a bootstrap server, which needs no key. Raises EngineRequestError, ValueError."""
         answer = await engine_json.get(self._session, address, "/query", _ANSWER_SECONDS, max_bytes=_MAX_ANSWER_BYTES)
         if answer.status != 200:
             raise ValueError(f"status {answer.status}")

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 _MAX_ANSWER_BYTES: Final = 16 * 1024 * 1024
 
 
-class NoAnswer(Exception):
-    """There was none. The text is what was wrong: `/health did not answer within 5 s`.
+class EngineRequestError(Exception):
+    """The request got no complete response. The text says why: `/health did not answer within 5 s`.
 
     `failure`: TIMEOUT; CONNECT, there was no connection, for `reason`; BAD_ANSWER, it broke off or was too long.
     """
@@ -37,8 +37,8 @@ class NoAnswer(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """A whole one, with whatever status."""
+class EngineResponse:
+    """A complete response of any status."""
 
     status: int
     headers: Mapping[str, str]
@@ -65,10 +65,10 @@ async def get(
     timeout_seconds: float,
     headers: Mapping[str, str] | None = None,
     max_bytes: int = _MAX_ANSWER_BYTES,
-) -> Answer:
-    """GET a path of an engine at `url`, the whole answer in this time. Raises NoAnswer."""
+) -> EngineResponse:
+    """GET a path of an engine at `url`, the whole answer in this time. Raises EngineRequestError."""
     async with _answering(session, url, path, timeout_seconds, headers) as answer:
-        return Answer(answer.status, answer.headers, await read_bounded(answer, max_bytes))
+        return EngineResponse(answer.status, answer.headers, await read_bounded(answer, max_bytes))
 
 
 async def get_status(
@@ -78,7 +78,7 @@ async def get_status(
     timeout_seconds: float,
     headers: Mapping[str, str] | None = None,
 ) -> int:
-    """The same, of which only the status counts: a body is not waited for. Raises NoAnswer."""
+    """The same, of which only the status counts: a body is not waited for. Raises EngineRequestError."""
     async with _answering(session, url, path, timeout_seconds, headers) as answer:
         return answer.status
 
@@ -91,13 +91,13 @@ async def post(
     body: bytes,
     headers: Mapping[str, str] | None = None,
     max_bytes: int = _MAX_ANSWER_BYTES,
-) -> Answer:
-    """POST JSON to a path of an engine at `url`, the whole answer in this time. Raises NoAnswer."""
+) -> EngineResponse:
+    """POST JSON to a path of an engine at `url`, the whole answer in this time. Raises EngineRequestError."""
     timeout = aiohttp.ClientTimeout(total=timeout_seconds)
     headers = {"Content-Type": "application/json", **(headers or {})}
     asking = session.post(url + path, data=body, headers=headers, timeout=timeout, allow_redirects=False)
     async with _mapped(asking, path, timeout_seconds) as answer:
-        return Answer(answer.status, answer.headers, await read_bounded(answer, max_bytes))
+        return EngineResponse(answer.status, answer.headers, await read_bounded(answer, max_bytes))
 
 
 async def post_status(
@@ -110,7 +110,10 @@ async def post_status(
     body: bytes,
     connect_seconds: float,
 ) -> int:
-    """POST something that may take long, of which only the status counts; to connect may not. Raises NoAnswer."""
+    """POST a request that may take long, and return the status. Connecting has its own bound.
+
+    Raises EngineRequestError.
+    """
     timeout = aiohttp.ClientTimeout(total=timeout_seconds, connect=connect_seconds)
     sending = session.post(
         url + path, params=query, data=body or None, headers=headers, timeout=timeout, allow_redirects=False
@@ -131,16 +134,16 @@ def _answering(
 async def _mapped(
     request: AbstractAsyncContextManager[aiohttp.ClientResponse], path: str, timeout_seconds: float
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """The answer to a request that begins here, also while it is read. Raises NoAnswer."""
+    """The answer to a request that begins here, also while it is read. Raises EngineRequestError."""
     try:
         async with request as answer:
             yield answer
     except aiohttp.ConnectionTimeoutError:
-        raise NoAnswer(Failure.CONNECT, "cannot connect (timed out)", "timed out") from None
+        raise EngineRequestError(Failure.CONNECT, "cannot connect (timed out)", "timed out") from None
     except TimeoutError:
-        raise NoAnswer(Failure.TIMEOUT, f"{path} did not answer within {timeout_seconds:g} s") from None
+        raise EngineRequestError(Failure.TIMEOUT, f"{path} did not answer within {timeout_seconds:g} s") from None
     except aiohttp.ClientConnectorError as error:
         reason = connect_problem(error.os_error)
-        raise NoAnswer(Failure.CONNECT, f"cannot connect ({reason})", reason) from None
+        raise EngineRequestError(Failure.CONNECT, f"cannot connect ({reason})", reason) from None
     except (aiohttp.ClientError, ValueError) as error:  # ValueError: a name that can be no host's
-        raise NoAnswer(Failure.BAD_ANSWER, f"{path} failed ({type(error).__name__})") from None
+        raise EngineRequestError(Failure.BAD_ANSWER, f"{path} failed ({type(error).__name__})") from None

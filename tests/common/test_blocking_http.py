@@ -37,5 +37,5 @@ def test_who_answers_is_known_without_the_body(port: int) -> None:
 
 
 def test_a_body_that_is_wanted_and_does_not_come_is_no_answer(port: int) -> None:
-    with pytest.raises(blocking_http.NoAnswer):
+    with pytest.raises(blocking_http.HttpRequestError):
         blocking_http.get("127.0.0.1", port, "/metrics", 0.2, wants_body=True)

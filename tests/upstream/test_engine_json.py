@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestServer, unused_port
 
 from proxy.common.errors import Failure
 from proxy.upstream import engine_json
-from proxy.upstream.engine_json import NoAnswer
+from proxy.upstream.engine_json import EngineRequestError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -73,13 +73,13 @@ async def test_what_is_told_arrives(session: aiohttp.ClientSession, url: str) ->
 
 
 async def test_no_answer_says_why(session: aiohttp.ClientSession, url: str) -> None:
-    with pytest.raises(NoAnswer, match=r"^/never did not answer within 0.05 s$") as late:
+    with pytest.raises(EngineRequestError, match=r"^/never did not answer within 0.05 s$") as late:
         await engine_json.get(session, url, "/never", 0.05)
-    with pytest.raises(NoAnswer, match=r"^/good failed \(ClientPayloadError\)$") as long:
+    with pytest.raises(EngineRequestError, match=r"^/good failed \(ClientPayloadError\)$") as long:
         await engine_json.get(session, url, "/good", 5.0, max_bytes=3)
-    with pytest.raises(NoAnswer, match=r"^cannot connect \(.*refused.*\)$") as refused:
+    with pytest.raises(EngineRequestError, match=r"^cannot connect \(.*refused.*\)$") as refused:
         await engine_json.get(session, f"http://127.0.0.1:{unused_port()}", "/good", 5.0)
-    with pytest.raises(NoAnswer, match=r"^/good failed \(") as nowhere:
+    with pytest.raises(EngineRequestError, match=r"^/good failed \(") as nowhere:
         await engine_json.get_status(session, "http://a..b:1", "/good", 5.0)
     assert [error.value.failure for error in (late, long, refused, nowhere)] == [
         Failure.TIMEOUT,

@@ -152,6 +152,6 @@ class Joiner(BackgroundOwner):
         headers = self._engine_headers(candidate)
         try:
             status = await engine_json.get_status(self._session, candidate.url, _MODELS_PATH, _TIMEOUT_SECONDS, headers)
-        except engine_json.NoAnswer as error:
+        except engine_json.EngineRequestError as error:
             return str(error)
         return "" if status == 200 else f"{_MODELS_PATH} answered with status {status}"

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from proxy.balancer.roster import Roster
     from proxy.common.backend import Backend, Role
     from proxy.settings import HealthChecks
-    from proxy.upstream.engine_json import Answer
+    from proxy.upstream.engine_json import EngineResponse
 
 logger = logging.getLogger("proxy.discovery.prober")
 
@@ -162,7 +162,7 @@ class Prober(BackgroundOwner):
         session, path, headers = self._fresh_session, self._checks.path, self._engine_headers(backend)
         try:
             return await engine_json.get_status(session, backend.url, path, _GONE_TIMEOUT_SECONDS, headers) != 200
-        except engine_json.NoAnswer as error:
+        except engine_json.EngineRequestError as error:
             return error.failure is not Failure.TIMEOUT
 
     async def refresh_models(self, *, is_patient: bool) -> None:
@@ -240,7 +240,7 @@ class Prober(BackgroundOwner):
             if status != 200:
                 problem = f"{path} answered with status {status}"
                 failure = ProbeFailure.UNAVAILABLE if status == 503 else None
-        except engine_json.NoAnswer as error:
+        except engine_json.EngineRequestError as error:
             problem, failure = str(error), _PROBE_FAILURES.get(error.failure)
         try:
             success = "passed its health check"
@@ -333,21 +333,21 @@ class Prober(BackgroundOwner):
         if told.identity != facts.identity and self._health.of(backend).facts is facts:
             self._health.note_facts(backend, told)
 
-    async def _ask_for_chat_ids(self, backend: Backend) -> Answer | None:
+    async def _ask_for_chat_ids(self, backend: Backend) -> EngineResponse | None:
         """None: there was no answer."""
         seconds, headers = self._checks.timeout_seconds, self._engine_headers(backend)
         try:
             return await engine_json.post(
                 self._session, backend.url, CHAT_IDS_PATH, seconds, CHAT_IDS_QUESTION, headers
             )
-        except engine_json.NoAnswer:
+        except engine_json.EngineRequestError:
             return None
 
-    async def _get(self, backend: Backend, path: str, timeout_seconds: float) -> Answer | None:
+    async def _get(self, backend: Backend, path: str, timeout_seconds: float) -> EngineResponse | None:
         """None: there was no answer."""
         try:
             return await engine_json.get(
                 self._session, backend.url, path, timeout_seconds, self._engine_headers(backend)
             )
-        except engine_json.NoAnswer:
+        except engine_json.EngineRequestError:
             return None

@@ -23,7 +23,7 @@ async def scrape(session: aiohttp.ClientSession, keys: EngineKeys, backend: Back
     """What an engine's counters say, unparsed; None when it tells nothing."""
     try:
         answer = await engine_json.get(session, backend.url, _PATH, _TIMEOUT_SECONDS, keys.headers(backend), _MAX_BYTES)
-    except engine_json.NoAnswer:
+    except engine_json.EngineRequestError:
         return None
     return answer.body if answer.status == 200 else None
 

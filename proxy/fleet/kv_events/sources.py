@@ -36,7 +36,10 @@ def configured(settings: KvEvents, backend: Backend) -> list[wire.EventPublisher
 
 
 async def asked(session: aiohttp.ClientSession, keys: EngineKeys, backend: Backend) -> list[wire.EventPublisher]:
-    """As it tells; empty: it does not, or publishes nothing. Raises NoAnswer; ValueError: nobody can publish there."""
+    """Return the publishers that the engine reports; empty if it reports none.
+
+    Raises EngineRequestError, and ValueError for an address at which no engine can publish.
+    """
     told = parse_sources(await _answer(session, keys, backend, _SOURCES_PATH))
     if told is None:
         told = configured_sources(await _answer(session, keys, backend, SERVER_INFO_PATH))
@@ -71,9 +74,12 @@ def at_address(address: str, backend: Backend, sources: Sequence[wire.EventPubli
 
 
 async def _answer(session: aiohttp.ClientSession, keys: EngineKeys, backend: Backend, path: str) -> Any:
-    """None: it is no JSON. Raises NoAnswer, also for an answer by which the engine says that it has none now."""
+    """Return the JSON of an engine's answer, or None if it is not JSON.
+
+    Raises EngineRequestError, also for a status that says that the engine has no answer now.
+    """
     headers = keys.headers(backend)
     answer = await engine_json.get(session, backend.url, path, SERVER_INFO_TIMEOUT_SECONDS, headers)
     if answer.status >= 500:
-        raise engine_json.NoAnswer(Failure.BAD_ANSWER, f"{path} answered {answer.status}")
+        raise engine_json.EngineRequestError(Failure.BAD_ANSWER, f"{path} answered {answer.status}")
     return answer.json_or_none

@@ -27,7 +27,7 @@ from proxy.fleet.kv_events import sources
 from proxy.fleet.kv_events.messages import InstanceReport, SubscribeTo
 from proxy.observe import logs
 from proxy.settings.kv_events import ASK
-from proxy.upstream.engine_json import NoAnswer
+from proxy.upstream.engine_json import EngineRequestError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -244,7 +244,7 @@ class Subscriptions(BackgroundOwner):
             except ValueError as error:
                 self._warn(backend, heard, _NOWHERE, error)
                 return
-            except NoAnswer as error:
+            except EngineRequestError as error:
                 self._warn(backend, heard, _NO_ANSWER, error)
             await asyncio.sleep(_ASK_AGAIN_SECONDS)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from proxy.settings import Loaded
-    from proxy.upstream.engine_json import Answer
+    from proxy.upstream.engine_json import EngineResponse
 
 logger = logging.getLogger("proxy.supervisor.detection")
 
@@ -112,7 +112,7 @@ class _Asker:
             if answer.status != 200:
                 return f"{_MODELS_PATH} answered with status {answer.status}"
             models = answer.json
-        except engine_json.NoAnswer as error:
+        except engine_json.EngineRequestError as error:
             return str(error)
         except ValueError as error:
             return f"{_MODELS_PATH} failed ({type(error).__name__})"
@@ -124,12 +124,12 @@ class _Asker:
         for path in _INFO_PATHS:
             try:
                 answer = await self._get(engine, path, _INFO_TIMEOUT_SECONDS)
-            except engine_json.NoAnswer:
+            except engine_json.EngineRequestError:
                 return None
             if answer.status != 404:
                 return answer.json_or_none if answer.status == 200 else None
         return None
 
-    async def _get(self, engine: Backend, path: str, timeout_seconds: float) -> Answer:
-        """Raises NoAnswer."""
+    async def _get(self, engine: Backend, path: str, timeout_seconds: float) -> EngineResponse:
+        """Raises EngineRequestError."""
         return await engine_json.get(self._session, engine.url, path, timeout_seconds, self._keys.headers(engine))

@@ -67,6 +67,6 @@ def _drains(host: str, port: int) -> bool:
     """
     try:
         answer = blocking_http.get(reachable(host), port, "/readyz", _ANSWER_SECONDS)
-    except blocking_http.NoAnswer:
+    except blocking_http.HttpRequestError:
         return False
     return answer.server == SERVER and answer.status != HTTPStatus.OK

@@ -118,7 +118,7 @@ def _is_gateway(host: str, port: int) -> bool:
     """Whether a gateway like this one answers there."""
     try:
         return blocking_http.get(reachable(host), port, "/livez", _LOOK_SECONDS).server == SERVER
-    except blocking_http.NoAnswer:
+    except blocking_http.HttpRequestError:
         return False
 
 
@@ -126,6 +126,6 @@ def _learned_limits(host: str, port: int) -> dict[str, int]:
     """Return what the gateway there has learned, by the addresses of instances; empty if it does not tell."""
     try:
         page = blocking_http.get(reachable(host), port, "/metrics", _LOOK_SECONDS, wants_body=True).body
-    except blocking_http.NoAnswer:
+    except blocking_http.HttpRequestError:
         return {}
     return {match[1].decode(): int(float(match[2])) for match in _LEARNED.finditer(page)}

@@ -99,7 +99,7 @@ def _scrape(host: str, port: int) -> Scrape:
     """Raises _NoMetrics."""
     try:
         answer = blocking_http.get(host, port, "/metrics", _TIMEOUT_SECONDS, wants_body=True)
-    except blocking_http.NoAnswer as error:
+    except blocking_http.HttpRequestError as error:
         raise _NoMetrics(f"{host} port {port} does not answer: {error}") from None
     if answer.status != 200:
         raise _NoMetrics(f"{host} port {port} answered /metrics with status {answer.status}: it is no gateway's")
