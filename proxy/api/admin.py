@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from proxy.api.administrators import Administrators
     from proxy.observe.metrics import Metrics
-    from proxy.settings.change import Change
+    from proxy.settings.change import ConfigChange
 
 _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 
@@ -30,7 +30,7 @@ _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 class Reload(Protocol):
     """Reads the configuration again and applies it, or only says what that would change."""
 
-    async def __call__(self, by: str, *, is_dry_run: bool = False) -> Change:
+    async def __call__(self, by: str, *, is_dry_run: bool = False) -> ConfigChange:
         """`by`: who wants it. Raises SettingsError."""
 
 

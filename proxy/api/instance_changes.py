@@ -24,12 +24,13 @@ _LONGEST_SECONDS: Final = 1e9  # as much as for ever
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """What an administrator asks for. `is_dry_run`: only what would happen is to be told."""
+class InstanceChange:
+    """A change of instances that an administrator requests."""
 
     role: Role
     endpoints: list[Endpoint]
     is_dry_run: bool
+    """Report what would happen, and do nothing."""
     send_key: bool
     """The added instances may be sent the engine key."""
     evacuate_after_seconds: float | None
@@ -45,7 +46,7 @@ def is_dry_run(request: web.Request) -> bool:
 
 async def read_change(
     request: web.Request, roles: Collection[Role], evacuate_after_seconds: float | None = None
-) -> Change:
+) -> InstanceChange:
     """Read `{"type": "prefill", "instances": "host:port"}`, or a list of them. Raises BadRequest.
 
     Behind a prefiller may stand its bootstrap port, as in the settings. `evacuate_after_seconds` counts where the body
@@ -82,7 +83,7 @@ async def read_change(
         endpoints = [_endpoint(text, role) for text in texts]
     except ValueError as error:
         raise BadRequest(str(error), param="instances") from None
-    return Change(role, endpoints, dry_run, send_key, evacuate_after, weight)
+    return InstanceChange(role, endpoints, dry_run, send_key, evacuate_after, weight)
 
 
 def _is_duration(value: object) -> bool:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from proxy.api.administrators import Administrators
-    from proxy.api.instance_changes import Change
+    from proxy.api.instance_changes import InstanceChange
     from proxy.api.instance_view import InstanceView
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
@@ -179,7 +179,7 @@ class InstancesApi:
     def _modify(
         self,
         request: web.Request,
-        change: Change,
+        change: InstanceChange,
         verb: str,
         becomes: Mapping[str, object],
         apply: Callable[[Role, str, int], bool],
@@ -202,7 +202,7 @@ class InstancesApi:
             return []
         return [f"No {role} instance is left: requests that need one are refused until one is {remedy}."]
 
-    def _states(self, change: Change) -> dict[str, _State]:
+    def _states(self, change: InstanceChange) -> dict[str, _State]:
         """What can be changed of the instances that are named; membership None: there is no such instance."""
         members = {member.backend: member for member in self._roster.members(change.role)}
         joining = self._joiner.joining(change.role)
@@ -218,7 +218,7 @@ class InstancesApi:
     def _answer(
         self,
         request: web.Request,
-        change: Change,
+        change: InstanceChange,
         told: str,
         changes: Sequence[Mapping[str, object]],
         warnings: Sequence[str] = (),
@@ -257,13 +257,13 @@ def _compare(
     return [{"instance": name, "was": was, "becomes": after} for name, was, after in both if was != after]
 
 
-def _leaves_at(change: Change) -> float | None:
+def _leaves_at(change: InstanceChange) -> float | None:
     """See Member."""
     seconds = change.evacuate_after_seconds
     return None if seconds is None else time.monotonic() + seconds
 
 
-def _candidate(change: Change, endpoint: Endpoint) -> Backend:
+def _candidate(change: InstanceChange, endpoint: Endpoint) -> Backend:
     """What an administrator wants to add."""
     backend = _backend(change.role, endpoint)
     return replace(backend, trusted=change.send_key, bootstrap_port=endpoint.bootstrap_port, models=endpoint.models)

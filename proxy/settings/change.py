@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """What a reload has changed: options, by name, and the configured instances that came, and that drain now."""
+class ConfigChange:
+    """What one reload of the configuration changed."""
 
     options: tuple[str, ...] = ()
+    """Names of the options with new values."""
     added: tuple[str, ...] = ()
+    """Names of the configured instances that joined."""
     removed: tuple[str, ...] = ()
+    """Names of the configured instances that drain now."""
 
     def __str__(self) -> str:
         told = (("changed", self.options), ("added", self.added), ("removed", self.removed))

@@ -14,7 +14,7 @@ from proxy.balancer.models import ServedModels
 from proxy.balancer.shared.source_states import SourceStates
 from proxy.common.backend import Role
 from proxy.listener.drain import Drain
-from proxy.process.configuration import Change
+from proxy.process.configuration import ConfigChange
 from proxy.settings import Admin, Settings
 from proxy.upstream.addresses import AddressRules
 from proxy.upstream.names import Names
@@ -35,8 +35,8 @@ NO_INSTANCES = Settings()
 RULES = AddressRules(Admin().networks)
 
 
-async def nothing_to_reload(by: str, *, is_dry_run: bool = False) -> Change:
-    return Change()
+async def nothing_to_reload(by: str, *, is_dry_run: bool = False) -> ConfigChange:
+    return ConfigChange()
 
 
 async def client_of(

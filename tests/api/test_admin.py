@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily
 from proxy import __version__
 from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Backend, Load, Role
-from proxy.process.configuration import Change
+from proxy.process.configuration import ConfigChange
 from proxy.settings import SettingsError
 from tests.api.operating import client_of
 
@@ -150,9 +150,9 @@ async def test_a_scrape_holds_up_nobody_but_the_next_scrape(gateway: Gateway) ->
 
 @pytest.mark.parametrize("is_dry_run", [False, True])
 async def test_a_reload_tells_what_it_has_changed(gateway: Gateway, is_dry_run: bool) -> None:
-    async def reload(by: str, *, is_dry_run: bool = False) -> Change:
+    async def reload(by: str, *, is_dry_run: bool = False) -> ConfigChange:
         asked.append(is_dry_run)
-        return Change(("decode", "timeouts.idle_seconds"), ("10.0.0.2:1",), ("10.0.0.1:1",))
+        return ConfigChange(("decode", "timeouts.idle_seconds"), ("10.0.0.2:1",), ("10.0.0.1:1",))
 
     asked: list[bool] = []
     client = await client_of(gateway, reload=reload)
@@ -167,7 +167,7 @@ async def test_a_reload_tells_what_it_has_changed(gateway: Gateway, is_dry_run: 
 
 
 async def test_a_reload_that_is_refused_tells_why(gateway: Gateway) -> None:
-    async def reload(by: str, *, is_dry_run: bool = False) -> Change:
+    async def reload(by: str, *, is_dry_run: bool = False) -> ConfigChange:
         raise SettingsError("my.yaml: workers must be a number, not 'many'")
 
     client = await client_of(gateway, reload=reload)

@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
 from proxy.common.backend import Role
-from proxy.process.configuration import Change
+from proxy.process.configuration import ConfigChange
 from tests.api.operating import client_of
 from tests.asking import until
 
@@ -227,11 +227,11 @@ async def test_the_key_never_shows(gateway: Gateway, caplog: pytest.LogCaptureFi
 async def test_only_so_many_changes_are_made_at_a_time(gateway: Gateway) -> None:
     begun, go_on = 0, asyncio.Event()
 
-    async def reload(by: str, *, is_dry_run: bool = False) -> Change:
+    async def reload(by: str, *, is_dry_run: bool = False) -> ConfigChange:
         nonlocal begun
         begun += 1
         await go_on.wait()
-        return Change()
+        return ConfigChange()
 
     client = await client_of(gateway, reload=reload)
     async with asyncio.TaskGroup() as group:
@@ -250,9 +250,9 @@ async def test_only_so_many_changes_are_made_at_a_time(gateway: Gateway) -> None
 async def test_every_change_is_one_line_with_its_author(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
     authors = []
 
-    async def reload(by: str, *, is_dry_run: bool = False) -> Change:
+    async def reload(by: str, *, is_dry_run: bool = False) -> ConfigChange:
         authors.append(by)
-        return Change()
+        return ConfigChange()
 
     client = await client_of(gateway, reload=reload, admin_key="canary")
     await gateway.engine(Role.DECODE)

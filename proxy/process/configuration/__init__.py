@@ -9,6 +9,15 @@ again when it is another.
 from proxy.process.configuration.configuration import FIXED, Configuration
 from proxy.process.configuration.snapshot import ConfigSnapshot, secrets_of, shown, text_of
 from proxy.process.configuration.watcher import ConfigWatcher
-from proxy.settings.change import Change
+from proxy.settings.change import ConfigChange
 
-__all__ = ["FIXED", "Change", "ConfigSnapshot", "ConfigWatcher", "Configuration", "secrets_of", "shown", "text_of"]
+__all__ = [
+    "FIXED",
+    "ConfigChange",
+    "ConfigSnapshot",
+    "ConfigWatcher",
+    "Configuration",
+    "secrets_of",
+    "shown",
+    "text_of",
+]

@@ -14,7 +14,7 @@ from proxy.fleet.discovery.static import configured
 from proxy.gateway.api_keys import assign_slots
 from proxy.process.configuration.snapshot import ConfigSnapshot, from_json, option_of, to_json
 from proxy.settings import OPTIONS, Loaded, Settings, SettingsError, load_client_keys
-from proxy.settings.change import Change
+from proxy.settings.change import ConfigChange
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -60,7 +60,7 @@ class Configuration:
             self._current = from_json(value)
         return self._current
 
-    async def reload(self, *, is_dry_run: bool = False) -> Change:
+    async def reload(self, *, is_dry_run: bool = False) -> ConfigChange:
         """Read everything again and publish it. Raises SettingsError, and then nothing has changed. `is_dry_run`:
         nothing is published, and what is returned or raised is what would be.
         """
@@ -76,7 +76,7 @@ class Configuration:
         stamp = _stamp(current.settings)
         return stamp if stamp != current.keys_stamp else None
 
-    async def reload_keys(self) -> Change | None:
+    async def reload_keys(self) -> ConfigChange | None:
         """Read the file of client keys again and publish them. None: another worker was faster.
 
         Raises SettingsError, in one worker for one state of the file, and then the keys are what they were.
@@ -92,7 +92,7 @@ class Configuration:
                 self._publish(before, replace(before, keys_stamp=stamp))
             raise
 
-    async def _replace(self, load: Callable[[], Loaded], *, is_dry_run: bool = False) -> Change | None:
+    async def _replace(self, load: Callable[[], Loaded], *, is_dry_run: bool = False) -> ConfigChange | None:
         """Publish what `load` gives. None: somebody else published meanwhile, perhaps what is newer."""
         before, version, read_at = self.current(), self._read_version, time.time()
         stamp = _stamp(before.settings)
@@ -103,7 +103,7 @@ class Configuration:
             is_newest = self._shared.version == version
             return self._publish(before, after, is_dry_run=is_dry_run) if is_newest else None
 
-    def _publish(self, before: ConfigSnapshot, after: ConfigSnapshot, *, is_dry_run: bool = False) -> Change:
+    def _publish(self, before: ConfigSnapshot, after: ConfigSnapshot, *, is_dry_run: bool = False) -> ConfigChange:
         """Raises SettingsError. The caller holds the lock."""
         changed = [name for name in OPTIONS if option_of(before.settings, name) != option_of(after.settings, name)]
         fixed: list[str] = [name for name in FIXED if name in changed]
@@ -129,7 +129,7 @@ class Configuration:
             raise SettingsError(str(error)) from None
         if not is_dry_run:
             commit()
-        return Change(tuple(changed), tuple(b.name for b in came), tuple(b.name for b in went))
+        return ConfigChange(tuple(changed), tuple(b.name for b in came), tuple(b.name for b in went))
 
 
 def _current(loaded: Loaded, slots_before: Mapping[str, int], stamp: Stamp | None, read_at: float) -> ConfigSnapshot:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from proxy.observe.metrics import Metrics
     from proxy.process.configuration.configuration import Configuration
     from proxy.process.configuration.snapshot import ConfigSnapshot, Stamp
-    from proxy.settings.change import Change
+    from proxy.settings.change import ConfigChange
 
 logger = logging.getLogger("proxy.configuration.watcher")
 
@@ -44,7 +44,7 @@ class ConfigWatcher(BackgroundOwner):
         self._metrics.config_last_reload_successful.set(1)
         self._metrics.config_last_reload_success_timestamp_seconds.set(self._applied.read_at)
 
-    async def reload(self, by: str, *, is_dry_run: bool = False) -> Change:
+    async def reload(self, by: str, *, is_dry_run: bool = False) -> ConfigChange:
         """Read everything again and apply it here; the other workers follow. `by`: who wants it, for the log.
         `is_dry_run`: only what would change is returned, or raised.
 
@@ -101,7 +101,7 @@ class ConfigWatcher(BackgroundOwner):
             logger.error("reload by %s is refused, and nothing has changed: %s", by, error)
             raise
 
-    def _succeeded(self, change: Change, by: str) -> None:
+    def _succeeded(self, change: ConfigChange, by: str) -> None:
         self._catch_up()
         self._metrics.config_reloads_total.labels("ok").inc()
         self._metrics.config_last_reload_successful.set(1)

@@ -12,7 +12,7 @@ from proxy.balancer.roster import CONFIG, Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Role
 from proxy.observe.metrics import Metrics
-from proxy.process.configuration import FIXED, Change, Configuration, ConfigWatcher, shown
+from proxy.process.configuration import FIXED, ConfigChange, Configuration, ConfigWatcher, shown
 from proxy.process.configuration.snapshot import option_of
 from proxy.settings import OPTIONS, SettingsError, load
 from tests.asking import until
@@ -140,10 +140,10 @@ def test_more_client_keys_than_can_be_counted_are_refused(files: Files) -> None:
 
 
 async def test_a_reload_tells_what_has_changed(files: Files) -> None:
-    assert await files.configuration.reload() == Change()
+    assert await files.configuration.reload() == ConfigChange()
     files.write("prefill: [p:1, p:3]\ndecode: [d:1, d:2]\ntimeouts: {idle_seconds: 7}\nauth: {admin_key: canary}")
     change = await files.configuration.reload()
-    assert change == Change(("prefill", "timeouts.idle_seconds", "auth.admin_key"), ("p:3",), ("p:2",))
+    assert change == ConfigChange(("prefill", "timeouts.idle_seconds", "auth.admin_key"), ("p:3",), ("p:2",))
     assert str(change) == "changed prefill, timeouts.idle_seconds, auth.admin_key; added p:3; removed p:2"
     assert files.settings.timeouts.idle_seconds == 7
     assert files.members() == ["p:1", "p:2 draining", "p:3", "d:1", "d:2"]
@@ -153,7 +153,7 @@ async def test_a_dry_run_tells_what_would_change(files: Files) -> None:
     before, roster = files.configuration.current(), files.roster.version
     files.write("prefill: [p:1, p:3]\ndecode: [d:1, d:2]\ntimeouts: {idle_seconds: 7}")
     change = await files.configuration.reload(is_dry_run=True)
-    assert change == Change(("prefill", "timeouts.idle_seconds"), ("p:3",), ("p:2",))
+    assert change == ConfigChange(("prefill", "timeouts.idle_seconds"), ("p:3",), ("p:2",))
     assert files.configuration.current() is before
     assert files.roster.version == roster
     assert await files.configuration.reload() == change
@@ -237,7 +237,7 @@ async def test_whoever_was_faster_is_read_after(files: Files) -> None:
         files.write(INSTANCES + "timeouts: {idle_seconds: 3}")
 
     files.before_load = interfere
-    assert await files.configuration.reload() == Change(("timeouts.idle_seconds",))
+    assert await files.configuration.reload() == ConfigChange(("timeouts.idle_seconds",))
     assert files.loads == 2
     assert files.settings.timeouts.idle_seconds == 3
 
@@ -303,7 +303,7 @@ async def keyed(files: Files) -> Files:
 
 async def test_keys_come_with_the_settings(keyed: Files) -> None:
     keyed.write_keys("keys: [{name: b, key: sk-2}, {name: c, key: sk-3}]")
-    assert await keyed.configuration.reload() == Change(("auth.client_keys_file",))
+    assert await keyed.configuration.reload() == ConfigChange(("auth.client_keys_file",))
     current = keyed.configuration.current()
     assert [key.name for key in current.client_keys] == ["b", "c"]
     assert current.slots["b"] == 1
@@ -314,7 +314,7 @@ async def test_keys_are_read_again_alone_and_each_keeps_its_slot(keyed: Files) -
     keyed.write(INSTANCES + "timeouts: {idle_seconds: 7}")  # which nobody asked to be read
     keyed.roster.remove(Role.DECODE, "d", 1)
     assert keyed.configuration.new_keys_stamp() is not None
-    assert await keyed.configuration.reload_keys() == Change(("auth.client_keys_file",))
+    assert await keyed.configuration.reload_keys() == ConfigChange(("auth.client_keys_file",))
     assert keyed.configuration.new_keys_stamp() is None
     assert keyed.settings.timeouts.idle_seconds == 300
     assert keyed.configuration.current().slots == {"b": 1}
@@ -348,7 +348,7 @@ async def test_keys_of_another_file_are_read_once_more(keyed: Files, tmp_path: P
     await keyed.configuration.reload()
     assert [key.name for key in keyed.configuration.current().client_keys] == ["c"]
     assert keyed.configuration.new_keys_stamp() is not None
-    assert await keyed.configuration.reload_keys() == Change()
+    assert await keyed.configuration.reload_keys() == ConfigChange()
     assert keyed.configuration.new_keys_stamp() is None
 
 
