@@ -22,7 +22,7 @@ from lab.common.invocation import allow_many_files, unwind_on_signals
 from lab.common.load import DONE, Answer, Connections, Histogram, Load, ask, post
 from lab.common.output import aligned
 from proxy.sim.engine import SimulatedEngine
-from proxy.tools.roll import Gateways, Limits, Progress, Walk
+from proxy.tools.roll import Gateways, Limits, RollProgress, Walk
 
 _STEP_MS: Final = 100.0
 _TAKEN_OVER: Final = r"process (\d+) has taken over"
@@ -149,7 +149,7 @@ async def _roll(options: argparse.Namespace, evacuate_after_seconds: float | Non
             began = time.monotonic()
             for role in ("prefill", "decode"):
                 limits = Limits(evacuate_after_seconds=evacuate_after_seconds, settle_seconds=1.0)
-                walk = Walk(Gateways([gateway.url], role, None), Progress(None, role, ""), limits, restart, _tell)
+                walk = Walk(Gateways([gateway.url], role, None), RollProgress(None, role, ""), limits, restart, _tell)
                 await asyncio.to_thread(_walk, walk)
             seconds = time.monotonic() - began
     return seconds, seen

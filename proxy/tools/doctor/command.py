@@ -45,7 +45,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     cores = os.cpu_count() or 1
     host = Host(loaded=loaded, is_gateway=_is_gateway, cores=cores, learned_limits=_learned_limits)
     found = check_gateway(host)
-    progress = Progress()
+    progress = ProgressLine()
     examination = Examination(
         loaded,
         canary_seconds=flags.canary_seconds,
@@ -95,21 +95,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-class Progress:
-    """One line on standard error, if that is a terminal."""
+class ProgressLine:
+    """A line on standard error that shows how far a command is, if standard error is a terminal."""
 
     def __init__(self) -> None:
         self._width = 0
 
     def show(self, noun: str, done: int, total: int) -> None:
-        """So many of so many."""
+        """Show that `done` of `total` are done."""
         if sys.stderr.isatty():
             line = f"{noun}: {done} of {total}"
             print(f"\r{line:{self._width}}", end="", file=sys.stderr, flush=True)
             self._width = len(line)
 
     def clear(self) -> None:
-        """It is over."""
+        """Remove the line."""
         if self._width:
             print(f"\r{'':{self._width}}\r", end="", file=sys.stderr, flush=True)
 

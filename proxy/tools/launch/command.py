@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from proxy.observe import logs
 from proxy.settings import SettingsError
 from proxy.settings.cli import Parser
-from proxy.tools.doctor.command import Progress, tell
+from proxy.tools.doctor.command import ProgressLine, tell
 from proxy.tools.doctor.findings import Severity
 from proxy.tools.launch.fleet import compared, load_gateway
 from proxy.tools.launch.plan import planned
@@ -87,7 +87,7 @@ def _is_good(plan: Plan) -> bool:
 
 def _check(plan: Plan, flags: argparse.Namespace, environ: Mapping[str, str]) -> int:
     loaded = load_gateway(plan, environ, flags.topology.absolute().parent)
-    progress = Progress()
+    progress = ProgressLine()
     try:
         with logs.silenced():  # what the doctor's parts have to say to an operator of a gateway is in the findings
             found = asyncio.run(compared(plan, loaded, progress=progress.show))

@@ -2,7 +2,7 @@
 
 from proxy.tools.roll.command import main
 from proxy.tools.roll.gateways import Gateways, GatewayTrouble
-from proxy.tools.roll.progress import Progress
+from proxy.tools.roll.progress import RollProgress
 from proxy.tools.roll.walk import Limits, RollStopped, Walk
 
-__all__ = ["GatewayTrouble", "Gateways", "Limits", "Progress", "RollStopped", "Walk", "main"]
+__all__ = ["GatewayTrouble", "Gateways", "Limits", "RollProgress", "RollStopped", "Walk", "main"]

@@ -20,7 +20,7 @@ from proxy.settings.kinds import check_header_value
 from proxy.settings.load import read_key
 from proxy.tools.flag_numbers import seconds, whole
 from proxy.tools.roll.gateways import Gateways, GatewayTrouble
-from proxy.tools.roll.progress import Progress
+from proxy.tools.roll.progress import RollProgress
 from proxy.tools.roll.walk import Limits, RollStopped, Walk
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     flags = read_flags(argv)
     path = Path(flags.state or f"pdproxy-roll-{flags.role}.json")
     began = time.strftime("%Y-%m-%d %H:%M:%S")
-    progress = Progress(path, flags.role, began) if flags.anew else Progress.taken_up(path, flags.role, began)
+    progress = RollProgress(path, flags.role, began) if flags.anew else RollProgress.taken_up(path, flags.role, began)
     gateways = Gateways(flags.url or ["http://127.0.0.1:1999"], flags.role, _key(flags.admin_key_file, environ))
     if flags.anew and not flags.dry_run:
         progress.forget()
@@ -203,7 +203,7 @@ def _tell_plan(planned: Sequence[Instance], walk: Walk, gateways: Gateways, flag
     return 0
 
 
-def _tell_end(why: str, progress: Progress) -> int:
+def _tell_end(why: str, progress: RollProgress) -> int:
     print(f"pdproxy roll: {why}", file=sys.stderr)
     if progress.current is not None:
         print(f"{progress.current} is away, and may still be disabled", file=sys.stderr)

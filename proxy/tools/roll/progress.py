@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Progress:
-    """Written whenever it changes; `path` None: nowhere."""
+class RollProgress:
+    """How far a roll has come. Each change is written to its file."""
 
     path: Path | None
+    """The file, or None to write none."""
     role: str
     began: str
     """When, for people."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from proxy.tools.roll.gateways import Gateways, Instance
-    from proxy.tools.roll.progress import Progress
+    from proxy.tools.roll.progress import RollProgress
 
 _LOOK_SECONDS: Final = 0.5
 
@@ -49,7 +49,7 @@ class Walk:
     def __init__(
         self,
         gateways: Gateways,
-        progress: Progress,
+        progress: RollProgress,
         limits: Limits,
         restart: Callable[[str], None],
         tell: Callable[[str], None] = print,

@@ -19,7 +19,7 @@ from typing import Any
 from lab.common.toxics import Direction, Latency, Slicer
 from lab.soak.cluster import STALL_SECONDS, Cluster, Engine, until
 from lab.soak.evidence import KILL_WORKER, Absence, Fault
-from proxy.tools.roll import Gateways, GatewayTrouble, Limits, Progress, RollStopped, Walk
+from proxy.tools.roll import Gateways, GatewayTrouble, Limits, RollProgress, RollStopped, Walk
 
 Damage = Callable[["Cluster", "Engine"], Awaitable[None]]
 Change = Callable[["Engine"], Awaitable[None]]
@@ -152,7 +152,7 @@ class Changes:
             asyncio.run_coroutine_threadsafe(self._rolled(engines[address]), loop).result()
 
         gateways = Gateways([gateway.url for gateway in self._cluster.gateways], role, None)
-        walk = Walk(gateways, Progress(None, role, ""), _ROLL_LIMITS, restart, _tell)
+        walk = Walk(gateways, RollProgress(None, role, ""), _ROLL_LIMITS, restart, _tell)
         await asyncio.to_thread(lambda: walk.run(walk.plan()))
 
     async def _rolled(self, engine: Engine) -> None:

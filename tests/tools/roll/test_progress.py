@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from proxy.settings import SettingsError
-from proxy.tools.roll import Progress
+from proxy.tools.roll import RollProgress
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,34 +15,34 @@ if TYPE_CHECKING:
 
 def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "roll.json"
-    before = Progress.taken_up(path, "decode", "yesterday")
+    before = RollProgress.taken_up(path, "decode", "yesterday")
     assert not before.is_begun
     before.taking("a:1")
     before.restarted()
     before.taking("b:1")
-    after = Progress.taken_up(path, "decode", "today")
+    after = RollProgress.taken_up(path, "decode", "today")
     assert (after.began, after.done, after.current) == ("yesterday", ["a:1"], "b:1")
     assert [each.name for each in tmp_path.iterdir()] == ["roll.json"]
     after.forget()
-    assert not Progress.taken_up(path, "decode", "today").is_begun
+    assert not RollProgress.taken_up(path, "decode", "today").is_begun
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"role": "decode", "done": 1, "began": "now", "current": null}'])
 def test_another_file_is_told(tmp_path: Path, text: str) -> None:
     (tmp_path / "x").write_text(text)
     with pytest.raises(SettingsError, match="does not say how far a roll has come"):
-        Progress.taken_up(tmp_path / "x", "decode", "now")
+        RollProgress.taken_up(tmp_path / "x", "decode", "now")
     with pytest.raises(SettingsError, match="cannot be read: is a directory"):
-        Progress.taken_up(tmp_path, "decode", "now")
+        RollProgress.taken_up(tmp_path, "decode", "now")
 
 
 def test_that_of_another_role_is_told(tmp_path: Path) -> None:
-    Progress(tmp_path / "x", "prefill", "now").taking("a:1")
+    RollProgress(tmp_path / "x", "prefill", "now").taking("a:1")
     with pytest.raises(SettingsError, match="is of a roll of prefill instances"):
-        Progress.taken_up(tmp_path / "x", "decode", "now")
+        RollProgress.taken_up(tmp_path / "x", "decode", "now")
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    progress = Progress(tmp_path / "gone" / "state", "decode", "now")
+    progress = RollProgress(tmp_path / "gone" / "state", "decode", "now")
     with pytest.raises(SettingsError, match=r"^--state .*/gone/state cannot be written: no such file or directory$"):
         progress.taking("d:1")

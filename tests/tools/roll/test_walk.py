@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from proxy.sim.engine import SimulatedEngine
-from proxy.tools.roll import Gateways, GatewayTrouble, Limits, Progress, RollStopped, Walk
+from proxy.tools.roll import Gateways, GatewayTrouble, Limits, RollProgress, RollStopped, Walk
 from proxy.tools.roll.gateways import Instance, lost_without
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, request, until
@@ -52,9 +52,9 @@ class Roll:
         self._engines = {name_of(engine): engine for engine in gateway.decoders}
         self._loop = asyncio.get_running_loop()
         self._gateways = Gateways([gateway.url], "decode", None)
-        self.progress = Progress(path, "decode", "now")
+        self.progress = RollProgress(path, "decode", "now")
         if path is not None:
-            self.progress = Progress.taken_up(path, "decode", "now")
+            self.progress = RollProgress.taken_up(path, "decode", "now")
         self.walk = Walk(
             self._gateways, self.progress, Limits(**{**SOON, **limits}), self._restart, self.told.append, 0.01
         )
