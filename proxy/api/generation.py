@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from proxy.gateway.lanes import Lanes
     from proxy.gateway.request import Request
     from proxy.listener.connection import Connection
-    from proxy.listener.drain import Drain
+    from proxy.listener.drain import DrainManager
     from proxy.observe.observers import Observers
     from proxy.observe.record import RequestRecord
     from proxy.settings import Settings
@@ -41,7 +41,7 @@ class GenerationApi:
         dialects: Sequence[Dialect],
         lanes: Lanes,
         keys: KeyAuth,
-        drain: Drain,
+        drain: DrainManager,
         settings: Settings,
         observers: Observers,
         cors: Callable[[], Cors],

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from proxy.common.backend import Backend
     from proxy.gateway.lanes import Lanes
     from proxy.gateway.retry_budget import RetryPermit
-    from proxy.listener.drain import Drain
+    from proxy.listener.drain import DrainManager
     from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
 
@@ -103,7 +103,7 @@ class PassthroughApi:
         session: aiohttp.ClientSession,
         engine_keys: EngineKeys,
         client_keys: KeyAuth,
-        drain: Drain,
+        drain: DrainManager,
         settings: Settings,
         metrics: Metrics,
     ) -> None:

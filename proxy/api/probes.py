@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from proxy.gateway.lanes import Lanes
-    from proxy.listener.drain import Drain
+    from proxy.listener.drain import DrainManager
 
 _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 
@@ -27,7 +27,7 @@ class ProbeApi:
     before a model is that not all instances serve.
     """
 
-    def __init__(self, lanes: Lanes, drain: Drain) -> None:
+    def __init__(self, lanes: Lanes, drain: DrainManager) -> None:
         self._lanes = lanes
         self._drain = drain
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from proxy.gateway.lanes import Lane, Lanes
     from proxy.gateway.suspects import Suspects
     from proxy.gateway.work import Gateway
-    from proxy.listener.drain import Drain
+    from proxy.listener.drain import DrainManager
     from proxy.listener.http_listener import HttpListener
     from proxy.observe.metrics import Metrics
     from proxy.observe.observers import Observers
@@ -53,7 +53,7 @@ class RequestParts:
     """The lane of these three."""
     lanes: Lanes
     upstream: Upstream
-    drain: Drain
+    drain: DrainManager
     listener: HttpListener
     observers: Observers
     metrics: Metrics

@@ -1,4 +1,4 @@
-"""Drain: what is being answered right now, whether this worker is on its way out, and the end of what takes too long.
+"""The requests in flight of one worker, and how the worker ends them when it stops.
 
 Work that is cut off ends in an error that its client can read. The cancellation that ends it is turned into that error
 by whoever holds `with drain:` around the work, and only where it is the drain's own and nobody else's: a client that
@@ -29,8 +29,8 @@ class CutOff(Protocol):
         """End it with ShuttingDown."""
 
 
-class Drain:
-    """One worker's requests in flight. The worker begins the drain; the readiness route and a middleware read it.
+class DrainManager:
+    """Counts one worker's requests in flight, and ends those that take too long after a drain has begun.
 
     `with` it around the work on a request, in the request's own task: work that is cut off raises ShuttingDown there.
     It keeps nothing between entering and leaving, so it may be entered again inside itself.

@@ -13,7 +13,7 @@ from proxy.api.probes import ProbeApi
 from proxy.balancer.models import ServedModels
 from proxy.balancer.shared.source_states import SourceStates
 from proxy.common.backend import Role
-from proxy.listener.drain import Drain
+from proxy.listener.drain import DrainManager
 from proxy.process.configuration import ConfigChange
 from proxy.settings import Admin, Settings
 from proxy.upstream.addresses import AddressRules
@@ -55,7 +55,7 @@ async def client_of(
 ) -> Client:
     """A client of a gateway with the routes of operators and probes."""
     pools = {role: gateway.pools[role] for role in roles}
-    drain = Drain()
+    drain = DrainManager()
     drain.is_draining = is_draining
     administrators = Administrators(admin_key, listens_on=listens_on, trusts_local=trusts_local)
     names = names or Names(RULES, (), gateway.metrics)

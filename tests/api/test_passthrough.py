@@ -19,7 +19,7 @@ from proxy.api.key_auth import KeyAuth
 from proxy.api.passthrough import ROUTES, PassthroughApi
 from proxy.common.backend import Load, Role
 from proxy.gateway.api_keys import ApiKeys, KeyUsage, assign_slots
-from proxy.listener.drain import Drain
+from proxy.listener.drain import DrainManager
 from proxy.settings import ClientKey, Settings
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ async def client_of(
         gateway.session,
         keys or gateway.keys(),
         KeyAuth(callers or ApiKeys(KeyUsage())),
-        Drain(),
+        DrainManager(),
         settings,
         gateway.metrics,
     )
@@ -521,7 +521,7 @@ async def test_settings_can_change(gateway: Gateway) -> None:
         gateway.session,
         gateway.keys(),
         keys,
-        Drain(),
+        DrainManager(),
         settings,
         gateway.metrics,
     )

@@ -15,7 +15,7 @@ from proxy.api.probes import ProbeApi
 from proxy.api.sglang import SglangApi
 from proxy.common.backend import Role
 from proxy.gateway.api_keys import ApiKeys, KeyUsage, assign_slots
-from proxy.listener.drain import Drain
+from proxy.listener.drain import DrainManager
 from proxy.settings import ClientKey
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ SECRETS = {
 
 async def client_of(gateway: Gateway, callers: ApiKeys | None = None) -> Client:
     client_keys = KeyAuth(callers or ApiKeys(KeyUsage()))
-    probes = ProbeApi(gateway.lanes(), Drain())
+    probes = ProbeApi(gateway.lanes(), DrainManager())
     api = SglangApi(gateway.pools, gateway.session, gateway.keys(), client_keys, probes, gateway.metrics)
     return await gateway.serve(api.routes())
 

@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from proxy.common.errors import ShuttingDown
 from proxy.listener import replies
-from proxy.listener.drain import Drain
+from proxy.listener.drain import DrainManager
 from proxy.observe.metrics import Metrics
 from tests.asking import read, until
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Work:
     """A route that never comes to its end, and what has happened to it."""
 
-    def __init__(self, drain: Drain) -> None:
+    def __init__(self, drain: DrainManager) -> None:
         self.drain = drain
         self.begun = 0
         self.ended: list[type[BaseException]] = []
@@ -53,24 +53,24 @@ class Work:
         return response
 
 
-async def serve(drain: Drain, handler: Any) -> web.StreamResponse:
+async def serve(drain: DrainManager, handler: Any) -> web.StreamResponse:
     """A request whose task is this one."""
     request: Any = SimpleNamespace(task=asyncio.current_task())
     return await drain.middleware(request, handler)
 
 
 @pytest.fixture
-def drain() -> Drain:
-    return Drain()
+def drain() -> DrainManager:
+    return DrainManager()
 
 
 @pytest.fixture
-def work(drain: Drain) -> Work:
+def work(drain: DrainManager) -> Work:
     return Work(drain)
 
 
 @pytest.fixture
-async def client(drain: Drain, work: Work) -> AsyncIterator[Client]:
+async def client(drain: DrainManager, work: Work) -> AsyncIterator[Client]:
     app = web.Application()
     replies.install(app, Metrics())
     app.middlewares.append(drain.middleware)
@@ -79,7 +79,7 @@ async def client(drain: Drain, work: Work) -> AsyncIterator[Client]:
         yield client
 
 
-async def test_what_is_cut_off_before_its_answer_gets_an_error(drain: Drain, work: Work, client: Client) -> None:
+async def test_what_is_cut_off_before_its_answer_gets_an_error(drain: DrainManager, work: Work, client: Client) -> None:
     async with asyncio.TaskGroup() as group:
         asking = [group.create_task(client.get("/wait")) for _ in range(3)]
         await until(lambda: work.begun == 3, "three requests")
@@ -94,14 +94,14 @@ async def test_what_is_cut_off_before_its_answer_gets_an_error(drain: Drain, wor
     assert drain.cut_off() == 0
 
 
-async def test_what_is_cut_off_in_its_answer_can_tell_so(drain: Drain, client: Client, work: Work) -> None:
+async def test_what_is_cut_off_in_its_answer_can_tell_so(drain: DrainManager, client: Client, work: Work) -> None:
     async with client.get("/stream") as response:
         await until(lambda: work.begun, "the answer to begin")
         drain.cut_off()
         assert await response.read() == b"first draining"
 
 
-async def test_what_cannot_tell_so_is_recognisably_incomplete(drain: Drain) -> None:
+async def test_what_cannot_tell_so_is_recognisably_incomplete(drain: DrainManager) -> None:
     async def stream(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
@@ -120,7 +120,7 @@ async def test_what_cannot_tell_so_is_recognisably_incomplete(drain: Drain) -> N
 
 
 @pytest.mark.parametrize("times", [1, 2])
-async def test_cutting_off_again_cancels_nothing_again(drain: Drain, times: int) -> None:
+async def test_cutting_off_again_cancels_nothing_again(drain: DrainManager, times: int) -> None:
     """What is cut off may wait a moment, to write its last words."""
     cancelled = 0
 
@@ -143,7 +143,7 @@ async def test_cutting_off_again_cancels_nothing_again(drain: Drain, times: int)
     assert cancelled == 1
 
 
-async def test_a_client_that_left_is_no_work_to_be_cut_off(drain: Drain) -> None:
+async def test_a_client_that_left_is_no_work_to_be_cut_off(drain: DrainManager) -> None:
     """The cancellation of somebody else stays one, whether it comes before or after ours."""
 
     async def handler(request: Any) -> web.Response:
@@ -165,7 +165,7 @@ async def test_a_client_that_left_is_no_work_to_be_cut_off(drain: Drain) -> None
         assert drain.in_flight == drain.cut_off() == 0
 
 
-async def test_a_client_that_leaves_during_the_last_words_has_left(drain: Drain) -> None:
+async def test_a_client_that_leaves_during_the_last_words_has_left(drain: DrainManager) -> None:
     async def handler(request: Any) -> web.Response:
         with pytest.raises(ShuttingDown), drain:
             await asyncio.Event().wait()
@@ -183,7 +183,7 @@ async def test_a_client_that_leaves_during_the_last_words_has_left(drain: Drain)
         await task
 
 
-async def test_a_client_that_leaves_is_noticed_as_ever(drain: Drain, work: Work, client: Client) -> None:
+async def test_a_client_that_leaves_is_noticed_as_ever(drain: DrainManager, work: Work, client: Client) -> None:
     task = asyncio.create_task(client.get("/wait"))
     await until(lambda: work.begun, "the request")
     task.cancel()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from proxy.connectors.releaser import SETTLE_SECONDS
 from proxy.fleet.discovery.hearsay import Hearsay
 from proxy.gateway.evacuation import Evacuation
-from proxy.listener.drain import Drain
+from proxy.listener.drain import DrainManager
 from proxy.observe import logs
 from proxy.observe.metrics import Metrics
 from proxy.process.configuration import ConfigWatcher
@@ -56,7 +56,7 @@ class Worker:
     live: LiveSettings
     metrics: Metrics
     monitor: Monitor
-    drain: Drain
+    drain: DrainManager
     watcher: ConfigWatcher
     health: Health
     pools: Pools
@@ -115,7 +115,7 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
     metrics.watch_workers(shared.heartbeats.replacements)
     traces: Traces | None = None if live.current.settings.tracing.endpoint is None else {}
     basis = Basis(shared=shared, index=index, live=live, metrics=metrics, traces=traces)
-    drain = Drain()
+    drain = DrainManager()
     balancing = build_balancing(basis)
     async with build_tracing(basis) as tracer, build_engines(basis, balancing, settle_seconds) as engines:
         clients = build_clients(basis, balancing, engines, drain)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from proxy.common.errors import GatewayError
     from proxy.connectors.base import Connector
     from proxy.gateway.lanes import Serving
-    from proxy.listener.drain import Drain
+    from proxy.listener.drain import DrainManager
     from proxy.listener.http_listener import HttpListener
     from proxy.process.worker.balancing import Balancing
     from proxy.process.worker.basis import Basis
@@ -62,7 +62,7 @@ class Clients:
     """Where clients connect."""
 
 
-def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: Drain) -> Clients:
+def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: DrainManager) -> Clients:
     """Their listener does not listen yet."""
     suspects = _suspects(basis, engines, balancing.pools)
     # Lanes of single models have queues that are each worker's own.
@@ -211,7 +211,7 @@ def _engine_routes(
     engines: Engines,
     lanes: Lanes,
     client_keys: KeyAuth,
-    drain: Drain,
+    drain: DrainManager,
     probes: ProbeApi,
 ) -> list[web.RouteDef]:
     """Routes whose answers engines know, and those that ask whether this worker is well."""

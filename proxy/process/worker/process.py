@@ -28,7 +28,7 @@ from proxy.settings import Endpoint, is_loopback, reachable
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
-    from proxy.listener.drain import Drain
+    from proxy.listener.drain import DrainManager
     from proxy.process.shared import Listeners, Shared
     from proxy.process.worker.assembly import Worker
     from proxy.process.worker.listening import Doors
@@ -156,13 +156,13 @@ async def _make_room(worker: Worker, stop: Stop, doors: Doors) -> None:
     await _cut_off(drain)
 
 
-async def _cut_off(drain: Drain) -> None:
+async def _cut_off(drain: DrainManager) -> None:
     if count := drain.cut_off():
         logger.warning("cut off %d requests", count)
         await _first_of(drain.idle(), seconds=_CUT_OFF_SECONDS)
 
 
-def _tell_left(drain: Drain) -> None:
+def _tell_left(drain: DrainManager) -> None:
     logger.info("draining", extra={"fields": {"left": drain.in_flight}})
 
 
