@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from proxy.gateway.intake import Intake
     from proxy.gateway.lanes import Lanes
     from proxy.gateway.request import Request
-    from proxy.listener.connection import Connection
+    from proxy.listener.connection import AiohttpConnection
     from proxy.listener.drain import DrainManager
     from proxy.observe.observers import Observers
     from proxy.observe.record import RequestRecord
@@ -130,11 +130,11 @@ class GenerationApi:
 
 
 class _Client:
-    """The ClientConnection of a request that aiohttp has read."""
+    """The AiohttpConnection of a request that aiohttp has read."""
 
     def __init__(self, request: web.Request, fields: Callable[[bool], Iterable[tuple[str, str]]]) -> None:
         """`fields`: returns the headers of the answer, with those for debugging or without."""
-        self._connection = cast("Connection", request.protocol)
+        self._connection = cast("AiohttpConnection", request.protocol)
         self._fields = fields
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._closes = False
@@ -159,12 +159,12 @@ class _Client:
 
     @property
     def is_paused(self) -> bool:
-        """See ClientConnection."""
+        """See AiohttpConnection."""
         return self._connection.writing_paused
 
     @property
     def on_full(self) -> Callable[[], None] | None:
-        """See ClientConnection."""
+        """See AiohttpConnection."""
         return self._connection.on_full
 
     @on_full.setter
@@ -172,7 +172,7 @@ class _Client:
         self._connection.on_full = called
 
     def head_fields(self) -> bytes:
-        """See ClientConnection."""
+        """See AiohttpConnection."""
         fields = [*self._fields(self.shows_debug)]
         if self.response.keep_alive and not self.knows_chunks:
             fields.append(("Connection", "keep-alive"))
@@ -181,16 +181,16 @@ class _Client:
         return b"".join(f"{name}: {value}\r\n".encode("utf-8", "surrogateescape") for name, value in fields)
 
     async def drained(self) -> None:
-        """See ClientConnection."""
+        """See AiohttpConnection."""
         await self._connection.drained()
 
     def end_after_answer(self) -> None:
-        """See ClientConnection."""
+        """See AiohttpConnection."""
         self._closes = True
         self.response.force_close()
 
     def done(self, now: float) -> None:
-        """See ClientConnection."""
+        """See AiohttpConnection."""
         self._connection.on_full = None
         if not self._over.done():
             self._over.set_result(None)

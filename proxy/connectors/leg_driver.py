@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from proxy.connectors.legs import Legs
     from proxy.upstream import Upstream
-    from proxy.upstream.connection import Connection
+    from proxy.upstream.connection import EngineConnection
 
 
 class AttemptOwner(Protocol):
@@ -44,7 +44,7 @@ class LegDriver:
         self._owner: AttemptOwner | None = owner
         self._legs: Legs | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._connection: Connection | None = None
+        self._connection: EngineConnection | None = None
         """The connection to an engine whose answer has not begun."""
         self._sent: Leg | None = None
         self._response: Response | None = None
@@ -105,7 +105,7 @@ class LegDriver:
             assert isinstance(step, Response)
             step.collect(self._on_body)
 
-    def _send(self, leg: Leg, connection: Connection | None = None) -> None:
+    def _send(self, leg: Leg, connection: EngineConnection | None = None) -> None:
         """Send a leg on `connection`, or on an idle connection, or on a new one."""
         upstream = self._upstream
         self._sent = leg
@@ -201,7 +201,7 @@ class PrefillBeside:
         self._pair = pair
         self._on_failure = on_failure
         self._connecting: asyncio.Task[None] | None = None
-        self._connection: Connection | None = None
+        self._connection: EngineConnection | None = None
         self._waiting: asyncio.Future[None] | None = None
         """The future of the task that waits for the end of this leg."""
 
@@ -233,7 +233,7 @@ class PrefillBeside:
         self._connecting = None
         self._send(connection)
 
-    def _send(self, connection: Connection) -> None:
+    def _send(self, connection: EngineConnection) -> None:
         self._connection = connection
         leg = self._pair.prefill
         exchange = WholeResponse(connection, self._on_whole)

@@ -33,8 +33,8 @@ client is still sending, the reset could overtake the answer (RFC 9112 9.6)."""
 _MAX_HEAD_BYTES: Final = 64 * 1024
 
 
-class Connection(web.RequestHandler):
-    """What a HttpListener makes for each connection that it accepts. `options` are those of aiohttp's."""
+class AiohttpConnection(web.RequestHandler):
+    """A client's connection that HttpListener accepted and aiohttp reads. `options`: see aiohttp's RequestHandler."""
 
     __slots__ = ("_asks_for_head", "_drained", "_first", "_front", "door", "on_full")
 
@@ -190,7 +190,7 @@ class Connection(web.RequestHandler):
 class _LastWords(web.StreamResponse):
     """Bytes that are written as they are, whatever the request was, before the connection is closed."""
 
-    def __init__(self, words: bytes, connection: Connection, *, has_body: bool) -> None:
+    def __init__(self, words: bytes, connection: AiohttpConnection, *, has_body: bool) -> None:
         super().__init__()
         self.force_close()
         self._words = words

@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
 
 class FirstProtocol(asyncio.Protocol, ABC):
-    """Reads a new connection before aiohttp does. It tells the listener what a Connection does, and `hand_over`.
+    """Reads a new connection before aiohttp does.
 
+    It calls the listener as an AiohttpConnection does, and also its `hand_over`.
     It may have the connection back once it is certain that a request ends where the next bytes begin.
     """
 

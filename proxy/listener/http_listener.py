@@ -23,7 +23,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from proxy.common.errors import GatewayError, Overloaded
 from proxy.listener import replies
 from proxy.listener.body import AWAITS_CONTINUE
-from proxy.listener.connection import LINGERING_SECONDS, Connection
+from proxy.listener.connection import LINGERING_SECONDS, AiohttpConnection
 from proxy.listener.header_deadlines import HeaderDeadlines
 from proxy.listener.malformed import MALFORMED, refusal_of
 
@@ -94,11 +94,11 @@ class HttpListener:
         self._listening: list[tuple[asyncio.Server, socket.socket]] = []
         self.first_protocol: Callable[[], FirstProtocol] | None = None
         """Makes what reads a new connection first, and may leave it to aiohttp by `hand_over`. None: aiohttp does."""
-        self._open: set[Connection | FirstProtocol] = set()
+        self._open: set[AiohttpConnection | FirstProtocol] = set()
         self._first: set[FirstProtocol] = set()
-        self._idle_since: dict[Connection | FirstProtocol, float] = {}  # as `end_idle` has seen it
+        self._idle_since: dict[AiohttpConnection | FirstProtocol, float] = {}  # as `end_idle` has seen it
         self._heads = HeaderDeadlines[asyncio.Transport](clock)
-        self._turned_away: dict[Connection | FirstProtocol, tuple[float, asyncio.Transport]] = {}
+        self._turned_away: dict[AiohttpConnection | FirstProtocol, tuple[float, asyncio.Transport]] = {}
         self._next_full_line = -_FULL_LINE_SECONDS
         self.configure(listen)
 
@@ -186,7 +186,7 @@ class HttpListener:
     def sweep(self) -> None:
         """Close the connections on which time is up."""
         for door, has_begun in self._heads.late(self._listen.header_seconds):
-            cast("Connection | FirstProtocol", door.get_protocol()).end(_slow_header() if has_begun else None)
+            cast("AiohttpConnection | FirstProtocol", door.get_protocol()).end(_slow_header() if has_begun else None)
             self._heads.end(door)
         now = self._clock()
         for first in tuple(self._first):
@@ -207,13 +207,13 @@ class HttpListener:
         self._close_after_each_answer = closes
         self.is_closing = closes or not self._listening
 
-    def accept(self, connection: Connection | FirstProtocol, transport: asyncio.Transport) -> bool:
+    def accept(self, connection: AiohttpConnection | FirstProtocol, transport: asyncio.Transport) -> bool:
         """Whether there is room for another connection. If not, it is told so, and closed."""
         if len(self._open) >= self._max_connections:
             self._reject(connection, transport)
             return False
         self._open.add(connection)
-        if not isinstance(connection, Connection):
+        if not isinstance(connection, AiohttpConnection):
             self._first.add(connection)
         self._metrics.connections.inc()
         self._heads.begin(transport)
@@ -228,7 +228,7 @@ class HttpListener:
         transport.set_protocol(connection)
         connection.go_on(first, data)
 
-    def has_back(self, first: FirstProtocol, connection: Connection) -> None:
+    def has_back(self, first: FirstProtocol, connection: AiohttpConnection) -> None:
         """Who has handed a connection over goes on with it."""
         self._open.discard(connection)
         self._open.add(first)
@@ -239,7 +239,7 @@ class HttpListener:
         """A connection has received all headers of a request: their deadline no longer counts."""
         self._heads.end(connection.door)
 
-    def forget(self, connection: Connection | FirstProtocol) -> None:
+    def forget(self, connection: AiohttpConnection | FirstProtocol) -> None:
         """Drop a connection that was closed."""
         self._heads.end(connection.door)
         self._turned_away.pop(connection, None)
@@ -248,14 +248,14 @@ class HttpListener:
             self._open.remove(connection)
             self._metrics.connections.dec()
 
-    def on_head(self, connection: Connection, size_bytes: int) -> int:
+    def on_head(self, connection: AiohttpConnection, size_bytes: int) -> int:
         """Part of a request's headers has arrived; how many bytes of them there are."""
         if connection.door not in self._heads:
             self._heads.begin(connection.door)
             connection.leave_idle()
         return self._heads.grow(connection.door, size_bytes)
 
-    def refuse(self, connection: Connection | FirstProtocol, error: GatewayError, request_id: str) -> bytes:
+    def refuse(self, connection: AiohttpConnection | FirstProtocol, error: GatewayError, request_id: str) -> bytes:
         """Count and log an error that no middleware sees; what is to be written to the client."""
         self._heads.end(connection.door)
         reason = replies.rejection(error)
@@ -264,14 +264,14 @@ class HttpListener:
         self.report(connection, error, request_id)
         return replies.last_words(error, request_id)
 
-    def report(self, connection: Connection | FirstProtocol, error: GatewayError, request_id: str) -> None:
+    def report(self, connection: AiohttpConnection | FirstProtocol, error: GatewayError, request_id: str) -> None:
         """Log what is wrong with a request."""
         if error.code == MALFORMED:
             self._metrics.http_parse_errors_total.inc()
         fields = {"id": request_id, "client": connection.client, "code": error.status}
         logger.info("refused a request: %s", error.message, extra={"fields": fields})
 
-    def _reject(self, connection: Connection | FirstProtocol, transport: asyncio.Transport) -> None:
+    def _reject(self, connection: AiohttpConnection | FirstProtocol, transport: asyncio.Transport) -> None:
         self._metrics.rejected_total.labels("connections").inc()
         now = self._clock()
         if now >= self._next_full_line:
@@ -288,11 +288,11 @@ class HttpListener:
 
     # What aiohttp asks for
 
-    def _accept_connection(self) -> Connection | FirstProtocol:
+    def _accept_connection(self) -> AiohttpConnection | FirstProtocol:
         return self._connect() if self.first_protocol is None else self.first_protocol()
 
-    def _connect(self) -> Connection:
-        return Connection(
+    def _connect(self) -> AiohttpConnection:
+        return AiohttpConnection(
             self,
             self._server,
             keepalive_timeout=self._listen.keepalive_seconds,
@@ -318,7 +318,7 @@ class HttpListener:
         return request
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        self._heads.end(cast("Connection", request.protocol).door)
+        self._heads.end(cast("AiohttpConnection", request.protocol).door)
         problem = refusal_of(request)
         if problem is not None:
             raise problem

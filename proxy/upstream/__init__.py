@@ -7,7 +7,7 @@ through aiohttp's client, to the same addresses.
 """
 
 from proxy.upstream.addresses import AddressRules, is_odd_literal
-from proxy.upstream.connection import Connection, Exchange, Sink, upstream_error
+from proxy.upstream.connection import EngineConnection, Exchange, Sink, upstream_error
 from proxy.upstream.names import AddressProblem, Names, connect_problem
 from proxy.upstream.response import Response
 from proxy.upstream.session import new_session, read_bounded
@@ -18,7 +18,7 @@ from proxy.upstream.upstream import Upstream
 __all__ = [
     "AddressProblem",
     "AddressRules",
-    "Connection",
+    "EngineConnection",
     "Exchange",
     "Names",
     "Response",

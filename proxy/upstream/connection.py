@@ -59,22 +59,23 @@ class Exchange(Sink, Protocol):
     """One request on a connection, told what becomes of it: `answered` at most once, `received` for each read that has
     some of the body, and `ended` once, unless the connection was released before.
 
-    All may call back into the connection. `ended` may come from within `Connection.abort`, and without `answered`: then
-    there is an error. When it tells None, the connection can be released at once, and carry the next exchange.
+    All may call back into the connection. `ended` may come from within `EngineConnection.abort`, and without
+    `answered`: then there is an error. When it tells None, the connection can be released at once, and carry the next
+    exchange.
     """
 
     def answered(self, status: int, headers: Mapping[str, str]) -> None:
         """The status, from 200 on, and headers have arrived: lower-case names; the last one of equal names."""
 
 
-class Connection(FastForward):
+class EngineConnection(FastForward):
     """One connection to one backend: idle, or busy with exactly one exchange."""
 
     def __init__(
         self,
         backend: Backend,
         loop: asyncio.AbstractEventLoop,
-        on_exchanged: Callable[[Connection], None],
+        on_exchanged: Callable[[EngineConnection], None],
         head: Callable[[Backend, str, int, Mapping[str, str]], bytes],
         clock: Callable[[], float],
         address: str | None = None,

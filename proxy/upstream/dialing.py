@@ -17,9 +17,9 @@ from proxy.upstream.names import connect_problem
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from proxy.upstream.connection import Connection
+    from proxy.upstream.connection import EngineConnection
 
-    Connect = Callable[[str], Awaitable[Connection]]
+    Connect = Callable[[str], Awaitable[EngineConnection]]
     """Connects to one address. Raises OSError."""
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Dialer:
         """By name and port, and only where a name has several addresses."""
         self._dead: dict[tuple[str, str], dict[int, float]] = {}
         """By name and address: the ports that take no connections, each with the time at which to look again."""
-        self._losers: set[asyncio.Task[Connection]] = set()
+        self._losers: set[asyncio.Task[EngineConnection]] = set()
 
     async def close(self) -> None:
         """End what is under way."""
@@ -55,14 +55,14 @@ class Dialer:
 
     async def dial(
         self, host: str, port: int, addresses: Sequence[str], connect: Connect, seconds: float
-    ) -> Connection:
+    ) -> EngineConnection:
         """A connection to one of several addresses. Raises the last one's OSError.
 
         `seconds`: how long each may take. All together may take as long as the caller waits.
         """
         waiting = self._in_order(host, port, addresses)
         stagger_seconds = min(_STAGGER_SECONDS, seconds / (len(addresses) + 1))
-        racing: dict[asyncio.Task[Connection], str] = {}
+        racing: dict[asyncio.Task[EngineConnection], str] = {}
         failed: dict[str, OSError] = {}
         self._look_again(host, port, addresses, connect, seconds)
         try:
@@ -106,11 +106,11 @@ class Dialer:
                 ports[port] = now + _LOOK_AGAIN_SECONDS
                 self._let_lose(asyncio.create_task(_within(seconds, connect, address)), host, port, address)
 
-    def _let_lose(self, task: asyncio.Task[Connection], host: str, port: int, address: str) -> None:
+    def _let_lose(self, task: asyncio.Task[EngineConnection], host: str, port: int, address: str) -> None:
         self._losers.add(task)
         task.add_done_callback(partial(self._lost, host, port, address))
 
-    def _lost(self, host: str, port: int, address: str, task: asyncio.Task[Connection]) -> None:
+    def _lost(self, host: str, port: int, address: str, task: asyncio.Task[EngineConnection]) -> None:
         """A connection that is not needed has come about, or failed."""
         self._losers.discard(task)
         if task.cancelled():
@@ -162,7 +162,7 @@ def _subject(host: str, address: str) -> str:
     return f"{address} of {host}"
 
 
-async def _within(seconds: float, connect: Connect, address: str) -> Connection:
+async def _within(seconds: float, connect: Connect, address: str) -> EngineConnection:
     async with asyncio.timeout(seconds):
         return await connect(address)
 

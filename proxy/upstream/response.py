@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
 
-    from proxy.upstream.connection import Connection, Sink
+    from proxy.upstream.connection import EngineConnection, Sink
     from proxy.upstream.fast_forward import Tokens
 
 _MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
@@ -24,7 +24,7 @@ class EngineResponse:
 
     __slots__ = ("_mask_key", "backend", "headers", "status")
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: EngineConnection) -> None:
         self.backend = connection.backend
         self._mask_key = connection.mask_key
         self.status = 0
@@ -61,7 +61,7 @@ class WholeResponse(EngineResponse):
     __slots__ = ("_arrived", "_on_end", "_size")
 
     def __init__(
-        self, connection: Connection, on_end: Callable[[WholeResponse, bytes, UpstreamError | None], None]
+        self, connection: EngineConnection, on_end: Callable[[WholeResponse, bytes, UpstreamError | None], None]
     ) -> None:
         """`on_end` is called once: with the body, or with an error when it ends early or is larger than the bound."""
         self.backend = connection.backend
@@ -102,14 +102,14 @@ class Response(EngineResponse):
         *("limit_silence", "received"),
     )
 
-    def __init__(self, connection: Connection, on_head: Callable[[UpstreamError | None], None]) -> None:
+    def __init__(self, connection: EngineConnection, on_head: Callable[[UpstreamError | None], None]) -> None:
         """`on_head` is called once, when status and headers have arrived, or with an error when they will not."""
         self.backend = connection.backend
         self._mask_key = connection.mask_key
         self.status = 0
         self.headers = {}
         self.limit_silence = connection.limit_silence
-        """See Connection."""
+        """See EngineConnection."""
         self._on_head: Callable[[UpstreamError | None], None] | None = on_head
         self._connection = connection
         self._arrived: list[bytes] = []
@@ -184,7 +184,7 @@ class Response(EngineResponse):
         self._connection.pause(False)
 
     def pass_on(self, tokens: Tokens | None) -> None:
-        """See Connection.pass_on; nothing when the answer has ended."""
+        """See EngineConnection.pass_on; nothing when the answer has ended."""
         if not self._ended:
             self._connection.pass_on(tokens)
 

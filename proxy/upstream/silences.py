@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
     from proxy.common.backend import Backend
-    from proxy.upstream.connection import Connection
+    from proxy.upstream.connection import EngineConnection
 
 _LOST_AFTER_GAPS: Final = 5.0
 """How many usual gaps an answer of an engine that accepts no connections may be silent before it is lost."""
@@ -74,14 +74,16 @@ class _Watched:
     """A check is under way."""
 
 
-Silence = tuple["Connection", float]
+Silence = tuple["EngineConnection", float]
 """An exchange, and the clock time since which nothing of its answer has arrived."""
 
 
 class Silences:
     """Watches the silent exchanges of one worker."""
 
-    def __init__(self, checks: SilenceChecks, busy: Callable[[], Iterable[Connection]], silence_seconds: float) -> None:
+    def __init__(
+        self, checks: SilenceChecks, busy: Callable[[], Iterable[EngineConnection]], silence_seconds: float
+    ) -> None:
         """`busy`: the connections with an exchange under way. `silence_seconds`: see settings.HealthChecks."""
         self._checks = checks
         self._busy = busy
@@ -100,7 +102,9 @@ class Silences:
         """End the looks that are under way."""
         await self._background.__aexit__(None, None, None)
 
-    def look(self, now: float, least_seconds: float, moves: Collection[Moves], silent: Iterable[Connection]) -> None:
+    def look(
+        self, now: float, least_seconds: float, moves: Collection[Moves], silent: Iterable[EngineConnection]
+    ) -> None:
         """Take in one look at all exchanges, and end those that are known to be lost.
 
         Args:
@@ -127,7 +131,7 @@ class Silences:
             self._watched = {backend: one for backend, one in kept if one.seen_at > now - _REMEMBERED_SECONDS}
 
     def _is_suspicious(
-        self, connection: Connection, now: float, least_seconds: float, moving: Collection[Backend]
+        self, connection: EngineConnection, now: float, least_seconds: float, moving: Collection[Backend]
     ) -> bool:
         """Whether an exchange is silent for so long that it is lost if nobody listens where its answer comes from. If
         it is silent for much longer, a check of its backend begins.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from proxy.observe.trace import TRACEPARENT
-from proxy.upstream.connection import Connection
+from proxy.upstream.connection import EngineConnection
 from proxy.upstream.upstream import Upstream
 
 if TYPE_CHECKING:
@@ -30,19 +30,19 @@ class TracedUpstream(Upstream):
         super().__init__(*given, **named)
         self._traces = traces
 
-    def give_back(self, connection: Connection) -> None:
+    def give_back(self, connection: EngineConnection) -> None:
         """See Upstream."""
         assert isinstance(connection, TracedConnection)
         connection.end_leg()
         super().give_back(connection)
 
-    def _new_connection(self, backend: Backend, address: str | None) -> Connection:
+    def _new_connection(self, backend: Backend, address: str | None) -> EngineConnection:
         render, clock = self._heads.render, self._clock
         return TracedConnection(self._traces, backend, self._loop, self.give_back, render, clock, address)
 
 
-class TracedConnection(Connection):
-    """A Connection whose exchange may be a leg of a sampled request."""
+class TracedConnection(EngineConnection):
+    """An EngineConnection whose exchange may be a leg of a sampled request."""
 
     def __init__(self, traces: Traces, *given: Any) -> None:
         super().__init__(*given)
@@ -54,7 +54,7 @@ class TracedConnection(Connection):
     def begin(
         self, exchange: Exchange, path: str, body: Body, headers: Mapping[str, str], *, answer_seconds: float
     ) -> None:
-        """See Connection."""
+        """See EngineConnection."""
         trace = self._traces.get(headers.get(TRACEPARENT, ""))
         if trace is not None:
             self._trace, self._leg = trace, trace.leg(self.backend, path, headers)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.engines.progress import StreamProgress
 from proxy.common.errors import Failure, UpstreamError
-from proxy.upstream.connection import Connection, upstream_error
+from proxy.upstream.connection import EngineConnection, upstream_error
 from proxy.upstream.dialing import Dialer
 from proxy.upstream.names import connect_problem
 from proxy.upstream.request_heads import RequestHeads
@@ -78,9 +78,9 @@ class Upstream:
         self._sweep_seconds = sweep_seconds or _sweep_seconds(timeouts, stall_seconds, silence_seconds)
         self._clock = clock
         self._dialer = Dialer(clock, is_news)
-        self._idle: dict[str, list[Connection]] = {}
+        self._idle: dict[str, list[EngineConnection]] = {}
         """By the backend's key."""
-        self._busy: set[Connection] = set()
+        self._busy: set[EngineConnection] = set()
         self._distrusted: dict[Role, float] = {}
         """Until when no connection of a role is used again, because one of them was closed just as it was."""
         self._preconnecting: set[asyncio.Task[None]] = set()
@@ -183,7 +183,7 @@ class Upstream:
 
     # For those who begin an Exchange themselves. A connection that was taken counts as busy until it is given back.
 
-    async def connect(self, backend: Backend) -> Connection:
+    async def connect(self, backend: Backend) -> EngineConnection:
         """A fresh connection, to be given back. Raises UpstreamError."""
         names, host, seconds = self._names, backend.host, self._timeouts.connect_seconds
         try:
@@ -202,7 +202,7 @@ class Upstream:
             problem = "not a host name"
         raise upstream_error(Failure.CONNECT, backend, f"cannot connect ({problem})")
 
-    def take_idle(self, backend: Backend) -> Connection | None:
+    def take_idle(self, backend: Backend) -> EngineConnection | None:
         """A connection that is idle, to be given back; None where there is none to rely on."""
         idle = self._idle.get(backend.key)
         if not idle:
@@ -225,7 +225,7 @@ class Upstream:
             connection.abort()
         return None
 
-    def give_back(self, connection: Connection) -> None:
+    def give_back(self, connection: EngineConnection) -> None:
         """Take back a connection: its exchange is over, or nobody waits for the rest of it, and it is told no more."""
         self._busy.discard(connection)
         if not connection.complete or connection.closed or connection.is_paused:
@@ -253,19 +253,19 @@ class Upstream:
             self._busy.discard(connection)
             self._keep(connection, _UNUSED_SECONDS)
 
-    def _keep(self, connection: Connection, seconds: float) -> None:
+    def _keep(self, connection: EngineConnection, seconds: float) -> None:
         """Let it be idle for so long."""
         connection.usable_until = self._clock() + seconds
         self._idle.setdefault(connection.backend.key, []).append(connection)
 
-    async def _connect_to(self, backend: Backend, address: str) -> Connection:
+    async def _connect_to(self, backend: Backend, address: str) -> EngineConnection:
         make = partial(self._new_connection, backend, None if address == backend.host else address)
         connection = (await self._loop.create_connection(make, address, backend.port))[1]
         connection.mask_key = self._mask_key
         return connection
 
-    def _new_connection(self, backend: Backend, address: str | None) -> Connection:
-        return Connection(backend, self._loop, self.give_back, self._heads.render, self._clock, address)
+    def _new_connection(self, backend: Backend, address: str | None) -> EngineConnection:
+        return EngineConnection(backend, self._loop, self.give_back, self._heads.render, self._clock, address)
 
     def _has_left(self, host: str, address: str) -> bool:
         return self._names is not None and self._names.has_left(host, address)
@@ -297,7 +297,7 @@ class Upstream:
         # This process was stopped or blocked. What the engines sent meanwhile may not have been read yet.
         lost_seconds = late_seconds if late_seconds > 2 * self._sweep_seconds else 0.0
         moves: dict[str, Moves] = {}
-        silent: list[Connection] = []
+        silent: list[EngineConnection] = []
         for connection in list(self._busy):
             parts = connection.check_silence(now, lost_seconds)
             if parts < 0:

@@ -12,7 +12,7 @@ import h11
 
 from proxy.balancer.engines.engine_keys import EngineKeys
 from proxy.common.backend import Backend, Role
-from proxy.upstream.connection import Connection
+from proxy.upstream.connection import EngineConnection
 from proxy.upstream.request_heads import RequestHeads
 from proxy.upstream.response import Response
 from tests.fuzz.cutting import cut, singly, spelled, words
@@ -76,9 +76,9 @@ class Line:
         return 0
 
 
-def connected(line: Line) -> Connection:
+def connected(line: Line) -> EngineConnection:
     """One connection to the engine."""
-    connection = Connection(ENGINE, asyncio.get_running_loop(), lambda _: None, _heads.render, lambda: 0.0)
+    connection = EngineConnection(ENGINE, asyncio.get_running_loop(), lambda _: None, _heads.render, lambda: 0.0)
     connection.connection_made(cast("asyncio.Transport", line))
     return connection
 

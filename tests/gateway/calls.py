@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from proxy.gateway.fast_connection import FastConnection
 from proxy.gateway.request import Request
 from proxy.observe.observers import Observers, RequestListener
-from proxy.upstream.connection import Connection
+from proxy.upstream.connection import EngineConnection
 from proxy.upstream.upstream import Upstream
 from proxy.wire.openai import Api
 from tests.asking import request
@@ -30,7 +30,7 @@ BATCH: Final = Observers.settle.__code__
 """Begins what is done for many requests at once. How many depends on the machine."""
 SWEEP: Final = Upstream.sweep.__code__
 """Begins the look at all exchanges that a timer has."""
-ROOTS: Final = {FastConnection.data_received.__code__, Connection.data_received.__code__, Request._look.__code__}
+ROOTS: Final = {FastConnection.data_received.__code__, EngineConnection.data_received.__code__, Request._look.__code__}
 """Begin what is done for one request."""
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from proxy.gateway.client_writer import ClientWriter
-    from proxy.upstream import Connection
+    from proxy.upstream import EngineConnection
 
 _OURS = str(Path(proxy.__file__).parent)
 
@@ -79,7 +79,7 @@ async def calls_for(
     body: dict[str, Any],
     *,
     is_observed: bool,
-    then: Callable[[Connection, Streamed], None] | None = None,
+    then: Callable[[EngineConnection, Streamed], None] | None = None,
 ) -> Counter[str]:
     """Calls for these reads from an engine; those before are the head and three tokens. `then`: what is done next."""
     connection = connected(EngineLine())
@@ -140,7 +140,7 @@ async def test_tokens_that_arrive_together_cost_less_than_two_calls() -> None:
 async def test_a_client_that_reads_too_slowly_holds_the_engine_back_at_once() -> None:
     tokens = [token("content", number, ids=True) for number in range(9)]
 
-    def fill(connection: Connection, client: Streamed) -> None:
+    def fill(connection: EngineConnection, client: Streamed) -> None:
         assert not connection.is_paused
         assert client.on_full is not None
         client.on_full()
@@ -155,7 +155,7 @@ async def test_the_next_answer_on_a_connection_does_not_go_to_the_client_of_the_
     tokens = [token("content", number, ids=True) for number in range(9)]
     client_of: list[Streamed] = []
 
-    def begin_another(connection: Connection, client: Streamed) -> None:
+    def begin_another(connection: EngineConnection, client: Streamed) -> None:
         client_of.append(client)
         before = len(client.written)
         connection.begin(Response(connection, lambda error: None), "/", b"", {}, answer_seconds=1.0)

@@ -14,7 +14,7 @@ from aiohttp import web, web_protocol
 from aiohttp.http import RawRequestMessage
 from yarl import URL
 
-from proxy.listener.connection import Connection
+from proxy.listener.connection import AiohttpConnection
 from proxy.settings import Listen
 from proxy.wire.openai import Api
 from tests.asking import request, until
@@ -476,7 +476,7 @@ async def test_a_kept_connection_may_be_idle_but_not_slow(site: Site) -> None:
     client.send(GET)
     await pass_by(site, 9.0)
     (connection,) = (each for each in site.front._open if each.door in site.front._heads)
-    assert isinstance(connection, Connection)
+    assert isinstance(connection, AiohttpConnection)
     assert connection._keepalive_handle is None  # the timer of aiohttp for idle connections
     client.send(b"\r\n")  # after 69 seconds, but 9 after the first byte
     assert (await client.reply()).status == 200

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from proxy.common.errors import UpstreamError
-    from proxy.upstream import Connection, Upstream
+    from proxy.upstream import EngineConnection, Upstream
 
 
 class Recorder:
@@ -40,7 +40,7 @@ class Recorder:
         self._then("ended")
 
 
-def begin(connection: Connection, exchange: Recorder) -> None:
+def begin(connection: EngineConnection, exchange: Recorder) -> None:
     connection.begin(exchange, "/v1/completions", [b"{", b' "', b'":0}'], {"x-request-id": "r"}, answer_seconds=LONG)
 
 

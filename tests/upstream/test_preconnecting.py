@@ -18,7 +18,7 @@ from tests.upstream.raw import Link, deaf, engine, failure_of, fetch, free_port
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from proxy.upstream import Connection
+    from proxy.upstream import EngineConnection
 
 
 class Clock:
@@ -33,7 +33,7 @@ def upstream_at(clock: Callable[[], float]) -> Upstream:
     return Upstream(Timeouts(), EngineKeys(None), sweep_seconds=3600.0, clock=clock)
 
 
-async def preconnected(upstream: Upstream, backend: Backend) -> Connection:
+async def preconnected(upstream: Upstream, backend: Backend) -> EngineConnection:
     """The one that was opened."""
     upstream.preconnect(backend)
     await until(lambda: upstream._idle.get(backend.key), "a connection")

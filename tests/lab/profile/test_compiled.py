@@ -8,7 +8,7 @@ STACKS = """\
     ffffffff81a2b3c4 tcp_sendmsg+0x12 ([kernel.kallsyms])
     7f0000001000 __libc_send+0x20 (/usr/lib/libc.so.6)
     7f0000001800 __pyx_f_6uvloop_4loop_8UVStream__try_write (/there/uvloop/loop.so)
-    7f0000002000 CPyDef_upstream___connection___Connection___begin+0x1f (/there/x__mypyc.so)
+    7f0000002000 CPyDef_upstream___connection___EngineConnection___begin+0x1f (/there/x__mypyc.so)
     7f0000003000 CPyDef_connectors___leg_driver___LegDriver____send (/there/x__mypyc.so)
 
     7f0000004000 _PyObject_Malloc (/usr/lib/libpython3.11.so.1.0)
@@ -23,7 +23,7 @@ STACKS = """\
 
 def test_a_sample_is_the_innermost_compiled_functions_or_the_interpreters_or_the_loops() -> None:
     assert list(samples(STACKS)) == [
-        Sample("upstream.connection.Connection.begin", is_kernel=True),
+        Sample("upstream.connection.EngineConnection.begin", is_kernel=True),
         Sample("what is not compiled", is_kernel=False),
         Sample("the event loop", is_kernel=False),
     ]
