@@ -2,5 +2,6 @@
 
 from proxy.fleet.inspector.inspector import Inspector
 from proxy.fleet.inspector.telling import log_misfit
+from proxy.fleet.inspector.transfers import InspectorParts
 
-__all__ = ["Inspector", "log_misfit"]
+__all__ = ["Inspector", "InspectorParts", "log_misfit"]

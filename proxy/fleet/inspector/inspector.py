@@ -19,19 +19,9 @@ from proxy.fleet.inspector.transfers import Transfers
 from proxy.settings import CONNECTOR_TRAITS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    import aiohttp
-
     from proxy.balancer.engines.engine_facts import Identity
-    from proxy.balancer.engines.engine_keys import EngineKeys
-    from proxy.balancer.fitness.fitness import Fitness
-    from proxy.balancer.health.health import Health
-    from proxy.balancer.models import ServedModels
-    from proxy.balancer.pool import Pool
-    from proxy.balancer.shared.scoreboard import Scoreboard
     from proxy.common.backend import Backend
-    from proxy.observe.metrics import Metrics
+    from proxy.fleet.inspector.transfers import InspectorParts
 
 logger = logging.getLogger("proxy.inspector.inspector")
 
@@ -39,36 +29,26 @@ _LOOK_SECONDS: Final = 1.0
 
 
 class Inspector(BackgroundOwner):
-    """One worker's. `async with` it. `reads`: this is the worker that reads decoders' counters."""
+    """Compares instances for one worker. `async with` it."""
 
-    def __init__(
-        self,
-        pools: Mapping[Role, Pool],
-        scoreboard: Scoreboard,
-        health: Health,
-        fitness: Fitness,
-        models: ServedModels,
-        session: aiohttp.ClientSession,
-        keys: EngineKeys,
-        metrics: Metrics,
-        interval_seconds: float,
-        connector: str,
-        lease_seconds: Callable[[Backend], float],
-        *,
-        reads: bool,
-    ) -> None:
-        """`interval_seconds`: between two readings of a decoder's counters, 0 for never. `lease_seconds`: how long a
-        prefiller keeps KV that nobody fetches, where it has leases.
+    def __init__(self, parts: InspectorParts, interval_seconds: float, connector: str, *, reads: bool) -> None:
+        """Keep the parts, to begin on entry.
+
+        Args:
+            parts: What it works with.
+            interval_seconds: Time between two readings of a decode instance's counters; 0: never read them.
+            connector: Name of the connector in the settings.
+            reads: Whether this worker reads the counters.
         """
-        self._pools = pools
-        self._health = health
-        self._fitness = fitness
-        self._keys = keys
-        self._metrics = metrics
+        self._pools = parts.pools
+        self._health = parts.health
+        self._fitness = parts.fitness
+        self._keys = parts.keys
+        self._metrics = parts.metrics
         self._interval_seconds = interval_seconds
         self._connector = connector
-        self._models = models
-        self._compared = [role for role in pools if role is not Role.ENCODE]
+        self._models = parts.models
+        self._compared = [role for role in parts.pools if role is not Role.ENCODE]
         self._told: dict[Backend, Identity] = {}
         self._serving: dict[Backend, frozenset[str]] = {}
         self._reported_kinds = [MisfitKind.GATEWAY, MisfitKind.CONNECTOR, MisfitKind.ROLE]
@@ -78,20 +58,8 @@ class Inspector(BackgroundOwner):
             self._reported_kinds.append(MisfitKind.BOOTSTRAP)
         self._background = Background(logger, "a look at instances")
         self._transfers = None
-        if reads and Role.PREFILL in pools:
-            self._transfers = Transfers(
-                prefillers=pools[Role.PREFILL],
-                decoders=pools[Role.DECODE],
-                scoreboard=scoreboard,
-                health=health,
-                fitness=fitness,
-                session=session,
-                keys=keys,
-                metrics=metrics,
-                background=self._background,
-                traits=traits,
-                lease_seconds=lease_seconds,
-            )
+        if reads and Role.PREFILL in parts.pools:
+            self._transfers = Transfers(parts, self._background, traits)
 
     def _begin(self) -> None:
         self._background.keep(self._keep_looking, "engine_comparison", self._metrics.background_restarts_total)

@@ -13,19 +13,21 @@ from proxy.balancer.fitness.attribution import PairWatch, culprits
 from proxy.balancer.fitness.handovers import CounterWatch, Verdict
 from proxy.balancer.fitness.misfits import MisfitKind
 from proxy.balancer.shared.scoreboard import LANES
+from proxy.common.backend import Role
 from proxy.fleet.inspector.expiries import Expiries
 from proxy.fleet.inspector.scraping import scrape
 from proxy.fleet.inspector.telling import EXPIRES, NOT_FETCHED, NOT_STORED, log_pair
 from proxy.wire.exposition import parse_prompt_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
 
     import aiohttp
 
     from proxy.balancer.engines.engine_keys import EngineKeys
     from proxy.balancer.fitness.fitness import Fitness
     from proxy.balancer.health.health import Health
+    from proxy.balancer.models import ServedModels
     from proxy.balancer.pool import Pool
     from proxy.balancer.shared.scoreboard import Handovers, Scoreboard
     from proxy.common.backend import Backend
@@ -35,6 +37,30 @@ if TYPE_CHECKING:
 
 # To render its counters costs an engine some milliseconds, in which it streams nothing.
 _SELDOM: Final = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class InspectorParts:
+    """One worker's parts that an Inspector and its Transfers work with."""
+
+    pools: Mapping[Role, Pool]
+    """Instances to compare, by role."""
+    scoreboard: Scoreboard
+    """KV handoffs of each decode instance."""
+    health: Health
+    """Tells which instances are up."""
+    fitness: Fitness
+    """Takes the verdicts on instances and pairs."""
+    models: ServedModels
+    """Models that instances serve."""
+    session: aiohttp.ClientSession
+    """Connections for reading the counters of engines."""
+    keys: EngineKeys
+    """Credentials for engines."""
+    metrics: Metrics
+    """Metrics of this worker."""
+    lease_seconds: Callable[[Backend], float]
+    """Returns how long a prefill instance keeps KV that no decode instance fetches, where it has leases."""
 
 
 @dataclass(slots=True)
@@ -55,30 +81,17 @@ class _Decoder:
 class Transfers:
     """For the one worker that reads counters. `look` every so often."""
 
-    def __init__(
-        self,
-        prefillers: Pool,
-        decoders: Pool,
-        scoreboard: Scoreboard,
-        health: Health,
-        fitness: Fitness,
-        session: aiohttp.ClientSession,
-        keys: EngineKeys,
-        metrics: Metrics,
-        background: Background,
-        lease_seconds: Callable[[Backend], float],
-        *,
-        traits: ConnectorTraits,
-    ) -> None:
-        """`lease_seconds`: how long a prefiller keeps KV that nobody fetches."""
-        self._prefill_pool = prefillers
-        self._decode_pool = decoders
+    def __init__(self, parts: InspectorParts, background: Background, traits: ConnectorTraits) -> None:
+        """Keep the parts of an Inspector, which has prefill instances, and its background tasks."""
+        session, keys, scoreboard = parts.session, parts.keys, parts.scoreboard
+        self._prefill_pool = parts.pools[Role.PREFILL]
+        self._decode_pool = parts.pools[Role.DECODE]
         self._scoreboard = scoreboard
-        self._health = health
-        self._fitness = fitness
+        self._health = parts.health
+        self._fitness = parts.fitness
         self._session = session
         self._keys = keys
-        self._metrics = metrics
+        self._metrics = parts.metrics
         self._background = background
         self._from_store = traits.is_store
         self._lanes: dict[int, Backend] = {}
@@ -89,10 +102,10 @@ class Transfers:
         if traits.counts_expired_leases:
             self._expiries = Expiries(
                 scoreboard,
-                metrics,
+                parts.metrics,
                 background,
                 lambda backend: scrape(session, keys, backend),
-                lease_seconds,
+                parts.lease_seconds,
                 self._tell,
             )
 

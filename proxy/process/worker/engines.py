@@ -22,7 +22,7 @@ from proxy.fleet.discovery.joining import Joiner
 from proxy.fleet.discovery.own_address import OwnAddresses
 from proxy.fleet.discovery.prober import Prober
 from proxy.fleet.discovery.watcher import Watcher
-from proxy.fleet.inspector import Inspector
+from proxy.fleet.inspector import Inspector, InspectorParts
 from proxy.fleet.inspector.scraping import makes_progress
 from proxy.process.worker.balancing import subject
 from proxy.settings import Endpoint
@@ -248,7 +248,7 @@ def _joiner(basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Rol
 def _inspector(
     basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Role, Pool], releaser: Releaser
 ) -> Inspector:
-    inspector = Inspector(
+    parts = InspectorParts(
         pools=pools,
         scoreboard=basis.shared.scoreboard,
         health=balancing.health,
@@ -257,11 +257,11 @@ def _inspector(
         session=lines.session,
         keys=balancing.keys,
         metrics=basis.metrics,
-        interval_seconds=basis.settings.health.transfer_interval_seconds,
-        connector=basis.settings.connector,
         lease_seconds=lambda prefiller: releaser.pin_seconds(prefiller, KvTransfer.NIXL),
-        reads=basis.index == 0,
     )
+    settings = basis.settings
+    seconds = settings.health.transfer_interval_seconds
+    inspector = Inspector(parts, seconds, settings.connector, reads=basis.index == 0)
     basis.live.add(lambda new: inspector.configure(new.health.transfer_interval_seconds))
     return inspector
 
