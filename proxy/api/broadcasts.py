@@ -30,11 +30,9 @@ if TYPE_CHECKING:
     from multidict import MultiMapping
 
     from proxy.api.administrators import Administrators
+    from proxy.api.instance_view import InstanceParts
     from proxy.balancer.engines.engine_keys import EngineKeys
-    from proxy.balancer.pool import Pool
-    from proxy.balancer.roster import Roster
-    from proxy.balancer.shared.scoreboard import Scoreboard
-    from proxy.common.backend import Backend, Role
+    from proxy.common.backend import Backend
 
 logger = logging.getLogger(__name__)
 
@@ -81,23 +79,28 @@ class BroadcastApi:
 
     Who is to sleep is disabled first, and not told before it has answered all that it has; who has woken
     up as a whole is enabled.
-
-    `cache_path`: the engines' route that empties their prefix caches; callers may use that name, too.
     """
 
     def __init__(
         self,
-        pools: Mapping[Role, Pool],
-        roster: Roster,
-        scoreboard: Scoreboard,
+        parts: InstanceParts,
         session: aiohttp.ClientSession,
         keys: EngineKeys,
         administrators: Administrators,
         cache_path: str = RESET_PREFIX_CACHE,
     ) -> None:
-        self._pools = pools
-        self._roster = roster
-        self._scoreboard = scoreboard
+        """Keep the parts.
+
+        Args:
+            parts: What the routes on instances work with.
+            session: Connections to engines.
+            keys: Credentials for engines.
+            administrators: Restricts the routes to administrators.
+            cache_path: The engines' route that empties their prefix caches. Callers may use this name, too.
+        """
+        self._pools = parts.pools
+        self._roster = parts.roster
+        self._scoreboard = parts.scoreboard
         self._session = session
         self._keys = keys
         self._administrators = administrators

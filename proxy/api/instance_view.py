@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from proxy.balancer.engines.engine_facts import UNKNOWN_VERSION, EngineFacts
@@ -26,31 +27,43 @@ if TYPE_CHECKING:
     from proxy.fleet.discovery.joining import Joiner
 
 
-class InstanceView:
-    """Of the instances of the roles that the connector uses, which have these `pools`."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class InstanceParts:
+    """One worker's parts that the routes on instances work with."""
 
-    def __init__(
-        self,
-        pools: Mapping[Role, Pool],
-        roster: Roster,
-        scoreboard: Scoreboard,
-        health: Health,
-        health_board: HealthBoard,
-        misfits: Misfits,
-        joiner: Joiner,
-        models: ServedModels,
-        pool_of: Callable[[Backend], Pool] | None = None,
-    ) -> None:
-        """`pool_of`: in which pool an instance is compared with others, if not in that of its role."""
-        self._pools = pools
-        self._roster = roster
-        self._scoreboard = scoreboard
-        self._health = health
-        self._health_board = health_board
-        self._misfits = misfits
-        self._joiner = joiner
-        self._models = models
-        self._pool_of = pool_of or (lambda backend: pools[backend.role])
+    pools: Mapping[Role, Pool]
+    """Pools of the roles that the connector uses."""
+    roster: Roster
+    """Members of these pools."""
+    scoreboard: Scoreboard
+    """Loads of the instances, summed over all workers."""
+    health: Health
+    """Health of the instances, as this worker sees it."""
+    health_board: HealthBoard
+    """Health of the instances, as each worker sees it."""
+    misfits: Misfits
+    """Incompatibilities that were found."""
+    joiner: Joiner
+    """Instances that were added and did not pass a health check yet."""
+    models: ServedModels
+    """Models that instances serve."""
+    pool_of: Callable[[Backend], Pool]
+    """Returns the pool in which an instance is compared with others."""
+
+
+class InstanceView:
+    """Describes the instances of the roles that the connector uses."""
+
+    def __init__(self, parts: InstanceParts) -> None:
+        self._pools = parts.pools
+        self._roster = parts.roster
+        self._scoreboard = parts.scoreboard
+        self._health = parts.health
+        self._health_board = parts.health_board
+        self._misfits = parts.misfits
+        self._joiner = parts.joiner
+        self._models = parts.models
+        self._pool_of = parts.pool_of
         self.configured: Collection[Backend] = ()
         """Those in the configuration."""
 

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from proxy.api.administrators import author
 from proxy.api.instance_changes import read_change
-from proxy.api.instance_view import membership_of
+from proxy.api.instance_view import InstanceView, membership_of
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import BadRequest
 from proxy.fleet.discovery.static import configured
@@ -23,11 +23,8 @@ if TYPE_CHECKING:
 
     from proxy.api.administrators import Administrators
     from proxy.api.instance_changes import InstanceChange
-    from proxy.api.instance_view import InstanceView
-    from proxy.balancer.pool import Pool
-    from proxy.balancer.roster import Roster
+    from proxy.api.instance_view import InstanceParts
     from proxy.balancer.shared.source_states import SourceStates
-    from proxy.fleet.discovery.joining import Joiner
     from proxy.settings import Endpoint, Settings
     from proxy.upstream.names import Names
 
@@ -40,26 +37,31 @@ _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 
 
 class InstancesApi:
-    """The routes under `/instances`. `pools` are those of the roles that the connector uses. `drop_drained` forgets the
-    removed instances whose last request has ended.
-    """
+    """The routes under `/instances`."""
 
     def __init__(
         self,
-        pools: Mapping[Role, Pool],
-        roster: Roster,
-        view: InstanceView,
-        joiner: Joiner,
+        parts: InstanceParts,
         sources: SourceStates,
         drop_drained: Callable[[], None],
         names: Names,
         administrators: Administrators,
         settings: Settings,
     ) -> None:
-        self._pools = pools
-        self._roster = roster
-        self._view = view
-        self._joiner = joiner
+        """Take the settings.
+
+        Args:
+            parts: What the routes on instances work with.
+            sources: States of the discovery sources.
+            drop_drained: Forgets the removed instances whose last request has ended.
+            names: Checks the addresses of new instances.
+            administrators: Restricts the routes to administrators.
+            settings: The settings of the gateway.
+        """
+        self._pools = parts.pools
+        self._roster = parts.roster
+        self._view = InstanceView(parts)
+        self._joiner = parts.joiner
         self._sources = sources
         self._drop_drained = drop_drained
         self._names = names

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from proxy.api.admin import AdminApi
 from proxy.api.administrators import Administrators
 from proxy.api.broadcasts import RESET_PREFIX_CACHE, BroadcastApi
-from proxy.api.instance_view import InstanceView
+from proxy.api.instance_view import InstanceParts
 from proxy.api.instances import InstancesApi
 from proxy.api.probes import ProbeApi
 from proxy.balancer.models import ServedModels
@@ -59,40 +59,24 @@ async def client_of(
     drain.is_draining = is_draining
     administrators = Administrators(admin_key, listens_on=listens_on, trusts_local=trusts_local)
     names = names or Names(RULES, (), gateway.metrics)
-    view = InstanceView(
-        pools,
-        gateway.roster,
-        gateway.scoreboard,
-        gateway.health,
-        gateway.health_board,
-        gateway.misfits,
-        gateway.joiner,
-        ServedModels(gateway.roster, gateway.health, tuple(pools)),
+    parts = InstanceParts(
+        pools=pools,
+        roster=gateway.roster,
+        scoreboard=gateway.scoreboard,
+        health=gateway.health,
+        health_board=gateway.health_board,
+        misfits=gateway.misfits,
+        joiner=gateway.joiner,
+        models=ServedModels(gateway.roster, gateway.health, tuple(pools)),
+        pool_of=lambda backend: pools[backend.role],
     )
-    instances = InstancesApi(
-        pools,
-        gateway.roster,
-        view,
-        gateway.joiner,
-        SourceStates(),
-        gateway.prober.drop_drained,
-        names,
-        administrators,
-        settings,
-    )
+    drop_drained = gateway.prober.drop_drained
+    instances = InstancesApi(parts, SourceStates(), drop_drained, names, administrators, settings)
     apis = (
         ProbeApi(gateway.lanes(settings, roles), drain),
         AdminApi(gateway.metrics, dict, reload, administrators),
         instances,
-        BroadcastApi(
-            pools,
-            gateway.roster,
-            gateway.scoreboard,
-            gateway.session,
-            keys or gateway.keys(),
-            administrators,
-            cache_path,
-        ),
+        BroadcastApi(parts, gateway.session, keys or gateway.keys(), administrators, cache_path),
     )
     return await gateway.serve([route for api in apis for route in api.routes()])
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from proxy.api.admin import AdminApi
 from proxy.api.broadcasts import BroadcastApi
-from proxy.api.instance_view import InstanceView
+from proxy.api.instance_view import InstanceParts
 from proxy.api.instances import InstancesApi
 from proxy.api.requests import RequestsApi
 from proxy.api.status_page import StatusPage
@@ -43,7 +43,7 @@ def _routes(
     shared, settings = basis.shared, basis.settings
     has_own_port = settings.admin.port is not None
     administrators = administrators_of(basis, settings.administration_host, trusts_local=has_own_port)
-    view = InstanceView(
+    parts = InstanceParts(
         pools=engines.pools,
         roster=shared.roster,
         scoreboard=shared.scoreboard,
@@ -55,10 +55,7 @@ def _routes(
         pool_of=lambda backend: balancing.pool_of.find(backend),
     )
     instances = InstancesApi(
-        pools=engines.pools,
-        roster=shared.roster,
-        view=view,
-        joiner=engines.joiner,
+        parts=parts,
         sources=shared.sources,
         drop_drained=engines.prober.drop_drained,
         names=engines.lines.names,
@@ -67,9 +64,7 @@ def _routes(
     )
     basis.live.add(instances.configure)
     broadcasts = BroadcastApi(
-        pools=engines.pools,
-        roster=shared.roster,
-        scoreboard=shared.scoreboard,
+        parts=parts,
         session=engines.lines.session,
         keys=balancing.keys,
         administrators=administrators,
