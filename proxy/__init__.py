@@ -19,7 +19,7 @@ Misfit       a way in which a healthy backend does not fit the others or this ga
 PinnedKv     KV cache that prefillers keep although no decoder will fetch it
 Dialect      one API that clients speak: how its requests become calls, and answers become its bytes
 Call         one parsed client request; immutable, knows its cost
-Admission    the queue in front of the pools: calls wait there until there is room for them
+AdmissionQueue the queue in front of the pools: calls wait there until there is room for them
 Request      one client request, from its body to the end of its answer; callbacks of connections drive it
 LegDriver    sends the legs of one attempt from the callbacks of their connections
 AttemptLoop  one unit's further attempts, in a task: the only place that repeats or resumes

@@ -1,6 +1,6 @@
 """Admission: one worker's queue in front of the pools, for requests that no instance has room for yet.
 
-The room itself is the pools' business. Admission only asks whether there is any. `queue_order` decides who takes it.
+The pools know the room. AdmissionQueue asks them whether there is any. `queue_order` decides which request takes it.
 The length of the queue, the time in it and the request bodies in memory are bounded; what exceeds these bounds is
 refused at once and told when to come back.
 """
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 class HasRoom(Protocol):
-    """See Admission."""
+    """See AdmissionQueue."""
 
     def __call__(self, request: Callable[[], PickRequest] | None = None) -> bool:
-        """See Admission."""
+        """See AdmissionQueue."""
 
 
 # So many of those who wait are looked at for one to whom what is free is best.
@@ -49,7 +49,7 @@ _LOOK_AGAIN_SECONDS: Final = 0.02
 _LET_GO_SECONDS: Final = 0.25
 
 
-class Admission:
+class AdmissionQueue:
     """Owns the queue and the account of what is held. One per worker.
 
     `has_room`: whether a lease taken now would find room, or would fail anyhow because no backend is eligible. If it is
@@ -429,11 +429,13 @@ class Admission:
 
 
 class QueuedUnit:
-    """A unit in the queue that has no task. Get it from `Admission.queue`."""
+    """A unit in the queue that has no task. Get it from `AdmissionQueue.queue`."""
 
     __slots__ = ("_admission", "_on_turn", "_waiter")
 
-    def __init__(self, admission: Admission, waiter: Waiter, on_turn: Callable[[GatewayError | None], None]) -> None:
+    def __init__(
+        self, admission: AdmissionQueue, waiter: Waiter, on_turn: Callable[[GatewayError | None], None]
+    ) -> None:
         self._admission = admission
         self._waiter = waiter
         self._on_turn: Callable[[GatewayError | None], None] | None = on_turn
@@ -461,13 +463,13 @@ class QueuedUnit:
 
 
 class Entry:
-    """One unit's way through the gate. Get it from `Admission.admit` and enter it, once."""
+    """One unit's way through the gate. Get it from `AdmissionQueue.admit` and enter it, once."""
 
     __slots__ = (*("_admission", "_has_been_in", "_on_wait"), *("key", "is_patient", "request", "since"))
 
     def __init__(
         self,
-        admission: Admission,
+        admission: AdmissionQueue,
         key: str,
         is_patient: bool,
         on_wait: Callable[[], None] | None,

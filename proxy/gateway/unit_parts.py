@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from proxy.balancer.pools import Pools
     from proxy.connectors.base import Connector
-    from proxy.gateway.admission import Admission
+    from proxy.gateway.admission import AdmissionQueue
     from proxy.gateway.common_abilities import CommonAbilities
     from proxy.gateway.detokenizer import Detokenizer
     from proxy.gateway.retry_budget import RetryBudget
@@ -27,6 +27,6 @@ class FlowParts:
     detokenizer: Detokenizer
     suspects: Suspects
     budget: RetryBudget
-    admission: Admission
+    admission: AdmissionQueue
     metrics: Metrics
     settings: Settings

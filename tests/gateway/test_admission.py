@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from proxy.balancer.shared.fronts import NOBODY, Fronts
 from proxy.common.backend import Role
 from proxy.common.errors import NoBackendAvailable, Overloaded
-from proxy.gateway.admission import Admission
+from proxy.gateway.admission import AdmissionQueue
 from proxy.observe.metrics import Metrics
 from proxy.settings.model import Admission as Limits
 from tests.clock import Clock
@@ -76,7 +76,7 @@ class Gate:
         self.absent: Role | None = None
         self.refusing: tuple[Role, float] | None = None
         self.listens = False
-        self.admission = Admission(
+        self.admission = AdmissionQueue(
             Limits(),
             self.has_room,
             self.metrics,

@@ -12,7 +12,7 @@ from lab.replay import virtual_time
 from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Load
 from proxy.common.errors import GatewayError, Overloaded
-from proxy.gateway.admission import Admission
+from proxy.gateway.admission import AdmissionQueue
 from proxy.observe.metrics import Metrics
 from proxy.settings.model import Admission as Limits
 
@@ -33,7 +33,7 @@ class Engines:
         """Seconds that each request waited, in the order in which they were let in."""
         self.rejected: list[str] = []
         self._loop = asyncio.get_running_loop()
-        self.admission = Admission(
+        self.admission = AdmissionQueue(
             Limits.model_validate(limits),
             lambda request=None: self.taken < self.places,
             Metrics(),

@@ -25,7 +25,7 @@ from proxy.fleet.kv_events.blocks import Blocks
 from proxy.fleet.replicas.exchange import ExchangeParts, StateExchange
 from proxy.fleet.replicas.local_state import LocalState
 from proxy.fleet.replicas.peer_rows import PeerRows, SharedRows
-from proxy.gateway.admission import Admission
+from proxy.gateway.admission import AdmissionQueue
 from proxy.gateway.api_keys import KeyUsage
 from proxy.observe.metrics import Metrics
 from proxy.process.monitor import LoopLag
@@ -128,7 +128,7 @@ class Worker:
 
     def __init__(self, pools: Pools, clock: Callable[[], float], front: WorkerFront | None) -> None:
         self.pools = pools
-        self.admission = Admission(
+        self.admission = AdmissionQueue(
             AdmissionLimits(),
             self._has_room,
             Metrics(),
