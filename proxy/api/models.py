@@ -7,7 +7,6 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-import aiohttp
 import orjson
 from aiohttp import web
 
@@ -18,12 +17,10 @@ from proxy.dialects.adjustments import ModelNames
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.api.key_auth import KeyAuth
-    from proxy.balancer.engines.engine_keys import EngineKeys
+    from proxy.api.questions import QuestionParts
     from proxy.balancer.models import ServedModels
     from proxy.balancer.pool import Pool
     from proxy.common.backend import Backend
-    from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
 
 _PATH: Final = "/v1/models"
@@ -40,23 +37,21 @@ class ModelsApi:
     The last answer is kept for two seconds, for clients with the same credential.
     """
 
-    def __init__(
-        self,
-        pools: Sequence[Pool],
-        session: aiohttp.ClientSession,
-        engine_keys: EngineKeys,
-        client_keys: KeyAuth,
-        metrics: Metrics,
-        settings: Settings,
-        models: ServedModels,
-    ) -> None:
-        """`pools`: those whose backends are asked. `models`: what is known of all instances."""
+    def __init__(self, parts: QuestionParts, pools: Sequence[Pool], models: ServedModels, settings: Settings) -> None:
+        """Take the settings.
+
+        Args:
+            parts: What it asks engines with.
+            pools: Pools whose backends are asked.
+            models: Models of all instances, as far as they are known.
+            settings: The settings of the gateway.
+        """
         self._pools = pools
         self._known = models
-        self._session = session
-        self._engine_keys = engine_keys
-        self._client_keys = client_keys
-        self._metrics = metrics
+        self._session = parts.session
+        self._engine_keys = parts.engine_keys
+        self._client_keys = parts.client_keys
+        self._metrics = parts.metrics
         self._kept_for: str | None = None
         self._kept_until = 0.0
         self._kept: dict[str, dict[str, Any]] = {}

@@ -31,14 +31,12 @@ from proxy.observe.logs import access_line
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping, Sequence
 
-    from proxy.api.key_auth import KeyAuth
+    from proxy.api.questions import QuestionParts
     from proxy.api.role_queue import RoleQueue
-    from proxy.balancer.engines.engine_keys import EngineKeys
     from proxy.common.backend import Backend
     from proxy.gateway.lanes import Lanes
     from proxy.gateway.retry_budget import RetryPermit
     from proxy.listener.drain import DrainManager
-    from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
 
 ROUTES: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
@@ -92,31 +90,19 @@ class _ClientLost(Exception):
 
 
 class PassthroughApi:
-    """The routes of the configured groups, on the backends of one role.
+    """The routes of the configured groups, on the backends of one role."""
 
-    `session` must not decompress answers.
-    """
-
-    def __init__(
-        self,
-        lanes: Lanes,
-        session: aiohttp.ClientSession,
-        engine_keys: EngineKeys,
-        client_keys: KeyAuth,
-        drain: DrainManager,
-        settings: Settings,
-        metrics: Metrics,
-    ) -> None:
-        self._session = session
-        self._engine_keys = engine_keys
-        self._client_keys = client_keys
+    def __init__(self, parts: QuestionParts, lanes: Lanes, drain: DrainManager, settings: Settings) -> None:
+        self._session = parts.session
+        self._engine_keys = parts.engine_keys
+        self._client_keys = parts.client_keys
         self._drain = drain
         self._bodies = lanes.whole.gateway.admission
         self._groups: list[str] = [*settings.passthrough]
         if settings.connector_traits.has_sglang_routes:
             self._groups.append("sglang")
-        self._metrics = metrics
-        self._queues = RoleQueues(lanes, settings, metrics)
+        self._metrics = parts.metrics
+        self._queues = RoleQueues(lanes, settings, parts.metrics)
         self.configure(settings)
 
     def configure(self, settings: Settings) -> None:

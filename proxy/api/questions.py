@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.balancer.engines.engine_keys import without_key
@@ -16,10 +17,25 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from proxy.api.key_auth import KeyAuth
+    from proxy.balancer.engines.engine_keys import EngineKeys
     from proxy.common.backend import Backend
     from proxy.observe.metrics import Metrics
 
 _MAX_ANSWER_BYTES: Final = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class QuestionParts:
+    """One worker's parts that the routes work with that ask engines for clients."""
+
+    session: aiohttp.ClientSession
+    """Connections to engines. It must not decompress answers."""
+    engine_keys: EngineKeys
+    """Credentials for engines."""
+    client_keys: KeyAuth
+    """Keys of clients, and their limits."""
+    metrics: Metrics
+    """Metrics of this worker."""
 
 
 def counted(

@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
 
-import aiohttp
 import orjson
 from aiohttp import web
 
@@ -23,12 +22,10 @@ from proxy.common.errors import BadRequest, UpstreamError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    from proxy.api.key_auth import KeyAuth
     from proxy.api.probes import ProbeApi
-    from proxy.balancer.engines.engine_keys import EngineKeys
+    from proxy.api.questions import QuestionParts
     from proxy.balancer.pool import Pool
     from proxy.common.backend import Backend
-    from proxy.observe.metrics import Metrics
 
 _TIMEOUT_SECONDS: Final = 10.0
 _INFO_PATHS: Final = ("/server_info", "/get_server_info")
@@ -54,21 +51,13 @@ _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 class SglangApi:
     """The routes of connector sglang_bootstrap. `pools` are those of both roles."""
 
-    def __init__(
-        self,
-        pools: Mapping[Role, Pool],
-        session: aiohttp.ClientSession,
-        engine_keys: EngineKeys,
-        client_keys: KeyAuth,
-        probes: ProbeApi,
-        metrics: Metrics,
-    ) -> None:
+    def __init__(self, parts: QuestionParts, pools: Mapping[Role, Pool], probes: ProbeApi) -> None:
         self._pools = pools
-        self._session = session
-        self._engine_keys = engine_keys
-        self._client_keys = client_keys
+        self._session = parts.session
+        self._engine_keys = parts.engine_keys
+        self._client_keys = parts.client_keys
         self._probes = probes
-        self._metrics = metrics
+        self._metrics = parts.metrics
 
     def routes(self) -> Sequence[web.RouteDef]:
         """For the application."""

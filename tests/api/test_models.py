@@ -15,6 +15,7 @@ from yarl import URL
 from proxy.api import models
 from proxy.api.key_auth import KeyAuth
 from proxy.api.models import ModelsApi
+from proxy.api.questions import QuestionParts
 from proxy.common.backend import Role
 from proxy.gateway.api_keys import ApiKeys, KeyUsage, assign_slots
 from proxy.settings import ClientKey, Settings
@@ -49,7 +50,8 @@ async def client_of(gateway: Gateway, key: str | None = None, *ports: int, calle
     client_keys = KeyAuth(callers or ApiKeys(KeyUsage()))
     models = gateway.lanes().models
     pools = tuple(gateway.pools.values())
-    api = ModelsApi(pools, gateway.session, keys, client_keys, gateway.metrics, Settings(), models)
+    parts = QuestionParts(session=gateway.session, engine_keys=keys, client_keys=client_keys, metrics=gateway.metrics)
+    api = ModelsApi(parts, pools, models, Settings())
     return await gateway.serve(api.routes())
 
 

@@ -17,6 +17,7 @@ from multidict import CIMultiDict
 
 from proxy.api.key_auth import KeyAuth
 from proxy.api.passthrough import ROUTES, PassthroughApi
+from proxy.api.questions import QuestionParts
 from proxy.common.backend import Load, Role
 from proxy.gateway.api_keys import ApiKeys, KeyUsage, assign_slots
 from proxy.listener.drain import DrainManager
@@ -48,15 +49,13 @@ async def client_of(
     """A client of the single-hop routes; `sections` are settings."""
     retry = {"base_delay_seconds": 0.0, "max_delay_seconds": 0.0, **sections.pop("retry", {})}
     settings = Settings.model_validate({"passthrough": list(groups), "retry": retry, **sections})
-    api = PassthroughApi(
-        gateway.lanes(settings, [role]),
-        gateway.session,
-        keys or gateway.keys(),
-        KeyAuth(callers or ApiKeys(KeyUsage())),
-        DrainManager(),
-        settings,
-        gateway.metrics,
+    parts = QuestionParts(
+        session=gateway.session,
+        engine_keys=keys or gateway.keys(),
+        client_keys=KeyAuth(callers or ApiKeys(KeyUsage())),
+        metrics=gateway.metrics,
     )
+    api = PassthroughApi(parts, gateway.lanes(settings, [role]), DrainManager(), settings)
     return await gateway.serve(api.routes(), client_max_size=2**30)
 
 
@@ -516,15 +515,10 @@ async def test_settings_can_change(gateway: Gateway) -> None:
     await gateway.engine(Role.PREFILL, echo)
     settings = Settings()
     keys = KeyAuth(ApiKeys(KeyUsage()))
-    api = PassthroughApi(
-        gateway.lanes(settings),
-        gateway.session,
-        gateway.keys(),
-        keys,
-        DrainManager(),
-        settings,
-        gateway.metrics,
+    parts = QuestionParts(
+        session=gateway.session, engine_keys=gateway.keys(), client_keys=keys, metrics=gateway.metrics
     )
+    api = PassthroughApi(parts, gateway.lanes(settings), DrainManager(), settings)
     client = await gateway.serve(api.routes())
     for max_body_bytes, status in ((10, 413), (11, 200)):
         api.configure(Settings.model_validate({"listen": {"max_body_bytes": max_body_bytes}}))

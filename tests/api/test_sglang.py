@@ -12,6 +12,7 @@ from aiohttp.test_utils import unused_port
 
 from proxy.api.key_auth import KeyAuth
 from proxy.api.probes import ProbeApi
+from proxy.api.questions import QuestionParts
 from proxy.api.sglang import SglangApi
 from proxy.common.backend import Role
 from proxy.gateway.api_keys import ApiKeys, KeyUsage, assign_slots
@@ -43,7 +44,10 @@ SECRETS = {
 async def client_of(gateway: Gateway, callers: ApiKeys | None = None) -> Client:
     client_keys = KeyAuth(callers or ApiKeys(KeyUsage()))
     probes = ProbeApi(gateway.lanes(), DrainManager())
-    api = SglangApi(gateway.pools, gateway.session, gateway.keys(), client_keys, probes, gateway.metrics)
+    parts = QuestionParts(
+        session=gateway.session, engine_keys=gateway.keys(), client_keys=client_keys, metrics=gateway.metrics
+    )
+    api = SglangApi(parts, gateway.pools, probes)
     return await gateway.serve(api.routes())
 
 

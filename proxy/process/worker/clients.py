@@ -15,6 +15,7 @@ from proxy.api.key_auth import KeyAuth
 from proxy.api.models import ModelsApi
 from proxy.api.passthrough import PassthroughApi
 from proxy.api.probes import ProbeApi
+from proxy.api.questions import QuestionParts
 from proxy.api.sglang import SglangApi
 from proxy.api.signposts import Signposts
 from proxy.api.status_page import StatusPage
@@ -35,6 +36,8 @@ from proxy.process.configuration import secrets_of
 from proxy.process.worker.applications import administrators_of, application, http_listener
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from aiohttp import web
 
     from proxy.balancer.pools import Pools
@@ -91,10 +94,16 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
         metrics=basis.metrics,
     )
     basis.live.add(counting.configure)
+    questions = QuestionParts(
+        session=engines.lines.session, engine_keys=balancing.keys, client_keys=keys, metrics=basis.metrics
+    )
     routes = [
         *generation.routes(),
         *counting.routes(),
-        *_engine_routes(basis, balancing, engines, lanes, keys, drain, probes),
+        *_models_routes(basis, balancing, engines, questions),
+        *_passthrough_routes(basis, lanes, drain, questions),
+        *probes.routes(),
+        *_sglang_routes(basis, engines, probes, questions),
     ]
     signposts = Signposts(routes, StatusPage() if basis.settings.admin.port is None else None)
     cors = Cors(signposts.is_clients, basis.settings.listen)
@@ -205,46 +214,23 @@ def _client_keys(basis: Basis, lanes: Lanes) -> ApiKeys:
     return api_keys
 
 
-def _engine_routes(
-    basis: Basis,
-    balancing: Balancing,
-    engines: Engines,
-    lanes: Lanes,
-    client_keys: KeyAuth,
-    drain: DrainManager,
-    probes: ProbeApi,
-) -> list[web.RouteDef]:
-    """Routes whose answers engines know, and those that ask whether this worker is well."""
-    session, keys, metrics = engines.lines.session, balancing.keys, basis.metrics
-    models = ModelsApi(
-        pools=tuple(engines.serving.values()),
-        session=session,
-        engine_keys=keys,
-        client_keys=client_keys,
-        metrics=metrics,
-        settings=basis.settings,
-        models=balancing.models,
-    )
+def _models_routes(
+    basis: Basis, balancing: Balancing, engines: Engines, parts: QuestionParts
+) -> Sequence[web.RouteDef]:
+    models = ModelsApi(parts, tuple(engines.serving.values()), balancing.models, basis.settings)
     basis.live.add(models.configure)
-    passthrough = PassthroughApi(
-        lanes=lanes,
-        session=session,
-        engine_keys=keys,
-        client_keys=client_keys,
-        drain=drain,
-        settings=basis.settings,
-        metrics=metrics,
-    )
+    return models.routes()
+
+
+def _passthrough_routes(
+    basis: Basis, lanes: Lanes, drain: DrainManager, parts: QuestionParts
+) -> Sequence[web.RouteDef]:
+    passthrough = PassthroughApi(parts, lanes, drain, basis.settings)
     basis.live.add(passthrough.configure)
-    routes = [*models.routes(), *passthrough.routes(), *probes.routes()]
-    if basis.settings.connector_traits.has_sglang_routes:
-        sglang = SglangApi(
-            pools=engines.serving,
-            session=session,
-            engine_keys=keys,
-            client_keys=client_keys,
-            probes=probes,
-            metrics=metrics,
-        )
-        routes += sglang.routes()
-    return routes
+    return passthrough.routes()
+
+
+def _sglang_routes(basis: Basis, engines: Engines, probes: ProbeApi, parts: QuestionParts) -> Sequence[web.RouteDef]:
+    if not basis.settings.connector_traits.has_sglang_routes:
+        return ()
+    return SglangApi(parts, engines.serving, probes).routes()
