@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -33,29 +34,37 @@ if TYPE_CHECKING:
     from proxy.settings import Settings
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class GenerationParts:
+    """One worker's parts that the routes work with that generate."""
+
+    lanes: Lanes
+    """Instances that serve the same models, and the queues in front of them."""
+    keys: KeyAuth
+    """Keys of clients, and their limits."""
+    drain: DrainManager
+    """Counts the requests in flight."""
+    observers: Observers
+    """Take the record of each request."""
+    cors: Callable[[], Cors]
+    """Returns the rules for pages of other origins."""
+    debug_headers: DebugHeaders
+    """Adds the headers that describe how a request was served."""
+
+
 class GenerationApi:
     """The routes that go through the connector."""
 
-    def __init__(
-        self,
-        dialects: Sequence[Dialect],
-        lanes: Lanes,
-        keys: KeyAuth,
-        drain: DrainManager,
-        settings: Settings,
-        observers: Observers,
-        cors: Callable[[], Cors],
-        debug_headers: DebugHeaders,
-    ) -> None:
+    def __init__(self, parts: GenerationParts, dialects: Sequence[Dialect], settings: Settings) -> None:
         """`dialects`: those that the engines can serve. `intake` is set before the first request comes."""
         self.intake: Intake
         self._dialects = dialects
-        self._lanes = lanes
-        self._keys = keys
-        self._drain = drain
-        self._observers = observers
-        self._cors = cors
-        self._debug_headers = debug_headers
+        self._lanes = parts.lanes
+        self._keys = parts.keys
+        self._drain = parts.drain
+        self._observers = parts.observers
+        self._cors = parts.cors
+        self._debug_headers = parts.debug_headers
         self.configure(settings)
 
     def configure(self, settings: Settings) -> None:

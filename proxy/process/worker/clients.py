@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from proxy.api.cors import Cors
 from proxy.api.count_tokens import CountTokensApi
 from proxy.api.debug_headers import DebugHeaders
-from proxy.api.generation import GenerationApi
+from proxy.api.generation import GenerationApi, GenerationParts
 from proxy.api.key_auth import KeyAuth
 from proxy.api.models import ModelsApi
 from proxy.api.passthrough import PassthroughApi
@@ -82,9 +82,15 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
     probes = ProbeApi(lanes, drain)
     api_keys = _client_keys(basis, lanes)
     keys = KeyAuth(api_keys)
-    generation = GenerationApi(
-        dialects, lanes, keys, drain, basis.settings, observers, lambda: cors, _debug_headers(basis)
+    generation_parts = GenerationParts(
+        lanes=lanes,
+        keys=keys,
+        drain=drain,
+        observers=observers,
+        cors=lambda: cors,
+        debug_headers=_debug_headers(basis),
     )
+    generation = GenerationApi(generation_parts, dialects, basis.settings)
     basis.live.add(generation.configure)
     counting = CountTokensApi(
         lanes=lanes,
