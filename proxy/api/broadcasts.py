@@ -174,17 +174,10 @@ class BroadcastApi:
         headers = dict(self._keys.headers(backend))
         if message.body and message.content_type:
             headers[hdrs.CONTENT_TYPE] = message.content_type
+        asked = engine_json.EngineRequest(path=message.path, query=message.query, headers=headers, body=message.body)
+        seconds = _TIMEOUT_SECONDS.get(message.path, _CACHE_TIMEOUT_SECONDS)
         try:
-            status = await engine_json.post_status(
-                self._session,
-                backend.url,
-                message.path,
-                _TIMEOUT_SECONDS.get(message.path, _CACHE_TIMEOUT_SECONDS),
-                headers,
-                query=message.query,
-                body=message.body,
-                connect_seconds=_CONNECT_SECONDS,
-            )
+            status = await engine_json.post_status(self._session, backend.url, asked, seconds, _CONNECT_SECONDS)
         except engine_json.EngineRequestError as error:
             return None, str(error)
         return status, "" if status < 300 else f"status {status}"

@@ -58,6 +58,17 @@ class EngineResponse:
             return None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """A request with a body, to one engine."""
+
+    path: str
+    query: Sequence[tuple[str, str]]
+    headers: Mapping[str, str]
+    body: bytes
+    """Empty: the request has no body."""
+
+
 async def get(
     session: aiohttp.ClientSession,
     url: str,
@@ -90,33 +101,36 @@ async def post(
     timeout_seconds: float,
     body: bytes,
     headers: Mapping[str, str] | None = None,
-    max_bytes: int = _MAX_ANSWER_BYTES,
 ) -> EngineResponse:
     """POST JSON to a path of an engine at `url`, the whole answer in this time. Raises EngineRequestError."""
     timeout = aiohttp.ClientTimeout(total=timeout_seconds)
     headers = {"Content-Type": "application/json", **(headers or {})}
     asking = session.post(url + path, data=body, headers=headers, timeout=timeout, allow_redirects=False)
     async with _mapped(asking, path, timeout_seconds) as answer:
-        return EngineResponse(answer.status, answer.headers, await read_bounded(answer, max_bytes))
+        return EngineResponse(answer.status, answer.headers, await read_bounded(answer, _MAX_ANSWER_BYTES))
 
 
 async def post_status(
-    session: aiohttp.ClientSession,
-    url: str,
-    path: str,
-    timeout_seconds: float,
-    headers: Mapping[str, str],
-    query: Sequence[tuple[str, str]],
-    body: bytes,
-    connect_seconds: float,
+    session: aiohttp.ClientSession, url: str, request: EngineRequest, timeout_seconds: float, connect_seconds: float
 ) -> int:
-    """POST a request that may take long, and return the status. Connecting has its own bound.
+    """POST a request that may take long, and return the status. Raises EngineRequestError.
 
-    Raises EngineRequestError.
+    Args:
+        session: Connections to engines.
+        url: URL of the engine.
+        request: What to send.
+        timeout_seconds: Limit for the whole exchange.
+        connect_seconds: Limit for connecting.
     """
     timeout = aiohttp.ClientTimeout(total=timeout_seconds, connect=connect_seconds)
+    path = request.path
     sending = session.post(
-        url + path, params=query, data=body or None, headers=headers, timeout=timeout, allow_redirects=False
+        url + path,
+        params=request.query,
+        data=request.body or None,
+        headers=request.headers,
+        timeout=timeout,
+        allow_redirects=False,
     )
     async with _mapped(sending, path, timeout_seconds) as answer:
         return answer.status

@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestServer, unused_port
 
 from proxy.common.errors import Failure
 from proxy.upstream import engine_json
-from proxy.upstream.engine_json import EngineRequestError
+from proxy.upstream.engine_json import EngineRequest, EngineRequestError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -66,9 +66,8 @@ async def test_nothing_is_followed(session: aiohttp.ClientSession, url: str) -> 
 
 
 async def test_what_is_told_arrives(session: aiohttp.ClientSession, url: str) -> None:
-    status = await engine_json.post_status(
-        session, url, "/told", 5.0, {}, query=[("a", "b")], body=b"{}", connect_seconds=5.0
-    )
+    asked = EngineRequest(path="/told", query=[("a", "b")], headers={}, body=b"{}")
+    status = await engine_json.post_status(session, url, asked, timeout_seconds=5.0, connect_seconds=5.0)
     assert status == 200
 
 
