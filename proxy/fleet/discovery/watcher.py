@@ -71,29 +71,34 @@ async def look_once(
     return problems
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class WatcherParts:
+    """One worker's parts that a Watcher works with."""
+
+    kinds: Mapping[str, MakeSources]
+    """Kinds of sources, by name."""
+    roster: Roster
+    """Takes what the sources list."""
+    states: SourceStates
+    """Takes the state of each source."""
+    roles: Collection[Role]
+    """Roles that this gateway has."""
+    own: OwnAddresses | None = None
+    """Addresses where the gateway itself listens; None: they are not known."""
+
+
 class Watcher(BackgroundOwner):
     """For the one worker that watches. `async with` it."""
 
-    def __init__(
-        self,
-        kinds: Mapping[str, MakeSources],
-        roster: Roster,
-        states: SourceStates,
-        roles: Collection[Role],
-        settings: Settings,
-        retry_seconds: float = _RETRY_SECONDS,
-        own: OwnAddresses | None = None,
-    ) -> None:
-        """`kinds` of sources, by name. `roles`: those that this gateway has. `own`: where it listens
-        itself; None: it is not known.
-        """
-        self._kinds = kinds
-        self._roster = roster
-        self._states = states
-        self._roles = roles
+    def __init__(self, parts: WatcherParts, settings: Settings, retry_seconds: float = _RETRY_SECONDS) -> None:
+        """`retry_seconds`: the longest time until a source that failed is asked again."""
+        self._kinds = parts.kinds
+        self._roster = parts.roster
+        self._states = parts.states
+        self._roles = parts.roles
         self._settings = settings
         self._retry_seconds = retry_seconds
-        self._own = own
+        self._own = parts.own
         self._watches: dict[str, _Watch] = {}  # by origin
         self._silent: set[str] = set()
         """Origins that are watched and have told nothing yet."""

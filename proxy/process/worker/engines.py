@@ -21,7 +21,7 @@ from proxy.fleet.discovery import SOURCES
 from proxy.fleet.discovery.joining import Joiner
 from proxy.fleet.discovery.own_address import OwnAddresses
 from proxy.fleet.discovery.prober import Prober
-from proxy.fleet.discovery.watcher import Watcher
+from proxy.fleet.discovery.watcher import Watcher, WatcherParts
 from proxy.fleet.inspector import Inspector, InspectorParts
 from proxy.fleet.inspector.scraping import makes_progress
 from proxy.process.worker.balancing import subject
@@ -95,14 +95,14 @@ async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: floa
         joiner = await stack.enter_async_context(_joiner(basis, balancing, lines, everybody, prober))
         basis.metrics.watch_sources(basis.shared.sources, basis.shared.roster)
         if basis.index == 0:  # a worker that takes its place is the 0th, too
-            watcher = Watcher(
-                SOURCES,
-                basis.shared.roster,
-                basis.shared.sources,
-                everybody,
-                basis.settings,
+            watcher_parts = WatcherParts(
+                kinds=SOURCES,
+                roster=basis.shared.roster,
+                states=basis.shared.sources,
+                roles=everybody,
                 own=OwnAddresses(basis.shared.listeners.all),
             )
+            watcher = Watcher(watcher_parts, basis.settings)
             await stack.enter_async_context(watcher)
             basis.live.add(watcher.configure)
             canaries = CanaryWatch(connector, link.context, balancing.health)

@@ -15,13 +15,15 @@ from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.balancer.shared.source_states import SourceStates
 from proxy.common.backend import Backend, Role
 from proxy.fleet.discovery.own_address import OwnAddresses
-from proxy.fleet.discovery.watcher import Watcher, look_once
+from proxy.fleet.discovery.watcher import Watcher, WatcherParts, look_once
 from proxy.settings import Settings
 from tests.asking import until
 from tests.fleet.discovery.listed import Listed
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+
+    from proxy.fleet.discovery.source import MakeSources
 
 SETTINGS = Settings.model_validate({"prefill": ["p:1"], "decode": ["d:1"]})
 
@@ -43,11 +45,14 @@ class Gateway:
             for member in self.roster.members(Role.DECODE)
         ]
 
+    def parts(self, kinds: Mapping[str, MakeSources], own: OwnAddresses | None = None) -> WatcherParts:
+        roles = (Role.PREFILL, Role.DECODE)
+        return WatcherParts(kinds=kinds, roster=self.roster, states=self.states, roles=roles, own=own)
+
     @asynccontextmanager
     async def watching(self, **sources: Listed) -> AsyncIterator[Watcher]:
         kinds = {kind: lambda _, source=source: [source] for kind, source in sources.items()}
-        roles = (Role.PREFILL, Role.DECODE)
-        async with Watcher(kinds, self.roster, self.states, roles, SETTINGS, retry_seconds=0.001) as watcher:
+        async with Watcher(self.parts(kinds), SETTINGS, retry_seconds=0.001) as watcher:
             yield watcher
         assert all(source.watches == 0 for source in sources.values())
 
@@ -161,7 +166,7 @@ async def test_the_next_worker_goes_on_from_what_was_named_last(gateway: Gateway
 async def test_a_source_that_the_settings_do_not_want_any_more_is_left(gateway: Gateway) -> None:
     listed, wanted = Listed(decoder(2)), True
     kinds = {"listed": lambda _: [listed] if wanted else []}
-    async with Watcher(kinds, gateway.roster, gateway.states, tuple(Role), SETTINGS) as watcher:
+    async with Watcher(gateway.parts(kinds), SETTINGS) as watcher:
         await gateway.has("1 config", "2 listed:test")
         watcher.configure(SETTINGS)
         assert gateway.members() == ["1 config", "2 listed:test"]
@@ -175,7 +180,7 @@ async def test_a_source_that_the_settings_do_not_want_any_more_is_left(gateway: 
 async def test_what_moves_from_one_source_to_another_stays(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
     sources = [Listed(decoder(2), decoder(3))]
     kinds = {"listed": lambda _: sources}
-    async with Watcher(kinds, gateway.roster, gateway.states, tuple(Role), SETTINGS, retry_seconds=0.001) as watcher:
+    async with Watcher(gateway.parts(kinds), SETTINGS, retry_seconds=0.001) as watcher:
         await gateway.has("1 config", "2 listed:test", "3 listed:test")
         new = Listed(decoder(2))
         new.name = "new"
@@ -235,7 +240,7 @@ async def test_a_list_with_the_gateways_own_address_is_rejected(bound: str) -> N
         gateway = Gateway()
         listed = Listed(Backend(Role.DECODE, "localhost", port))
         kinds = {"listed": lambda _: [listed]}
-        watcher = Watcher(kinds, gateway.roster, gateway.states, (Role.DECODE,), SETTINGS, retry_seconds=0.001, own=own)
+        watcher = Watcher(gateway.parts(kinds, own), SETTINGS, retry_seconds=0.001)
         async with watcher:
             await until(lambda: gateway.state("listed:test")[2], "the failure")
             assert gateway.state("listed:test")[2] == f"localhost:{port}: the gateway itself listens there"
