@@ -105,7 +105,7 @@ class GenerationApi:
         """Read a request, and serve it. Raises what comes before its Request has begun."""
         key = self._keys.identify(request)
         record.key = key.name
-        admission = self._lanes.whole.gateway.admission
+        admission = self._lanes.whole.service.admission
         admission.check(key.name)  # what will be refused anyhow is not read first
         client.shows_debug = await self._debug_headers.admits(request)
         with self._keys.enter(key), admission.hold(0) as held:

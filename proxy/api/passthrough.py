@@ -97,7 +97,7 @@ class PassthroughApi:
         self._engine_keys = parts.engine_keys
         self._client_keys = parts.client_keys
         self._drain = drain
-        self._bodies = lanes.whole.gateway.admission
+        self._bodies = lanes.whole.service.admission
         self._groups: list[str] = [*settings.passthrough]
         if settings.connector_traits.has_sglang_routes:
             self._groups.append("sglang")
@@ -188,7 +188,7 @@ class PassthroughApi:
         attempts = 0
         with (
             Blame() as blame,
-            queue.lane.gateway.budget.request() as permit,
+            queue.lane.service.budget.request() as permit,
             queue.pool.lease(wanted) as lease,
         ):
             while True:

@@ -4,7 +4,7 @@
 * Intake turns a body into a Call, and a Call into a Request.
 * Request serves one client request. The callbacks of its connections drive it.
 * AdmissionQueue queues requests until an instance has room. Each Lane has its own queue.
-* Gateway splits a request into units. AttemptLoop repeats or resumes a unit.
+* RequestService splits a request into units. AttemptLoop repeats or resumes a unit.
 * Answer is what a unit comes to: Relay reads the decoder's stream, Delivery decides what the client gets, and
   ClientWriter writes it.
 """

@@ -82,5 +82,5 @@ class Evacuation:
             fields = {"fields": {"left": exchanges}} | logs.ALWAYS
             logger.log(level, "%s instance %s %s", backend.role, backend.name, what, extra=fields)
         if is_possible:
-            budget = lane.gateway.budget
+            budget = lane.service.budget
             self._upstream.evacuate(backend, at_most=budget.capacity - budget.repeating - budget.waiting)

@@ -50,7 +50,7 @@ class Intake:
         """The parts of the lane of all instances."""
         self._parts_of: dict[Lane, RequestParts] = {}
         self._keys = keys
-        self._admission = parts.gateway.admission
+        self._admission = parts.service.admission
         self.buffers = self._admission.buffers
         """The account of request bodies."""
         self.last_head: Head | None = None

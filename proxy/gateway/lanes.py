@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from proxy.common.backend import Backend, Role
     from proxy.connectors.base import Connector
     from proxy.gateway.suspects import Suspects
-    from proxy.gateway.work import Gateway
+    from proxy.gateway.work import RequestService
     from proxy.settings import Settings
 
     Serving = Callable[[Collection[Backend]], tuple[Backend, ...]]
@@ -44,14 +44,14 @@ class Lane:
     def __init__(
         self,
         pools: Pools,
-        gateway: Gateway,
+        service: RequestService,
         connector: Connector,
         suspects: Suspects,
         configure: Callable[[Settings], None] = lambda _: None,
     ) -> None:
-        """`connector` and `suspects`: the gateway's. `configure`: take changed settings."""
+        """`connector` and `suspects`: the service's. `configure`: take changed settings."""
         self.pools = pools
-        self.gateway = gateway
+        self.service = service
         self.connector = connector
         self.suspects = suspects
         self.configure = configure

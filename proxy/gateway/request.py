@@ -131,7 +131,7 @@ class Request:
             record.served_model = parts.lanes.known(call.served_model)
         if record.context is not None:
             call = self._call = call.in_context(record.context)
-        gateway = parts.gateway
+        service = parts.service
         parts.drain.enter(self)
         writer = self._writer = ClientWriter(
             self._client, parts.stream_head, dialect.request_id_header, record.request_id, parts.write_timeout_seconds
@@ -139,20 +139,20 @@ class Request:
         if call.stream and parts.keep_alive is not None:
             writer.keep_alive_by(parts.keep_alive, dialect.keep_alive)
         try:
-            if gateway.needs_prompt(dialect, call):
+            if service.needs_prompt(dialect, call):
                 self._run(self._go_on())
                 return
-            work = self._work = gateway.work(dialect, call, writer, record)
+            work = self._work = service.work(dialect, call, writer, record)
             if self._needs_task(work):
                 self._run(self._go_on())
                 return
             self._timeline = record.timeline()
             wanted = work.answers[0].call.pick_request
-            if gateway.admission.lets_in(wanted):
+            if service.admission.lets_in(wanted):
                 self._begin_attempt(work)
             else:
                 self._timeline.enter(Stage.QUEUE)
-                self._queued = gateway.admission.queue(record.key, wanted, record.started, self._on_turn)
+                self._queued = service.admission.queue(record.key, wanted, record.started, self._on_turn)
         except GatewayError as error:
             self._abandon(error)
         except Exception as error:
@@ -195,8 +195,8 @@ class Request:
         if legs is None:
             self._leave_to_task()
             return
-        parts.gateway.admission.enter(self._record.key)
-        parts.gateway.budget.enter()
+        parts.service.admission.enter(self._record.key)
+        parts.service.budget.enter()
         self._is_let_in = True
         self._driver = LegDriver(parts.upstream, self)
         self._driver.start(legs)
@@ -353,20 +353,20 @@ class Request:
         await self._work_in_task(self._make_whole_again())
 
     async def _make_answers(self, failed: FailedAttempt | None) -> None:
-        gateway = self._parts.gateway
+        service = self._parts.service
         work = self._work
         if work is None:
-            prompt = await gateway.prompt(self._dialect, self._call)
-            work = self._work = gateway.work(self._dialect, self._call, self._writer, self._record, prompt)
-        await gateway.make(work, self._record, failed)
+            prompt = await service.prompt(self._dialect, self._call)
+            work = self._work = service.work(self._dialect, self._call, self._writer, self._record, prompt)
+        await service.make(work, self._record, failed)
         if work.has_spoilt_calls:
-            await gateway.ask_again(work, self._record)
+            await service.ask_again(work, self._record)
         self._write_ending()
         await self._writer.attend()
 
     async def _make_whole_again(self) -> None:
         assert self._work is not None
-        await self._parts.gateway.ask_again(self._work, self._record)
+        await self._parts.service.ask_again(self._work, self._record)
         self._write_ending()
         await self._writer.attend()
 
@@ -458,7 +458,7 @@ class Request:
         self._writer.close()
         parts.observers.end(record)
         self._uncount()
-        parts.gateway.admission.buffers.give_back(self._held_bytes)
+        parts.service.admission.buffers.give_back(self._held_bytes)
         if self._quota is not None:
             self._quota.__exit__(None, None, None)
         # Each knows this request: they would be cycles of garbage, with the whole body.
@@ -471,14 +471,14 @@ class Request:
 
     def _uncount(self) -> None:
         """Count the request no more: it is over, or its task counts it from now on."""
-        gateway = self._parts.gateway
+        service = self._parts.service
         if self._is_counted:
             self._is_counted = False
             self._parts.drain.leave(self)
         if self._is_let_in:
             self._is_let_in = False
-            gateway.admission.leave(self._record.key)
-            gateway.budget.leave()
+            service.admission.leave(self._record.key)
+            service.budget.leave()
 
     # Bytes
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from proxy.gateway.client_writer import ClientConnection
     from proxy.gateway.lanes import Lane, Lanes
     from proxy.gateway.suspects import Suspects
-    from proxy.gateway.work import Gateway
+    from proxy.gateway.work import RequestService
     from proxy.listener.drain import DrainManager
     from proxy.listener.http_listener import HttpListener
     from proxy.observe.metrics import Metrics
@@ -46,7 +46,7 @@ _CLOSE: Final = b"Connection: close\r\n"
 class RequestParts:
     """The parts of one lane in one worker. Only what is configured ever changes."""
 
-    gateway: Gateway
+    service: RequestService
     connector: Connector
     suspects: Suspects
     lane: Lane
@@ -79,7 +79,7 @@ class RequestParts:
 
     def of(self, lane: Lane) -> RequestParts:
         """Return the same parts for another lane."""
-        return replace(self, gateway=lane.gateway, connector=lane.connector, suspects=lane.suspects, lane=lane)
+        return replace(self, service=lane.service, connector=lane.connector, suspects=lane.suspects, lane=lane)
 
     # The heads of answers. An answer says that its connection ends with it once the listener is closing.
 

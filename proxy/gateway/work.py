@@ -46,7 +46,7 @@ logger = logging.getLogger("proxy.flow.gateway")
 _NOT: Final = VLLM.watching[WatchLevel.NOT]
 
 
-class Gateway:
+class RequestService:
     """Serves the calls of all dialects through one connector."""
 
     def __init__(

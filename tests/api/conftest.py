@@ -30,7 +30,7 @@ from proxy.fleet.discovery.prober import Prober
 from proxy.gateway.detokenizer import Detokenizer
 from proxy.gateway.lanes import Lane, Lanes
 from proxy.gateway.suspects import Suspects
-from proxy.gateway.work import Gateway as FlowGateway
+from proxy.gateway.work import RequestService
 from proxy.listener import replies
 from proxy.observe.metrics import Metrics
 from proxy.settings import HealthChecks, Joining, Settings
@@ -178,7 +178,7 @@ class Gateway:
         pools = Pools(prefill=self.pools[Role.PREFILL], decode=self.pools[Role.DECODE])
         suspects = Suspects(SuspectMemory(), pools, tuple(roles), self.prober.is_gone, self.metrics)
         connector, detokenizer = NoConnector(roles), Detokenizer(pools, Upstream(settings.timeouts, self.keys()))
-        flow = FlowGateway(connector, pools, detokenizer, suspects, settings, self.metrics)
+        flow = RequestService(connector, pools, detokenizer, suspects, settings, self.metrics)
         models = ServedModels(self.roster, self.health, tuple(roles))
         return Lanes(models, Lane(pools, flow, connector, suspects), make, settings, self.prober.refresh_models)
 

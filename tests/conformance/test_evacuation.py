@@ -172,9 +172,9 @@ async def test_no_more_is_taken_at_a_time_than_may_be_repeated(deploy: Deploy) -
     asked = await answers_to(gateway, *[body] * 8)
     await leaving.wait_until(lambda state: state.live == 4)
     await remove(gateway, leaving, evacuate_after=0)
-    assert gateway.worker.gateway.budget.waiting == 0
+    assert gateway.worker.service.budget.waiting == 0
     await has_left(gateway, leaving)
-    assert gateway.worker.gateway.budget.waiting == 0
+    assert gateway.worker.service.budget.waiting == 0
     for task in asked:
         assert (await task).text == await answer_alone(body)
     assert not gateway.metrics("pdproxy_retry_budget_exhausted_total")

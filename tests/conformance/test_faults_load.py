@@ -197,7 +197,7 @@ async def test_without_memory_new_requests_are_refused_until_there_is_some_again
         expected = (status == 503, connection == "close")
         await until(
             lambda expected=expected: (
-                expected == (worker.gateway.admission.is_short_of_memory, worker.front.close_after_each_answer)
+                expected == (worker.service.admission.is_short_of_memory, worker.front.close_after_each_answer)
             ),
             "the monitor",
         )

@@ -198,7 +198,7 @@ async def test_the_same_request_is_served_again_when_it_was_the_engines(deploy: 
     while answer.status == 503:  # it is passed over for a moment
         answer = await gateway.ask(poison())
     assert answer.status == 200
-    assert gateway.worker.gateway._parts.suspects.memory.is_empty
+    assert gateway.worker.service._parts.suspects.memory.is_empty
 
 
 def resumes(gateway: Deployment) -> float:

@@ -124,7 +124,7 @@ async def test_requests_wait_while_all_instances_of_a_role_refuse(
         refuse(engine, "503")
     body = request(Api.COMPLETIONS, stream=stream)
     waiting = [asyncio.create_task(gateway.ask(body)) for _ in range(4)]
-    await until(lambda: all(map(asked, engines)) and gateway.worker.gateway.admission.waiting, "the queue", 30.0)
+    await until(lambda: all(map(asked, engines)) and gateway.worker.service.admission.waiting, "the queue", 30.0)
     for engine in engines:
         engine.faults.clear()
     alone = await answer_alone(body)

@@ -71,7 +71,7 @@ async def test_requests_wait_for_a_role_that_is_only_slow_to_health_checks(deplo
     await until(lambda: state(gateway, role) is HealthState.DOWN, "the health checks", 30.0)
     assert await is_ready(gateway)
     waiting = asyncio.create_task(gateway.ask(request(Api.CHAT)))
-    await until(lambda: gateway.worker.gateway.admission.waiting, "the queue")
+    await until(lambda: gateway.worker.service.admission.waiting, "the queue")
     engine.faults.clear()
     assert (await waiting).status == 200
 

@@ -41,7 +41,7 @@ class Pushing:
 
     @property
     def connector(self) -> AscendLayerwise:
-        connector = self.gateway.worker.gateway._parts.connector
+        connector = self.gateway.worker.service._parts.connector
         assert isinstance(connector, AscendLayerwise)
         return connector
 

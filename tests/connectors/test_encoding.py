@@ -278,7 +278,7 @@ async def test_the_room_for_a_request_is_kept_while_it_is_encoded(encoders: Enco
     async with gateway.asking(body_with(IMAGE)) as client:
         await encodes(engine, 1)
         other = asyncio.create_task(gateway.ask(request(Api.CHAT)))
-        await until(lambda: gateway.worker.gateway.admission.waiting or other.done(), "the other to wait")
+        await until(lambda: gateway.worker.service.admission.waiting or other.done(), "the other to wait")
         assert not other.done()
         assert not generations(*gateway.engines)
         await client.leave()

@@ -162,7 +162,7 @@ async def test_members_of_the_calls_own_are_added_on_both_legs(deploy: Deploy, b
     call = replace(
         parse(Api.COMPLETIONS, COMPLETION, both.gateway.worker.settings.cost), kv_params={"prompt_token_ids": ids}
     )
-    async with both.gateway.worker.gateway._parts.connector.open(call, call.pick_request(), Timeline()) as attempt:
+    async with both.gateway.worker.service._parts.connector.open(call, call.pick_request(), Timeline()) as attempt:
         await attempt.response.read()
         attempt.kv_arrived()
         assert attempt.first_token_seconds is not None  # the prefill is part of it
@@ -453,7 +453,7 @@ async def test_changed_settings_hold_for_the_next_attempt(deploy: Deploy, bootst
     both = await pair(deploy, bootstrap)
     async with BootstrapServer(answer=engines_told("elsewhere")) as other:
         mooncake = both.gateway.worker.settings.mooncake.model_copy(update={"bootstrap_port": other.port})
-        both.gateway.worker.gateway._parts.connector.configure(
+        both.gateway.worker.service._parts.connector.configure(
             both.gateway.worker.settings.model_copy(update={"mooncake": mooncake})
         )
         assert (await both.gateway.ask(request(Api.CHAT))).is_done

@@ -26,7 +26,7 @@ def turn(*texts: str, **fields: Any) -> dict[str, Any]:
 async def wanting(deploy: Deploy, decoders: int, **sections: Any) -> Deployment:
     """A gateway for which a hand-over takes so long that a decoder that may compute a prompt is always sooner."""
     gateway = await deploy(1, decoders, kv={"skip_prefill": True}, **sections)
-    gateway.worker.gateway._parts.connector._local_prefill.handover_seconds = 1000.0  # type: ignore[attr-defined]
+    gateway.worker.service._parts.connector._local_prefill.handover_seconds = 1000.0  # type: ignore[attr-defined]
     return gateway
 
 
@@ -97,7 +97,7 @@ async def test_a_request_that_failed_there_goes_the_usual_way(deploy: Deploy) ->
 @pytest.mark.parametrize("fast_path", [True, False])
 async def test_what_both_take_is_learned_from_answers(deploy: Deploy, fast_path: bool) -> None:
     gateway = await deploy(1, 1, kv={"skip_prefill": True}, listen={"fast_path": fast_path}, engine={"block_size": 16})
-    local = gateway.worker.gateway._parts.connector._local_prefill  # type: ignore[attr-defined]
+    local = gateway.worker.service._parts.connector._local_prefill  # type: ignore[attr-defined]
     gateway.worker.pools.prefill.policy.context.lag_within = lambda began, ended: 0.0
     await gateway.ask(turn(LONG, stream=True))
     assert 0 < local.handover_seconds < 5

@@ -252,7 +252,7 @@ def a_call(gateway: Deployment, body: bytes, api: Api, **kv_params: object) -> C
 @asynccontextmanager
 async def opened(gateway: Deployment, call: Call, prefer: Backend | None = None) -> AsyncIterator[Attempt]:
     """An attempt by the gateway's connector, without what stands above it; its answer is read and has arrived."""
-    async with gateway.worker.gateway._parts.connector.open(call, call.pick_request((), prefer), Timeline()) as attempt:
+    async with gateway.worker.service._parts.connector.open(call, call.pick_request((), prefer), Timeline()) as attempt:
         await attempt.response.read()
         attempt.kv_arrived()
         yield attempt
@@ -681,8 +681,8 @@ async def test_changed_settings_hold_for_the_next_attempt(deploy: Deploy) -> Non
     balance = gateway.worker.settings.balance.model_copy(update=RANKS)
     kv = gateway.worker.settings.kv.model_copy(update={"prefill_min_tokens": 100})
     settings = gateway.worker.settings.model_copy(update={"balance": balance})
-    gateway.worker.gateway._parts.connector.configure(settings)
+    gateway.worker.service._parts.connector.configure(settings)
     await post(gateway, Api.COMPLETIONS.path, COMPLETION)
-    gateway.worker.gateway._parts.connector.configure(settings.model_copy(update={"kv": kv}))
+    gateway.worker.service._parts.connector.configure(settings.model_copy(update={"kv": kv}))
     await post(gateway, Api.COMPLETIONS.path, COMPLETION)
     assert (ranks(prefiller), ranks(decoder)) == (["0"], ["0", "1"])

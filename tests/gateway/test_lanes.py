@@ -409,7 +409,7 @@ def stalls(gateway: Deployment, engine: SimulatedEngine) -> bool:
 
 
 def waiting(gateway: Deployment) -> int:
-    return sum(lane.gateway.admission.waiting for lane in gateway.worker.lanes)
+    return sum(lane.service.admission.waiting for lane in gateway.worker.lanes)
 
 
 async def take_down(gateway: Deployment, model: str) -> None:

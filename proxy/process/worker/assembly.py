@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from proxy.fleet.discovery.joining import Joiner
     from proxy.fleet.discovery.prober import Prober
     from proxy.gateway.lanes import Lanes
-    from proxy.gateway.work import Gateway
+    from proxy.gateway.work import RequestService
     from proxy.listener.http_listener import HttpListener
     from proxy.observe.observers import Observers
     from proxy.observe.trace import Traces
@@ -66,7 +66,7 @@ class Worker:
     upstream: Upstream
     releaser: Releaser
     lanes: Lanes
-    gateway: Gateway
+    service: RequestService
     """That of the lane of all instances."""
     observers: Observers
     evacuation: Evacuation
@@ -97,7 +97,7 @@ class Worker:
         self.watcher.look()
         self.releaser.look()
         self.front.close_after_each_answer = self.drain.is_draining or self.monitor.closes_connections
-        self.gateway.admission.is_short_of_memory = self.monitor.refuses
+        self.service.admission.is_short_of_memory = self.monitor.refuses
         self.evacuation.look()
         self.hearsay.look()
 
@@ -146,7 +146,7 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
             upstream=upstream,
             releaser=engines.releaser,
             lanes=clients.lanes,
-            gateway=clients.lanes.whole.gateway,
+            service=clients.lanes.whole.service,
             observers=clients.observers,
             evacuation=_evacuation(basis, balancing, engines, clients),
             hearsay=Hearsay(shared.health_board, shared.roster, engines.prober),

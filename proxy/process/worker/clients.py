@@ -1,4 +1,4 @@
-"""What clients see: the gateway, the routes in front of it, and who may use them."""
+"""What clients see: the service of requests, the routes in front of it, and who may use them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from proxy.gateway.intake import Intake
 from proxy.gateway.lanes import Lane, Lanes
 from proxy.gateway.request_parts import RequestParts
 from proxy.gateway.suspects import Suspects
-from proxy.gateway.work import Gateway
+from proxy.gateway.work import RequestService
 from proxy.listener import replies
 from proxy.observe.listeners import AccessLog, RequestMetrics
 from proxy.observe.logs import Redaction
@@ -70,10 +70,10 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
     suspects = _suspects(basis, engines, balancing.pools)
     # Lanes of single models have queues that are each worker's own.
     queue_front = basis.shared.fronts.of_worker(basis.index)
-    gateway = _gateway(basis, engines, balancing.pools, engines.connector, suspects, queue_front)
-    basis.live.add(gateway.configure)
-    lanes = _lanes(basis, balancing, engines, Lane(balancing.pools, gateway, engines.connector, suspects))
-    dialects = [dialect for dialect in DIALECTS if gateway.speaks(dialect)]
+    service = _service(basis, engines, balancing.pools, engines.connector, suspects, queue_front)
+    basis.live.add(service.configure)
+    lanes = _lanes(basis, balancing, engines, Lane(balancing.pools, service, engines.connector, suspects))
+    dialects = [dialect for dialect in DIALECTS if service.speaks(dialect)]
     observers = Observers((RequestMetrics(basis.metrics, [dialect.label for dialect in dialects]), AccessLog()))
     if basis.shared.receipts.is_kept:
         redact = Redaction(secrets_of(basis.settings))
@@ -127,7 +127,7 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
     app.on_response_prepare.append(cors.on_prepare)
     front = http_listener(basis, app)
     parts = RequestParts(
-        gateway=gateway,
+        service=service,
         connector=engines.connector,
         suspects=suspects,
         lane=lanes.whole,
@@ -149,9 +149,9 @@ def _lanes(basis: Basis, balancing: Balancing, engines: Engines, whole: Lane) ->
     def make(serving: Serving) -> Lane:
         pools, configure_pools = balancing.part(serving)
         connector, suspects = engines.connect(pools), _suspects(basis, engines, pools)
-        made = _gateway(basis, engines, pools, connector, suspects)
-        made.admission.priorities = whole.gateway.admission.priorities
-        made.admission.buffers = whole.gateway.admission.buffers
+        made = _service(basis, engines, pools, connector, suspects)
+        made.admission.priorities = whole.service.admission.priorities
+        made.admission.buffers = whole.service.admission.buffers
 
         def configure(new: Settings) -> None:
             configure_pools(new)
@@ -171,15 +171,15 @@ def _suspects(basis: Basis, engines: Engines, pools: Pools) -> Suspects:
     return Suspects(basis.shared.suspects, pools, tuple(engines.pools), engines.prober.is_gone, basis.metrics)
 
 
-def _gateway(
+def _service(
     basis: Basis,
     engines: Engines,
     pools: Pools,
     connector: Connector,
     suspects: Suspects,
     front: WorkerFront | None = None,
-) -> Gateway:
-    return Gateway(
+) -> RequestService:
+    return RequestService(
         connector=connector,
         pools=pools,
         detokenizer=Detokenizer(pools, engines.lines.upstream),
@@ -213,7 +213,7 @@ def _client_keys(basis: Basis, lanes: Lanes) -> ApiKeys:
         api_keys.configure(current.client_keys, current.slots)
         priorities = {key.name: key.priority for key in current.client_keys}
         for lane in lanes.all:
-            lane.gateway.admission.priorities = priorities
+            lane.service.admission.priorities = priorities
 
     configure(basis.settings)
     basis.live.add(configure)
