@@ -37,8 +37,8 @@ class EngineRequestError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineResponse:
-    """A complete response of any status."""
+class BufferedResponse:
+    """A complete response of any status, with its body in memory."""
 
     status: int
     headers: Mapping[str, str]
@@ -76,10 +76,10 @@ async def get(
     timeout_seconds: float,
     headers: Mapping[str, str] | None = None,
     max_bytes: int = _MAX_ANSWER_BYTES,
-) -> EngineResponse:
+) -> BufferedResponse:
     """GET a path of an engine at `url`, the whole answer in this time. Raises EngineRequestError."""
     async with _answering(session, url, path, timeout_seconds, headers) as answer:
-        return EngineResponse(answer.status, answer.headers, await read_bounded(answer, max_bytes))
+        return BufferedResponse(answer.status, answer.headers, await read_bounded(answer, max_bytes))
 
 
 async def get_status(
@@ -101,13 +101,13 @@ async def post(
     timeout_seconds: float,
     body: bytes,
     headers: Mapping[str, str] | None = None,
-) -> EngineResponse:
+) -> BufferedResponse:
     """POST JSON to a path of an engine at `url`, the whole answer in this time. Raises EngineRequestError."""
     timeout = aiohttp.ClientTimeout(total=timeout_seconds)
     headers = {"Content-Type": "application/json", **(headers or {})}
     asking = session.post(url + path, data=body, headers=headers, timeout=timeout, allow_redirects=False)
     async with _mapped(asking, path, timeout_seconds) as answer:
-        return EngineResponse(answer.status, answer.headers, await read_bounded(answer, _MAX_ANSWER_BYTES))
+        return BufferedResponse(answer.status, answer.headers, await read_bounded(answer, _MAX_ANSWER_BYTES))
 
 
 async def post_status(

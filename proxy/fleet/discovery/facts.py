@@ -32,7 +32,7 @@ from proxy.common.backend import Role
 from proxy.wire import exposition
 
 if TYPE_CHECKING:
-    from proxy.upstream.engine_json import EngineResponse
+    from proxy.upstream.engine_json import BufferedResponse
 
 VERSION_PATH: Final = "/version"
 MODELS_PATH: Final = "/v1/models"
@@ -59,7 +59,7 @@ the ids (`_convert_to_internal_request` in serving_chat.py), or else for the tem
 """
 
 
-def facts_of(version: EngineResponse | None, models: EngineResponse | None) -> EngineFacts:
+def facts_of(version: BufferedResponse | None, models: BufferedResponse | None) -> EngineFacts:
     """What vLLM tells at `/version`, `{"version": "0.23.0"}`, and of its models (ModelCard.max_model_len). None: there
     was no answer.
     """
@@ -75,7 +75,7 @@ def facts_of(version: EngineResponse | None, models: EngineResponse | None) -> E
     return EngineFacts(engine_version, parse_max_model_len(listed), identity=identity)
 
 
-def with_models(facts: EngineFacts, models: EngineResponse | None) -> EngineFacts:
+def with_models(facts: EngineFacts, models: BufferedResponse | None) -> EngineFacts:
     """The same with what an engine now lists; the very same if it lists nothing. None: there was no answer."""
     listed = models and models.json_or_none
     if not (names := parse_models(listed)):
@@ -83,7 +83,7 @@ def with_models(facts: EngineFacts, models: EngineResponse | None) -> EngineFact
     return replace(facts, identity=replace(facts.identity, models=names, adapters=parse_adapters(listed)))
 
 
-def with_setup(facts: EngineFacts, info: EngineResponse | None) -> EngineFacts:
+def with_setup(facts: EngineFacts, info: BufferedResponse | None) -> EngineFacts:
     """The same, and how the engine was started and how many requests it works on at a time, as far as it tells."""
     told = info and info.json_or_none
     identity = replace(facts.identity, setup=parse_setup(told))
@@ -104,7 +104,7 @@ def is_to_be_asked_for_ranks(facts: EngineFacts, role: Role) -> bool:
     return role is Role.PREFILL and facts.ranks is None and facts.identity.kind == "vLLM"
 
 
-def with_ranks(facts: EngineFacts, metrics: EngineResponse | None) -> EngineFacts:
+def with_ranks(facts: EngineFacts, metrics: BufferedResponse | None) -> EngineFacts:
     """The same, and how many ranks its gauges are of. None: there was no answer."""
     if metrics is None or metrics.status != 200:
         return facts
@@ -116,7 +116,7 @@ def is_to_be_asked_for_chat_ids(facts: EngineFacts) -> bool:
     return facts.identity.kind == "SGLang" and TOKEN_IDS.is_in_engine(facts, "SGLang")
 
 
-def with_chat_ids(facts: EngineFacts, answer: EngineResponse | None) -> EngineFacts:
+def with_chat_ids(facts: EngineFacts, answer: BufferedResponse | None) -> EngineFacts:
     """The same, and whether the engine tells token ids in chats, by its answer to that question. None: there was no
     answer.
     """

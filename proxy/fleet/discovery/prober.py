@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from proxy.balancer.roster import Roster
     from proxy.common.backend import Backend, Role
     from proxy.settings import HealthChecks
-    from proxy.upstream.engine_json import EngineResponse
+    from proxy.upstream.engine_json import BufferedResponse
 
 logger = logging.getLogger("proxy.discovery.prober")
 
@@ -333,7 +333,7 @@ class Prober(BackgroundOwner):
         if told.identity != facts.identity and self._health.of(backend).facts is facts:
             self._health.note_facts(backend, told)
 
-    async def _ask_for_chat_ids(self, backend: Backend) -> EngineResponse | None:
+    async def _ask_for_chat_ids(self, backend: Backend) -> BufferedResponse | None:
         """None: there was no answer."""
         seconds, headers = self._checks.timeout_seconds, self._engine_headers(backend)
         try:
@@ -343,7 +343,7 @@ class Prober(BackgroundOwner):
         except engine_json.EngineRequestError:
             return None
 
-    async def _get(self, backend: Backend, path: str, timeout_seconds: float) -> EngineResponse | None:
+    async def _get(self, backend: Backend, path: str, timeout_seconds: float) -> BufferedResponse | None:
         """None: there was no answer."""
         try:
             return await engine_json.get(

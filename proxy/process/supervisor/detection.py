@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from proxy.settings import Loaded
-    from proxy.upstream.engine_json import EngineResponse
+    from proxy.upstream.engine_json import BufferedResponse
 
 logger = logging.getLogger("proxy.supervisor.detection")
 
@@ -130,6 +130,6 @@ class _Asker:
                 return answer.json_or_none if answer.status == 200 else None
         return None
 
-    async def _get(self, engine: Backend, path: str, timeout_seconds: float) -> EngineResponse:
+    async def _get(self, engine: Backend, path: str, timeout_seconds: float) -> BufferedResponse:
         """Raises EngineRequestError."""
         return await engine_json.get(self._session, engine.url, path, timeout_seconds, self._keys.headers(engine))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from proxy.common.backend import Backend
     from proxy.settings import Settings
     from proxy.upstream import Names
-    from proxy.upstream.engine_json import EngineResponse
+    from proxy.upstream.engine_json import BufferedResponse
 
 
 class Asker:
@@ -105,7 +105,7 @@ class Asker:
             return replace(examined, health=told)
         return replace(examined, health=told.status, ahead_seconds=_ahead(told))
 
-    async def _ask_identity(self, backend: Backend) -> tuple[EngineResponse | None, EngineResponse | str]:
+    async def _ask_identity(self, backend: Backend) -> tuple[BufferedResponse | None, BufferedResponse | str]:
         version, models = await asyncio.gather(self._get(backend, VERSION_PATH), self._get(backend, MODELS_PATH))
         return _answer(version), models
 
@@ -131,7 +131,7 @@ class Asker:
         path: str,
         timeout_seconds: float | None = None,
         session: aiohttp.ClientSession | None = None,
-    ) -> EngineResponse | str:
+    ) -> BufferedResponse | str:
         """The answer, or why there is none."""
         seconds = timeout_seconds or self._settings.health.timeout_seconds
         try:
@@ -151,11 +151,11 @@ def bootstrap_place(examined: Examined, settings: Settings) -> tuple[str, int] |
     return backend.host, port
 
 
-def _answer(told: EngineResponse | str) -> EngineResponse | None:
+def _answer(told: BufferedResponse | str) -> BufferedResponse | None:
     return None if isinstance(told, str) else told
 
 
-def _ahead(answer: EngineResponse) -> float | None:
+def _ahead(answer: BufferedResponse) -> float | None:
     """How far its clock is ahead; None: it tells no time."""
     try:
         return parsedate_to_datetime(answer.headers["Date"]).timestamp() - time.time()  # noqa: TID251 the time of day
@@ -163,7 +163,7 @@ def _ahead(answer: EngineResponse) -> float | None:
         return None
 
 
-def _told_version(version: EngineResponse | None, info: EngineResponse | None) -> str | None:
+def _told_version(version: BufferedResponse | None, info: BufferedResponse | None) -> str | None:
     """Of vLLM that of /version, of SGLang that of /server_info."""
     for answer in (version, info):
         told = answer.json_or_none if answer is not None else None

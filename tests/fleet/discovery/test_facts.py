@@ -6,7 +6,7 @@ import pytest
 
 from proxy.balancer.engines.engine_facts import EngineFacts, EngineVersion, Identity
 from proxy.fleet.discovery.facts import is_to_be_asked_for_chat_ids, with_chat_ids
-from proxy.upstream.engine_json import EngineResponse
+from proxy.upstream.engine_json import BufferedResponse
 
 
 @pytest.mark.parametrize(
@@ -26,16 +26,19 @@ def test_who_is_asked(kind: str | None, version: EngineVersion, is_asked: bool) 
 @pytest.mark.parametrize(
     ("answer", "tells"),
     [
-        (EngineResponse(400, {}, b'{"message":"temperature must be non-negative, got -1.0."}'), True),
-        (EngineResponse(400, {}, b'{"message":"return_token_ids is not supported with streaming on /v1/chat"}'), False),
-        (EngineResponse(400, {}, b'{"message":"return_token_ids, temperature"}'), False),
-        (EngineResponse(400, {}, b'{"message":"no such model"}'), False),
-        (EngineResponse(401, {}, b'{"message":"temperature"}'), False),
-        (EngineResponse(200, {}, b"data: temperature"), False),
+        (BufferedResponse(400, {}, b'{"message":"temperature must be non-negative, got -1.0."}'), True),
+        (
+            BufferedResponse(400, {}, b'{"message":"return_token_ids is not supported with streaming on /v1/chat"}'),
+            False,
+        ),
+        (BufferedResponse(400, {}, b'{"message":"return_token_ids, temperature"}'), False),
+        (BufferedResponse(400, {}, b'{"message":"no such model"}'), False),
+        (BufferedResponse(401, {}, b'{"message":"temperature"}'), False),
+        (BufferedResponse(200, {}, b"data: temperature"), False),
         (None, False),
     ],
 )
-def test_what_an_answer_tells(answer: EngineResponse | None, tells: bool) -> None:
+def test_what_an_answer_tells(answer: BufferedResponse | None, tells: bool) -> None:
     setup = with_chat_ids(EngineFacts(), answer).identity.setup
     assert setup is not None
     assert setup.tells_chat_ids is tells
