@@ -26,7 +26,7 @@ from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Load, Role
 from proxy.connectors.base import Connector
 from proxy.fleet.discovery.joining import Joiner
-from proxy.fleet.discovery.prober import Prober
+from proxy.fleet.discovery.prober import Prober, ProberParts
 from proxy.gateway.detokenizer import Detokenizer
 from proxy.gateway.lanes import Lane, Lanes
 from proxy.gateway.suspects import Suspects
@@ -128,17 +128,16 @@ class Gateway:
         # Probes are for the prober's own tests: here they come once, so that a test says itself who is well.
         checks = HealthChecks(interval_seconds=3600, changing_interval_seconds=3600)
         joining = Joining(max_attempts=1)
-        self.prober = await self._stack.enter_async_context(
-            Prober(
-                self.pools,
-                self.roster,
-                self.health,
-                checks,
-                self.session,
-                self.keys().headers,
-                restarts=self.metrics.background_restarts_total,
-            )
+        parts = ProberParts(
+            pools=self.pools,
+            roster=self.roster,
+            health=self.health,
+            session=self.session,
+            fresh_session=self.session,
+            engine_headers=self.keys().headers,
+            restarts=self.metrics.background_restarts_total,
         )
+        self.prober = await self._stack.enter_async_context(Prober(parts, checks))
         self.joiner = await self._stack.enter_async_context(
             Joiner(self.pools, self.roster, joining, self.session, self.keys().headers, self.prober.joined)
         )

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 import random
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.health.backend_health import HealthState
@@ -77,39 +78,47 @@ def log_transition(transition: Transition, *, is_news: bool = True) -> None:
 _PROBE_FAILURES: Final = {Failure.CONNECT: ProbeFailure.REFUSED, Failure.TIMEOUT: ProbeFailure.LATE}
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ProberParts:
+    """One worker's parts that a Prober works with."""
+
+    pools: Mapping[Role, Pool]
+    """Pools whose backends are probed, by role."""
+    roster: Roster
+    """Members of these pools."""
+    health: Health
+    """Takes the result of each probe."""
+    session: aiohttp.ClientSession
+    """Connections for probes."""
+    fresh_session: aiohttp.ClientSession
+    """Opens a connection for each question whether an engine is gone."""
+    engine_headers: Callable[[Backend], Mapping[str, str]]
+    """Returns the headers that an engine requires."""
+    restarts: Counter
+    """Counts restarts of background loops."""
+    on_transition: Callable[[Transition], None] = log_transition
+    """Called with each change of state."""
+    on_removed: Callable[[Backend], None] = lambda backend: None
+    """Called with each removed backend whose last request has ended."""
+    pool_of: Callable[[Backend], Pool] | None = None
+    """Returns the pool in which a backend is compared with others; None: it is the pool of its role."""
+
+
 class Prober(BackgroundOwner):
     """One worker's view of which backends are well. `async with` it."""
 
-    def __init__(
-        self,
-        pools: Mapping[Role, Pool],
-        roster: Roster,
-        health: Health,
-        checks: HealthChecks,
-        session: aiohttp.ClientSession,
-        engine_headers: Callable[[Backend], Mapping[str, str]],
-        on_transition: Callable[[Transition], None] = log_transition,
-        on_removed: Callable[[Backend], None] = lambda backend: None,
-        pool_of: Callable[[Backend], Pool] | None = None,
-        fresh_session: aiohttp.ClientSession | None = None,
-        *,
-        restarts: Counter,
-    ) -> None:
-        """`pool_of`: in which pool a backend is compared with others; None: in that of its role. `fresh_session`: one
-        that keeps no connections, for the question whether an engine is gone; None: `session` keeps none. `restarts`:
-        counts restarts of background loops.
-        """
-        self._restarts = restarts
-        self._pools = pools
-        self._roster = roster
-        self._health = health
+    def __init__(self, parts: ProberParts, checks: HealthChecks) -> None:
+        self._restarts = parts.restarts
+        self._pools = parts.pools
+        self._roster = parts.roster
+        self._health = parts.health
         self._checks = checks
-        self._session = session
-        self._fresh_session = fresh_session or session
-        self._engine_headers = engine_headers
-        self._on_transition = on_transition
-        self._on_removed = on_removed
-        self._pool_of = pool_of
+        self._session = parts.session
+        self._fresh_session = parts.fresh_session
+        self._engine_headers = parts.engine_headers
+        self._on_transition = parts.on_transition
+        self._on_removed = parts.on_removed
+        self._pool_of = parts.pool_of
         self._background = Background(logger, "a health check")
         self._due: dict[Backend, float] = {}  # loop time of the next probe, infinity while one is under way
         self._unheard: set[Backend] = set()  # those that did not answer when they were asked what they are

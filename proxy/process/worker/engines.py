@@ -20,7 +20,7 @@ from proxy.fleet.canary import CanaryWatch
 from proxy.fleet.discovery import SOURCES
 from proxy.fleet.discovery.joining import Joiner
 from proxy.fleet.discovery.own_address import OwnAddresses
-from proxy.fleet.discovery.prober import Prober
+from proxy.fleet.discovery.prober import Prober, ProberParts
 from proxy.fleet.discovery.watcher import Watcher, WatcherParts
 from proxy.fleet.inspector import Inspector, InspectorParts
 from proxy.fleet.inspector.scraping import makes_progress
@@ -215,11 +215,10 @@ def _with_encoders(connector: Connector, context: ConnectorContext) -> Connector
 
 def _prober(basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Role, Pool]) -> Prober:
     shared, settings = basis.shared, basis.settings
-    prober = Prober(
+    parts = ProberParts(
         pools=pools,
         roster=shared.roster,
         health=balancing.health,
-        checks=settings.health,
         session=lines.session,
         fresh_session=lines.fresh_session,
         engine_headers=balancing.keys.headers,
@@ -228,6 +227,7 @@ def _prober(basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Rol
         pool_of=lambda backend: balancing.pool_of.find(backend),
         restarts=basis.metrics.background_restarts_total,
     )
+    prober = Prober(parts, settings.health)
     basis.live.add(lambda new: prober.configure(new.health))
     return prober
 

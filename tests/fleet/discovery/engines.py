@@ -18,7 +18,7 @@ from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Role
 from proxy.fleet.discovery.joining import Joiner
-from proxy.fleet.discovery.prober import Prober
+from proxy.fleet.discovery.prober import Prober, ProberParts
 from proxy.observe.metrics import Metrics
 from proxy.settings import HealthChecks, Joining
 
@@ -115,17 +115,17 @@ class Gateway:
         self.restarts = Metrics().background_restarts_total
 
     def prober(self, session: aiohttp.ClientSession, fresh_session: aiohttp.ClientSession | None = None) -> Prober:
-        return Prober(
-            self.pools,
-            self.roster,
-            self.health,
-            self.checks,
-            session,
-            self.keys.headers,
-            self.transitions.put_nowait,
+        parts = ProberParts(
+            pools=self.pools,
+            roster=self.roster,
+            health=self.health,
+            session=session,
+            fresh_session=fresh_session or session,
+            engine_headers=self.keys.headers,
+            on_transition=self.transitions.put_nowait,
             restarts=self.restarts,
-            fresh_session=fresh_session,
         )
+        return Prober(parts, self.checks)
 
     @asynccontextmanager
     async def joining(self, session: aiohttp.ClientSession) -> AsyncIterator[Joiner]:
