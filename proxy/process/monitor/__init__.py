@@ -1,8 +1,8 @@
 """A worker's view of itself, and who tells it to others when the event loop cannot."""
 
 from proxy.process.monitor.loop_lag import LoopLag
-from proxy.process.monitor.monitor import Monitor, Overload, overload_of
+from proxy.process.monitor.monitor import Monitor, MonitorParts, Overload, overload_of
 from proxy.process.monitor.probes import ProbeServer
 from proxy.process.monitor.usage import Memory, OpenFds
 
-__all__ = ["LoopLag", "Memory", "Monitor", "OpenFds", "Overload", "ProbeServer", "overload_of"]
+__all__ = ["LoopLag", "Memory", "Monitor", "MonitorParts", "OpenFds", "Overload", "ProbeServer", "overload_of"]

@@ -12,6 +12,7 @@ import gc
 import logging
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final, Self
 
@@ -20,7 +21,7 @@ from proxy.process.monitor.loop_lag import LoopLag
 from proxy.process.monitor.usage import Memory, OpenFds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Sequence
 
     from proxy.observe.metrics import Metrics
 
@@ -61,34 +62,50 @@ def overload_of(memory_share: float, before: Overload) -> Overload:
     return Overload.NONE
 
 
+def _shrink_heap() -> None:
+    """Give back to the system what is free: the C library keeps it otherwise, and overload would never end."""
+    gc.collect()  # a failed request's body may hang in a cycle with its traceback
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # glibc only
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class MonitorParts:
+    """One worker's parts that a Monitor works with."""
+
+    memory: Memory = field(default_factory=Memory)
+    """Memory in use, and its limit."""
+    fds: OpenFds = field(default_factory=OpenFds)
+    """Open file descriptors, and their limit."""
+    every_tick: Sequence[Callable[[], object]] = ()
+    """Called on the event loop at each tick, each by itself."""
+    is_ready: Callable[[], bool] = lambda: True
+    """Returns whether the worker is ready; `was_ready` returns the last result."""
+    tick_seconds: float = _TICK_SECONDS
+    """Time between two ticks."""
+    clock: Callable[[], float] = time.monotonic
+    """Returns the time in seconds."""
+    shrink_heap: Callable[[], object] = _shrink_heap
+    """Returns unused memory to the system."""
+    loop_lag: LoopLag = field(default_factory=LoopLag)
+    """Takes the delays of the event loop."""
+
+
 class Monitor:
     """A worker's view of itself. `async with` it."""
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        memory: Memory | None = None,
-        fds: OpenFds | None = None,
-        *,
-        every_tick: Iterable[Callable[[], object]] = (),
-        is_ready: Callable[[], bool] = lambda: True,
-        tick_seconds: float = _TICK_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
-        shrink_heap: Callable[[], object] | None = None,
-        loop_lag: LoopLag | None = None,
-    ) -> None:
-        """`every_tick` are called on the loop, each by itself. `is_ready` is what `was_ready` remembers."""
+    def __init__(self, metrics: Metrics, parts: MonitorParts) -> None:
         self._metrics = metrics
-        self._memory = memory or Memory()
-        self._fds = fds or OpenFds()
-        self._every_tick = tuple(every_tick)
-        self._is_ready = is_ready
-        self._tick_seconds = tick_seconds
-        self._clock = clock
-        self._shrink_heap = shrink_heap or _shrink_heap
+        self._memory = parts.memory
+        self._fds = parts.fds
+        self._every_tick = parts.every_tick
+        self._is_ready = parts.is_ready
+        self._tick_seconds = parts.tick_seconds
+        self._clock = parts.clock
+        self._shrink_heap = parts.shrink_heap
         self._timer: asyncio.TimerHandle | None = None
-        self._ticked_at = self._due = self._memory_at = self._fds_at = self._shrink_at = clock()
-        self._loop_lag = loop_lag or LoopLag()
+        self._ticked_at = self._due = self._memory_at = self._fds_at = self._shrink_at = parts.clock()
+        self._loop_lag = parts.loop_lag
         self._cpu_seconds = 0.0
         self._told = logs.Lost()
         self._was_ready = False
@@ -175,10 +192,3 @@ class Monitor:
         told, self._told = self._told, logs.lost()
         self._metrics.log_lines_dropped_total.inc(self._told.dropped - told.dropped)
         self._metrics.log_lines_suppressed_total.inc(self._told.suppressed - told.suppressed)
-
-
-def _shrink_heap() -> None:
-    """Give back to the system what is free: the C library keeps it otherwise, and overload would never end."""
-    gc.collect()  # a failed request's body may hang in a cycle with its traceback
-    with suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)  # glibc only

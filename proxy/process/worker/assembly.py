@@ -13,7 +13,7 @@ from proxy.listener.drain import DrainManager
 from proxy.observe import logs
 from proxy.observe.metrics import Metrics
 from proxy.process.configuration import ConfigWatcher
-from proxy.process.monitor import Memory, Monitor
+from proxy.process.monitor import Memory, Monitor, MonitorParts
 from proxy.process.worker.administration import build_administration
 from proxy.process.worker.applications import application, callback_limits, http_listener
 from proxy.process.worker.balancing import build_balancing
@@ -123,13 +123,13 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
             clients.observers.add(tracer)
         watcher = ConfigWatcher(shared.configuration, live.current, live.apply, metrics)
         admin_front = build_administration(basis, balancing, engines, clients, watcher)
-        monitor = Monitor(
-            metrics,
-            Memory(basis.settings.workers),
+        monitor_parts = MonitorParts(
+            memory=Memory(basis.settings.workers),
             every_tick=(lambda: worker.look(), lambda: shared.heartbeats.beat(index), metrics.settle),
             is_ready=clients.probes.is_ready,
             loop_lag=basis.loop_lag,
         )
+        monitor = Monitor(metrics, monitor_parts)
         upstream = engines.lines.upstream
         worker = Worker(
             index=index,

@@ -16,7 +16,7 @@ import pytest
 from proxy.observe import logs
 from proxy.observe.logs.handler import LineHandler
 from proxy.observe.metrics import Metrics
-from proxy.process.monitor import Memory, Monitor, OpenFds, Overload, overload_of
+from proxy.process.monitor import Memory, Monitor, MonitorParts, OpenFds, Overload, overload_of
 from proxy.settings import Log
 
 if TYPE_CHECKING:
@@ -210,8 +210,8 @@ def test_overload_is_left_lower_than_it_is_entered(shares: list[float], states: 
 
 
 def monitor(metrics: Metrics, machine: Machine, clock: Clock, **options: object) -> Monitor:
-    memory = Memory(1, machine.root, NO_LIMIT)
-    return Monitor(metrics, memory, OpenFds(limit=1 << 20), clock=clock, shrink_heap=lambda: None, **options)  # type: ignore[arg-type]
+    memory, fds = Memory(1, machine.root, NO_LIMIT), OpenFds(limit=1 << 20)
+    return Monitor(metrics, MonitorParts(memory=memory, fds=fds, clock=clock, shrink_heap=lambda: None, **options))  # type: ignore[arg-type]
 
 
 def test_cpu_time_and_memory_of_the_process_are_told(machine: Machine, clock: Clock) -> None:
@@ -264,7 +264,10 @@ def test_memory_is_looked_at_once_a_second(machine: Machine, clock: Clock) -> No
 def test_memory_that_is_free_is_given_back_while_there_is_too_little(machine: Machine, clock: Clock) -> None:
     shrunk: list[float] = []
     memory = Memory(1, machine.root, NO_LIMIT)
-    watching = Monitor(Metrics(), memory, clock=clock, shrink_heap=lambda: shrunk.append(clock.now - 1000.0))
+    watching = Monitor(
+        Metrics(),
+        MonitorParts(memory=memory, clock=clock, shrink_heap=lambda: shrunk.append(clock.now - 1000.0)),
+    )
     for mib in [100, *[930] * 12, *[100] * 20, 930]:
         machine.use(mib)
         watching.tick()
@@ -279,7 +282,7 @@ def test_free_memory_goes_back_to_the_system(machine: Machine, clock: Clock) -> 
     blocks.clear()
     before = Memory().share()
     machine.use(930)
-    Monitor(Metrics(), Memory(1, machine.root, NO_LIMIT), clock=clock).tick()
+    Monitor(Metrics(), MonitorParts(memory=Memory(1, machine.root, NO_LIMIT), clock=clock)).tick()
     assert Memory().share() < before
     assert last
 
@@ -350,7 +353,7 @@ async def test_a_running_monitor_ticks_and_calls_whoever_wants_to_be_called() ->
             enough.set()
 
     metrics = Metrics()
-    async with Monitor(metrics, every_tick=(count,), tick_seconds=0.001) as watching:
+    async with Monitor(metrics, MonitorParts(every_tick=(count,), tick_seconds=0.001)) as watching:
         await enough.wait()
         assert watching.was_ready()
         assert 0.0 < value(metrics, "pdproxy_memory_share") < 1.0
@@ -371,7 +374,7 @@ async def test_a_caller_that_fails_stops_neither_the_others_nor_the_ticking() ->
         if len(calls) == 2:
             twice.set()
 
-    async with Monitor(Metrics(), every_tick=(fail, note), tick_seconds=0.001):
+    async with Monitor(Metrics(), MonitorParts(every_tick=(fail, note), tick_seconds=0.001)):
         await twice.wait()
     assert all(isinstance(problem, ZeroDivisionError) for problem in problems)
     assert len(problems) >= 2
@@ -379,7 +382,7 @@ async def test_a_caller_that_fails_stops_neither_the_others_nor_the_ticking() ->
 
 async def test_a_monitor_that_was_left_ticks_no_more() -> None:
     ticked = asyncio.Event()
-    async with Monitor(Metrics(), every_tick=(ticked.set,), tick_seconds=0.0) as watching:
+    async with Monitor(Metrics(), MonitorParts(every_tick=(ticked.set,), tick_seconds=0.0)) as watching:
         await ticked.wait()
     assert watching._timer is not None
     assert watching._timer.cancelled()

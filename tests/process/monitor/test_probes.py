@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from proxy.observe.metrics import Metrics
-from proxy.process.monitor import Monitor, ProbeServer
+from proxy.process.monitor import Monitor, MonitorParts, ProbeServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -148,7 +148,7 @@ def test_several_servers_share_one_socket() -> None:
 async def test_probes_are_answered_while_the_event_loop_is_blocked() -> None:
     ticked = asyncio.Event()
     answers: list[tuple[int, bytes]] = []
-    async with Monitor(Metrics(), every_tick=(ticked.set,), tick_seconds=0.001) as monitor:
+    async with Monitor(Metrics(), MonitorParts(every_tick=(ticked.set,), tick_seconds=0.001)) as monitor:
         await ticked.wait()
         with probes(monitor.is_alive, monitor.was_ready) as address:
             client = threading.Thread(
@@ -160,7 +160,7 @@ async def test_probes_are_answered_while_the_event_loop_is_blocked() -> None:
 
 
 def test_a_loop_that_stands_still_for_too_long_is_reported(clock: Clock) -> None:
-    monitor = Monitor(Metrics(), clock=clock)
+    monitor = Monitor(Metrics(), MonitorParts(clock=clock))
     with probes(monitor.is_alive, monitor.was_ready) as address:
         monitor.tick()
         assert ask(address, "/readyz")[0] == 200
