@@ -110,17 +110,8 @@ class AnswerReader:
         while at < size:
             if not left:
                 line = _size_line(data, at)
-                if line is None:
-                    if not _part_of_size_line(data[at : at + 9]):
-                        return self._give_up(data[at:], 0, pieces)
-                    self._line = data[at:]
-                    break
-                length = int(line[1], 16)
-                if not length:
-                    if data[at:] != _END_MARK:  # trailers, or only a part of it
-                        return self._give_up(data[at:], 0, pieces)
-                    self.is_complete = True
-                    break
+                if line is None or not (length := int(line[1], 16)):
+                    return self._read_no_chunk(data[at:], pieces)
                 begin = line.end()
                 if data.startswith(_CRLF, begin + length):
                     pieces.append(data[begin : begin + length])
@@ -139,6 +130,22 @@ class AnswerReader:
                 at += len(line_end)
                 left -= len(line_end)
         self._left = left
+        return b"".join(pieces)
+
+    def _read_no_chunk(self, data: bytes, pieces: list[bytes]) -> bytes:
+        """Read the end mark, or the first bytes of a size line. httptools reads everything else.
+
+        Args:
+            data: All that has arrived behind the last chunk.
+            pieces: Of the body, read before.
+        """
+        if data == _END_MARK:
+            self.is_complete = True
+        elif _part_of_size_line(data[:9]):
+            self._line = data
+        else:  # trailers, a part of the end mark, or a line that is no size
+            return self._give_up(data, 0, pieces)
+        self._left = 0
         return b"".join(pieces)
 
     def _give_up(self, data: bytes, left: int, pieces: list[bytes]) -> bytes:
