@@ -15,7 +15,7 @@ from proxy.common import blocking_http
 from proxy.observe import logs
 from proxy.settings import load, reachable
 from proxy.settings.cli import Parser
-from proxy.tools.doctor.examination import Examination
+from proxy.tools.doctor.examination import Examination, ExaminationOptions
 from proxy.tools.doctor.findings import exit_code
 from proxy.tools.doctor.gateway import Host, check_gateway
 from proxy.tools.doctor.report import as_json, as_table
@@ -46,13 +46,10 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     host = Host(loaded=loaded, is_gateway=_is_gateway, cores=cores, learned_limits=_learned_limits)
     found = check_gateway(host)
     progress = ProgressLine()
-    examination = Examination(
-        loaded,
-        canary_seconds=flags.canary_seconds,
-        canary_tokens=flags.canary_tokens,
-        canaries_per_pair=flags.canaries,
-        progress=progress.show,
+    options = ExaminationOptions(
+        canary_seconds=flags.canary_seconds, canary_tokens=flags.canary_tokens, canaries_per_pair=flags.canaries
     )
+    examination = Examination(loaded, options, progress=progress.show)
     try:
         with logs.silenced():  # what its parts have to say to an operator of a gateway is in the findings
             found += asyncio.run(examination.run())

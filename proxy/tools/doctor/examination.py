@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.fitness.recognition import EngineReport, recognise
@@ -45,26 +45,44 @@ _SOURCE_SECONDS: Final = 10.0
 _ENGINES_AT_ONCE: Final = 32
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExaminationOptions:
+    """What an Examination asks engines, and for how long."""
+
+    canary_seconds: float
+    """Limit for the answer to a canary."""
+    canary_tokens: int
+    """Length of a canary's prompt."""
+    canaries_per_pair: int = 1
+    """Canaries for each pair of instances; 0: engines generate nothing."""
+    idle_seconds: float = IDLE_SECONDS
+    """Time for which a connection is left idle before it is used again."""
+
+
 class Examination:
-    """Of the instances of a configuration. `progress` hears what is being done: a noun, how many of how many."""
+    """Examines the instances of a configuration."""
 
     def __init__(
         self,
         loaded: Loaded,
+        options: ExaminationOptions,
         *,
-        canary_seconds: float,
-        canary_tokens: int,
-        canaries_per_pair: int = 1,
-        idle_seconds: float = IDLE_SECONDS,
         more: Callable[[Fleet], Iterable[Finding]] = lambda _: (),
         progress: Callable[[str, int, int], None] = lambda *_: None,
     ) -> None:
-        """`canaries_per_pair` 0: engines are asked what they are, and nothing is generated. `more`: other checks."""
+        """Keep the configuration.
+
+        Args:
+            loaded: The configuration.
+            options: What to ask engines.
+            more: Returns the findings of further checks.
+            progress: Called with a noun, how many of these are done, and how many there are.
+        """
         self._loaded = loaded
-        self._canary_seconds = canary_seconds
-        self._canary_tokens = canary_tokens
-        self._canaries_per_pair = canaries_per_pair
-        self._idle_seconds = idle_seconds
+        self._canary_seconds = options.canary_seconds
+        self._canary_tokens = options.canary_tokens
+        self._canaries_per_pair = options.canaries_per_pair
+        self._idle_seconds = options.idle_seconds
         self._more = more
         self._progress = progress
 

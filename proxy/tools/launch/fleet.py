@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from proxy.settings import canonical_host, load
-from proxy.tools.doctor.examination import Examination
+from proxy.tools.doctor.examination import Examination, ExaminationOptions
 from proxy.tools.doctor.findings import Finding, Severity
 from proxy.tools.doctor.told import IDLE_SECONDS
 from proxy.tools.launch.gateway import NAME, gateway_file
@@ -32,15 +32,8 @@ async def compared(
     """What engines are that the topology does not say, and what does not fit among them. Nothing is generated.
     `idle_seconds` and `progress` are those of an Examination.
     """
-    examination = Examination(
-        loaded,
-        canary_seconds=0.0,
-        canary_tokens=0,
-        canaries_per_pair=0,
-        idle_seconds=idle_seconds,
-        more=lambda fleet: differences(plan, fleet),
-        progress=progress,
-    )
+    options = ExaminationOptions(canary_seconds=0.0, canary_tokens=0, canaries_per_pair=0, idle_seconds=idle_seconds)
+    examination = Examination(loaded, options, more=lambda fleet: differences(plan, fleet), progress=progress)
     return await examination.run()
 
 

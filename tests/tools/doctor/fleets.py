@@ -10,7 +10,7 @@ from aiohttp import web
 
 from proxy.settings import Loaded, Settings
 from proxy.sim.engine import SimulatedEngine
-from proxy.tools.doctor.examination import Examination
+from proxy.tools.doctor.examination import Examination, ExaminationOptions
 from proxy.tools.doctor.findings import Severity
 from tests.deployment import engine_options
 
@@ -94,10 +94,12 @@ async def examined(mistake: Mistake, store: Callable[[], Path]) -> Examined:
         return Examined(found, names)
 
 
-async def examine(settings: Settings, **options: Any) -> list[Finding]:
+async def examine(
+    settings: Settings, *, progress: Callable[[str, int, int], None] = lambda *_: None, **options: Any
+) -> list[Finding]:
     """What the doctor finds of instances that are there already."""
     given = {"canary_seconds": 5.0, "canary_tokens": 256, "idle_seconds": 0.05, **options}
-    return await Examination(Loaded(settings, {}), **given).run()
+    return await Examination(Loaded(settings, {}), ExaminationOptions(**given), progress=progress).run()
 
 
 def _endpoint(engine: SimulatedEngine) -> str:
