@@ -9,7 +9,7 @@ import msgspec
 from proxy.common.errors import BadRequest
 from proxy.dialects.adjustments import ModelNames, priority_change
 from proxy.dialects.requests import read
-from proxy.gateway.admission import AdmissionQueue
+from proxy.gateway.admission import AdmissionParts, AdmissionQueue
 from proxy.wire.document import joined
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ class RoleQueue:
         """`lane`: that of these instances."""
         self.lane = lane
         self.pool = lane.first
-        self.admission = AdmissionQueue(settings.admission, self._has_room, metrics, absent=self._absent)
+        parts = AdmissionParts(has_room=self._has_room, metrics=metrics, absent=self._absent)
+        self.admission = AdmissionQueue(parts, settings.admission)
 
     def _has_room(self, request: Callable[[], PickRequest] | None = None) -> bool:
         return not self.pool.is_restarting() and not self.pool.refuse_all()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
@@ -33,10 +34,10 @@ if TYPE_CHECKING:
 
 
 class HasRoom(Protocol):
-    """See AdmissionQueue."""
+    """See AdmissionParts."""
 
     def __call__(self, request: Callable[[], PickRequest] | None = None) -> bool:
-        """See AdmissionQueue."""
+        """See AdmissionParts."""
 
 
 # So many of those who wait are looked at for one to whom what is free is best.
@@ -49,55 +50,59 @@ _LOOK_AGAIN_SECONDS: Final = 0.02
 _LET_GO_SECONDS: Final = 0.25
 
 
-class AdmissionQueue:
-    """Owns the queue and the account of what is held. One per worker.
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class AdmissionParts:
+    """What an AdmissionQueue asks before it lets a unit in, and what it calls."""
 
-    `has_room`: whether a lease taken now would find room, or would fail anyhow because no backend is eligible. If it is
-    given a request that nobody is in front of: and whether that need not wait for a better place.
-    `full`: the role, if any, in which there is no room. `absent`: the role, if any, all of whose backends are gone, so
-    that there will be no room.
+    has_room: HasRoom
+    """Returns whether a lease taken now would find room, or would fail because no backend is eligible.
+
+    With a request that is first in the queue, it also returns whether this request need not wait for a better place.
     """
+    metrics: Metrics
+    """Metrics of this worker."""
+    clock: Callable[[], float] = time.monotonic
+    """Returns the time in seconds."""
+    absent: Callable[[], Role | None] = lambda: None
+    """Returns the role, if any, all of whose backends are gone, so that there will be no room."""
+    full: Callable[[], Role | None] = lambda: None
+    """Returns the role, if any, in which there is no room."""
+    refusing: Callable[[], tuple[Role, float] | None] = lambda: None
+    """Returns a role all of whose backends refuse requests, and the clock's time until which they said to do so."""
+    would_take: Callable[[], bool] = lambda: False
+    """Returns whether only a learned limit leaves no room. Such a limit never refuses a unit."""
+    hold_seconds: Callable[[PickRequest | None, int], float] = lambda _, waiting: math.inf
+    """Returns the longest wait for a learned limit, of one of a number of waiting units."""
+    on_wait: Callable[[bool], None] = lambda _: None
+    """Called with True when a first unit waits, and with False when the last one stops. `notify` matters in between."""
+    line_up: LineUp | None = None
+    """Orders the units that wait; None: they go in turn."""
+    answer_seconds: Callable[[PickRequest], float] = lambda _: 0.0
+    """Returns the decoder time that an answer will probably take. Its key is charged for it."""
+    lower_priority_first: bool = True
+    """Whether engines serve a lower `priority` in the body first."""
+    front: WorkerFront | None = None
+    """Serves the queues of several workers as one; None: there is no other queue."""
 
-    def __init__(
-        self,
-        limits: Limits,
-        has_room: HasRoom,
-        metrics: Metrics,
-        clock: Callable[[], float] = time.monotonic,
-        absent: Callable[[], Role | None] = lambda: None,
-        full: Callable[[], Role | None] = lambda: None,
-        on_wait: Callable[[bool], None] = lambda _: None,
-        line_up: LineUp | None = None,
-        answer_seconds: Callable[[PickRequest], float] = lambda _: 0.0,
-        lower_priority_first: bool = True,
-        front: WorkerFront | None = None,
-        would_take: Callable[[], bool] = lambda: False,
-        hold_seconds: Callable[[PickRequest | None, int], float] = lambda _, waiting: math.inf,
-        refusing: Callable[[], tuple[Role, float] | None] = lambda: None,
-    ) -> None:
-        """`on_wait`: called with True when a first unit waits, and with False when none does any longer. Only
-        in between `notify` has to be called. `line_up`: who says in which order they go; None: they go in turn.
-        `answer_seconds`: what an answer probably takes of a decoder's time, for which its key is charged, too.
-        `lower_priority_first`: so do engines read the body's `priority`. `front`: by which several queues are served as
-        if they were one; None: there is no other. `would_take`: whether only a limit that was learned leaves no room.
-        Such a limit never refuses a unit, and `hold_seconds` says how long at most one of some that wait waits for it.
-        `refusing`: a role all of whose backends refuse requests, and the clock's time until which they do so by their
-        own words.
-        """
-        self._has_room = has_room
-        self._absent = absent
-        self._full = full
-        self._on_wait = on_wait
-        self._line_up = line_up or InTurn()
-        self._answer_seconds = answer_seconds
-        self._lower_priority_first = lower_priority_first
-        self._front = front
-        self._would_take = would_take
-        self._hold_seconds = hold_seconds
-        self._refusing = refusing
+
+class AdmissionQueue:
+    """Owns the queue and the account of what is held. One per worker."""
+
+    def __init__(self, parts: AdmissionParts, limits: Limits) -> None:
+        self._has_room = parts.has_room
+        self._absent = parts.absent
+        self._full = parts.full
+        self._on_wait = parts.on_wait
+        self._line_up = parts.line_up or InTurn()
+        self._answer_seconds = parts.answer_seconds
+        self._lower_priority_first = parts.lower_priority_first
+        self._front = parts.front
+        self._would_take = parts.would_take
+        self._hold_seconds = parts.hold_seconds
+        self._refusing = parts.refusing
         self._let_go_at = -math.inf  # when to look again for units that have waited for too long
-        self._metrics = metrics
-        self._clock = clock
+        self._metrics = parts.metrics
+        self._clock = parts.clock
         self._running: dict[str, int] = {}  # units that were let in and have not left, by key
         self._order = Order(self._running)
         self._lines = self._order.lines
@@ -206,7 +211,9 @@ class AdmissionQueue:
 
     def readmit(self, key: str) -> Entry:
         """Let a unit in that has been in: it waits for nobody."""
-        return Entry(self, key, is_patient=True, on_wait=None, has_been_in=True)
+        entry = Entry(self, key, is_patient=True, on_wait=None)
+        entry.has_been_in = True
+        return entry
 
     def notify(self) -> None:
         """There may be room now. May be called from the middle of what makes it."""
@@ -465,7 +472,7 @@ class QueuedUnit:
 class Entry:
     """One unit's way through the gate. Get it from `AdmissionQueue.admit` and enter it, once."""
 
-    __slots__ = (*("_admission", "_has_been_in", "_on_wait"), *("key", "is_patient", "request", "since"))
+    __slots__ = (*("_admission", "_on_wait"), *("has_been_in", "is_patient", "key", "request", "since"))
 
     def __init__(
         self,
@@ -475,11 +482,11 @@ class Entry:
         on_wait: Callable[[], None] | None,
         request: Callable[[], PickRequest] | None = None,
         since: float | None = None,
-        has_been_in: bool = False,
     ) -> None:
         self._admission = admission
         self._on_wait = on_wait
-        self._has_been_in = has_been_in
+        self.has_been_in = False
+        """Whether it was let in before, and does not wait."""
         self.request = request
         self.since = since
         self.key = key
@@ -487,7 +494,7 @@ class Entry:
 
     async def __aenter__(self) -> Self:
         admission, key, request = self._admission, self.key, self.request
-        if not self._has_been_in and (admission._lines or not admission._has_room(request)):
+        if not self.has_been_in and (admission._lines or not admission._has_room(request)):
             if self._on_wait is not None:
                 self._on_wait()
             admission._count_wait()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.common.errors import Failure, GatewayError, UpstreamError
 from proxy.dialects.base import Unit
-from proxy.gateway.admission import AdmissionQueue
+from proxy.gateway.admission import AdmissionParts, AdmissionQueue
 from proxy.gateway.answers import AssembledBody, EngineBody, StreamedAnswer
 from proxy.gateway.attempts import AttemptLoop
 from proxy.gateway.chat_prompts import ChatPrompts
@@ -59,13 +59,12 @@ class RequestService:
         metrics: Metrics,
         front: WorkerFront | None = None,
     ) -> None:
-        """`front`: see AdmissionQueue."""
+        """`front`: see AdmissionParts."""
         self.metrics = metrics
         self.budget = RetryBudget(settings.retry.budget_share, settings.retry.budget_least)
-        self.admission = AdmissionQueue(
-            settings.admission,
-            self._has_room,
-            metrics,
+        admission_parts = AdmissionParts(
+            has_room=self._has_room,
+            metrics=metrics,
             absent=self._absent,
             full=self._full,
             on_wait=self._on_wait,
@@ -77,6 +76,7 @@ class RequestService:
             hold_seconds=self._hold_seconds,
             refusing=self._refusing,
         )
+        self.admission = AdmissionQueue(admission_parts, settings.admission)
         self._connector = connector
         self._pools = pools
         self._parts = FlowParts(
@@ -223,7 +223,7 @@ class RequestService:
         )
 
     def _has_room(self, request: Callable[[], PickRequest] | None = None) -> bool:
-        """Whether one more unit would find room in every role, or would fail at once. See AdmissionQueue."""
+        """Whether one more unit would find room in every role, or would fail at once. See AdmissionParts."""
         line_up = self._pools.prefill
         for pool in self._serving:  # noqa: SIM110 - without a call for each
             if not pool.has_room(request if pool is line_up else None):
@@ -231,11 +231,11 @@ class RequestService:
         return True
 
     def _would_take(self) -> bool:
-        """Return whether one more unit lacks room only because of what was learned of engines. See AdmissionQueue."""
+        """Return whether one more unit lacks room only because of what was learned of engines. See AdmissionParts."""
         return all(pool.would_take() for pool in self._serving)
 
     def _hold_seconds(self, request: PickRequest | None, waiting: int) -> float:
-        """Return how long one of `waiting` queued units may wait for a limit that was learned. See AdmissionQueue."""
+        """Return how long one of `waiting` queued units may wait for a limit that was learned. See AdmissionParts."""
         pools = self._pools
         return min(pools.decode.hold_seconds(request, waiting), pools.prefill.hold_seconds(request, waiting))
 

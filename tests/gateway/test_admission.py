@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from proxy.balancer.shared.fronts import NOBODY, Fronts
 from proxy.common.backend import Role
 from proxy.common.errors import NoBackendAvailable, Overloaded
-from proxy.gateway.admission import AdmissionQueue
+from proxy.gateway.admission import AdmissionParts, AdmissionQueue
 from proxy.observe.metrics import Metrics
 from proxy.settings.model import Admission as Limits
 from tests.clock import Clock
@@ -76,16 +76,16 @@ class Gate:
         self.absent: Role | None = None
         self.refusing: tuple[Role, float] | None = None
         self.listens = False
-        self.admission = AdmissionQueue(
-            Limits(),
-            self.has_room,
-            self.metrics,
-            clock,
-            lambda: self.absent,
+        parts = AdmissionParts(
+            has_room=self.has_room,
+            metrics=self.metrics,
+            clock=clock,
+            absent=lambda: self.absent,
             on_wait=self._on_wait,
             front=front,
             refusing=lambda: self.refusing,
         )
+        self.admission = AdmissionQueue(parts, Limits())
         self.units: list[Unit] = []
         self.admitted: list[Unit] = []
 

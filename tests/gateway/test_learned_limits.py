@@ -12,7 +12,7 @@ from lab.replay import virtual_time
 from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Load
 from proxy.common.errors import GatewayError, Overloaded
-from proxy.gateway.admission import AdmissionQueue
+from proxy.gateway.admission import AdmissionParts, AdmissionQueue
 from proxy.observe.metrics import Metrics
 from proxy.settings.model import Admission as Limits
 
@@ -33,14 +33,14 @@ class Engines:
         """Seconds that each request waited, in the order in which they were let in."""
         self.rejected: list[str] = []
         self._loop = asyncio.get_running_loop()
-        self.admission = AdmissionQueue(
-            Limits.model_validate(limits),
-            lambda request=None: self.taken < self.places,
-            Metrics(),
-            self._loop.time,
+        parts = AdmissionParts(
+            has_room=lambda request=None: self.taken < self.places,
+            metrics=Metrics(),
+            clock=self._loop.time,
             would_take=lambda: self.taken < self.engine_places,
             hold_seconds=lambda request, waiting: hold_seconds,
         )
+        self.admission = AdmissionQueue(parts, Limits.model_validate(limits))
 
     async def ask(self, at: float) -> None:
         """Send a request at a time, whose answer takes very long."""

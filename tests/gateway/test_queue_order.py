@@ -9,7 +9,7 @@ import pytest
 
 from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Load
-from proxy.gateway.admission import AdmissionQueue
+from proxy.gateway.admission import AdmissionParts, AdmissionQueue
 from proxy.observe.metrics import Metrics
 from proxy.settings.model import Admission as Limits
 from proxy.wire.prefix import NO_KEYS
@@ -46,7 +46,8 @@ class Counter:
         self.served: list[str] = []
         self.left: list[PickRequest] = []
         self.tasks: list[asyncio.Task[None]] = []
-        self.admission = AdmissionQueue(Limits(), self.has_room, Metrics(), self.clock, line_up=self)
+        parts = AdmissionParts(has_room=self.has_room, metrics=Metrics(), clock=self.clock, line_up=self)
+        self.admission = AdmissionQueue(parts, Limits())
 
     def work_seconds(self, request: PickRequest) -> float:
         return float(request.prefill.compute)

@@ -25,7 +25,7 @@ from proxy.fleet.kv_events.blocks import Blocks
 from proxy.fleet.replicas.exchange import ExchangeParts, StateExchange
 from proxy.fleet.replicas.local_state import LocalState
 from proxy.fleet.replicas.peer_rows import PeerRows, SharedRows
-from proxy.gateway.admission import AdmissionQueue
+from proxy.gateway.admission import AdmissionParts, AdmissionQueue
 from proxy.gateway.api_keys import KeyUsage
 from proxy.observe.metrics import Metrics
 from proxy.process.monitor import LoopLag
@@ -128,16 +128,16 @@ class Worker:
 
     def __init__(self, pools: Pools, clock: Callable[[], float], front: WorkerFront | None) -> None:
         self.pools = pools
-        self.admission = AdmissionQueue(
-            AdmissionLimits(),
-            self._has_room,
-            Metrics(),
-            clock,
+        parts = AdmissionParts(
+            has_room=self._has_room,
+            metrics=Metrics(),
+            clock=clock,
             line_up=pools.prefill,
             front=front,
             would_take=lambda: pools.decode.would_take() and pools.prefill.would_take(),
             hold_seconds=lambda *waits: min(pools.decode.hold_seconds(*waits), pools.prefill.hold_seconds(*waits)),
         )
+        self.admission = AdmissionQueue(parts, AdmissionLimits())
         for each in (pools.prefill, pools.decode):
             each.on_release = self.admission.notify
 
