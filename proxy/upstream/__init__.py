@@ -13,7 +13,7 @@ from proxy.upstream.response import Response
 from proxy.upstream.session import new_session, read_bounded
 from proxy.upstream.silences import SilenceChecks
 from proxy.upstream.traced import TracedUpstream
-from proxy.upstream.upstream import Upstream
+from proxy.upstream.upstream import Upstream, UpstreamOptions
 
 __all__ = [
     "AddressProblem",
@@ -26,6 +26,7 @@ __all__ = [
     "Sink",
     "TracedUpstream",
     "Upstream",
+    "UpstreamOptions",
     "connect_problem",
     "is_odd_literal",
     "new_session",

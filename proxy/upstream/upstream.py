@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -37,47 +38,56 @@ _KEEP_ALIVE_SECONDS: Final = 2.0
 _UNUSED_SECONDS: Final = 10.0
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class UpstreamOptions:
+    """Limits and callbacks of an Upstream."""
+
+    stall_seconds: float = 30.0
+    """Silence after which a backend is stalled, if others of its role send."""
+    on_stall: Callable[[Backend], bool] | None = None
+    """Called with a stalled backend. Its streams fail if the call returns True. None: no backend is stalled."""
+    silence_seconds: float = 10.0
+    """Silence of an answer after which its backend is checked; see settings.HealthChecks."""
+    silence_checks: SilenceChecks | None = None
+    """Checks why an answer is silent; None: silent answers are not checked."""
+    on_work: Callable[[Backend], None] = lambda backend: None
+    """Called now and then with each backend that has sent something on a stream."""
+    is_news: Callable[[str, str], bool] = lambda subject, word: True
+    """Returns whether the last log message about a subject was another one, in all workers."""
+    sweep_seconds: float | None = None
+    """Time between two looks at silences; None: often enough for the shortest limit."""
+    clock: Callable[[], float] = time.monotonic
+    """Returns the time in seconds."""
+
+
 class Upstream:
     """One worker's connections to all backends. `async with` it; leaving closes every connection."""
 
     def __init__(
-        self,
-        timeouts: Timeouts,
-        keys: EngineKeys,
-        names: Names | None = None,
-        *,
-        stall_seconds: float = 30.0,
-        on_stall: Callable[[Backend], bool] | None = None,
-        silence_seconds: float = 10.0,
-        silence_checks: SilenceChecks | None = None,
-        on_work: Callable[[Backend], None] = lambda backend: None,
-        is_news: Callable[[str, str], bool] = lambda subject, word: True,
-        sweep_seconds: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, timeouts: Timeouts, keys: EngineKeys, names: Names | None = None, options: UpstreamOptions | None = None
     ) -> None:
-        """`names` None: the system is asked at every connect, and any address is good.
+        """Connect to no backend yet.
 
-        `on_stall` is called with a backend that has sent nothing for `stall_seconds` while others of its role did, and
-        says whether it is taken out; then its streams fail. `on_work` is called with each that has sent something on a
-        stream, every so often. `silence_checks` None: nobody asks why an answer is silent; `silence_seconds`: see
-        settings.HealthChecks. `is_news` says of a subject and a word for the log whether
-        no worker has told it last. `sweep_seconds`: how often silences are looked at; by
-        default often enough for the shortest of them.
+        Args:
+            timeouts: Limits for connecting and for answers.
+            keys: Credentials for engines.
+            names: Addresses of names; None: each connect asks the system, and any address is accepted.
+            options: None: the defaults.
         """
+        options = options or UpstreamOptions()
+        checks, silence_seconds = options.silence_checks, options.silence_seconds
         self._timeouts = timeouts
         self._heads = RequestHeads(keys)
         self._mask_key = keys.mask
         self._names = names
-        self._progress = StreamProgress(stall_seconds)
-        self._on_stall = on_stall
-        self._on_work = on_work
-        self._silences = (
-            None if silence_checks is None else Silences(silence_checks, lambda: self._busy, silence_seconds)
-        )
+        self._progress = StreamProgress(options.stall_seconds)
+        self._on_stall = options.on_stall
+        self._on_work = options.on_work
+        self._silences = None if checks is None else Silences(checks, lambda: self._busy, silence_seconds)
         self._silence_seconds = silence_seconds
-        self._sweep_seconds = sweep_seconds or _sweep_seconds(timeouts, stall_seconds, silence_seconds)
-        self._clock = clock
-        self._dialer = Dialer(clock, is_news)
+        self._sweep_seconds = options.sweep_seconds or _sweep_seconds(timeouts, options.stall_seconds, silence_seconds)
+        self._clock = options.clock
+        self._dialer = Dialer(options.clock, options.is_news)
         self._idle: dict[str, list[EngineConnection]] = {}
         """By the backend's key."""
         self._busy: set[EngineConnection] = set()
@@ -86,7 +96,7 @@ class Upstream:
         self._preconnecting: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop
         """Set when it is entered."""
-        self._swept_at = clock()
+        self._swept_at = options.clock()
         self._sweeper: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:

@@ -14,7 +14,7 @@ from proxy.balancer.engines.engine_keys import EngineKeys
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure, UpstreamError
 from proxy.settings import Timeouts
-from proxy.upstream import Upstream
+from proxy.upstream import Upstream, UpstreamOptions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -112,7 +112,7 @@ async def engine(
 
 
 def new_upstream(key: str | None = None, names: Names | None = None, **timeouts: float) -> Upstream:
-    return Upstream(Timeouts(**timeouts), EngineKeys(key), names, sweep_seconds=0.01)
+    return Upstream(Timeouts(**timeouts), EngineKeys(key), names, UpstreamOptions(sweep_seconds=0.01))
 
 
 def free_port() -> int:

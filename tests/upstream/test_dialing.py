@@ -14,7 +14,7 @@ from proxy.balancer.shared.bulletin import Bulletin
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure
 from proxy.settings import Timeouts
-from proxy.upstream import Upstream
+from proxy.upstream import Upstream, UpstreamOptions
 from proxy.upstream.dialing import Dialer
 from tests.upstream.desk import Desk, desk
 from tests.upstream.raw import SHORT, Link, deaf, engine, failure_of, fetch
@@ -59,7 +59,7 @@ async def dialing(
     async with (
         desk(clock) as at,
         engine(*[closes] * requests) as server,
-        Upstream(timeouts, EngineKeys(None), at.names, clock=clock) as upstream,
+        Upstream(timeouts, EngineKeys(None), at.names, UpstreamOptions(clock=clock)) as upstream,
     ):
         at.server.say(addresses)
         yield Dialing(upstream, at, server.port)
@@ -115,8 +115,8 @@ async def test_of_several_workers_one_tells(clock: Clock, caplog: pytest.LogCapt
     async with (
         desk(clock) as at,
         engine(*[closes] * 4) as server,
-        Upstream(timeouts, EngineKeys(None), at.names, is_news=is_news, clock=clock) as one,
-        Upstream(timeouts, EngineKeys(None), at.names, is_news=is_news, clock=clock) as other,
+        Upstream(timeouts, EngineKeys(None), at.names, UpstreamOptions(is_news=is_news, clock=clock)) as one,
+        Upstream(timeouts, EngineKeys(None), at.names, UpstreamOptions(is_news=is_news, clock=clock)) as other,
     ):
         at.server.say([DEAF, GOOD])
         workers = [Dialing(upstream, at, server.port) for upstream in (one, other)]
@@ -165,7 +165,10 @@ async def test_dead_addresses_are_tried_last(clock: Clock) -> None:
 
 
 async def test_an_address_that_worked_is_left_when_it_does_so_no_longer(clock: Clock) -> None:
-    async with desk(clock) as at, Upstream(Timeouts(), EngineKeys(None), at.names, clock=clock) as upstream:
+    async with (
+        desk(clock) as at,
+        Upstream(Timeouts(), EngineKeys(None), at.names, UpstreamOptions(clock=clock)) as upstream,
+    ):
         at.server.say([GOOD, REFUSED])
         async with engine(closes) as first:
             backend = Backend(Role.DECODE, "engine", first.port)
@@ -189,7 +192,7 @@ async def test_a_late_address_is_not_a_dead_one(
         desk(clock) as at,
         engine(may_be_left) as one,
         engine(may_be_left, host=REFUSED, port=one.port),
-        Upstream(Timeouts(), EngineKeys(None), at.names, clock=clock) as upstream,
+        Upstream(Timeouts(), EngineKeys(None), at.names, UpstreamOptions(clock=clock)) as upstream,
     ):
         at.server.say([GOOD, REFUSED])
         dialing = Dialing(upstream, at, one.port)
@@ -203,7 +206,10 @@ async def test_where_all_addresses_are_dead_it_is_the_engine_that_is_down(
 ) -> None:
     caplog.set_level(logging.INFO, LOGGER)
     timeouts = Timeouts(connect_seconds=SHORT)
-    async with desk(clock) as at, Upstream(timeouts, EngineKeys(None), at.names, clock=clock) as upstream:
+    async with (
+        desk(clock) as at,
+        Upstream(timeouts, EngineKeys(None), at.names, UpstreamOptions(clock=clock)) as upstream,
+    ):
         at.server.say([DEAF, REFUSED])
         with deaf(DEAF) as listener:
             backend = Backend(Role.DECODE, "engine", listener.getsockname()[1])
@@ -215,7 +221,10 @@ async def test_where_all_addresses_are_dead_it_is_the_engine_that_is_down(
 
 async def test_a_request_that_is_given_up_leaves_no_attempt_behind(clock: Clock) -> None:
     timeouts = Timeouts(connect_seconds=3600.0)
-    async with desk(clock) as at, Upstream(timeouts, EngineKeys(None), at.names, clock=clock) as upstream:
+    async with (
+        desk(clock) as at,
+        Upstream(timeouts, EngineKeys(None), at.names, UpstreamOptions(clock=clock)) as upstream,
+    ):
         at.server.say([DEAF, GOOD])
         await at.names.find("engine")
         with deaf(GOOD) as listener, deaf(DEAF, listener.getsockname()[1]):

@@ -15,7 +15,7 @@ from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure, UpstreamError
 from proxy.observe.metrics import Metrics
 from proxy.settings import Timeouts
-from proxy.upstream import AddressProblem, AddressRules, Names, Upstream
+from proxy.upstream import AddressProblem, AddressRules, Names, Upstream, UpstreamOptions
 from tests.upstream.desk import LOOPBACK, NameServer, desk
 from tests.upstream.raw import OK, Link, engine, fetch, free_port, new_upstream
 
@@ -291,7 +291,9 @@ async def test_upstream_leaves_an_address_that_has_left_the_name(clock: Clock) -
         desk(clock) as at,
         engine(keeps_serving) as old,
         engine(keeps_serving, host="127.0.0.2", port=old.port) as new,
-        Upstream(Timeouts(), EngineKeys(None), at.names, sweep_seconds=3600.0, clock=clock) as upstream,
+        Upstream(
+            Timeouts(), EngineKeys(None), at.names, UpstreamOptions(sweep_seconds=3600.0, clock=clock)
+        ) as upstream,
     ):
         backend = Backend(Role.DECODE, "engine", old.port)
         at.server.say([old.host])
@@ -316,7 +318,9 @@ async def test_upstream_stays_with_an_address_while_its_name_cannot_be_looked_up
     async with (
         desk(clock) as at,
         engine(serves_thrice) as server,
-        Upstream(Timeouts(), EngineKeys(None), at.names, sweep_seconds=3600.0, clock=clock) as upstream,
+        Upstream(
+            Timeouts(), EngineKeys(None), at.names, UpstreamOptions(sweep_seconds=3600.0, clock=clock)
+        ) as upstream,
     ):
         backend = Backend(Role.DECODE, "engine", server.port)
         at.server.say([server.host], UNKNOWN)

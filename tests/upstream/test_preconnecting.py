@@ -11,7 +11,7 @@ from proxy.balancer.engines.engine_keys import EngineKeys
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure
 from proxy.settings import Timeouts
-from proxy.upstream import Upstream
+from proxy.upstream import Upstream, UpstreamOptions
 from tests.asking import until
 from tests.upstream.raw import Link, deaf, engine, failure_of, fetch, free_port
 
@@ -30,7 +30,7 @@ class Clock:
 
 
 def upstream_at(clock: Callable[[], float]) -> Upstream:
-    return Upstream(Timeouts(), EngineKeys(None), sweep_seconds=3600.0, clock=clock)
+    return Upstream(Timeouts(), EngineKeys(None), options=UpstreamOptions(sweep_seconds=3600.0, clock=clock))
 
 
 async def preconnected(upstream: Upstream, backend: Backend) -> EngineConnection:

@@ -12,7 +12,7 @@ from proxy.balancer.engines.engine_keys import EngineKeys
 from proxy.balancer.engines.progress import Pace
 from proxy.common.errors import Failure
 from proxy.settings import Timeouts
-from proxy.upstream import SilenceChecks, Upstream
+from proxy.upstream import SilenceChecks, Upstream, UpstreamOptions
 from tests.asking import until
 from tests.upstream.raw import LONG, STREAM_HEAD, Collector, Link, chunk, engine, exchange
 
@@ -143,10 +143,9 @@ async def world(clock: Clock) -> AsyncIterator[World]:
         Upstream(
             Timeouts(),
             EngineKeys(None),
-            silence_seconds=SILENCE,
-            silence_checks=checks.given,
-            sweep_seconds=1.0,
-            clock=clock,
+            options=UpstreamOptions(
+                silence_seconds=SILENCE, silence_checks=checks.given, sweep_seconds=1.0, clock=clock
+            ),
         ) as upstream,
         AsyncExitStack() as stack,
     ):

@@ -11,7 +11,7 @@ import pytest
 from proxy.balancer.engines.engine_keys import EngineKeys
 from proxy.common.errors import Failure
 from proxy.settings import Timeouts
-from proxy.upstream import Upstream
+from proxy.upstream import Upstream, UpstreamOptions
 from tests.upstream.raw import LONG, OK, STREAM_HEAD, Collector, Link, chunk, engine, exchange, fetch
 
 if TYPE_CHECKING:
@@ -97,7 +97,9 @@ async def watching(clock: Clock, verdict: bool = True) -> AsyncIterator[tuple[Up
 
     keys = EngineKeys(None)
     async with Upstream(
-        Timeouts(), keys, stall_seconds=STALL, on_stall=on_stall, sweep_seconds=1.0, clock=clock
+        Timeouts(),
+        keys,
+        options=UpstreamOptions(stall_seconds=STALL, on_stall=on_stall, sweep_seconds=1.0, clock=clock),
     ) as upstream:
         yield upstream, Watch(upstream, clock), found
 
@@ -205,7 +207,7 @@ async def test_the_streams_of_a_backend_that_stays_in_go_on(clock: Clock) -> Non
 
 
 async def test_nobody_is_stalled_if_nobody_decides(clock: Clock) -> None:
-    undecided = Upstream(Timeouts(), EngineKeys(None), sweep_seconds=1.0, clock=clock)
+    undecided = Upstream(Timeouts(), EngineKeys(None), options=UpstreamOptions(sweep_seconds=1.0, clock=clock))
     async with undecided as upstream, speaker(upstream) as a, speaker(upstream) as b:
         await Watch(upstream, clock).passes(100, b)
         assert a.error is None

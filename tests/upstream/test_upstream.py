@@ -12,7 +12,7 @@ from proxy.balancer.engines.engine_keys import EngineKeys
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure, UpstreamError
 from proxy.settings import Timeouts
-from proxy.upstream import Upstream
+from proxy.upstream import Upstream, UpstreamOptions
 from tests.upstream.raw import (
     LONG,
     OK,
@@ -215,7 +215,7 @@ async def test_when_one_connection_was_stale_the_role_is_asked_on_new_ones_for_a
     async with (
         engine(closes_for_the_second_request) as stale,
         engine(serves_once, serves_once, serves_twice) as other,
-        Upstream(Timeouts(), EngineKeys(None), sweep_seconds=0.01, clock=clock) as upstream,
+        Upstream(Timeouts(), EngineKeys(None), options=UpstreamOptions(sweep_seconds=0.01, clock=clock)) as upstream,
     ):
         await fetch(upstream, stale)
         await fetch(upstream, other)

@@ -26,7 +26,7 @@ from proxy.fleet.inspector import Inspector, InspectorParts
 from proxy.fleet.inspector.scraping import makes_progress
 from proxy.process.worker.balancing import subject
 from proxy.settings import Endpoint
-from proxy.upstream import AddressRules, Names, SilenceChecks, TracedUpstream, Upstream, new_session
+from proxy.upstream import AddressRules, Names, SilenceChecks, TracedUpstream, Upstream, UpstreamOptions, new_session
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
@@ -143,12 +143,14 @@ async def build_lines(basis: Basis, balancing: Balancing) -> AsyncIterator[Lines
             settings.timeouts,
             balancing.keys,
             names,
-            stall_seconds=stall_seconds(settings),
-            on_work=balancing.health.on_work,
-            on_stall=lambda backend: balancing.pool_of.find(backend).report_stall(backend),
-            silence_seconds=settings.health.silence_seconds,
-            silence_checks=_silence_checks(balancing, session),
-            is_news=basis.shared.bulletin.is_news,
+            UpstreamOptions(
+                stall_seconds=stall_seconds(settings),
+                on_work=balancing.health.on_work,
+                on_stall=lambda backend: balancing.pool_of.find(backend).report_stall(backend),
+                silence_seconds=settings.health.silence_seconds,
+                silence_checks=_silence_checks(balancing, session),
+                is_news=basis.shared.bulletin.is_news,
+            ),
         ) as upstream,
     ):
         live.add(lambda new: names.configure(AddressRules(new.admin.networks), _hosts(new)))
