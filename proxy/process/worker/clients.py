@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from proxy.balancer.shared.fronts import WorkerFront
     from proxy.common.errors import GatewayError
     from proxy.connectors.base import Connector
+    from proxy.dialects.base import Dialect
     from proxy.gateway.lanes import Serving
     from proxy.listener.drain import DrainManager
     from proxy.listener.http_listener import HttpListener
@@ -74,11 +75,7 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
     basis.live.add(service.configure)
     lanes = _lanes(basis, balancing, engines, Lane(balancing.pools, service, engines.connector, suspects))
     dialects = [dialect for dialect in DIALECTS if service.speaks(dialect)]
-    observers = Observers((RequestMetrics(basis.metrics, [dialect.label for dialect in dialects]), AccessLog()))
-    if basis.shared.receipts.is_kept:
-        redact = Redaction(secrets_of(basis.settings))
-        observers.add(basis.shared.receipts.seat(basis.index, redact))
-    basis.metrics.settle_first(observers.settle)
+    observers = _observers(basis, dialects)
     probes = ProbeApi(lanes, drain)
     api_keys = _client_keys(basis, lanes)
     keys = KeyAuth(api_keys)
@@ -92,14 +89,7 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
     )
     generation = GenerationApi(generation_parts, dialects, basis.settings)
     basis.live.add(generation.configure)
-    counting = CountTokensApi(
-        lanes=lanes,
-        upstream=engines.lines.upstream,
-        client_keys=keys,
-        settings=basis.settings,
-        metrics=basis.metrics,
-    )
-    basis.live.add(counting.configure)
+    counting = _counting(basis, engines, lanes, keys)
     questions = QuestionParts(
         session=engines.lines.session, engine_keys=balancing.keys, client_keys=keys, metrics=basis.metrics
     )
@@ -143,6 +133,27 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
     generation.intake = Intake(parts, dialects, api_keys, basis.shared.left_out.is_news)
     _open_fast_path(basis, generation.intake, front)
     return Clients(lanes=lanes, observers=observers, probes=probes, app=app, front=front)
+
+
+def _observers(basis: Basis, dialects: Sequence[Dialect]) -> Observers:
+    observers = Observers((RequestMetrics(basis.metrics, [dialect.label for dialect in dialects]), AccessLog()))
+    if basis.shared.receipts.is_kept:
+        redact = Redaction(secrets_of(basis.settings))
+        observers.add(basis.shared.receipts.seat(basis.index, redact))
+    basis.metrics.settle_first(observers.settle)
+    return observers
+
+
+def _counting(basis: Basis, engines: Engines, lanes: Lanes, client_keys: KeyAuth) -> CountTokensApi:
+    counting = CountTokensApi(
+        lanes=lanes,
+        upstream=engines.lines.upstream,
+        client_keys=client_keys,
+        settings=basis.settings,
+        metrics=basis.metrics,
+    )
+    basis.live.add(counting.configure)
+    return counting
 
 
 def _lanes(basis: Basis, balancing: Balancing, engines: Engines, whole: Lane) -> Lanes:
