@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from proxy.common.errors import Failure, GatewayError, UpstreamError
@@ -46,20 +47,29 @@ logger = logging.getLogger("proxy.flow.gateway")
 _NOT: Final = VLLM.watching[WatchLevel.NOT]
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ServiceParts:
+    """The parts of one worker that a RequestService works with."""
+
+    connector: Connector
+    """Carries the calls to engines."""
+    pools: Pools
+    """Instances that serve the calls."""
+    detokenizer: Detokenizer
+    """Returns the text of token ids, by asking engines."""
+    suspects: Suspects
+    """Requests that may have crashed engines."""
+    metrics: Metrics
+    """Metrics of this worker."""
+    front: WorkerFront | None = None
+    """See AdmissionParts."""
+
+
 class RequestService:
     """Serves the calls of all dialects through one connector."""
 
-    def __init__(
-        self,
-        connector: Connector,
-        pools: Pools,
-        detokenizer: Detokenizer,
-        suspects: Suspects,
-        settings: Settings,
-        metrics: Metrics,
-        front: WorkerFront | None = None,
-    ) -> None:
-        """`front`: see AdmissionParts."""
+    def __init__(self, parts: ServiceParts, settings: Settings) -> None:
+        connector, pools, metrics = parts.connector, parts.pools, parts.metrics
         self.metrics = metrics
         self.budget = RetryBudget(settings.retry.budget_share, settings.retry.budget_least)
         admission_parts = AdmissionParts(
@@ -71,7 +81,7 @@ class RequestService:
             line_up=pools.prefill,
             answer_seconds=pools.decode.work_seconds,
             lower_priority_first=settings.connector_traits.lower_priority_first,
-            front=front,
+            front=parts.front,
             would_take=self._would_take,
             hold_seconds=self._hold_seconds,
             refusing=self._refusing,
@@ -83,14 +93,14 @@ class RequestService:
             connector=connector,
             pools=pools,
             abilities=CommonAbilities([pools.of(role) for role in connector.roles], settings.connector_traits.engine),
-            detokenizer=detokenizer,
-            suspects=suspects,
+            detokenizer=parts.detokenizer,
+            suspects=parts.suspects,
             budget=self.budget,
             admission=self.admission,
             metrics=metrics,
             settings=settings,
         )
-        self._chat_prompts = ChatPrompts(self._parts.abilities, detokenizer)
+        self._chat_prompts = ChatPrompts(self._parts.abilities, parts.detokenizer)
         self._serving = tuple(map(pools.of, connector.roles))
         self._read(settings)
 

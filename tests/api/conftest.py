@@ -30,7 +30,7 @@ from proxy.fleet.discovery.prober import Prober, ProberParts
 from proxy.gateway.detokenizer import Detokenizer
 from proxy.gateway.lanes import Lane, Lanes
 from proxy.gateway.suspects import Suspects
-from proxy.gateway.work import RequestService
+from proxy.gateway.work import RequestService, ServiceParts
 from proxy.listener import replies
 from proxy.observe.metrics import Metrics
 from proxy.settings import HealthChecks, Joining, Settings
@@ -177,7 +177,10 @@ class Gateway:
         pools = Pools(prefill=self.pools[Role.PREFILL], decode=self.pools[Role.DECODE])
         suspects = Suspects(SuspectMemory(), pools, tuple(roles), self.prober.is_gone, self.metrics)
         connector, detokenizer = NoConnector(roles), Detokenizer(pools, Upstream(settings.timeouts, self.keys()))
-        flow = RequestService(connector, pools, detokenizer, suspects, settings, self.metrics)
+        parts = ServiceParts(
+            connector=connector, pools=pools, detokenizer=detokenizer, suspects=suspects, metrics=self.metrics
+        )
+        flow = RequestService(parts, settings)
         models = ServedModels(self.roster, self.health, tuple(roles))
         return Lanes(models, Lane(pools, flow, connector, suspects), make, settings, self.prober.refresh_models)
 

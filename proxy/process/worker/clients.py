@@ -27,7 +27,7 @@ from proxy.gateway.intake import Intake
 from proxy.gateway.lanes import Lane, Lanes
 from proxy.gateway.request_parts import RequestParts
 from proxy.gateway.suspects import Suspects
-from proxy.gateway.work import RequestService
+from proxy.gateway.work import RequestService, ServiceParts
 from proxy.listener import replies
 from proxy.observe.listeners import AccessLog, RequestMetrics
 from proxy.observe.logs import Redaction
@@ -190,15 +190,15 @@ def _service(
     suspects: Suspects,
     front: WorkerFront | None = None,
 ) -> RequestService:
-    return RequestService(
+    parts = ServiceParts(
         connector=connector,
         pools=pools,
         detokenizer=Detokenizer(pools, engines.lines.upstream),
         suspects=suspects,
-        settings=basis.settings,
         metrics=basis.metrics,
         front=front,
     )
+    return RequestService(parts, basis.settings)
 
 
 def _debug_headers(basis: Basis) -> DebugHeaders:
