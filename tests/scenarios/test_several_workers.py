@@ -276,7 +276,7 @@ async def test_a_killed_worker_is_replaced_and_its_load_forgotten(program: Progr
     decoder.faults.clear()
     async with aiohttp.ClientSession() as client, client.post(program.url + Api.CHAT.path, json=body) as response:
         assert (await read(response)).is_done
-    assert len(set(program.children()) - set(workers)) == 2
+    await until(lambda: len(set(program.children()) - set(workers)) == 2, "both workers to be replaced")
 
 
 @pytest.mark.fault(72)
