@@ -342,7 +342,9 @@ class Delivery:
         return output
 
     def _note_head(self, payload: dict[str, Any]) -> None:
-        self.head = {name: value for name, value in payload.items() if name not in _NOT_COMMON}
+        self.head = head = payload.copy()
+        for name in _NOT_COMMON:
+            head.pop(name, None)
         if "prompt_text" in payload:
             self.tail["prompt_text"] = payload["prompt_text"]
 
