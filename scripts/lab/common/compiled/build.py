@@ -14,7 +14,7 @@ import sysconfig
 from pathlib import Path
 from typing import Final
 
-from lab.common.compiled.classes import Refused, compilable, subclassed
+from lab.common.compiled.classes import Refused, compilable, subclassed, with_subclasses
 from lab.common.compiled.modules import MODULES
 from lab.common.compiled.training import train
 
@@ -104,6 +104,7 @@ def _rewrite(directory: Path) -> None:
     for path in MODULES:
         del others[path]
     names = _PORTS.union(*(subclassed(path.read_text()) for path in others.values()))
+    names = with_subclasses(names, [(directory / path).read_text() for path in MODULES])
     for path in MODULES:
         source = directory / path
         try:

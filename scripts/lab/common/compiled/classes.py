@@ -69,6 +69,24 @@ def subclassed(source: str) -> Iterator[str]:
             yield from map(_name, node.bases)
 
 
+def with_subclasses(names: Collection[str], sources: Collection[str]) -> set[str]:
+    """Return the names, and those of all classes in the sources that inherit from one of their own with such a name.
+
+    mypyc calls `__init__` in `tp_new` of a class that may have no interpreted subclasses, and such a class inherits
+    `tp_init` from one that may: its objects would be initialised twice, and keep what the first time has made.
+    """
+    bases = {
+        node.name: set(map(_name, node.bases))
+        for source in sources
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef)
+    }
+    found = bases.keys() & names
+    while more := {name for name, its in bases.items() if name not in found and its & found}:
+        found |= more
+    return found.union(names)
+
+
 def _rewrite(node: ast.ClassDef, decorator: ast.expr, lines: list[str], known: Collection[str]) -> None:
     """A dataclass without comparison becomes a class that sets its fields; of another one the slots are left out."""
     words = {word.arg: word.value for word in getattr(decorator, "keywords", ())}

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import pytest
 
-from lab.common.compiled.classes import Refused, compilable, subclassed
+from lab.common.compiled.classes import Refused, compilable, subclassed, with_subclasses
 from lab.common.compiled.modules import MODULES
 
 SOURCE: Final = '''"""A module."""
@@ -109,3 +109,8 @@ def test_one_that_says_that_it_can_be_compared_still_can() -> None:
 def test_a_class_of_one_line_is_refused() -> None:
     with pytest.raises(Refused, match="Compared"):
         compilable(SOURCE.replace("frozen=True, slots=True", "slots=True, eq=False"))
+
+
+def test_classes_may_have_subclasses_if_a_class_that_they_inherit_from_may() -> None:
+    sources = ["class Leaf(Middle): ...\nclass Other(Enum): ...", "class Middle(Open): ...\nclass Open: ..."]
+    assert with_subclasses({"Open", "Enum"}, sources) == {"Open", "Enum", "Middle", "Leaf"}
