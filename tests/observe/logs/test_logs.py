@@ -240,7 +240,7 @@ def test_a_long_value_is_cut(format: str, value: object) -> None:
 def test_a_long_exception_shows_where_it_came_from_and_what_it_was(format: str) -> None:
     file = File(format)
     try:
-        raise ValueError("a" * 65536 + "at last")
+        raise ValueError("a" * 65536 + "at last") from None  # without what compiled code has handled before
     except ValueError:
         logger.exception("failed")
     assert len(file.text) < 1.1 * MAX_TRACEBACK_CHARS
