@@ -99,8 +99,9 @@ class LegDriver:
         elif isinstance(step, Attempt):
             owner.on_attempt(step)
         elif type(step) is Pair:
-            PrefillBeside(self._upstream, step, self._on_prefill_failure).start()
-            self._send(step.decode)
+            prefill, decode = step.take_legs()
+            PrefillBeside(self._upstream, step, self._on_prefill_failure).start(prefill)
+            self._send(decode)
         else:
             assert isinstance(step, Response)
             step.collect(self._on_body)
@@ -205,15 +206,15 @@ class PrefillBeside:
         self._waiting: asyncio.Future[None] | None = None
         """The future of the task that waits for the end of this leg."""
 
-    def start(self) -> None:
+    def start(self, leg: Leg) -> None:
         """Send the leg."""
         pair = self._pair
         pair.stop, pair.ended = self._stop, self._ended
-        connection = self._upstream.take_idle(pair.prefill.backend)
+        connection = self._upstream.take_idle(leg.backend)
         if connection is None:
-            self._connecting = asyncio.create_task(self._connect())
+            self._connecting = asyncio.create_task(self._connect(leg))
         else:
-            self._send(connection)
+            self._send(leg, connection)
 
     async def _ended(self) -> None:
         """Wait for the end of this leg. Raises the error with which it failed."""
@@ -223,19 +224,18 @@ class PrefillBeside:
         if self._pair.error is not None:
             raise self._pair.error
 
-    async def _connect(self) -> None:
+    async def _connect(self, leg: Leg) -> None:
         try:
-            connection = await self._upstream.connect(self._pair.prefill.backend)
+            connection = await self._upstream.connect(leg.backend)
         except UpstreamError as error:
             self._connecting = None
             self._fail(error)
             return
         self._connecting = None
-        self._send(connection)
+        self._send(leg, connection)
 
-    def _send(self, connection: EngineConnection) -> None:
+    def _send(self, leg: Leg, connection: EngineConnection) -> None:
         self._connection = connection
-        leg = self._pair.prefill
         exchange = WholeResponse(connection, self._on_whole)
         connection.begin(exchange, leg.path, leg.body, leg.headers, answer_seconds=leg.answer_seconds)
 

@@ -47,11 +47,10 @@ class Pair:
     that of the prefill leg, if there is one: a decoder whose KV cache does not come is not to blame for what it says.
     """
 
-    __slots__ = ("decode", "ended", "error", "prefill", "read", "stop")
+    __slots__ = ("_legs", "ended", "error", "read", "stop")
 
     def __init__(self, prefill: Leg, decode: Leg, read: Callable[[EngineResponse, bytes], None]) -> None:
-        self.prefill = prefill
-        self.decode = decode
+        self._legs: tuple[Leg, Leg] | None = prefill, decode
         self.error: Exception | None = None
         """Why the prefill leg has failed: an UpstreamError unless the program has a mistake. A driver says so."""
         self.stop: Callable[[], object] | None = None
@@ -60,6 +59,12 @@ class Pair:
         """Waits for the end of the prefill leg, and raises its UpstreamError. None: the driver waits for nothing."""
         self.read = read
         """Takes the prefiller's answer and its body. Raises UpstreamError if it has failed."""
+
+    def take_legs(self) -> tuple[Leg, Leg]:
+        """Return the prefill leg and the decode leg, once. The pair would keep their bodies as long as the answer."""
+        legs, self._legs = self._legs, None
+        assert legs is not None
+        return legs
 
     def __enter__(self) -> Self:
         return self
