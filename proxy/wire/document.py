@@ -49,15 +49,13 @@ class Document:
     of two equal names counts, so such a body could mean one thing to the gateway and another to the engine.
     """
 
-    __slots__ = ("_plain", "_raw", "_spans", "values")
+    __slots__ = ("_raw", "_spans", "values")
 
     def __init__(self, raw: bytes | bytearray) -> None:
         self.values: dict[str, Any] | Members
         """By name. Those of a long object are read when they are asked for."""
         self._spans: Spans | None = None
         """None: a copy is made from the values, with the same bytes."""
-        self._plain: dict[str, Any] = {}
-        """The values, if a copy is made from them."""
         # Not kept beside the values where it is not needed: a call lives as long as its answer takes.
         self._raw: bytes | bytearray = b""
         try:
@@ -73,9 +71,7 @@ class Document:
                 is_plainly_spelled = orjson.dumps(values) == raw
             except orjson.JSONEncodeError:  # nested deeper than orjson writes, though it reads it
                 is_plainly_spelled = False
-            if is_plainly_spelled:  # and no name stands twice
-                self._plain = values
-            else:
+            if not is_plainly_spelled:  # if it is, no name stands twice, too
                 self._raw, self._spans = raw, spans_of(raw)
         except TooManyMembers as error:
             raise InvalidDocument(str(error)) from None
@@ -145,7 +141,7 @@ class Document:
         """As `with_changes` with both, one after the other."""
         if self._spans is not None:
             return self.with_changes(self.together(first, second))
-        members = self._plain.copy()
+        members = self._copied()
         members.update(first)
         members.update(second)
         return _written(members)
@@ -154,7 +150,7 @@ class Document:
         """As `with_changes`, and then with this member, which the changes do not have: its value verbatim."""
         if self._spans is not None:
             return self.with_changes({**changes, name: orjson.Fragment(value)})
-        members = self._plain.copy()
+        members = self._copied()
         members.update(changes)
         members[name] = orjson.Fragment(value)
         return _written(members)
@@ -166,7 +162,7 @@ class Document:
         that stay beside each other stays, too.
         """
         if self._spans is None:
-            members = self._plain.copy()
+            members = self._copied()
             members.update(changes)
             return _written(members)
         source = memoryview(self._raw)
@@ -194,6 +190,12 @@ class Document:
         else:
             pieces.append(b"}")
         return b"".join(pieces) if len(source) <= JOINED_BYTES else pieces
+
+    def _copied(self) -> dict[str, Any]:
+        """Return a copy of the values of an object without `_spans`."""
+        values = self.values
+        assert isinstance(values, dict)
+        return values.copy()
 
 
 def _written(members: dict[str, Any]) -> bytes:
