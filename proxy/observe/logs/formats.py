@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import orjson
 
 from proxy.observe.logs.redaction import Redaction
-from proxy.observe.logs.request_line import REQUEST, plain_request_line, timestamp
+from proxy.observe.logs.request_line import MAX_VALUE_CHARS, REQUEST, plain_request_line, timestamp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """The id of the request this task works on; empty outside of requests."""
 
-MAX_VALUE_CHARS: Final = 2048
-"""A longer message or value is cut."""
 MAX_TRACEBACK_CHARS: Final = 8192
 """Of a longer traceback its first and its last part are shown: where it was called from, and what it was."""
 
@@ -118,7 +116,7 @@ class JsonFormatter(LineFormatter):
         return line
 
     def request(self, created: float, fields: Mapping[str, object]) -> bytes:
-        return plain_request_line(created, fields, MAX_VALUE_CHARS) or super().request(created, fields)
+        return plain_request_line(created, fields) or super().request(created, fields)
 
     def _with_traceback(self, line: str, traceback: str) -> str:
         return f'{line[:-1]},"traceback":{json.dumps(traceback)}}}' if traceback else line

@@ -13,13 +13,15 @@ import orjson
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+MAX_VALUE_CHARS: Final = 2048
+"""A longer message or value is cut."""
 REQUEST: Final = {"level": "INFO", "logger": "proxy.access", "message": "request"}
 """What all access lines begin with, behind their time."""
 _MEMBERS: Final = b'",' + orjson.dumps(REQUEST)[1:-1] + b","
 _DELETE: Final = 0x7F
 
 
-def plain_request_line(created: float, fields: Mapping[str, object], most_bytes: int) -> bytes | None:
+def plain_request_line(created: float, fields: Mapping[str, object]) -> bytes | None:
     """Return the line of a finished request, with its end; None: it needs the care of a formatter.
 
     Nearly all lines are short plain ASCII and have no error: they are what orjson makes of them.
@@ -27,7 +29,6 @@ def plain_request_line(created: float, fields: Mapping[str, object], most_bytes:
     Args:
         created: The system's time at the end of the request, in seconds.
         fields: The members of the line.
-        most_bytes: A longer line needs to be cut.
     """
     if not fields or fields.get("error") is not None:
         return None
@@ -36,7 +37,7 @@ def plain_request_line(created: float, fields: Mapping[str, object], most_bytes:
     except TypeError:
         return None
     line = b"".join((b'{"time":"', timestamp(created).encode(), _MEMBERS, members[1:], b"\n"))
-    return line if len(line) <= most_bytes and line.isascii() and _DELETE not in line else None
+    return line if len(line) <= MAX_VALUE_CHARS and line.isascii() and _DELETE not in line else None
 
 
 _second = (0, "")

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 
 from proxy.observe import logs
 from proxy.observe.logs.floods import BURST_LINES, LINES_PER_SECOND
-from proxy.observe.logs.formats import MAX_TRACEBACK_CHARS, MAX_VALUE_CHARS, JsonFormatter, LineFormatter, encoded
+from proxy.observe.logs.formats import MAX_TRACEBACK_CHARS, JsonFormatter, LineFormatter, encoded
 from proxy.observe.logs.handler import LineHandler, access_record
 from proxy.observe.logs.redaction import Redaction
+from proxy.observe.logs.request_line import MAX_VALUE_CHARS
 from proxy.observe.logs.writer import MAX_KEPT_BYTES, LineWriter
 from proxy.settings import Log
 
