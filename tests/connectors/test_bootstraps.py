@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from tests.clock import Clock
 
-PREFILLER = Backend(Role.PREFILL, "127.0.0.1", 7100, slot=3)
+PREFILLER = Backend(Role.PREFILL, "127.0.0.1", 1, slot=3)  # nothing listens there
 TWO = ((0, "engine-0"), (1, "engine-1"))
 
 
