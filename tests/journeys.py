@@ -115,7 +115,7 @@ async def _traced(gateway: Deployment, data: bytes, deaths: int) -> Trace:
     clients = Clients(gateway)
     line = await clients.connect()
     # The handlers that other tests have left would make records of the access line.
-    with tracing() as trace, silenced():
+    with silenced(), tracing() as trace:
         line.send(data)
         await line.answer()
         gateway.worker.observers.settle()

@@ -120,18 +120,6 @@ class _AccessLog(logging.Handler):
         fields: Mapping[str, object] = vars(record)["fields"]
         self.lines.append(orjson.dumps({name: fields[name] for name in fields if not _TIMES.fullmatch(name)}).decode())
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        logger = logging.getLogger("proxy.access")
-        level = logger.level
-        logger.setLevel(logging.INFO)
-        logger.addHandler(self)
-        try:
-            yield
-        finally:
-            logger.removeHandler(self)
-            logger.setLevel(level)
-
 
 class _Log(logging.Handler):
     """Keeps what the gateway logs. The lines of engines and libraries are their own."""
@@ -144,17 +132,19 @@ class _Log(logging.Handler):
         if not record.name.startswith(("proxy.sim", "proxy.access")):
             self.lines.append(f"{record.levelname} {record.getMessage()}")
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        logger = logging.getLogger("proxy")
-        level = logger.level
-        logger.setLevel(logging.INFO)
-        logger.addHandler(self)
-        try:
-            yield
-        finally:
-            logger.removeHandler(self)
-            logger.setLevel(level)
+
+@contextmanager
+def _heard(name: str, handler: logging.Handler) -> Iterator[None]:
+    """Have a handler take the records of a logger in the block."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 async def course(
@@ -176,7 +166,7 @@ async def course(
             wiretap.pieces.clear()
             before = _metrics(gateway)
             clients = Clients(gateway)
-            with access.listening(), log.listening():
+            with _heard("proxy.access", access), _heard("proxy", log):
                 await conversation.talk(clients)
                 for line in clients.lines:
                     line.writer.close()

@@ -70,7 +70,7 @@ def subclassed(source: str) -> Iterator[str]:
 
 
 def with_subclasses(names: Collection[str], sources: Collection[str]) -> set[str]:
-    """Return the names, and those of all classes in the sources that inherit from one of their own with such a name.
+    """Return the names, with those of all classes in the sources that inherit from a named class in the sources.
 
     mypyc calls `__init__` in `tp_new` of a class that may have no interpreted subclasses, and such a class inherits
     `tp_init` from one that may: its objects would be initialised twice, and keep what the first time has made.
