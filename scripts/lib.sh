@@ -73,10 +73,13 @@ find_python() {
   return 1
 }
 
-# What .venv was made from. The directory counts, because a virtual environment cannot be moved.
+# Identifies the contents of .venv: the Python version, the directory, since a virtual environment cannot be moved, and the
+# parts of pyproject.toml that name packages. The settings of ruff and mypy are no reason to make it again.
 fingerprint() {
-  "$python" -c 'import hashlib, os, sys
-print(sys.version_info[:3], os.getcwd(), hashlib.sha256(open("pyproject.toml", "rb").read()).hexdigest())' 2>/dev/null
+  "$python" -c 'import hashlib, os, sys, tomllib
+file = tomllib.load(open("pyproject.toml", "rb"))
+parts = repr((file["build-system"], file["project"], file["tool"]["setuptools"])).encode()
+print(sys.version_info[:3], os.getcwd(), hashlib.sha256(parts).hexdigest())' 2>/dev/null
 }
 
 is_made_as() { # file of a fingerprint
