@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
     from pathlib import Path
 
-    from proxy.balancer.shared.source_states import SourceStates
+    from proxy.balancer.roster import SourceStates
     from proxy.process.worker import Worker
     from proxy.sim.state import Seen
     from tests.asking import Answer

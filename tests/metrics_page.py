@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from proxy.balancer.fitness.misfits import MisfitKind, Misfits
 from proxy.balancer.health.health import Health
 from proxy.balancer.models import ServedModels
-from proxy.balancer.roster import Roster
+from proxy.balancer.roster import Roster, SourceStates
 from proxy.balancer.shared.scoreboard import Scoreboard
-from proxy.balancer.shared.source_states import SourceStates
 from proxy.common.terms import KV_EVENT_GAPS, KV_EVENTS
 from proxy.dialects import DIALECTS
 from proxy.observe.metrics import EJECTIONS, Metrics

@@ -13,9 +13,8 @@ import pytest
 
 import proxy
 from proxy.__main__ import main
-from proxy.balancer.choice import TRIAL
 from proxy.balancer.fitness.misfits import MisfitKind
-from proxy.balancer.pick import Prediction
+from proxy.balancer.pick import TRIAL, Prediction
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure
 from proxy.common.terms import Action, Stage

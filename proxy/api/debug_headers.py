@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.choice import reason
+from proxy.balancer.pick import reason
 from proxy.observe.record import longest
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from proxy.api.administrators import Administrators
-    from proxy.balancer.choice import Pick
+    from proxy.balancer.pick import Pick
     from proxy.observe.record import RequestRecord
 
 ASKS: Final = "X-PDProxy-Debug"

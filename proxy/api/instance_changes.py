@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import orjson
 
 from proxy.api.queries import truth
-from proxy.balancer.slow_start import FULL
+from proxy.balancer.health.backend_health import FULL_PERCENT
 from proxy.common.backend import Role
 from proxy.common.errors import BadRequest
 from proxy.listener.body import read_body
@@ -77,8 +77,8 @@ async def read_change(
     if evacuate_after is not None and not _is_duration(evacuate_after):
         raise BadRequest("evacuate_after must be a number of seconds, 0 or more, or null", param="evacuate_after")
     weight = body.get("weight")
-    if weight is not None and not (type(weight) is int and 1 <= weight <= FULL):
-        raise BadRequest(f"weight must be a whole number from 1 to {FULL}", param="weight")
+    if weight is not None and not (type(weight) is int and 1 <= weight <= FULL_PERCENT):
+        raise BadRequest(f"weight must be a whole number from 1 to {FULL_PERCENT}", param="weight")
     try:
         endpoints = [_endpoint(text, role) for text in texts]
     except ValueError as error:

@@ -8,17 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from proxy.balancer.engines.engine_facts import UNKNOWN_VERSION, EngineFacts
-from proxy.balancer.health.backend_health import HealthState
+from proxy.balancer.health.backend_health import FULL_PERCENT, HealthState
 from proxy.balancer.roster import ADMIN
-from proxy.balancer.slow_start import FULL
 from proxy.common.backend import Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from proxy.balancer.fitness.misfits import Misfits
-    from proxy.balancer.health.health import Health
-    from proxy.balancer.health.health_board import HealthBoard
+    from proxy.balancer.health.health import Health, HealthBoard
     from proxy.balancer.models import ServedModels
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Member, Roster
@@ -135,7 +133,7 @@ def _described(
         "bootstrap_port": backend.bootstrap_port,
         "configured": False,
         "origins": [ADMIN],
-        "weight": FULL,
+        "weight": FULL_PERCENT,
         "membership": membership,
         "state": state,
         "reason": reason,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from proxy.api.administrators import Administrators
     from proxy.api.instance_changes import InstanceChange
     from proxy.api.instance_view import InstanceParts
-    from proxy.balancer.shared.source_states import SourceStates
+    from proxy.balancer.roster import SourceStates
     from proxy.settings import Endpoint, Settings
     from proxy.upstream.names import Names
 

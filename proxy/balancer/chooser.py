@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 import random
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from proxy.balancer import slow_start
-from proxy.balancer.choice import PREFERRED
-from proxy.balancer.pick import Candidate, Policy
+from proxy.balancer.health.backend_health import FULL_PERCENT
+from proxy.balancer.pick import PREFERRED, Candidate, Policy
 from proxy.balancer.policies.least_tokens import WEIGHTS
 from proxy.balancer.shared.back_offs import BackOffs
 from proxy.balancer.shared.scoreboard import SlotReader
@@ -22,8 +21,7 @@ from proxy.common.errors import NoBackendAvailable
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from proxy.balancer.choice import Looked
-    from proxy.balancer.pick import PickRequest
+    from proxy.balancer.pick import Looked, PickRequest
     from proxy.balancer.shared.scoreboard import Scoreboard
     from proxy.common.backend import Backend, Role
 
@@ -87,7 +85,7 @@ class Chooser:
         self.candidates = tuple(Candidate(backend, limit, self._scoreboard) for backend, limit in both)
         self._reader = SlotReader(self._scoreboard, [backend.slot for backend in backends])
         self.has_limits = any(limit is not None for limit in limits)
-        self._is_any_slow = any(self._share_percent(backend) < slow_start.FULL for backend in backends)
+        self._is_any_slow = any(self._share_percent(backend) < FULL_PERCENT for backend in backends)
         self.look()
 
     def look(self) -> None:
@@ -232,7 +230,7 @@ class Chooser:
         load = self.policy.cost_of(candidates[0].backend, request)
         cost = self._per_compute * load.compute + self._per_kv * load.kv
         percents = [candidate.share_percent for candidate in candidates]
-        return slow_start.slowed(weights, percents, max(1, cost))
+        return slowed(weights, percents, max(1, cost))
 
     def _spared(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """The candidates with their shares, without some that came back if the policy does not look at weights."""
@@ -241,7 +239,7 @@ class Chooser:
             candidate.share_percent = percent
         if self.policy.weighs_load:
             return candidates
-        return slow_start.taking_part(candidates, percents, self._rng)
+        return taking_part(candidates, percents, self._rng)
 
     def _not_passed_over(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """Those of the candidates, at least one, that are not passed over. If all are, those that only lack KV memory,
@@ -252,3 +250,23 @@ class Chooser:
             open_now = tuple(candidate for candidate in candidates if candidate in open_now)
         refusing = self._refusing
         return open_now or [each for each in candidates if each.backend not in refusing] or candidates
+
+
+Item = TypeVar("Item")
+
+
+def slowed(weights: Sequence[int], percents: Sequence[int], cost: int) -> list[int]:
+    """Weights with which a backend is as loaded by its share of the work as another by all of it.
+
+    `cost` is the weight of the request that is to be placed. Without it an idle backend would weigh nothing, whatever
+    its share.
+    """
+    return [(weight + cost) * FULL_PERCENT // share for weight, share in zip(weights, percents, strict=True)]
+
+
+def taking_part(candidates: Sequence[Item], percents: Sequence[int], rng: random.Random) -> Sequence[Item]:
+    """For policies that do not look at weights: each candidate with the probability of its share, compared with the
+    largest that there is, so that somebody always takes part, and all do where all came back together.
+    """
+    largest = max(percents)
+    return [candidate for candidate, share in zip(candidates, percents, strict=True) if rng.randrange(largest) < share]

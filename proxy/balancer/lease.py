@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 
-from proxy.balancer.choice import OTHER
+from proxy.balancer.pick import OTHER
 from proxy.common.errors import UpstreamError
 
 if TYPE_CHECKING:
     from collections.abc import Collection
     from types import TracebackType
 
-    from proxy.balancer.choice import Pick
-    from proxy.balancer.pick import PickRequest, Prediction, Tracker
+    from proxy.balancer.pick import Pick, PickRequest, Prediction, Tracker
     from proxy.balancer.pool import Pool
     from proxy.common.backend import Backend
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Final
 
+from proxy.balancer.pick import Unlearned
 from proxy.balancer.policies.prefill_cost import PrefillCost
 from proxy.balancer.policies.prefill_records import RecordKind, kind_and_slot, unpacked
 from proxy.balancer.policies.prefixes import CacheCount, CachedPrefixes
-from proxy.balancer.policies.unlearned import Unlearned
 
 if TYPE_CHECKING:
     from proxy.balancer.pick import PickRequest

@@ -10,22 +10,66 @@ import math
 import random
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Protocol, TypeVar
 
-from proxy.balancer.choice import OTHER
 from proxy.common.backend import Load, Role
 from proxy.wire.prefix import NO_KEYS, PrefixKeys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from proxy.balancer.choice import Columns
     from proxy.balancer.engines.engine_facts import EngineFacts
     from proxy.balancer.shared.journal import JournalWriter
     from proxy.balancer.shared.scoreboard import Scoreboard
     from proxy.common.backend import Backend
     from proxy.settings import Balance
+
+    Looked = tuple["Policy", Sequence[Any], Sequence[int], Any]
+    """The policy, the Candidates that it was shown, their weights at that moment, and what it has noted of them."""
+    Pick = tuple[Backend, Looked | str]
+    """The backend that was chosen, and what was looked at, or else why nothing had to be."""
+    Columns = tuple[Mapping[str, Sequence[float]], Sequence[float]]
+    """What a policy knew of candidates, in columns by name, each with their numbers in their order; and how it would
+    choose: the lower a number, the rather."""
+    Figures = tuple[str, Sequence[Any], Mapping[str, Sequence[float]], Sequence[float]]
+    """The policy's label, the Candidates, and their Columns."""
+
+
+TRIAL: Final = "trial"
+PREFERRED: Final = "preferred"
+ONLY_CANDIDATE: Final = "only_candidate"
+CACHED_PREFIX: Final = "cached_prefix"
+LEAST_SECONDS: Final = "least_seconds"
+EQUAL: Final = "equal"
+OTHER: Final = "other"
+REASONS: Final = (
+    *(TRIAL, PREFERRED, ONLY_CANDIDATE, CACHED_PREFIX, LEAST_SECONDS, EQUAL),
+    *("least_tokens", "round_robin", "power_of_two", "random", "length_groups", OTHER),
+)
+"""Why: it had to show that it is well again; an attempt before has left something there; there was no other; without
+what is cached another one would have been as soon; it was soonest; several could not be told apart; or a policy that
+knows no seconds said so, of which those that are not in the table are `other`."""
+
+
+def reason(pick: Pick) -> str:
+    """One of REASONS."""
+    backend, looked = pick
+    if isinstance(looked, str):
+        return looked
+    policy, candidates, _, noted = looked
+    return ONLY_CANDIDATE if len(candidates) == 1 else policy.reason(noted, backend)
+
+
+def figures(pick: Pick) -> Figures | None:
+    """What there was to choose from; None: nothing was looked at."""
+    _, looked = pick
+    if isinstance(looked, str):
+        return None
+    policy, candidates, weights, noted = looked
+    columns, order = policy.figures(noted, weights)
+    return policy.label, candidates, columns, order
 
 
 class Subject(Protocol):
@@ -333,3 +377,46 @@ class Policy(ABC):
         who has no room yet. It is then chosen for, at once.
         """
         return 0
+
+
+T = TypeVar("T")
+
+
+class Unlearned(Generic[T]):
+    """Samples of one kind, the oldest first."""
+
+    def __init__(
+        self, context: PolicyContext, *, most_lag_seconds: float, most_lag_share: float, capacity: int
+    ) -> None:
+        """Create an empty queue.
+
+        Args:
+            context: Knows how late the event loop was.
+            most_lag_seconds: A sample is timely if the loop was never later than this while it was taken,
+            most_lag_share: and never later than this share of the sample's time.
+            capacity: With more samples that wait the oldest one counts as late.
+        """
+        self._context = context
+        self._most_lag_seconds = most_lag_seconds
+        self._most_lag_share = most_lag_share
+        self._capacity = capacity
+        self._waiting: deque[tuple[T, float, float]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, sample: T, began: float, ended: float) -> None:
+        """Add a sample that was taken between these times of the clock."""
+        self._waiting.append((sample, began, ended))
+
+    def known(self) -> Iterator[tuple[T, float, bool]]:
+        """Remove the samples of which it is known; yield each, when it ended, and whether it is timely."""
+        waiting, lag_within = self._waiting, self._context.lag_within
+        while waiting:
+            sample, began, ended = waiting[0]
+            lag = lag_within(began, ended)
+            if lag is None and len(waiting) <= self._capacity:
+                return
+            waiting.popleft()
+            most = min(self._most_lag_seconds, self._most_lag_share * (ended - began))
+            yield sample, ended, lag is not None and lag <= most

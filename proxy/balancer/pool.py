@@ -14,32 +14,31 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.choice import TRIAL
 from proxy.balancer.chooser import Chooser
 from proxy.balancer.engines.engine_facts import UNKNOWN_VERSION
-from proxy.balancer.health.backend_health import HealthState
+from proxy.balancer.health.backend_health import FULL_PERCENT, HealthState
+from proxy.balancer.health.blame import PairQuarantine
 from proxy.balancer.health.health import ProbeFailure
 from proxy.balancer.lease import Lease
-from proxy.balancer.pick import PickRequest, Policy
-from proxy.balancer.slow_start import FULL
+from proxy.balancer.pick import TRIAL, PickRequest, Policy
 from proxy.common.backend import Load, Role
 from proxy.common.errors import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from proxy.balancer.choice import Pick
     from proxy.balancer.engines.engine_facts import EngineFacts, EngineVersion
-    from proxy.balancer.fitness.fitness import Fitness
+    from proxy.balancer.fitness.misfits import Fitness
     from proxy.balancer.fitness.pinned_kv import PinnedKv
     from proxy.balancer.health.backend_health import BackendHealth
     from proxy.balancer.health.health import Health, Transition
-    from proxy.balancer.health.pair_quarantine import PairQuarantine
+    from proxy.balancer.pick import Pick
     from proxy.balancer.roster import Member, Roster
     from proxy.balancer.shared.back_offs import BackOffs
     from proxy.balancer.shared.scoreboard import LoadRow, Scoreboard
     from proxy.common.backend import Backend
     from proxy.common.errors import UpstreamError
+
 
 _NO_LOAD: Final = Load()
 _UNAUTHORIZED: Final = 401
@@ -390,7 +389,7 @@ class Pool:
 
     def weight(self, backend: Backend) -> int:
         """How much of its share of requests it is let to get, in per cent; 0: none, it is disabled or drains."""
-        return self._weights.get(backend, FULL) if backend in self._enabled else 0
+        return self._weights.get(backend, FULL_PERCENT) if backend in self._enabled else 0
 
     def in_flight(self, backend: Backend) -> int:
         """Open leases on a backend, over all workers."""
@@ -555,7 +554,7 @@ class Pool:
         members = self._roster.members(self.role)
         self._meet(members)
         self._enabled = tuple(member.backend for member in members if member.serves)
-        self._weights = {member.backend: member.weight for member in members if member.weight < FULL}
+        self._weights = {member.backend: member.weight for member in members if member.weight < FULL_PERCENT}
         self._judge(roster_version)
 
     def _take_part_of(self, whole: Pool) -> None:
@@ -652,8 +651,37 @@ class Pool:
         """Of its share of requests what it is to get now: by its weight, and by how long ago it came back."""
         percent = self._health.share_percent(backend)
         weight = self._weights.get(backend)
-        return percent if weight is None else max(1, percent * weight // FULL)
+        return percent if weight is None else max(1, percent * weight // FULL_PERCENT)
 
 
 def _overrides(policy: Policy, name: str) -> bool:
     return getattr(type(policy), name) is not getattr(Policy, name)
+
+
+@dataclass(slots=True, eq=False)
+class Pools:
+    """The backends of all roles."""
+
+    prefill: Pool
+    decode: Pool
+    quarantine: PairQuarantine = field(default_factory=PairQuarantine)
+    """Which prefillers and decoders had better not be brought together."""
+    encode: Pool | None = None
+    """None: there are no encoders."""
+
+    def of(self, role: Role) -> Pool:
+        """The pool of one role."""
+        if self.encode is not None and role == self.encode.role:
+            return self.encode
+        return self.prefill if role == self.prefill.role else self.decode
+
+    def prefiller_for(self, decoder: Backend, request: PickRequest) -> Lease:
+        """A prefiller's lease, to be entered at once, for a request whose decoder is leased already.
+
+        Prefillers that are kept apart from this decoder are avoided, too, unless no other would be left.
+        """
+        if self.quarantine.apart and (apart := self.quarantine.partners_to_avoid(decoder)):
+            both = apart.union(request.avoid)
+            if not both.issuperset(self.prefill.eligible()):
+                request = request.avoiding(both)
+        return Lease(self.prefill, request)

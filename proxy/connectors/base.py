@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from proxy.balancer.engines.engine_keys import EngineKeys
-    from proxy.balancer.fitness.fitness import Fitness
+    from proxy.balancer.fitness.misfits import Fitness
     from proxy.balancer.pick import PickRequest
-    from proxy.balancer.pools import Pools
+    from proxy.balancer.pool import Pools
     from proxy.balancer.shared.journal import JournalWriter
     from proxy.common.background import Background
     from proxy.common.errors import UpstreamError

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from proxy.balancer.engines.capabilities import ASCEND_MOONCAKE_RELEASE, NIXL_LEASE, NIXL_RELEASE
+from proxy.balancer.engines.engine_facts import ASCEND_MOONCAKE_RELEASE, NIXL_LEASE, NIXL_RELEASE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from proxy.balancer.engines.capabilities import Capability
-    from proxy.balancer.engines.engine_facts import EngineVersion
+    from proxy.balancer.engines.engine_facts import Capability, EngineVersion
     from proxy.common.backend import Backend
 
 

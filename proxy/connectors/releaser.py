@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from proxy.balancer.fitness.misfits import Misfits
     from proxy.balancer.fitness.pinned_kv import Pin, PinnedKv
     from proxy.balancer.models import ServedModels
-    from proxy.balancer.pools import Pools
+    from proxy.balancer.pool import Pools
     from proxy.common.backend import Backend
     from proxy.connectors.kv_transfer import PrefilledKv
     from proxy.observe.metrics import Metrics

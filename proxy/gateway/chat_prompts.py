@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import orjson
 
-from proxy.balancer.engines.capabilities import KIMI_REASONING, KIMI_TOOLS, LENGTH_BESIDE_TOOL_CALLS, TOKEN_IDS
+from proxy.balancer.engines.engine_facts import KIMI_REASONING, KIMI_TOOLS, LENGTH_BESIDE_TOOL_CALLS, TOKEN_IDS
 from proxy.dialects.grammars import GRAMMARS, PROMPT_TAIL_TOKENS, grammar_of
 from proxy.resume.chat_as_completion import ChatPrompt, may_be_completion
 

@@ -18,7 +18,7 @@ from proxy.wire.python_json import dumps, loads
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence, Set
 
-    from proxy.balancer.pools import Pools
+    from proxy.balancer.pool import Pools
     from proxy.common.backend import Backend
     from proxy.dialects.call import Call
     from proxy.upstream import Upstream

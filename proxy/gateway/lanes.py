@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from proxy.balancer.models import ServedModels
-    from proxy.balancer.pool import Pool
-    from proxy.balancer.pools import Pools
+    from proxy.balancer.pool import Pool, Pools
     from proxy.common.backend import Backend, Role
     from proxy.connectors.base import Connector
     from proxy.gateway.suspects import Suspects

@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Sequence
     from types import TracebackType
 
-    from proxy.balancer.health.suspect_memory import SuspectMemory
-    from proxy.balancer.pool import Pool
-    from proxy.balancer.pools import Pools
+    from proxy.balancer.health.blame import SuspectMemory
+    from proxy.balancer.pool import Pool, Pools
     from proxy.common.backend import Backend, Role
     from proxy.common.errors import UpstreamError
     from proxy.dialects.call import Call

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from proxy.balancer.pools import Pools
+    from proxy.balancer.pool import Pools
     from proxy.connectors.base import Connector
     from proxy.gateway.admission import AdmissionQueue
     from proxy.gateway.common_abilities import CommonAbilities

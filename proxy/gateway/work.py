@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from proxy.balancer.pick import PickRequest
-    from proxy.balancer.pools import Pools
+    from proxy.balancer.pool import Pools
     from proxy.balancer.shared.fronts import WorkerFront
     from proxy.common.backend import Role
     from proxy.connectors.base import Connector

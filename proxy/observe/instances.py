@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from proxy.balancer.health.health import Health
     from proxy.balancer.models import ServedModels
     from proxy.balancer.pool import Pool
-    from proxy.balancer.roster import Roster
+    from proxy.balancer.roster import Roster, SourceStates
     from proxy.balancer.shared.scoreboard import Scoreboard
-    from proxy.balancer.shared.source_states import SourceStates
     from proxy.common.backend import Backend
 
 

@@ -21,9 +21,9 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily
 
 from proxy import __version__
-from proxy.balancer.choice import REASONS
 from proxy.balancer.fitness.handovers import Verdict
 from proxy.balancer.health.breaker import Cause
+from proxy.balancer.pick import REASONS
 from proxy.common.build_info import IS_COMPILED
 from proxy.common.errors import Failure
 from proxy.common.terms import KV_EVENT_GAPS, KV_EVENTS, Action, Stage
@@ -40,9 +40,8 @@ if TYPE_CHECKING:
     from proxy.balancer.health.health import Health
     from proxy.balancer.models import ServedModels
     from proxy.balancer.pool import Pool
-    from proxy.balancer.roster import Roster
+    from proxy.balancer.roster import Roster, SourceStates
     from proxy.balancer.shared.scoreboard import Scoreboard
-    from proxy.balancer.shared.source_states import SourceStates
     from proxy.common.backend import Backend
 
 # A `_created` series beside every counter and histogram would double the exposition, and nothing reads them.

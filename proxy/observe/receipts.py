@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from proxy.balancer.choice import figures
+from proxy.balancer.pick import figures
 from proxy.balancer.shared.journal import Journal
 from proxy.common.errors import UpstreamError
 from proxy.common.terms import Stage
@@ -26,7 +26,7 @@ from proxy.observe.timeline import NO_STAGE, course_of, seconds_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from proxy.balancer.choice import Pick
+    from proxy.balancer.pick import Pick
     from proxy.observe.record import RequestRecord
     from proxy.observe.timeline import AttemptRecord
 

@@ -8,15 +8,14 @@ from operator import sub
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from proxy.balancer.choice import reason
+from proxy.balancer.pick import reason
 from proxy.common.terms import Stage
 from proxy.wire.usage import Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from proxy.balancer.choice import Pick
-    from proxy.balancer.pick import Prediction
+    from proxy.balancer.pick import Pick, Prediction
     from proxy.common.errors import UpstreamError
 
     Marks = list[tuple[Stage | None, float]]

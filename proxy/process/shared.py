@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Final, Self
 from uuid import uuid4
 
 from proxy.balancer.fitness.misfits import Misfits
-from proxy.balancer.health.health_board import HealthBoard
-from proxy.balancer.health.suspect_memory import SuspectMemory
-from proxy.balancer.roster import Roster
+from proxy.balancer.health.blame import SuspectMemory
+from proxy.balancer.health.health import HealthBoard
+from proxy.balancer.roster import Roster, SourceStates
 from proxy.balancer.shared.back_offs import BackOffs
-from proxy.balancer.shared.bulletin import Bulletin
 from proxy.balancer.shared.fronts import NOBODY, Fronts
 from proxy.balancer.shared.journal import Journal
+from proxy.balancer.shared.memory import Bulletin
 from proxy.balancer.shared.scoreboard import Scoreboard
-from proxy.balancer.shared.source_states import SourceStates
 from proxy.gateway.api_keys import KeyUsage
 from proxy.observe.receipts import Receipts
 from proxy.process.configuration import Configuration

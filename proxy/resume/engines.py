@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import orjson
 
-from proxy.balancer.engines.capabilities import CHAT_STREAM_TOKEN_IDS, TOKEN_IDS, WHOLE_EVENTS
+from proxy.balancer.engines.engine_facts import CHAT_STREAM_TOKEN_IDS, TOKEN_IDS, WHOLE_EVENTS
 from proxy.resume.call_options import is_structured
 from proxy.wire import sglang
 from proxy.wire.document import REMOVED
@@ -18,7 +18,7 @@ from proxy.wire.openai import Api
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from proxy.balancer.engines.capabilities import Capability
+    from proxy.balancer.engines.engine_facts import Capability
     from proxy.dialects.call import Call
 
     Has = Callable[[Capability], bool]

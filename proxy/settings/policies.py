@@ -13,7 +13,7 @@ POLICIES: Final = {
     "round_robin": "proxy.balancer.policies.least_tokens:RoundRobin",
     "power_of_two": "proxy.balancer.policies.least_tokens:PowerOfTwo",
     "random": "proxy.balancer.policies.least_tokens:Random",
-    "length_groups": "proxy.balancer.policies.length_groups:LengthGroups",
+    "length_groups": "proxy.balancer.policies.least_tokens:LengthGroups",
 }
 DECODE_POLICIES: Final = POLICIES | {"least_load": "proxy.balancer.policies.least_decode_seconds:LeastDecodeSeconds"}
 """The same for decoders: what they do is not what prefillers do."""

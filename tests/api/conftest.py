@@ -14,13 +14,11 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from proxy.balancer.engines.engine_keys import EngineKeys
 from proxy.balancer.fitness.misfits import Misfits
-from proxy.balancer.health.health import Health
-from proxy.balancer.health.health_board import HealthBoard
-from proxy.balancer.health.suspect_memory import SuspectMemory
+from proxy.balancer.health.blame import SuspectMemory
+from proxy.balancer.health.health import Health, HealthBoard
 from proxy.balancer.models import ServedModels
 from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool, PoolParts
-from proxy.balancer.pools import Pools
+from proxy.balancer.pool import Pool, PoolParts, Pools
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Load, Role

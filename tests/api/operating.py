@@ -11,7 +11,7 @@ from proxy.api.instance_view import InstanceParts
 from proxy.api.instances import InstancesApi
 from proxy.api.probes import ProbeApi
 from proxy.balancer.models import ServedModels
-from proxy.balancer.shared.source_states import SourceStates
+from proxy.balancer.roster import SourceStates
 from proxy.common.backend import Role
 from proxy.listener.drain import DrainManager
 from proxy.process.configuration import ConfigChange

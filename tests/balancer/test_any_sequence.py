@@ -17,9 +17,9 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from proxy.balancer.health.backend_health import HealthState
+from proxy.balancer.health.blame import PairQuarantine
 from proxy.balancer.health.breaker import BreakerPhase
 from proxy.balancer.health.health import Health
-from proxy.balancer.health.pair_quarantine import PairQuarantine
 from proxy.balancer.pick import PickRequest
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.choice import REASONS, figures, reason
-from proxy.balancer.pick import PickRequest
+from proxy.balancer.pick import REASONS, PickRequest, figures, reason
 from proxy.common.backend import Load, Role
 from proxy.common.errors import Failure, UpstreamError
 from proxy.settings.policies import POLICIES

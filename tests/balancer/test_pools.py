@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from proxy.balancer.pools import Pools
+from proxy.balancer.pool import Pools
 from proxy.common.backend import Role
 
 if TYPE_CHECKING:

@@ -7,18 +7,19 @@ from collections import Counter
 
 import pytest
 
-from proxy.balancer.slow_start import percent, slowed, taking_part
+from proxy.balancer.chooser import slowed, taking_part
+from proxy.balancer.health.backend_health import slow_start_percent
 
 
 @pytest.mark.parametrize(
     ("elapsed_seconds", "share"), [(0.0, 10), (10.0, 40), (15.0, 55), (29.9, 99), (30.0, 100), (1000.0, 100)]
 )
 def test_the_share_grows_from_a_tenth_to_all(elapsed_seconds: float, share: int) -> None:
-    assert percent(elapsed_seconds, 30.0) == share
+    assert slow_start_percent(elapsed_seconds, 30.0) == share
 
 
 def test_without_a_slow_start_there_is_all_at_once() -> None:
-    assert percent(0.0, 0.0) == 100
+    assert slow_start_percent(0.0, 0.0) == 100
 
 
 def test_a_backend_weighs_by_its_share_of_what_it_would_have_with_the_request() -> None:

@@ -15,8 +15,7 @@ from aiohttp.test_utils import unused_port
 from proxy.balancer.engines.engine_keys import EngineKeys
 from proxy.balancer.health.health import Health
 from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool, PoolParts
-from proxy.balancer.pools import Pools
+from proxy.balancer.pool import Pool, PoolParts, Pools
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Load, Role

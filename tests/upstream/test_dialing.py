@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from proxy.balancer.engines.engine_keys import EngineKeys
-from proxy.balancer.shared.bulletin import Bulletin
+from proxy.balancer.shared.memory import Bulletin
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure
 from proxy.settings import Timeouts

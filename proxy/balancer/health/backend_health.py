@@ -8,14 +8,27 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from proxy.balancer import slow_start
 from proxy.balancer.health.breaker import Breaker, BreakerPhase
 
 if TYPE_CHECKING:
     from proxy.balancer.engines.engine_facts import EngineFacts
     from proxy.settings import HealthChecks
+
+FULL_PERCENT: Final = 100
+_FIRST_PERCENT: Final = 10
+
+
+def slow_start_percent(elapsed_seconds: float, slow_start_seconds: float) -> int:
+    """Return the share of requests of a backend that came back `elapsed_seconds` ago, from 10 to 100.
+
+    The share grows in a straight line, as in Envoy with aggression 1: caches are cold, and graphs are not compiled yet.
+    It is in whole per cent so that weights stay integers.
+    """
+    if elapsed_seconds >= slow_start_seconds:
+        return FULL_PERCENT
+    return _FIRST_PERCENT + int((FULL_PERCENT - _FIRST_PERCENT) * elapsed_seconds / slow_start_seconds)
 
 
 class HealthState(StrEnum):
@@ -129,8 +142,8 @@ class BackendHealth:
     def share_percent(self, now: float, slow_start_seconds: float) -> int:
         """How much of its share of the work it is to get: less than all of it after it came back."""
         if self.back_since is None:
-            return slow_start.FULL
-        return slow_start.percent(now - self.back_since, slow_start_seconds)
+            return FULL_PERCENT
+        return slow_start_percent(now - self.back_since, slow_start_seconds)
 
     def look_for_work(self, now: float) -> None:
         """Take notice of requests that it has served since the last probe."""

@@ -12,20 +12,17 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.choice import EQUAL, LEAST_SECONDS
-from proxy.balancer.pick import Tracker
+from proxy.balancer.health.backend_health import FULL_PERCENT
+from proxy.balancer.pick import EQUAL, LEAST_SECONDS, Tracker, Unlearned
 from proxy.balancer.policies.decode_pace import PLACES, SIZES, TRUSTED_SECONDS, DecodePace
 from proxy.balancer.policies.least_tokens import LeastTokens
-from proxy.balancer.policies.unlearned import Unlearned
 from proxy.balancer.shared.scoreboard import SlotReader
-from proxy.balancer.slow_start import FULL
 from proxy.common.backend import Load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.balancer.choice import Columns
-    from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
+    from proxy.balancer.pick import Candidate, Columns, PickRequest, PolicyContext
     from proxy.common.backend import Backend
 
     _Noted = tuple[Sequence[int], Sequence[float], bool]
@@ -185,8 +182,8 @@ class LeastDecodeSeconds(LeastTokens):
             load = answers + share * weight
             score = (step + slope * load) * slowness[place]
             seconds.append(score)
-            if percent != FULL:
-                load = (load + 1) * FULL / percent - 1
+            if percent != FULL_PERCENT:
+                load = (load + 1) * FULL_PERCENT / percent - 1
                 score = (step + slope * load) * slowness[place]
             tier = 0 if is_open else self._tier(bounds, place, answers, weight)
             if tier > best_tier:

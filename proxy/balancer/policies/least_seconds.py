@@ -13,8 +13,7 @@ from operator import add
 from typing import TYPE_CHECKING, Final
 from zlib import crc32
 
-from proxy.balancer.choice import CACHED_PREFIX, EQUAL, LEAST_SECONDS
-from proxy.balancer.pick import Prediction
+from proxy.balancer.pick import CACHED_PREFIX, EQUAL, LEAST_SECONDS, Prediction
 from proxy.balancer.policies.least_tokens import LeastTokens
 from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD
 from proxy.balancer.policies.prefill_samples import LEAST_TOKENS, ComparedPrompt, compared_prompt
@@ -26,8 +25,7 @@ from proxy.common.backend import Load
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from proxy.balancer.choice import Columns
-    from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
+    from proxy.balancer.pick import Candidate, Columns, PickRequest, PolicyContext
     from proxy.balancer.policies.prefill_samples import Sent
     from proxy.common.backend import Backend
 

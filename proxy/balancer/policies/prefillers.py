@@ -7,11 +7,11 @@ from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Final
 
+from proxy.balancer.pick import Unlearned
 from proxy.balancer.policies.concurrency import Concurrency
 from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD, PrefillCost
 from proxy.balancer.policies.prefill_samples import Step
 from proxy.balancer.policies.prefiller import Prefiller, hear
-from proxy.balancer.policies.unlearned import Unlearned
 from proxy.balancer.shared.scoreboard import SlotReader
 
 if TYPE_CHECKING:

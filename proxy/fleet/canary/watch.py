@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from proxy.balancer.fitness.fitness import NO_KV_PARAMS
 from proxy.balancer.fitness.handovers import Verdict
+from proxy.balancer.fitness.misfits import NO_KV_PARAMS
 from proxy.common.background import Background, BackgroundOwner
 from proxy.fleet.canary.canary import Canary
 from proxy.fleet.canary.compare import Agreement, agreement

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 import orjson
 
 from proxy import SERVER
-from proxy.balancer.engines.capabilities import TOKEN_IDS
 from proxy.balancer.engines.engine_facts import (
+    TOKEN_IDS,
     UNKNOWN_VERSION,
     EngineFacts,
     Identity,

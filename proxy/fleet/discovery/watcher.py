@@ -22,8 +22,7 @@ from proxy.upstream.addresses import AddressRules, is_odd_literal
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from proxy.balancer.roster import Roster
-    from proxy.balancer.shared.source_states import SourceStates
+    from proxy.balancer.roster import Roster, SourceStates
     from proxy.common.backend import Role
     from proxy.fleet.discovery.own_address import OwnAddresses
     from proxy.fleet.discovery.source import MakeSources, Source, Wanted

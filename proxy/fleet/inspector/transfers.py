@@ -9,8 +9,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.fitness.attribution import PairWatch, culprits
-from proxy.balancer.fitness.handovers import CounterWatch, Verdict
+from proxy.balancer.fitness.handovers import CounterWatch, PairWatch, Verdict, culprits
 from proxy.balancer.fitness.misfits import MisfitKind
 from proxy.balancer.shared.scoreboard import LANES
 from proxy.common.backend import Role
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     import aiohttp
 
     from proxy.balancer.engines.engine_keys import EngineKeys
-    from proxy.balancer.fitness.fitness import Fitness
+    from proxy.balancer.fitness.misfits import Fitness
     from proxy.balancer.health.health import Health
     from proxy.balancer.models import ServedModels
     from proxy.balancer.pool import Pool

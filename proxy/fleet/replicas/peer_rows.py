@@ -12,7 +12,7 @@ from proxy.gateway.api_keys import minute_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Set
 
-    from proxy.balancer.health.health_board import HealthBoard
+    from proxy.balancer.health.health import HealthBoard
     from proxy.balancer.shared.fronts import Fronts
     from proxy.balancer.shared.journal import JournalWriter
     from proxy.balancer.shared.scoreboard import Scoreboard

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from proxy.balancer.fitness.pinned_kv import PinnedKv
     from proxy.balancer.health.health import Health
-    from proxy.balancer.pools import Pools
+    from proxy.balancer.pool import Pools
     from proxy.connectors.releaser import Releaser
     from proxy.fleet.discovery.joining import Joiner
     from proxy.fleet.discovery.prober import Prober

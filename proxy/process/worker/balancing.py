@@ -8,15 +8,14 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from proxy.balancer.engines.engine_keys import EngineKeys
-from proxy.balancer.fitness.fitness import Fitness
+from proxy.balancer.fitness.misfits import Fitness
 from proxy.balancer.fitness.pinned_kv import PinnedKv
+from proxy.balancer.health.blame import PairQuarantine
 from proxy.balancer.health.health import Health
-from proxy.balancer.health.pair_quarantine import PairQuarantine
 from proxy.balancer.models import ServedModels
 from proxy.balancer.pick import PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool, PoolLimits, PoolParts, ignore
-from proxy.balancer.pools import Pools
+from proxy.balancer.pool import Pool, PoolLimits, PoolParts, Pools, ignore
 from proxy.common.backend import Role
 from proxy.fleet.discovery.prober import log_transition
 from proxy.fleet.inspector import log_misfit

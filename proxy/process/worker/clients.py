@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from proxy.balancer.pools import Pools
+    from proxy.balancer.pool import Pools
     from proxy.balancer.shared.fronts import WorkerFront
     from proxy.common.errors import GatewayError
     from proxy.connectors.base import Connector

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
     import aiohttp
 
-    from proxy.balancer.pool import Pool
-    from proxy.balancer.pools import Pools
+    from proxy.balancer.pool import Pool, Pools
     from proxy.connectors.base import Connector
     from proxy.process.worker.balancing import Balancing
     from proxy.process.worker.basis import Basis

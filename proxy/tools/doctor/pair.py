@@ -9,9 +9,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.balancer.fitness.attribution import culprits
-from proxy.balancer.fitness.fitness import NO_KV_PARAMS
-from proxy.balancer.fitness.handovers import Verdict
+from proxy.balancer.fitness.handovers import Verdict, culprits
+from proxy.balancer.fitness.misfits import NO_KV_PARAMS
 from proxy.common.backend import Role
 from proxy.common.errors import Failure
 from proxy.fleet.canary import Agreement, agreement

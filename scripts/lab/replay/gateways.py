@@ -10,12 +10,10 @@ from typing import Final, cast
 
 from lab.replay.engines import Engine
 from proxy.balancer.engines.engine_facts import EngineFacts
-from proxy.balancer.health.health import Health
-from proxy.balancer.health.health_board import HealthBoard
+from proxy.balancer.health.health import Health, HealthBoard
 from proxy.balancer.pick import PickRequest, Policy, PolicyContext
 from proxy.balancer.policies.prefiller import write_count
-from proxy.balancer.pool import Pool, PoolLimits, PoolParts
-from proxy.balancer.pools import Pools
+from proxy.balancer.pool import Pool, PoolLimits, PoolParts, Pools
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.fronts import Fronts, WorkerFront
 from proxy.balancer.shared.journal import Journal, JournalWriter

@@ -6,14 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from proxy.balancer.engines.capabilities import (
+from proxy.balancer.engines.engine_facts import (
     CHAT_STREAM_TOKEN_IDS,
     CHAT_TOKEN_IDS,
     SEEDS_REPEAT,
     TOKEN_IDS,
     Capability,
+    EngineFacts,
+    EngineVersion,
+    Identity,
+    Setup,
 )
-from proxy.balancer.engines.engine_facts import EngineFacts, EngineVersion, Identity, Setup
 
 UNKNOWN = EngineFacts()
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.balancer.fitness.attribution import Culprits, PairWatch, attribute, culprits
-from proxy.balancer.fitness.handovers import Verdict
+from proxy.balancer.fitness.handovers import Culprits, PairWatch, Verdict, attribute, culprits
 from proxy.balancer.shared.scoreboard import Handovers
 from proxy.wire.exposition import PromptTokens
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from proxy.balancer.engines.engine_keys import EngineKeys
-from proxy.balancer.fitness.fitness import Fitness
 from proxy.balancer.fitness.handovers import Verdict
-from proxy.balancer.fitness.misfits import Misfit, MisfitKind, Misfits
+from proxy.balancer.fitness.misfits import Fitness, Misfit, MisfitKind, Misfits
 from proxy.balancer.shared.scoreboard import Handovers, Scoreboard
 from proxy.common.backend import Backend, Role
 from tests.forking import in_child

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
-from proxy.balancer.policies.length_groups import LengthGroups, nearness
+from proxy.balancer.policies.least_tokens import LengthGroups, nearness
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Load, Role
 from proxy.settings import Balance

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from proxy.balancer.shared.bulletin import Bulletin
+from proxy.balancer.shared.memory import Bulletin
 from tests.forking import in_child
 
 

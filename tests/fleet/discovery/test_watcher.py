@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.roster import Roster
+from proxy.balancer.roster import Roster, SourceStates
 from proxy.balancer.shared.scoreboard import Scoreboard
-from proxy.balancer.shared.source_states import SourceStates
 from proxy.common.backend import Backend, Role
 from proxy.fleet.discovery.own_address import OwnAddresses
 from proxy.fleet.discovery.watcher import Watcher, WatcherParts, look_once

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.health.health_board import HealthBoard
+from proxy.balancer.health.health import HealthBoard
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.fronts import Fronts
 from proxy.balancer.shared.journal import Journal

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.health.health_board import HealthBoard
+from proxy.balancer.health.health import HealthBoard
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.policies.least_seconds import LeastSeconds
 from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD
