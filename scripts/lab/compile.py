@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from lab.common.compiled import COMPILED, NotCompiled, compiled
-from lab.common.invocation import called_from
+from lab.common.processes import called_from
 
 
 def main() -> None:

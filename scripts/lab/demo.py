@@ -18,8 +18,7 @@ from contextlib import closing, contextmanager
 from typing import Any, Final
 
 from lab.common.fleet import Fleet, Gateway
-from lab.common.invocation import unwind_on_signals
-from lab.common.processes import HOST, fetch, quiet_ports
+from lab.common.processes import HOST, fetch, quiet_ports, unwind_on_signals
 
 GATEWAY_PORT: Final = 1999
 MODEL: Final = "demo"

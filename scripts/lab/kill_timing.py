@@ -23,10 +23,9 @@ import uvloop
 
 from lab.common import peers
 from lab.common.fleet import Fleet
-from lab.common.invocation import called_from, unwind_on_signals
 from lab.common.load import Connections, Load, post
 from lab.common.output import aligned
-from lab.common.processes import Program
+from lab.common.processes import Program, called_from, unwind_on_signals
 
 _REQUESTS_PER_SECOND = 50
 _TOKENS = 20
@@ -125,9 +124,9 @@ async def _kill(port: int, engine: Program, seconds: float) -> Measurement:
                 sys.exit(f"there are errors without a kill: {load.failures()}")
             engine.send(signal.SIGKILL)
             killed = time.monotonic()
-            asked_before = load.asked
+            asked_before = load.request_count
             await asyncio.sleep(seconds)
-            asked = load.asked - asked_before
+            asked = load.request_count - asked_before
             touches = [at - killed for at in sniffer.touches if at > killed]
     return Measurement(max(touches, default=None), len(touches), dict(load.failures(killed)), asked)
 

@@ -13,10 +13,9 @@ import uvloop
 
 from lab.common.engines import Script
 from lab.common.fleet import STOPS_SOON, Fleet, Gateway
-from lab.common.invocation import allow_many_files, unwind_on_signals
 from lab.common.load import Crowd, scripted
 from lab.common.proc import Memory, memory
-from lab.common.processes import HOST
+from lab.common.processes import HOST, allow_many_files, unwind_on_signals
 
 _PREFILLERS, _DECODERS = 2, 4
 _STREAMS_PER_SECOND = 500

@@ -19,10 +19,10 @@ import uvloop
 
 from lab.common.engines import Script
 from lab.common.fleet import STOPS_SOON, Fleet, Gateway
-from lab.common.invocation import allow_many_files, unwind_on_signals
 from lab.common.load import Crowd, scripted
 from lab.common.output import aligned
 from lab.common.proc import accepted
+from lab.common.processes import allow_many_files, unwind_on_signals
 
 _PREFILLERS, _DECODERS = 4, 8
 _PATIENCE_SECONDS = 30.0

@@ -18,9 +18,9 @@ import orjson
 import uvloop
 
 from lab.common.fleet import Fleet, Gateway
-from lab.common.invocation import allow_many_files, unwind_on_signals
 from lab.common.load import DONE, Answer, Connections, Histogram, Load, ask, post
 from lab.common.output import aligned
+from lab.common.processes import allow_many_files, unwind_on_signals
 from proxy.sim.engine import SimulatedEngine
 from proxy.tools.roll import Gateways, Limits, RollProgress, Walk
 

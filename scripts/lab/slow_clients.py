@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 import uvloop
 
 from lab.common.fleet import Fleet, Gateway
-from lab.common.invocation import unwind_on_signals
 from lab.common.load import CHAT, Load, ask, post
 from lab.common.output import aligned
 from lab.common.proc import open_fds
+from lab.common.processes import unwind_on_signals
 
 _CONNECTIONS = 200
 _CONNECTIONS_PER_SECOND = 100
@@ -146,7 +146,7 @@ async def _suffer(attack: Attack, gateway: Gateway) -> tuple[str, ...]:
         str(sockets.most),
         "never" if free is None else f"{free:.1f}",
         ", ".join(f"{name} {after[name] - before[name]:.0f}" for name in after if after[name] != before[name]) or "-",
-        str(load.asked),
+        str(load.request_count),
         " ".join(map(str, (len(load.problems), *sorted(load.failures())))),
         f"{max(seconds):.2f}",
         "ok" if is_well and free is not None and free < _RID_WITHIN_SECONDS else "NOT OK",

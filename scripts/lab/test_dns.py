@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab.common.fleet import Fleet, Gateway
-from lab.common.invocation import unwind_on_signals
 from lab.common.load import Connections, Load, post
-from lab.common.processes import Program, fetch, quiet_ports
+from lab.common.processes import Program, fetch, quiet_ports, unwind_on_signals
 
 ZONE = "fleet.test"
 

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import yaml
 
-from lab.common.invocation import unwind_on_signals
 from lab.common.output import aligned
 from lab.common.proc import tree
+from lab.common.processes import unwind_on_signals
 
 _INDENT = "    "
 _FENCE = "```"

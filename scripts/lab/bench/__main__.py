@@ -17,7 +17,7 @@ from lab.bench.scenarios import Scenario, scenarios
 from lab.common import peers
 from lab.common.compiled import NotCompiled, compiled
 from lab.common.fleet import Fleet
-from lab.common.invocation import allow_many_files, called_from, unwind_on_signals
+from lab.common.processes import allow_many_files, called_from, unwind_on_signals
 
 
 def main() -> None:

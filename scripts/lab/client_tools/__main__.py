@@ -16,8 +16,8 @@ from typing import Final
 from lab.client_tools import evaluations, libraries, tools
 from lab.client_tools.coding_agents import CODING_AGENTS
 from lab.client_tools.deployments import DEPLOYMENTS, TOOLS
-from lab.common.invocation import unwind_on_signals
 from lab.common.output import aligned
+from lab.common.processes import unwind_on_signals
 
 _NOTES = f"""
 Two prefillers and two decoders each; prompts of {tools.INPUT_TOKENS} tokens and answers of {tools.OUTPUT_TOKENS}, \

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from lab.client_tools.deployments import MODEL
-from lab.common.environment import Environment
 from lab.common.fleet import Fleet
+from lab.common.peers import Environment
 from lab.common.processes import HOST, clean_environment
 
 _ENVIRONMENT: Final = Environment(".venv-evaluations")

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-from lab.common.environment import Environment, run
+from lab.common.peers import Environment, run
 from lab.common.processes import finished
 
 _ENVIRONMENT: Final = Environment(".venv-clients")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab.client_tools.deployments import MODEL
-from lab.common.environment import PEERS
+from lab.common.peers import PEERS
 from lab.common.processes import HOST, finished
 
 INPUT_TOKENS, OUTPUT_TOKENS, CONCURRENCY = 100, 16, 8

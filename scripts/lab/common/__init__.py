@@ -1,11 +1,10 @@
-"""What the commands share.
+"""Code that several commands of scripts/ share.
 
-invocation   what each does first: signals, limits, where it was called from
-processes    programs started, waited for and stopped; proc: what the kernel tells of them
-programs     gateways and engines that are killed, stopped and started again
-environment  .venv-bench, where other programs are installed; peers: those, and how each is started
-toxics       a network that can be spoilt
-store        where several gateways share what they know
-scripted     engines that do as each request says, and clients that check what comes
-table        rows of text
+invocation   setup of a command: signals, limits, the directory where it was called
+  processes    start, await and stop programs; proc: read their CPU time, memory and files from the kernel
+  fleet        engines, gateways and other programs that stop together
+  environment  .venv-bench, where other programs are installed; peers: the programs that are compared
+  toxics       a TCP proxy that delays, cuts and drops
+  engines      engines that cost next to nothing and follow a script; load: clients that check every answer
+  output       tables of text and SVG documents
 """

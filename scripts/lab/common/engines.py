@@ -1,18 +1,15 @@
-"""Prefillers and decoders that cost next to nothing: `python -m lab.common.engines PREFILL_PORTS DECODE_PORTS`, and
-`without-ids` for engines that know no token ids.
+"""Prefillers and decoders that cost next to nothing, in one process on uvloop, with answers built beforehand.
 
-Raw asyncio on uvloop, one process for all, answers built beforehand. They speak the pull protocol as far as a proxy can
-get it wrong: a prefiller insists on `do_remote_decode` and one token, a decoder on the prefiller's parameters. And they
-speak SGLang's, in which both get the same request with a `bootstrap_room`, at the same time, and neither answers before
-the other has it, too.
-
+Usage: `python -m lab.common.engines PREFILL_PORTS DECODE_PORTS [without-ids]`; `without-ids`: engines send no token
+ids.
+They speak the pull protocol: a prefiller insists on `do_remote_decode` and one token, a decoder on the prefiller's
+parameters. They also speak SGLang's, in which both get the same request with a `bootstrap_room` at the same time, and
+neither answers before the other has it.
 A stream has the shape of vLLM's, write by write: the headers at once, then the role chunk with the first token, then a
-token per write, with token ids if the request asks for them. And as in a real engine all streams of a decoder get their
-token in the same step; the decoders do not step together. Nothing steps once a second: streams that slow have their own
-clock each.
-
-A request may say how it is answered (`Script`). Each arrival of such a request is recorded by one clock for all
-engines: GET /arrivals returns and forgets the records. GET /finish ends the streams that have no end of their own.
+token per write, with token ids if the request asks for them. All streams of a decoder get their token in the same step,
+as in a real engine. Streams of more than half a second per token have separate clocks.
+A request may have a `Script` for its answer. Its arrival is recorded by one clock for all engines: GET /arrivals
+returns and deletes the records. GET /finish ends the streams that have no end.
 """
 
 from __future__ import annotations
@@ -29,9 +26,9 @@ import orjson
 import uvloop
 
 MODEL: Final = "bench"
-"""Models are called `bench-50ms`: an engine takes its pace from the name, because some routers drop unknown fields."""
+"""Prefix of model names such as `bench-50ms`. The name sets the pace, because some routers drop unknown fields."""
 FIRST_TOKEN_SECONDS: Final = 0.002
-"""Time of an engine from a request to the first token: part of every answer."""
+"""Time from a request to the first token, for every answer."""
 TEXT_BYTES_PER_TOKEN: Final = 4
 MEBIBYTE: Final = 1 << 20
 ENGINE_ID: Final = "0c1b6f0e-5f43-4d54-8a53-5f1f3a0b7c5e"
@@ -78,7 +75,7 @@ def _token(finish_reason: str | None, token_ids: list[int] | None) -> bytes:
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> dict[str, Any]:
-    """Return the member `usage` of an answer. `cached_tokens`: None if the engine does not report it."""
+    """Return the member `usage` of an answer. `cached_tokens`: None omits the member."""
     return {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
@@ -89,7 +86,7 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None)
 
 @lru_cache
 def role_chunk(prompt_tokens: int | None) -> bytes:
-    """Return the role chunk, with ids of this number of prompt tokens."""
+    """Return the role chunk. `prompt_tokens`: number of prompt token ids in it, or None for no ids."""
     delta = {"role": "assistant", "content": ""}
     prompt = None if prompt_tokens is None else list(range(30_000, 30_000 + prompt_tokens))
     choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -97,9 +94,9 @@ def role_chunk(prompt_tokens: int | None) -> bytes:
 
 
 @lru_cache
-def end(completion_tokens: int, tells_ids: bool) -> bytes:
-    """Return the last token and what follows it: usage, [DONE], the end of the body."""
-    token = _token("length", [12345] if tells_ids else None)
+def end(completion_tokens: int, sends_ids: bool) -> bytes:
+    """Return the last token, usage, [DONE] and the end of the body."""
+    token = _token("length", [12345] if sends_ids else None)
     last = _chat_event([], usage=usage(100, completion_tokens, 99))
     return token + last + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
@@ -140,13 +137,13 @@ STREAM_HEAD: Final = (
     b"HTTP/1.1 200 OK\r\nserver: uvicorn\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
     b"transfer-encoding: chunked\r\n\r\n"
 )
-_TOKENS: Final = {tells_ids: _token(None, [12345] if tells_ids else None) for tells_ids in (False, True)}
+_TOKENS: Final = {sends_ids: _token(None, [12345] if sends_ids else None) for sends_ids in (False, True)}
 _PREFILLED: Final = completion(1, orjson.dumps(kv_params(_ID)))
 """Answer of a prefiller in the pull protocol."""
 _SCRIPTED: Final = completion(1, orjson.dumps(kv_params(_ID)), None)
-"""The same for a request with a script, from an engine without a prefix cache."""
+"""The same answer for a request with a script, from an engine without a prefix cache."""
 _BOOTSTRAPPED: Final = {False: completion(1), True: STREAM_HEAD + role_chunk(None) + end(1, False)}
-"""Answer of a prefiller in SGLang's protocol, by whether a stream is asked for. Routers drop it."""
+"""Answer of a prefiller in SGLang's protocol, by whether it is streamed. Routers drop it."""
 _NO_PREFILL: Final = json_answer({"error": {"message": "not a prefill request"}}, "400 Bad Request")
 _NO_KV: Final = json_answer({"error": {"message": "no KV parameters of a prefiller"}}, "400 Bad Request")
 
@@ -156,20 +153,20 @@ _NO_KV: Final = json_answer({"error": {"message": "no KV parameters of a prefill
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """The member `script` of a request: how it is answered."""
+    """How to answer a request: its member `script`."""
 
     tokens: int | None = None
-    """The length of the answer; None: until /finish."""
+    """Length of the answer. None: until GET /finish."""
     step_ms: int = 1000
-    """Time between two tokens; 0: as fast as the client reads them."""
+    """Time between two tokens. 0: as fast as the client reads them."""
     prefill_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that reached an engine, and the load of that engine in excess of the least loaded one of its role.
+    """An arrival of a request: the load of its engine, in excess of the least loaded one of the role.
 
-    Load in requests, and in what the gateway's pool weighs: tokens, without those of a prefiller's KV cache.
+    Load is counted in requests, and in the weights of the gateway's pool: tokens, without a prefiller's KV cache.
     """
 
     engine: int
@@ -179,7 +176,7 @@ class Arrival:
     """Weight of the request itself."""
 
 
-class _Books:
+class _RoleLoad:
     """The load of all engines of one role."""
 
     def __init__(self, role: str, engines: int) -> None:
@@ -189,7 +186,7 @@ class _Books:
         self.arrivals: list[Arrival] = []
 
     def enter(self, engine: int, body: bytes) -> int:
-        """Record an arrival; return its weight, which `leave` takes back."""
+        """Record an arrival. Return its weight, the argument of `leave`."""
         weight = _weigher()(self._role, body)
         excess = self._requests[engine] - min(self._requests), self._weights[engine] - min(self._weights)
         self.arrivals.append(Arrival(engine, *excess, weight))
@@ -204,9 +201,9 @@ class _Books:
 
 @lru_cache
 def _weigher() -> Callable[[str, bytes], int]:
-    """Return what weighs a request as the gateway's pool does.
+    """Return a function that weighs a request as the gateway's pool does.
 
-    The gateway is imported here, because load generators import this module, and have to start soon.
+    The import is local because load generators import this module and must start quickly.
     """
     from proxy.balancer.policies.least_tokens import WEIGHTS
     from proxy.common.backend import Role
@@ -227,62 +224,90 @@ def _weigher() -> Callable[[str, bytes], int]:
 
 
 class _Engines:
-    """What all engines share."""
+    """State that all engines share."""
 
-    def __init__(self, ports: dict[str, list[int]], *, knows_ids: bool) -> None:
-        self.books = {role: _Books(role, len(of_role)) for role, of_role in ports.items()}
-        self.knows_ids = knows_ids
+    def __init__(self, ports: dict[str, list[int]], *, has_ids: bool) -> None:
+        self.loads = {role: _RoleLoad(role, len(of_role)) for role, of_role in ports.items()}
+        self.has_ids = has_ids
         self.endless: set[_Exchange] = set()
-        """Streams that wait for /finish."""
+        """Streams without an end, which GET /finish ends."""
         self._waiting: dict[int, Callable[[], object]] = {}
-        """Continuations of engines that wait for their partner, by room."""
+        """Callbacks of the side of a room that arrived first, by room."""
 
-    def meet(self, room: int, go_on: Callable[[], object]) -> None:
-        """Call both sides of a room once both are there."""
+    def meet(self, room: int, proceed: Callable[[], object]) -> None:
+        """Call both sides of a room when the second one arrives."""
         partner = self._waiting.pop(room, None)
         if partner is None:
-            self._waiting[room] = go_on
+            self._waiting[room] = proceed
         else:
             partner()
-            go_on()
+            proceed()
 
-    def look(self, url: bytes) -> object:
-        """Return the answer to a GET."""
+    def get(self, url: bytes) -> object:
+        """Handle GET requests. Return the JSON to answer with."""
         if url == b"/finish":
             for exchange in tuple(self.endless):
                 exchange.finish()
         if url != b"/arrivals":
             return {}
-        found = {role: books.arrivals for role, books in self.books.items()}
-        for books in self.books.values():
-            books.arrivals = []
+        found = {role: loads.arrivals for role, loads in self.loads.items()}
+        for loads in self.loads.values():
+            loads.arrivals = []
         return found
 
 
-class _Exchange(asyncio.Protocol):
-    """One connection to one engine, and the request on it. `phase`: when the steps begin, as a share of a step."""
+class HttpConnection(asyncio.Protocol):
+    """The server side of a connection, which calls `on_request` for each request."""
 
-    def __init__(self, engines: _Engines, role: str, engine: int, phase: float) -> None:
-        self._engines = engines
-        self._books = engines.books[role]
-        self._answer = self._prefill if role == "prefill" else self._decode
-        self._engine = engine
-        self._phase = phase
+    def __init__(self) -> None:
         self._parser = httptools.HttpRequestParser(self)
         self._url = b""
         self._body: list[bytes] = []
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:  # a router probes for gRPC
+            self._transport.close()
+
+    def on_url(self, url: bytes) -> None:
+        self._url = url
+
+    def on_body(self, data: bytes) -> None:
+        self._body.append(data)
+
+    def on_message_complete(self) -> None:
+        body = b"".join(self._body)
+        self._body.clear()
+        self.on_request(self._parser.get_method(), self._url, body)
+
+    def on_request(self, method: bytes, url: bytes, body: bytes) -> None:
+        """Answer a request that has arrived completely."""
+        raise NotImplementedError
+
+
+class _Exchange(HttpConnection):
+    """One connection to one engine, and the request on it. `phase`: start of the steps, as a share of a step."""
+
+    def __init__(self, engines: _Engines, role: str, engine: int, phase: float) -> None:
+        super().__init__()
+        self._engines = engines
+        self._load = engines.loads[role]
+        self._answer = self._prefill if role == "prefill" else self._decode
+        self._engine = engine
+        self._phase = phase
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.Handle | None = None
         self._role = b""
-        self._tells_ids = False
+        self._sends_ids = False
         self._pace_seconds = 0.0
         self._weight: int | None = None
         self._sent = 0
         self._wanted: int | None = 0
         self._is_full = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._timer is not None:
@@ -297,33 +322,20 @@ class _Exchange(asyncio.Protocol):
         if self._sent and self._sent != self._wanted:
             self._wait_for_step(self._next_step())
 
-    def data_received(self, data: bytes) -> None:
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError:  # a router looks whether gRPC is spoken here
-            self._transport.close()
-
-    def on_url(self, url: bytes) -> None:
-        self._url = url
-
-    def on_body(self, data: bytes) -> None:
-        self._body.append(data)
-
-    def on_message_complete(self) -> None:
-        if self._parser.get_method() == b"GET":
-            self._transport.write(json_answer(self._engines.look(self._url)))
+    def on_request(self, method: bytes, url: bytes, body: bytes) -> None:
+        if method == b"GET":
+            self._transport.write(json_answer(self._engines.get(url)))
             return
-        body, tokens = without_image(b"".join(self._body))
-        self._body.clear()
+        body, tokens = without_image(body)
         request = orjson.loads(body)
-        self._tells_ids = self._engines.knows_ids and bool(request.get("return_token_ids"))
-        self._role = role_chunk(tokens if self._tells_ids else None)
+        self._sends_ids = self._engines.has_ids and bool(request.get("return_token_ids"))
+        self._role = role_chunk(tokens if self._sends_ids else None)
         script = request.get("script")
         if script is None:
             self._wanted = request.get("max_tokens") or request["max_completion_tokens"]
             self._pace_seconds = _pace_seconds(request["model"])
         else:
-            self._weight = self._books.enter(self._engine, body)
+            self._weight = self._load.enter(self._engine, body)
             self._wanted, self._pace_seconds = script["tokens"], script["step_ms"] / 1000
         self._answer(request)
 
@@ -372,12 +384,12 @@ class _Exchange(asyncio.Protocol):
 
     def _first_token(self) -> None:
         if self._wanted == 1:
-            self._end(self._role + end(1, self._tells_ids))
+            self._end(self._role + end(1, self._sends_ids))
             return
         self._sent = 1
         if self._pace_seconds > _LONGEST_STEP_SECONDS:
             self._phase = self._loop.time() / self._pace_seconds % 1
-        self._transport.write(self._role + _TOKENS[self._tells_ids])
+        self._transport.write(self._role + _TOKENS[self._sends_ids])
         self._wait_for_step(self._next_step())
 
     def _next_step(self) -> int:
@@ -389,16 +401,16 @@ class _Exchange(asyncio.Protocol):
         if not self._pace_seconds:
             self._timer = self._loop.call_soon(self._step, step)
             return
-        # By number and not from now on, so that a late timer does not make the stream slower.
+        # The due time is computed from the step's number, so that a late timer does not slow the stream down.
         due = (self._phase + step) * self._pace_seconds
         self._timer = self._loop.call_at(due, self._step, step)
 
     def _step(self, step: int) -> None:
         self._sent += 1
         if self._sent == self._wanted:
-            self._end(end(self._sent, self._tells_ids))
+            self._end(end(self._sent, self._sends_ids))
         else:
-            self._transport.write(_TOKENS[self._tells_ids])
+            self._transport.write(_TOKENS[self._sends_ids])
             self._wait_for_step(step + 1)
 
     def _end(self, last: bytes) -> None:
@@ -408,12 +420,12 @@ class _Exchange(asyncio.Protocol):
     def _leave(self) -> None:
         self._engines.endless.discard(self)
         if self._weight is not None:
-            self._books.leave(self._engine, self._weight)
+            self._load.leave(self._engine, self._weight)
             self._weight = None
 
 
 def without_image(body: bytes) -> tuple[bytes, int]:
-    """Return a body to read, and the number of its prompt's tokens. Megabytes of base64 are not parsed here."""
+    """Return the body without its image, and the number of prompt tokens. Megabytes of base64 are not parsed."""
     if len(body) < MEBIBYTE:
         return body, len(body) // TEXT_BYTES_PER_TOKEN
     begin = body.index(b'"data:') + 1
@@ -426,18 +438,18 @@ def _pace_seconds(model: str) -> float:
     return int(model.removeprefix(f"{MODEL}-").removesuffix("ms")) / 1000
 
 
-async def _serve(ports: dict[str, list[int]], *, knows_ids: bool) -> None:
+async def _serve(ports: dict[str, list[int]], *, has_ids: bool) -> None:
     loop = asyncio.get_running_loop()
-    engines = _Engines(ports, knows_ids=knows_ids)
+    engines = _Engines(ports, has_ids=has_ids)
     for role, of_role in ports.items():
         for index, port in enumerate(of_role):
             make = partial(_Exchange, engines, role, index, index / len(of_role))
             await loop.create_server(make, "127.0.0.1", port, backlog=4096)
-    # The other end is the script's: its end, however it comes, is the end here, too.
+    # The script holds the other end of standard input. When it ends in any way, the engines end, too.
     await loop.run_in_executor(None, sys.stdin.buffer.read)
 
 
 if __name__ == "__main__":
     lists = ([int(port) for port in argument.split(",")] for argument in sys.argv[1:3])
     by_role = dict(zip(_ROLES, lists, strict=True))
-    uvloop.run(_serve(by_role, knows_ids=sys.argv[3:] != ["without-ids"]))
+    uvloop.run(_serve(by_role, has_ids=sys.argv[3:] != ["without-ids"]))

@@ -1,4 +1,4 @@
-"""One fleet for all scripts: engines, gateways and other programs, which all end with its `with` block."""
+"""Engines, gateways and other programs, which all end with the `with` block of their Fleet."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from proxy.sim.engine import SimulatedEngine
 
 PDPROXY: Final = (sys.executable, "-m", "proxy")
 STOPS_SOON: Final[dict[str, str]] = {"PROXY_DRAIN__STREAMS_SECONDS": "1"}
-"""Variables of a gateway that does not wait for streams when it ends."""
-_AWARE_SECONDS: Final = 10.0
+"""Environment of a gateway that does not wait for streams when it ends."""
+_PEERS_SECONDS: Final = 10.0
 AnyProgram = TypeVar("AnyProgram", bound=Program)
 
 
 @dataclass(kw_only=True, eq=False)
 class Gateway(Program):
-    """A gateway. With `settings`, it reads a configuration file, and can be reloaded."""
+    """A gateway. With `settings`, it reads a configuration file and can be reloaded."""
 
     ready_path: str = "/readyz"
     file: Path | None = None
@@ -49,7 +49,7 @@ class Gateway(Program):
         return figure(self, name)
 
     def reload(self, **changed: Any) -> None:
-        """Reload the settings, with these options instead."""
+        """Reload the settings with these changes."""
         self.write(self.settings | changed)
         self.send(signal.SIGHUP)
 
@@ -116,8 +116,9 @@ class Fleet:
         bootstrap: bool = False,
         words: Sequence[str] = PDPROXY,
     ) -> Program:
-        """Start `pdproxy mock-engine`. The next gateway or program waits for it. `bootstrap`: it has a bootstrap port,
-        as SGLang's prefillers have.
+        """Start `pdproxy mock-engine`. The next gateway or program waits for it.
+
+        `bootstrap`: give it a bootstrap port, as SGLang's prefillers have.
         """
         drawn, bootstrap_port = quiet_ports(2)
         port = port or drawn
@@ -151,7 +152,7 @@ class Fleet:
         """Return what the process of the cheap engines answers to a GET."""
         return json.loads(fetch(f"http://{HOST}:{self.prefill[0]}{path}"))
 
-    # What stands in front of them
+    # Programs in front of the engines
 
     def gateway(
         self,
@@ -161,8 +162,9 @@ class Fleet:
         words: Sequence[str] = PDPROXY,
         finds_engines: bool = False,
     ) -> Gateway:
-        """Return a gateway in front of all engines so far; `with` it, or `keep` it. `finds_engines`: it is not given
-        their addresses.
+        """Return a gateway in front of all engines so far. Run it by `with`, or by `keep`.
+
+        `finds_engines`: start it without their addresses.
         """
         self.wait()
         port = port or quiet_ports(1)[0]
@@ -181,7 +183,7 @@ class Fleet:
         return gateway
 
     def program(self, peer: Peer, *flags: str, under: Sequence[str] = (), saturating: bool = False) -> Program:
-        """Return a peer in front of all engines so far; `with` it, or `keep` it."""
+        """Return a peer in front of all engines so far. Run it by `with`, or by `keep`."""
         self.wait()
         (port,) = quiet_ports(1)
         command = [*under, *peer.command(port, self.prefill, self.decode, saturating=saturating), *flags]
@@ -191,19 +193,19 @@ class Fleet:
 
 @asynccontextmanager
 async def simulated(role: str, count: int, **options: Any) -> AsyncIterator[list[SimulatedEngine]]:
-    """Run simulated engines in this process, on ports that they keep when they are killed and started again."""
+    """Run simulated engines in this process. Their ports stay the same when they restart."""
     async with AsyncExitStack() as stack:
         made = [SimulatedEngine(role=role, port=port, **options) for port in sorted(quiet_ports(count))]
         yield [await stack.enter_async_context(engine) for engine in made]
 
 
 def addresses(engines: Iterable[SimulatedEngine]) -> list[str]:
-    """Return what a gateway's configuration calls them."""
+    """Return the addresses of engines for a gateway's configuration."""
     return [f"{engine.host}:{engine.port}" for engine in engines]
 
 
 def store(port: int, directory: Path) -> Program:
-    """Return the store of gateways that share what they know: a real Redis or Valkey, which keeps nothing on disk."""
+    """Return a Redis or Valkey server for gateways that share state. It writes nothing to disk."""
     server = shutil.which("valkey-server") or shutil.which("redis-server")
     if server is None:
         sys.exit("there is neither valkey-server nor redis-server")
@@ -223,10 +225,10 @@ def figure(gateway: Program, name: str) -> float:
     return sum(map(float, found)) if found else -1.0
 
 
-def become_aware(gateways: Sequence[Program], of: int) -> None:
-    """Wait until each gateway knows this number of others. Exits if that takes too long."""
-    deadline = time.monotonic() + _AWARE_SECONDS
+def wait_for_peers(gateways: Sequence[Program], of: int) -> None:
+    """Wait until each gateway knows this number of others. Exits after 10 s."""
+    deadline = time.monotonic() + _PEERS_SECONDS
     while any(figure(gateway, "replicas_peers") != of for gateway in gateways):
         if time.monotonic() > deadline:
-            sys.exit(f"in vain: each gateway knows {of} others")
+            sys.exit(f"not every gateway knows {of} others within {_PEERS_SECONDS:g} s")
         time.sleep(0.05)

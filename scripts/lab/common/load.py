@@ -1,7 +1,7 @@
-"""One load generator for all scripts: clients that cost little, and check every answer.
+"""A load generator for all scripts: clients that cost little and check every answer.
 
-`Client` is a connection, and `Answer` the outcome of one request. `Load` asks at a rate, or by a number of clients.
-Each of these asks again once it has its answer.
+`Client` is a connection, and `Answer` the outcome of one request. `Load` sends requests at a rate, or by a number of
+clients, each of which sends the next request when it has its answer.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Histogram:
 
 
 def post(port: int, body: Mapping[str, Any] | bytes, path: str = CHAT, **headers: str) -> bytes:
-    """Return a request as the OpenAI SDK writes it, head and body. Underscores in names of headers are hyphens."""
+    """Return a request as the OpenAI SDK writes it. Underscores in header names become hyphens."""
     if not isinstance(body, bytes):
         body = json.dumps(body, separators=(",", ":")).encode()
     lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
@@ -68,24 +68,24 @@ def post(port: int, body: Mapping[str, Any] | bytes, path: str = CHAT, **headers
 
 
 def scripted(port: int, prompt_bytes: int, max_tokens: int, script: Script) -> bytes:
-    """Return a request for a stream that `lab.common.engines` answer as the script says."""
+    """Return a request for a stream, which `lab.common.engines` answers by the script."""
     text = ("Tell me of the river and the bridge. " * (prompt_bytes // 37 + 1))[:prompt_bytes]
-    asked = {"model": "sim", "messages": [{"role": "user", "content": text}], "max_tokens": max_tokens}
+    body = {"model": "sim", "messages": [{"role": "user", "content": text}], "max_tokens": max_tokens}
     stream = {"stream": True, "stream_options": {"include_usage": True}}
-    return post(port, {**asked, **stream, "script": asdict(script)})
+    return post(port, {**body, **stream, "script": asdict(script)})
 
 
 class Answer(NamedTuple):
-    """The outcome of one request. Times by `perf_counter`."""
+    """The outcome of one request. Times are those of `perf_counter`."""
 
     status: int | None
-    """None: no status line came."""
+    """None if no status line arrived."""
     body: bytes
     sent_at: float
     first_token_at: float | None
     ended_at: float
     is_whole: bool
-    """False: the connection was closed before the end of the answer."""
+    """False if the connection was closed before the end of the answer."""
 
     @property
     def pieces(self) -> int:
@@ -93,7 +93,7 @@ class Answer(NamedTuple):
         return sum(_has_content(event) is not None for event in self.body.split(b"\n\n"))
 
     def problem(self, *, has_usage: bool = False) -> str:
-        """Return what is wrong with a streamed answer, or an empty string. `has_usage`: usage must count its pieces."""
+        """Return the fault of a streamed answer, or an empty string. `has_usage`: usage must equal its pieces."""
         if not self.is_whole:
             return "the connection was closed before the end of the answer"
         if self.status != 200:
@@ -102,17 +102,17 @@ class Answer(NamedTuple):
             return "error event"
         if not self.body.endswith(DONE + b"\n\n"):
             return "no [DONE]"
-        told = _find_completion_tokens(self.body) if has_usage else [self.pieces]
-        return "" if told and int(told[-1]) == self.pieces else "wrong number of tokens"
+        counts = _find_completion_tokens(self.body) if has_usage else [self.pieces]
+        return "" if counts and int(counts[-1]) == self.pieces else "wrong number of tokens"
 
 
 class Client(asyncio.Protocol):
-    """One connection, used for one request after the other. Adds times between two arrivals of tokens to `gaps`."""
+    """A connection for one request after the other. Adds the times between arrivals of tokens to `gaps`."""
 
     def __init__(self, gaps: Histogram | None = None) -> None:
         self.closed = False
         self.first_token: asyncio.Future[None]
-        """Done once the first token of the answer has come, or the answer has ended."""
+        """Done when the first token of the answer has arrived, or the answer has ended."""
         self._gaps = gaps or Histogram()
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
@@ -122,13 +122,13 @@ class Client(asyncio.Protocol):
         self._first_token_at: float | None = None
         self._has_status = False
         self._has_token = False
-        """Whether the data that arrived last has a token."""
+        """Whether the latest data has a token."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
 
     def ask(self, request: bytes) -> asyncio.Future[Answer]:
-        """Send a request; the answer comes whole or as far as it came."""
+        """Send a request. The future's answer is partial if the connection is lost."""
         self._body = []
         self._first_token_at = None
         self._has_status = False
@@ -187,7 +187,7 @@ async def connect(port: int, gaps: Histogram | None = None) -> Client:
 
 
 async def ask(port: int, request: bytes) -> Answer:
-    """Ask on a new connection, which a cancelled request closes. Raises OSError."""
+    """Send a request on a new connection, which a cancelled request closes. Raises OSError."""
     client = await connect(port)
     try:
         return await client.ask(request)
@@ -204,7 +204,7 @@ class Connections:
         self._idle: list[Client] = []
 
     async def ask(self, request: bytes) -> Answer:
-        """Ask on an idle connection, or on a new one; a cancelled request closes it. Raises OSError."""
+        """Send a request on an idle connection or a new one. A cancelled request closes it. Raises OSError."""
         self._idle = [client for client in self._idle if not client.closed]
         client = self._idle.pop() if self._idle else await connect(self.port, self._gaps)
         try:
@@ -224,15 +224,15 @@ class Connections:
 
 
 class Load:
-    """Requests at a rate or by a number of clients, and their outcome.
+    """Requests at a rate or by a number of clients, and their problems.
 
-    `ask` gets the number of a request, and returns what is wrong with the answer, or an empty string. OSError and
+    `ask` gets the number of a request, and returns the problem of its answer, or an empty string. OSError and
     TimeoutError are problems, too.
     """
 
     def __init__(self, ask: Callable[[int], Awaitable[str]]) -> None:
         self._ask = ask
-        self.asked = 0
+        self.request_count = 0
         self.ended = 0
         self.problems: list[tuple[float, str]] = []
         """Seconds of the monotonic clock and the problem, for each failed request."""
@@ -253,8 +253,12 @@ class Load:
     async def at_rate(
         self, per_second: float, draw: Random | None = None, *, leaves: bool = False
     ) -> AsyncIterator[None]:
-        """Ask so often, whatever becomes of the answers, until the end of the block. `draw`: draws the pauses, which
-        are equal without it. `leaves`: requests under way are given up then, and not waited for.
+        """Send requests at this rate until the end of the block, without waiting for answers.
+
+        Args:
+          per_second: Mean rate.
+          draw: Draws the pauses, which are equal without it.
+          leaves: Cancel requests in flight at the end instead of waiting for them.
         """
 
         async def begin() -> None:
@@ -262,7 +266,7 @@ class Load:
             due = loop.time()
             while True:
                 self._begin(tasks)
-                # What this loop is late for is left out: it would come all at once.
+                # A late loop skips requests instead of sending all of them at once.
                 due = max(due + (draw.expovariate(per_second) if draw else 1 / per_second), loop.time())
                 await asyncio.sleep(due - loop.time())
 
@@ -278,10 +282,12 @@ class Load:
     async def at_a_time(
         self, clients: int, spread_seconds: float = 0.0, *, leaves: bool = False
     ) -> AsyncIterator[None]:
-        """Ask by this number of clients until the end of the block, each again once it has its answer.
+        """Run this number of clients until the end of the block.
 
-        `spread_seconds`: the time in which they begin. `leaves`: requests under way are given up then, and not waited
-        for.
+        Args:
+          clients: Each sends its next request when it has an answer.
+          spread_seconds: Time in which the clients begin.
+          leaves: Cancel requests in flight at the end instead of waiting for them.
         """
 
         async def client(number: int) -> None:
@@ -303,8 +309,8 @@ class Load:
         task.add_done_callback(tasks.discard)
 
     async def _one(self) -> None:
-        number = self.asked
-        self.asked += 1
+        number = self.request_count
+        self.request_count += 1
         try:
             problem = await self._ask(number)
         except (OSError, TimeoutError) as error:
@@ -324,7 +330,7 @@ async def _ended(tasks: list[asyncio.Task[None]], *, leaves: bool) -> None:
 
 
 class Crowd:
-    """Streams that are open at the same time, one connection each."""
+    """Streams that are open at the same time, on one connection each."""
 
     def __init__(self, port: int) -> None:
         self.errors: Counter[str] = Counter()
@@ -333,7 +339,7 @@ class Crowd:
         self._answers: list[asyncio.Future[Answer]] = []
 
     async def open(self, request: bytes) -> None:
-        """Open one more. Errors are counted, not raised."""
+        """Open one more stream. Errors are counted, not raised."""
         try:
             client = await connect(self._port)
         except OSError as error:
@@ -343,11 +349,11 @@ class Crowd:
         self._clients.append(client)
 
     async def begun(self, patience_seconds: float) -> None:
-        """Wait until the first token of every stream is there, or it has ended."""
+        """Wait until every stream has its first token or has ended."""
         await _all([client.first_token for client in self._clients], patience_seconds)
 
     async def ended(self, patience_seconds: float) -> None:
-        """Wait until every stream has ended. Those that have not by then are errors."""
+        """Wait until every stream has ended. Later ends are errors."""
         await _all(self._answers, patience_seconds)
         for client, answer in zip(self._clients, self._answers, strict=True):
             problem = answer.result().problem(has_usage=True) if answer.done() else "not answered in time"

@@ -1,11 +1,11 @@
-"""What scripts print and draw: tables of text, and SVG documents."""
+"""Output of scripts: tables of text and SVG documents."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-# They bring their own ground, for light pages and for dark ones.
+# The background is part of the drawing, for light and for dark pages.
 _STYLE: Final = """
   .ground { fill: #ffffff; stroke: #d0d7de } .panel { fill: #ffffff; stroke: #d0d7de } .grid { stroke: #d0d7de }
   text { fill: #1f2328; font: 12px system-ui, sans-serif } .title { font-size: 15px; font-weight: 600 }
@@ -15,7 +15,7 @@ _STYLE: Final = """
     .ground { fill: #0d1117; stroke: #3d444d } .panel { fill: #0d1117; stroke: #3d444d } .grid { stroke: #3d444d }
     text { fill: #f0f6fc } .small { fill: #9198a1 }
   }"""
-# Okabe and Ito's colours, which the colour-blind tell apart, and greys.
+# Okabe and Ito's colours, which colour-blind readers can distinguish, and greys.
 COLOURS: Final = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999", "#8c6d31", "#5e4fa2", "#3d444d"),
 )

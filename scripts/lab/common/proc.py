@@ -1,4 +1,4 @@
-"""What the kernel tells of processes, ours and others': `/proc`, as Linux has it."""
+"""CPU time, memory and open files of any process, read from Linux's /proc."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process, of all that descend from it, and of those that have ended already."""
+    """Return the CPU seconds of a process, its descendants, and children that have ended."""
     seconds = 0.0
     for member in tree(pid):
         stat = _stat(member)
@@ -25,8 +25,9 @@ def cpu_seconds(pid: int) -> float:
 
 
 def _clock_seconds(pid: int) -> float:
-    """The CPU clock of another process, with all its threads, to the nanosecond; /proc counts in ticks of 10 ms. The
-    number of that clock is clock_getcpuclockid(3)'s.
+    """Return the CPU time of all threads of a process in nanosecond resolution.
+
+    /proc counts in ticks of 10 ms. The clock's number is that of clock_getcpuclockid(3).
     """
     try:
         return time.clock_gettime((~pid << 3) | 2)
@@ -35,7 +36,7 @@ def _clock_seconds(pid: int) -> float:
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory of a process and of all that descend from it; what they share counts for each."""
+    """Return the resident bytes of a process and its descendants. Shared pages count for each."""
     pages = 0
     for member in tree(pid):
         stat = _stat(member)
@@ -44,7 +45,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def tree(pid: int) -> list[int]:
-    """A process and its descendants, parents first."""
+    """Return a process and its descendants, parents first."""
     parents = {int(path.name): _stat(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()}
     members = [pid]
     for member in members:
@@ -53,14 +54,14 @@ def tree(pid: int) -> list[int]:
 
 
 def open_fds(pid: int) -> int:
-    """File descriptors that a process has open; 0 when it is gone."""
+    """Return the number of file descriptors that a process has open, or 0 if it has ended."""
     with suppress(OSError):
         return len(os.listdir(f"/proc/{pid}/fd"))
     return 0
 
 
 def accepted(pid: int, port: int) -> Counter[int]:
-    """How many connections a process and each of its descendants have accepted on a port and not closed."""
+    """Count open accepted connections on a port, by process id of `pid` and its descendants."""
     established = set()
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         fields = line.split()
@@ -77,14 +78,17 @@ def accepted(pid: int, port: int) -> Counter[int]:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Of a process and its descendants, in bytes. `shared_out`: what several processes have is divided among them."""
+    """Memory of a process and its descendants, in bytes.
+
+    `shared_out`: pages of several processes are divided among them.
+    """
 
     resident: int
     shared_out: int
 
 
 def memory(pid: int) -> Memory:
-    """What they use now."""
+    """Return the memory that a process and its descendants use now."""
     sums = {"Rss": 0, "Pss": 0}
     for member in tree(pid):
         for line in Path(f"/proc/{member}/smaps_rollup").read_text().splitlines():
@@ -95,7 +99,10 @@ def memory(pid: int) -> Memory:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat behind the name, which may contain anything; None when the process is gone."""
+    """Return the fields of /proc/PID/stat behind the name, or None if the process has ended.
+
+    The name may contain any character.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -18,6 +19,27 @@ from typing import Final, Self
 from urllib.request import ProxyHandler, Request, build_opener
 
 from lab.common.proc import tree
+
+
+def called_from() -> Path:
+    """Return the directory that relative paths on the command line refer to.
+
+    Scripts change to the project's directory and pass the original one in CALLED_FROM.
+    """
+    return Path(os.environ.get("CALLED_FROM", "."))
+
+
+def unwind_on_signals() -> None:
+    """Raise SystemExit on SIGTERM and SIGINT, so that `with` blocks stop all processes."""
+    for ending in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(ending, lambda received, _: sys.exit(128 + received))
+
+
+def allow_many_files() -> None:
+    """Raise the limit of open files to the maximum, for this process and its children."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
 
 HOST = "127.0.0.1"
 _READY_SECONDS = 60.0
@@ -37,8 +59,9 @@ def free_ports(count: int) -> list[int]:
 
 
 def quiet_ports(count: int) -> list[int]:
-    """Return free ports that stay free while their program is down: the kernel gives them to no outgoing connection,
-    and this function gives them to no other run.
+    """Return free ports that stay free while their program is down.
+
+    The kernel gives them to no outgoing connection, and this function to no other run.
     """
     is_linux = _GIVEN.exists()
     first_given = int(_GIVEN.read_text().split()[0]) if is_linux else 32_768
@@ -65,8 +88,9 @@ def _claim(port: int) -> None:
 
 
 def fetch(url: str, body: bytes | None = None, method: str | None = None) -> bytes:
-    """Return the answer to a GET, to a POST of a JSON body, or by another method. Raises OSError, also for an error
-    status.
+    """Return the body of the answer to a GET, or to a POST if `body` is given.
+
+    Raises OSError, also for an error status.
     """
     with _open(Request(url, body, {"Content-Type": "application/json"}, method=method), timeout=30) as answer:
         return bytes(answer.read())
@@ -97,8 +121,9 @@ def finished(
 
 
 def clean_environment() -> dict[str, str]:
-    """Return our environment without settings of another gateway, and with `lab` importable. Gateways stop without a
-    delay, as there is no load balancer before them.
+    """Return this process's environment without pdproxy's and OpenAI's variables, with `lab` importable.
+
+    Gateways stop without a delay, because no load balancer watches their readiness.
     """
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PROXY_", "OPENAI_"))}
     return {

@@ -1,5 +1,6 @@
-"""Whether an installed `pdproxy` works by itself: simulated engines, the gateway, one streamed answer. For
-scripts/test-deployment; the argument is the program.
+"""Check an installed `pdproxy`: simulated engines, the gateway, and one streamed answer.
+
+scripts/test-deployment runs it. The argument is the program.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from lab.common.processes import clean_environment, fetch
 
 
 def main(program: str) -> None:
-    """Ends with an error if it does not."""
+    """Run the check. Raises AssertionError or CalledProcessError if it fails."""
     for words in (["--version"], ["--help"], ["mock-engine", "--help"]):
-        said = subprocess.run([program, *words], env=clean_environment(), capture_output=True, text=True, check=True)
-        assert "pdproxy" in said.stdout
+        result = subprocess.run([program, *words], env=clean_environment(), capture_output=True, text=True, check=True)
+        assert "pdproxy" in result.stdout
     with Fleet() as fleet:
         for role in ("prefill", "decode"):
             fleet.mock_engine(role, words=(program,))

@@ -1,7 +1,7 @@
-"""A TCP proxy that spoils connections on request, as toxiproxy does: what lies between a gateway and an engine.
+"""A TCP proxy between a gateway and an engine that spoils connections on request, as toxiproxy does.
 
-A toxic works on one direction of all connections, open ones included, as long as its `with` block lasts. Besides there
-is what happens to hosts: they reset all connections, refuse new ones (`refusing`), or cannot be reached (`lost`).
+A toxic works on one direction of all connections, open ones included, during its `with` block. Besides toxics, the
+proxy can reset all connections, refuse new ones (`refusing`), or be unreachable (`lost`).
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ _BACKLOG = 4096
 
 
 class Direction(Enum):
-    """Of bytes, as seen by who connects to the proxy."""
+    """The direction of bytes, as seen by the client of the proxy."""
 
     UP = "to the server"
     DOWN = "to the client"
 
 
 class Watcher(Protocol):
-    """Told of one connection as the client sees it: what it sent, before any toxic works on that, and what it got."""
+    """Observer of one connection at the client's side: bytes sent, before toxics apply, and received."""
 
     def on_data(self, direction: Direction, data: bytes) -> None: ...
 
     def on_end(self, direction: Direction) -> None:
-        """Nothing more will come this way, though something may the other way."""
+        """Note that a direction has ended. The other one may still be open."""
 
     def on_close(self) -> None: ...
 
 
 class Toxic(Protocol):
-    """What happens to bytes. Yields what is passed on of them."""
+    """A treatment of bytes. `treat` yields the bytes to pass on."""
 
     def treat(self, data: bytes, sleep: Sleep) -> AsyncIterator[bytes]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Bytes arrive at least so much later, and with those that came meanwhile."""
+    """Delays bytes by at least `seconds`. Bytes that arrive meanwhile wait, too."""
 
     seconds: float
 
@@ -60,7 +60,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Slicer:
-    """Bytes come in small pieces."""
+    """Cuts bytes into pieces of `size`, with a pause after each."""
 
     size: int
     pause_seconds: float = 0.0
@@ -73,7 +73,7 @@ class Slicer:
 
 @dataclass(frozen=True, slots=True)
 class Blackhole:
-    """Nothing passes until it is over. Then everything does, as TCP sends again what nobody has acknowledged."""
+    """Holds all bytes until `over` is set, then passes them, as TCP retransmits."""
 
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -83,9 +83,9 @@ class Blackhole:
 
 
 class ToxicProxy:
-    """In front of one server, on a port that stays the same; `async with` it.
+    """A proxy in front of one server, on a constant port. Use it with `async with`.
 
-    `watch` makes a watcher for each connection. `sleep` is for tests.
+    `watch` makes a watcher for each connection. Tests replace `sleep`.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class ToxicProxy:
 
     @contextmanager
     def toxic(self, toxic: Toxic, direction: Direction = Direction.DOWN) -> Iterator[None]:
-        """Everything that goes this way is treated with it, behind earlier toxics."""
+        """Apply a toxic to all bytes of a direction, after the earlier toxics."""
         self._toxics[direction].append(toxic)
         try:
             yield
@@ -132,7 +132,7 @@ class ToxicProxy:
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """Nobody listens: new connections are refused, as on a host whose process is gone."""
+        """Refuse new connections, as a host whose process has ended."""
         self._stop_listening()
         try:
             yield
@@ -141,13 +141,13 @@ class ToxicProxy:
 
     @contextmanager
     def lost(self) -> Iterator[None]:
-        """All packets are lost: open connections fall silent, and new ones are not even refused."""
+        """Lose all packets: open connections fall silent, and new ones are not even refused."""
         with ExitStack() as stack:
             for direction in Direction:
                 stack.enter_context(self.toxic(Blackhole(), direction))
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._listener)
-            # While this queue is full, the kernel does not answer those who want to connect.
+            # While this queue is full, the kernel does not answer new connections.
             self._listener.listen(0)
             for filler in [stack.enter_context(socket.socket()) for _ in range(2)]:
                 filler.setblocking(False)
@@ -174,7 +174,7 @@ class ToxicProxy:
         self._listener.close()
 
     def _accept(self) -> None:
-        with suppress(BlockingIOError):  # who was there has left
+        with suppress(BlockingIOError):  # the client has left
             sock, _ = self._listener.accept()
             self._start(self._link(sock))
 
@@ -185,7 +185,7 @@ class ToxicProxy:
         return task
 
     async def _link(self, sock: socket.socket) -> None:
-        """One connection, and the one to the server that belongs to it: what happens to one happens to both."""
+        """Connect to the server for one client connection. A reset of either side resets both."""
         sock.setblocking(False)
         from_client, to_client = await asyncio.open_connection(sock=sock)
         try:

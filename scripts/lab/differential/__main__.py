@@ -13,8 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.common.invocation import called_from, unwind_on_signals
-from lab.common.processes import HOST, Program, free_ports
+from lab.common.processes import HOST, Program, called_from, free_ports, unwind_on_signals
 from lab.differential import engines, pairs
 from lab.differential.corrections import CORRECTIONS, correction
 from lab.differential.differences import Difference, Record, compare

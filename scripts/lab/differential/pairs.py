@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from lab.common import peers
-from lab.common.environment import PEERS
-from lab.common.peers import Peer
+from lab.common.peers import PEERS, Peer
 from lab.common.processes import HOST, free_ports
 from lab.differential import protocols
 from lab.differential.engines import Engines

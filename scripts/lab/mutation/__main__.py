@@ -15,8 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lab.common.invocation import called_from
 from lab.common.output import aligned
+from lab.common.processes import called_from
 from lab.mutation.judging import verdicts
 from lab.mutation.mutants import Place, read_places, sample, write_places
 

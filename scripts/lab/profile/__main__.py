@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from lab.common.environment import PEERS
+from lab.common.peers import PEERS
 from lab.profile import choosing, compiled, instructions, scraping
 from lab.profile.sampling import SAMPLED, cost, sampled
 

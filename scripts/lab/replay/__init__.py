@@ -1,1 +1,1 @@
-"""scripts/replay: a trace of requests through the gateway's own balancer, in virtual time."""
+"""scripts/replay: send a trace of requests through the gateway's balancer, in virtual time."""

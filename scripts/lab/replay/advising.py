@@ -1,4 +1,4 @@
-"""Which side of a fleet is the bottleneck for a trace, and what one endpoint more for prefill or decode would do."""
+"""Advice on the split of a fleet: its bottleneck, and the effect of moving one endpoint between roles."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from proxy.tools.advise.split import LEAST_GAIN, Split, verdict
 
 
 def advice(options: argparse.Namespace, traces: dict[str, list[Request]]) -> str:
-    """For each trace, fleet and load: the fleet and those one endpoint away from it, under the same requests."""
+    """Replay each trace, fleet and load with the fleet and its neighbours, under the same requests."""
     slo = Slo(options.slo_seconds, options.slo_base, options.slo_factor, options.slo_token_ms / 1000)
-    told = []
+    lines = []
     for trace, requests in traces.items():
         for fleet in fleets(options):
             for load in options.loads:
-                told.append(f"{trace}, {fleet.name}, load {load:g}, {options.policies[0]}")
-                told.append(_advice(options, fleet, requests, load, slo))
-    return "\n\n".join(told)
+                lines.append(f"{trace}, {fleet.name}, load {load:g}, {options.policies[0]}")
+                lines.append(_advice(options, fleet, requests, load, slo))
+    return "\n\n".join(lines)
 
 
 def _advice(options: argparse.Namespace, fleet: Fleet, requests: Sequence[Request], load: float, slo: Slo) -> str:
@@ -69,8 +69,10 @@ def _row(fleet: Fleet, split: Split, of: Figures, is_now: bool) -> Sequence[str]
 
 
 def split_of(run: Replay, fleet: Fleet) -> Split:
-    """How busy both sides were in a run that has ended: prefillers by their time at work, decoders by the tokens they
-    made, of those they make at their knee. What was done after the last request came was asked for, too.
+    """Return how busy both roles were in a run.
+
+    Prefillers count by busy time, and decoders by their tokens relative to the saturation point. Work after the last
+    arrival counts, too.
     """
     requests = [course.request for course in run.courses]
     seconds = requests[-1].at

@@ -1,4 +1,4 @@
-"""Simulated engines: the batches of proxy.sim.hardware, driven by the timers of a loop, in virtual time or real."""
+"""Simulated engines: the batches of proxy.sim.hardware on the timers of a virtual or real event loop."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from proxy.sim.hardware.work import Shape, Work
 
 
 class Engine:
-    """One engine. `transfer` says how many seconds the KV of so many tokens travels to it."""
+    """One engine. `transfer_seconds_per_token`: time to transfer the KV cache of one token to it."""
 
     def __init__(self, cost: Cost, shape: Shape, transfer_seconds_per_token: float) -> None:
         self.batch = Batch(cost, shape, on_tokens=self._on_tokens, on_admitted=self._on_admitted)
         self._transfer_seconds_per_token = transfer_seconds_per_token
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._waiting: dict[Work, asyncio.Future[None]] = {}  # for a first token, then for the last
+        self._waiting: dict[Work, asyncio.Future[None]] = {}  # for the first token, then for the last one
         self.cost = cost
         self._block_tokens = shape.block_tokens
-        self._prompts: dict[Work, None] = {}  # to be computed here
-        self._watched: dict[Work, Callable[[int], None]] = {}
+        self._prompts: dict[Work, None] = {}  # not computed yet
+        self._watchers: dict[Work, Callable[[int], None]] = {}
 
     def hit(self, names: Sequence[int]) -> int:
-        """How many blocks of a prompt, from its beginning, would be found here by one that came now: they are cached,
-        or will be when those before it are done.
+        """Return how many blocks of a new prompt, from its beginning, would be cached here.
+
+        Blocks of prompts that are not computed yet count, too.
         """
         hits = self.batch.blocks.hit(names)
         for work in self._prompts:
@@ -37,7 +38,7 @@ class Engine:
 
     @property
     def seconds_left(self) -> float:
-        """What the prompts here still take."""
+        """Seconds until all prompts here are computed."""
         seconds = -self.batch.spent_seconds(self._loop.time())
         for work in self._prompts:
             cached = work.computed or self._block_tokens * self.batch.blocks.hit(work.names)
@@ -46,7 +47,7 @@ class Engine:
         return max(0.0, seconds)
 
     async def prefill(self, prompt_tokens: int, names: Sequence[int]) -> Work:
-        """Compute a prompt, whose KV is kept until `give_back`."""
+        """Compute a prompt. Its KV cache is kept until `give_back`."""
         work = Work(prompt_tokens, 1, names, keeps_kv=True)
         self._prompts[work] = None
         await self._submit(work)
@@ -56,10 +57,13 @@ class Engine:
     async def begin(
         self, prompt_tokens: int, answer_tokens: int, on_tokens: Callable[[int], None] | None = None
     ) -> Work:
-        """Fetch a prompt's KV and decode; return with the first token. `on_tokens` is told how many more there are."""
+        """Fetch a prompt's KV cache and decode. Return with the first token.
+
+        `on_tokens` gets the number of new tokens at each step.
+        """
         work = Work(prompt_tokens, answer_tokens, awaits_kv=True)
         if on_tokens is not None:
-            self._watched[work] = on_tokens
+            self._watchers[work] = on_tokens
         await self._submit(work)
         return work
 
@@ -70,18 +74,18 @@ class Engine:
             await self._waiting[work]
 
     def give_back(self, work: Work) -> None:
-        """The KV of a prompt is kept no longer."""
+        """Free the KV cache of a prompt."""
         self.batch.give_back(work, self._loop.time())
         self._arm()
 
     async def _submit(self, work: Work) -> None:
-        told = self._waiting[work] = self._loop.create_future()
+        first_token = self._waiting[work] = self._loop.create_future()
         self.batch.submit(work, self._loop.time())
         self._arm()
-        await told
+        await first_token
 
     def _on_tokens(self, work: Work, tokens: int) -> None:
-        watcher = self._watched.pop(work, None) if work.is_ended else self._watched.get(work)
+        watcher = self._watchers.pop(work, None) if work.is_ended else self._watchers.get(work)
         if watcher is not None:
             watcher(tokens)
         waiter = self._waiting.get(work)
@@ -105,7 +109,7 @@ class Engine:
         self._timer = None if due is None else self._loop.call_at(due, self._tick, due)
 
     def _tick(self, due: float) -> None:
-        # In real time it is later by now; steps begin when they were due all the same.
+        # In real time the clock is later than `due` here. Steps still begin at `due`.
         self._timer = None
         self.batch.advance(due)
         self._arm()

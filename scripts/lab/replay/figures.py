@@ -1,4 +1,4 @@
-"""What a run was like, in numbers."""
+"""Figures of runs: served shares, times to the first token, paces and prediction errors."""
 
 from __future__ import annotations
 
@@ -6,80 +6,84 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from html import escape
 from math import isnan, nan
 from typing import Any, Final, Protocol
 
+from lab.common.output import COLOURS, aligned, svg
 from lab.replay.engines import Engine
 from lab.replay.fleet import Course, Fleet
+from lab.replay.policies import CLAIRVOYANT, TODAY, peer_names
 from proxy.common.backend import Backend
+from proxy.sim.hardware.machines import Figure
 
-# The first tenth of a run fills queues and caches, and does not count.
+# The first tenth of a run fills queues and caches, and is not counted.
 _WARM_UP: Final = 0.1
-# Predictions are judged from this request on.
+# Number of requests before predictions are judged.
 _LEARNED: Final = 200
 _SHORT_TOKENS: Final = 32 * 1024
 SUSTAINED: Final = 0.95
-"""A fleet sustains a load at which so many answers are in time."""
+"""Share of answers in time at which a load counts as sustained."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """When an answer is good. One that is refused is not."""
+    """Objectives for a good answer. A rejected request is not good."""
 
     first_token_seconds: float = 10.0
     base_seconds: float = 2.0
-    """In time is a first token within this and so many times what its prompt takes without a cache."""
+    """A first token is in time within `base_seconds` plus `factor` times the prompt's uncached prefill time."""
     factor: float = 3.0
     token_seconds: float = 0.1
-    """Of good answers the tokens come at this pace or faster."""
+    """Maximum mean time between tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one run, or the means of several. Times in seconds; shares from 0 to 1; not a number where there is nothing to
-    tell.
+    """Figures of one run, or means of several.
+
+    Times are in seconds, shares from 0 to 1, and NaN marks a figure without data.
     """
 
     requests: float
     served: float
-    """The share that was not refused."""
+    """Share of requests that were not rejected."""
     in_time: float
-    """First tokens within `Slo.base_seconds` and `factor` times the prompt's own work."""
+    """Share of first tokens in time; see Slo."""
     within: float
-    """First tokens within `Slo.first_token_seconds`."""
+    """Share of first tokens within `Slo.first_token_seconds`."""
     good: float
-    """In time, and every token at `Slo.token_seconds` or faster."""
+    """Share of answers in time with `Slo.token_seconds` per token or less."""
     hits: float
-    """Of the prompts' tokens, those that prefillers found in their caches."""
+    """Share of prompt tokens that were cached."""
     mean: float
-    """Of the seconds to the first token, as the next five."""
+    """Mean time to the first token. The next five figures are of that time, too."""
     p50: float
     p90: float
     p99: float
     p99_short: float
-    """Of prompts up to 32K tokens."""
+    """For prompts up to 32K tokens."""
     p99_slowdown: float
-    """Of the seconds to the first token, as multiples of what the prompt takes without a cache."""
+    """As a multiple of the prompt's uncached prefill time."""
     token_p99: float
     imbalance: float
-    """The busiest prefiller's time at work over the mean's."""
+    """Busy time of the busiest prefiller over the mean."""
     off_p50: float
-    """By how much what prefills took was off what had been predicted, as a part of what they took, from the 200th
-    request on."""
+    """Relative error of predicted prefill seconds, from the 200th request on."""
     off_p95: float
     recomputed: float
-    """Tokens that preempted sequences computed again, as a part of all that decoders made."""
+    """Tokens that preempted sequences computed again, relative to all decoded tokens."""
 
 
 class Ended(Protocol):
-    """A run, in virtual time or over sockets."""
+    """A run that has ended, in virtual time or over sockets."""
 
     courses: list[Course]
     engines: dict[Backend, Engine]
 
 
 def figures(replay: Ended, fleet: Fleet, slo: Slo) -> Figures:
-    """Of one run that has ended. Times are told as they would be at speed 1."""
+    """Compute the figures of one run. Times are converted to speed 1."""
     courses = replay.courses[int(_WARM_UP * len(replay.courses)) :]
     speed = fleet.speed
     waits = [(course, speed * wait) for course in courses if (wait := course.first_token_seconds) is not None]
@@ -128,7 +132,7 @@ def _percentile(values: Sequence[float], share: float) -> float:
 
 
 def mean(runs: Sequence[Figures]) -> Figures:
-    """Of several runs, each figure by itself, over those that have it."""
+    """Return the mean of each figure over the runs that have it."""
     means = {}
     for each in fields(Figures):
         values = [value for run in runs if not isnan(value := getattr(run, each.name))]
@@ -138,7 +142,7 @@ def mean(runs: Sequence[Figures]) -> Figures:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is replayed, and on what."""
+    """A trace and a fleet."""
 
     trace: str
     fleet: str
@@ -149,7 +153,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: which policy under which load, and what came of it."""
+    """One run: its policy, load, seed and figures."""
 
     case: Case
     policy: str
@@ -158,13 +162,13 @@ class Run:
     figures: Figures
 
     def as_json(self) -> dict[str, Any]:
-        """For a report that programs read."""
-        told = {name: None if isnan(value) else value for name, value in asdict(self.figures).items()}
-        return {**asdict(self.case), "policy": self.policy, "load": self.load, "seed": self.seed, **told}
+        """Return the run as JSON."""
+        values = {name: None if isnan(value) else value for name, value in asdict(self.figures).items()}
+        return {**asdict(self.case), "policy": self.policy, "load": self.load, "seed": self.seed, **values}
 
 
 def by_policy(runs: Sequence[Run]) -> dict[str, dict[float, Figures]]:
-    """The means over the seeds, by policy and load, both in the order in which they came."""
+    """Return means over the seeds by policy and load, in the order of the runs."""
     grouped: dict[str, dict[float, list[Figures]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
         grouped[run.policy][run.load].append(run.figures)
@@ -172,8 +176,9 @@ def by_policy(runs: Sequence[Run]) -> dict[str, dict[float, Figures]]:
 
 
 def sustained_load(loads: dict[float, Figures]) -> float | None:
-    """The largest load with 95 % of answers in time, between the loads that were run by a straight line. None: already
-    the lowest one is too much; a fleet may sustain more than the highest that was run.
+    """Return the largest load with 95 % of answers in time, interpolated between the loads that were run.
+
+    None if the lowest load is too high. A fleet may sustain more than the highest load that was run.
     """
     points = sorted((load, each.in_time) for load, each in loads.items())
     if points[0][1] < SUSTAINED:
@@ -182,3 +187,160 @@ def sustained_load(loads: dict[float, Figures]) -> float | None:
         if after < SUSTAINED:
             return low + (high - low) * (before - SUSTAINED) / (before - after)
     return points[-1][0]
+
+
+_HEADS: Final = (
+    *("policy", "load", "in time", "≤ 10 s", "good", "hits", "mean", "p50", "p99", "p99 ≤32K", "p99 slow"),
+    *("token p99", "off p50 / p95", "busiest", "again", "refused"),
+)
+
+
+def table(runs: Sequence[Run]) -> str:
+    """Return a line for each policy and load, and the load that each policy sustains."""
+    rows: list[Sequence[str]] = [_HEADS]
+    grouped = by_policy(runs)
+    for policy, loads in grouped.items():
+        rows += [_row(policy, load, each) for load, each in loads.items()]
+    text = aligned(rows)
+    if any(len(loads) > 1 for loads in grouped.values()):
+        text += f"\n\nlargest load with {SUSTAINED:.0%} in time\n" + aligned(
+            [(policy, _sustained(loads)) for policy, loads in grouped.items()]
+        )
+    return text
+
+
+def _sustained(loads: dict[float, Figures]) -> str:
+    load = sustained_load(loads)
+    if load is None:
+        return f"below {min(loads):g}"
+    return f"at least {load:g}" if load == max(loads) else f"{load:.2f}"
+
+
+def _row(policy: str, load: float, each: Figures) -> Sequence[str]:
+    shares = (each.in_time, each.within, each.good, each.hits)
+    seconds = (each.mean, each.p50, each.p99, each.p99_short)
+    return (
+        *(policy, f"{load:g}", *(f"{100 * share:.1f} %" for share in shares)),
+        *(_number(value, "{:.2f} s") for value in seconds),
+        *(_number(each.p99_slowdown, "{:.1f}×"), _number(1000 * each.token_p99, "{:.0f} ms")),
+        _number(100 * each.off_p50, "{:.0f} %") + " / " + _number(100 * each.off_p95, "{:.0f} %"),
+        *(_number(each.imbalance, "{:.2f}×"), _number(100 * each.recomputed, "{:.2f} %")),
+        f"{100 * (1 - each.served):.1f} %",
+    )
+
+
+def _number(value: float, form: str) -> str:
+    return "-" if isnan(value) else form.format(value)
+
+
+def fits(figures: Sequence[Figure]) -> str:
+    """Return published figures of machines beside those of the fitted model."""
+    rows: list[Sequence[str]] = [("machine", "what", "published", "fitted", "off by", "source")]
+    for each in figures:
+        most = "at most " if each.is_bound else ""
+        numbers = (f"{most}{each.published:.6g}", f"{each.fitted:.4g}", f"{100 * each.error:+.1f} %")
+        rows.append((each.machine, each.what, *numbers, each.source))
+    return aligned(rows)
+
+
+_LEFT, _TOP, _WIDTH, _HEIGHT, _LEGEND = 60, 50, 520, 300, 220
+
+
+def chart(runs: Sequence[Run], title: str) -> str:
+    """Return an SVG chart of answers in time over load, with a line for each policy."""
+    grouped = by_policy(runs)
+    loads = sorted({run.load for run in runs})
+    low, high = loads[0], loads[-1] if loads[-1] > loads[0] else loads[0] + 1.0
+
+    def x(load: float) -> float:
+        return _LEFT + _WIDTH * (load - low) / (high - low)
+
+    def y(share: float) -> float:
+        return _TOP + _HEIGHT * (1 - share)
+
+    drawn = [
+        f'<text class="title" x="{_LEFT}" y="24">{escape(title)}</text>',
+        f'<text x="{_LEFT}" y="41">answers in time, over the work of the prompts without a cache / capacity</text>',
+    ]
+    for share in (0.0, 0.25, 0.5, 0.75, SUSTAINED, 1.0):
+        drawn.append(f'<path class="grid" d="M{_LEFT} {y(share):.1f}h{_WIDTH}"/>')
+        drawn.append(f'<text x="{_LEFT - 8}" y="{y(share) + 4:.1f}" text-anchor="end">{share:.0%}</text>')
+    below = _TOP + _HEIGHT + 18
+    drawn += [f'<text x="{x(load):.1f}" y="{below}" text-anchor="middle">{load:g}</text>' for load in loads]
+    for index, (policy, figures) in enumerate(grouped.items()):
+        colour = COLOURS[index % len(COLOURS)]
+        points = " ".join(f"{x(load):.1f},{y(each.in_time):.1f}" for load, each in sorted(figures.items()))
+        drawn.append(f'<polyline class="line" stroke="{colour}" points="{points}"/>')
+        below = _TOP + 12 + 20 * index
+        drawn.append(f'<path class="line" stroke="{colour}" d="M{_LEFT + _WIDTH + 16} {below - 4}h18"/>')
+        drawn.append(f'<text x="{_LEFT + _WIDTH + 40}" y="{below}">{escape(policy)}</text>')
+    width, height = _LEFT + _WIDTH + _LEGEND, max(_TOP + _HEIGHT + 36, _TOP + 20 * len(grouped) + 16)
+    return svg(width, height, drawn)
+
+
+SLACK: Final = 0.003
+"""Runs that differ by less are equal. Seeds of one policy differ by as much."""
+
+_MARGIN_HEADS: Final = (
+    *("trace", "fleet", "load", "in time", "today", "best peer", "which", "all-knowing"),
+    *("good", "today", "best peer", "hits/all-knowing", "mean/peer", "p99/peer", "p99 ≤32K/peer", "below"),
+)
+
+
+def margins(runs: Sequence[Run], ours: str) -> str:
+    """Return a line for each trace, fleet and load, as means over the seeds.
+
+    The best peer may differ between figures. Ratios of times are to the least time of any peer. The last column lists
+    the figures that are below another policy's.
+    """
+    rows: list[Sequence[str]] = [_MARGIN_HEADS]
+    below = 0
+    cases = dict.fromkeys(run.case for run in runs)
+    for case in cases:
+        grouped = by_policy([run for run in runs if run.case == case])
+        for load in grouped[ours]:
+            at = {policy: loads[load] for policy, loads in grouped.items() if load in loads}
+            row, lost = _margin_row(at, ours)
+            rows.append((case.trace, case.fleet, f"{load:g}", *row))
+            below += lost
+    summary = f"{below} of {len(rows) - 1} lines are below today's or a peer's by more than {100 * SLACK:g} points."
+    return f"{aligned(rows)}\n\n{summary}"
+
+
+def _margin_row(at: dict[str, Figures], ours: str) -> tuple[Sequence[str], bool]:
+    mine = at[ours]
+    peers = {name: at[name] for name in peer_names() if name in at}
+    today, knowing = at.get(TODAY), at.get(CLAIRVOYANT)
+    others = [*peers.values(), *([] if today is None else [today])]
+    best = max(peers, key=lambda name: peers[name].in_time, default="-")
+    lost = [
+        what
+        for what in ("in_time", "good")
+        if any(getattr(mine, what) < getattr(other, what) - SLACK for other in others)
+    ]
+    ratios = [_ratio(getattr(mine, what), [getattr(peer, what) for peer in peers.values()]) for what in _TIMES]
+    return (
+        *_shares("in_time", mine, today, peers),
+        *(best, _percent(nan if knowing is None else knowing.in_time)),
+        *_shares("good", mine, today, peers),
+        f"{mine.hits / knowing.hits:.2f}" if knowing is not None and knowing.hits else "-",
+        *ratios,
+        " ".join(lost).replace("_", " ") or "-",
+    ), bool(lost)
+
+
+_TIMES: Final = ("mean", "p99", "p99_short")
+
+
+def _ratio(mine: float, theirs: Sequence[float]) -> str:
+    known = [value for value in theirs if not isnan(value)]
+    return "-" if isnan(mine) or not known else f"{mine / min(known):.2f}"
+
+
+def _shares(what: str, mine: Figures, today: Figures | None, peers: dict[str, Figures]) -> Sequence[str]:
+    theirs = max((getattr(peer, what) for peer in peers.values()), default=nan)
+    return [_percent(share) for share in (getattr(mine, what), getattr(today, what, nan), theirs)]
+
+
+def _percent(share: float) -> str:
+    return "-" if isnan(share) else f"{100 * share:.1f}"

@@ -1,4 +1,4 @@
-"""The gateway's own balancer and admission in front of simulated engines, and the course of a request through them."""
+"""The gateway's balancer and admission queue in front of simulated engines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from lab.replay.engines import Engine
-from lab.replay.gateways import Gateway, Plan, SharedStore, Told
+from lab.replay.gateways import Gateway, KvEventRelay, Plan, SharedStore
 from lab.replay.trace import BLOCK_TOKENS, Request
 from proxy.balancer.engines.engine_facts import EngineFacts
 from proxy.balancer.pick import PickRequest, Policy, PolicyContext
@@ -32,24 +32,24 @@ _BYTES_PER_TOKEN: Final = CostSettings().bytes_per_token
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Which engines there are."""
+    """Number and hardware of the engines."""
 
     prefillers: int
     decoders: int
     prefill_machine: Machine
     decode_machine: Machine
     slow: float | None = None
-    """The first prefiller is so many times as fast as the others; None: it is as they are."""
+    """Speed of the first prefiller relative to the others. None: equal."""
     speed: float = 1.0
-    """All of it is so many times as fast as the machines: real sockets need no hours then."""
+    """Speed of all engines relative to their machines, so that runs over real sockets are short."""
 
     @property
     def prefiller_facts(self) -> EngineFacts | None:
-        """What each prefiller tells of itself."""
+        """Facts that each prefiller reports about itself."""
         return None
 
     def engines(self, role: Role) -> Iterator[Engine]:
-        """New ones, on the running loop."""
+        """Yield new engines of a role on the running loop."""
         machine = self.prefill_machine if role is Role.PREFILL else self.decode_machine
         shape = machine.prefill if role is Role.PREFILL else machine.decode
         for number in range(self.prefillers if role is Role.PREFILL else self.decoders):
@@ -58,34 +58,34 @@ class Fleet:
 
     @property
     def name(self) -> str:
-        """As `parse_fleet` reads it."""
+        """The text that `parse_fleet` reads."""
         return f"{self.prefillers}P{self.decoders}D" + ("" if self.slow is None else f":{self.slow:g}")
 
     @property
     def capacity(self) -> float:
-        """Prefillers, the slow one counted for what it is."""
+        """Number of prefillers, the slow one weighted by its speed."""
         return self.prefillers - 1 + (1.0 if self.slow is None else self.slow)
 
     def work_seconds(self, request: Request) -> float:
-        """What a prompt takes a prefiller that has nothing of it, at speed 1."""
+        """Return the seconds that a prompt takes on an empty prefiller at speed 1."""
         return self.prefill_machine.cost.prefill(request.input_tokens)
 
 
 def parse_fleet(text: str) -> tuple[int, int, float | None]:
-    """Prefillers, decoders, and `Fleet.slow`, of a text like 8P8D or 8P8D:0.5. Raises ValueError."""
+    """Parse a text like 8P8D or 8P8D:0.5 into prefillers, decoders and `Fleet.slow`. Raises ValueError."""
     found = re.fullmatch(r"(\d+)P(\d+)D(?::(\d*\.?\d+))?", text, re.IGNORECASE)
     slow = None if found is None or found[3] is None else float(found[3])
     if found is None or not int(found[1]) or not int(found[2]) or slow == 0:
         raise ValueError(
-            f"{text!r} is no fleet: say how many prefillers and decoders there are, as in 8P8D, or 8P8D:0.5 if one"
-            " prefiller is half as fast as the others"
+            f"{text!r} is not a fleet: write the number of prefillers and decoders, as in 8P8D, or 8P8D:0.5 for one"
+            " prefiller at half speed"
         )
     return int(found[1]), int(found[2]), slow
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What the gateway knows of a request: the prompt's bytes and what is in them, but not the answer's length."""
+    """The gateway's view of a request: its prompt, without the length of the answer."""
 
     request: Request
     session: str | None = None
@@ -113,17 +113,17 @@ class Subject:
 
 @dataclass(slots=True)
 class Course:
-    """What came of one request. Seconds are of the loop's clock; None: it did not come to that."""
+    """The outcome of one request. Seconds are of the loop's clock, and None if the event did not happen."""
 
     request: Request
     prefiller: Backend | None = None
     cached_tokens: int = 0
     expected_tokens: int = 0
-    """Those that the policy thought to be cached."""
+    """Prompt tokens that the policy expected to be cached."""
     predicted_seconds: float | None = None
-    """What the policy thought that the prefiller would take."""
+    """Predicted seconds of the prefill."""
     prefill_seconds: float | None = None
-    """What it took."""
+    """Actual seconds of the prefill."""
     first_token_at: float | None = None
     ended_at: float | None = None
 
@@ -133,7 +133,7 @@ class Course:
 
     @property
     def token_seconds(self) -> float | None:
-        """Between two tokens of the answer, on the average; None where there are not two."""
+        """Mean seconds between two tokens of the answer. None with fewer than two tokens."""
         tokens = self.request.output_tokens - 1
         if self.first_token_at is None or self.ended_at is None or not tokens:
             return None
@@ -141,7 +141,7 @@ class Course:
 
 
 class Replay:
-    """One run. Make it on the loop it runs on."""
+    """One run in virtual time. Create it on the loop on which it runs."""
 
     def __init__(
         self,
@@ -160,12 +160,23 @@ class Replay:
         loop_lag: LoopLag | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`tells_cached`: prefillers tell how much of a prompt they had in their caches. `workers`: of each gateway.
-        Any of them gets a request. `replicas`: the options by which gateways share; None: they know nothing of each
-        other. `kv_events`: prefillers publish them. `loop_lag`: see Plan. `on_end`: called at each end.
+        """Create engines and gateways.
+
+        Args:
+          fleet: Number and hardware of the engines.
+          prefill_policy, decode_policy: Make the policies of each worker.
+          seed: Of all random draws.
+          max_running_prefill, max_running_decode: Limits per engine. None: no limit.
+          tells_cached: Prefillers report how many tokens of a prompt were cached.
+          workers: Workers of each gateway. Each request goes to a random one.
+          gateways: Number of gateways.
+          replicas: Options by which gateways share state. None: they share nothing.
+          kv_events: Prefillers publish KV events.
+          loop_lag: See Plan.
+          on_end: Called at the end of each request.
         """
         self.courses: list[Course] = []
-        """Of all requests, in the order of their arrival."""
+        """Outcomes of all requests, in the order of their arrival."""
         self.engines: dict[Backend, Engine] = {}
         self._tells_cached = tells_cached
         self._on_end = on_end
@@ -194,18 +205,18 @@ class Replay:
         self.pools = self.workers[0].pools
         for each in (self.pools.prefill, self.pools.decode):
             self.engines.update(zip(each.backends(), fleet.engines(each.role), strict=True))
-        hearers = [gateway.events for gateway in self._gateways if gateway.events is not None]
-        for backend in self.pools.prefill.backends() if hearers else ():
+        writers = [gateway.events for gateway in self._gateways if gateway.events is not None]
+        for backend in self.pools.prefill.backends() if writers else ():
             size = fleet.prefill_machine.prefill.block_tokens
-            self.engines[backend].batch.blocks.watcher = Told(backend, size, hearers, self._loop)
+            self.engines[backend].batch.blocks.watcher = KvEventRelay(backend, size, writers, self._loop)
 
     def load(self, backend: Backend) -> Load:
-        """What a backend is charged with now."""
+        """Return the load that a backend is charged with now."""
         loads = [gateway.scoreboard.own(backend.slot)[1] for gateway in self._gateways]
         return Load(sum(load.compute for load in loads), sum(load.kv for load in loads))
 
     async def run(self, requests: Sequence[Request]) -> None:
-        """All requests, each at its time, to their ends."""
+        """Run all requests at their times to their ends."""
         tasks = set()
         async with AsyncExitStack() as stack:
             if self._is_shared:
@@ -218,8 +229,9 @@ class Replay:
                 tasks.add(group.create_task(self._serve(request)))
 
     async def run_closed(self, requests: Iterable[Request], clients: int) -> None:
-        """Let each of some clients send the next request after its answer, as load generators with a fixed concurrency
-        do. The requests' own times are not used.
+        """Run requests by a number of clients, each of which sends the next request after its answer.
+
+        Load generators with a fixed concurrency do so. The times of the requests are not used.
         """
         left = iter(requests)
 
@@ -232,7 +244,7 @@ class Replay:
                 group.create_task(client())
 
     async def _serve(self, request: Request) -> None:
-        """As a connector does whose decoder is called when the prefiller has answered."""
+        """Run one request as a connector does that calls the decoder after the prefiller's answer."""
         course = Course(request)
         self.courses.append(course)
         subject = Subject(request)
@@ -268,5 +280,5 @@ class Replay:
                     course.ended_at = self._loop.time()
                     decoder.answer_tokens = request.output_tokens
         except (Overloaded, NoBackendAvailable):
-            pass  # its course says that it was not served
+            pass  # the course has no end, which means not served
         self._on_end()

@@ -1,4 +1,4 @@
-"""The gateway's own balancer and admission, once or several times, and the store by which several tell each other."""
+"""Gateways made of the product's balancer and admission queue, and a store by which they share state."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from proxy.settings import Settings
 from proxy.settings.model import Admission as AdmissionLimits
 from proxy.wire.kv_events import AllCleared, BlocksRemoved, BlocksStored, Event
 
-# As the subscriber does.
-_TELL_SECONDS: Final = 0.1
+# The interval at which the product's subscriber reports block counts.
+_REPORT_SECONDS: Final = 0.1
 
 
-class Told:
-    """Watches one engine's blocks, and lets all gateways hear of them."""
+class KvEventRelay:
+    """Reports the number of an engine's cached blocks to all gateways, as KV events do."""
 
     def __init__(
-        self, backend: Backend, block_tokens: int, hearers: Sequence[JournalWriter], loop: asyncio.AbstractEventLoop
+        self, backend: Backend, block_tokens: int, writers: Sequence[JournalWriter], loop: asyncio.AbstractEventLoop
     ) -> None:
         self._backend = backend
         self._block_tokens = block_tokens
-        self._hearers = hearers
+        self._writers = writers
         self._loop = loop
         self._blocks = Blocks()
         self._is_due = False
@@ -62,12 +62,12 @@ class Told:
         self._blocks.take((event,))
         if not self._is_due:
             self._is_due = True
-            self._loop.call_later(_TELL_SECONDS, self._tell)
+            self._loop.call_later(_REPORT_SECONDS, self._report)
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         self._is_due = False
-        for hearer in self._hearers:
-            write_count(hearer, self._backend.slot, self._blocks.count)
+        for writer in self._writers:
+            write_count(writer, self._backend.slot, self._blocks.count)
 
 
 MakePolicy = Callable[[PolicyContext, Mapping[Backend, Engine]], Policy]
@@ -75,26 +75,25 @@ MakePolicy = Callable[[PolicyContext, Mapping[Backend, Engine]], Policy]
 
 @dataclass(slots=True)
 class SharedStore:
-    """What Redis is between gateways, on the running loop: everything takes `seconds` each way."""
+    """An in-memory Redis between gateways. Each operation takes `seconds` each way."""
 
     seconds: float = 0.0005
     fields: dict[str, bytes] = field(default_factory=dict)
     listeners: list[Callable[[bytes], None]] = field(default_factory=list)
 
     def of(self, name: str) -> NamedStore:
-        """One gateway's access."""
+        """Return the store as one gateway sees it."""
         return NamedStore(self, name)
 
 
 @dataclass(slots=True)
 class NamedStore:
-    """As proxy.fleet.replicas.Store, for one gateway."""
+    """The interface of proxy.fleet.replicas.Store for one gateway."""
 
     store: SharedStore
     name: str
 
     async def exchange(self, message: bytes, lost: Collection[str] = ()) -> dict[str, bytes]:
-        """See Store."""
         await asyncio.sleep(self.store.seconds)
         self.store.fields[self.name] = message
         found = dict(self.store.fields)
@@ -102,27 +101,24 @@ class NamedStore:
         return found
 
     async def tell(self, news: bytes) -> None:
-        """See Store."""
         loop = asyncio.get_running_loop()
-        for hear in self.store.listeners:
-            loop.call_later(2 * self.store.seconds, hear, news)
+        for listener in self.store.listeners:
+            loop.call_later(2 * self.store.seconds, listener, news)
         await asyncio.sleep(2 * self.store.seconds)
 
-    async def listen(self, hear: Callable[[bytes], None]) -> None:
-        """See Store."""
-        self.store.listeners.append(hear)
+    async def listen(self, listener: Callable[[bytes], None]) -> None:
+        self.store.listeners.append(listener)
         try:
             await asyncio.get_running_loop().create_future()
         finally:
-            self.store.listeners.remove(hear)
+            self.store.listeners.remove(listener)
 
     async def leave(self) -> None:
-        """See Store."""
         self.store.fields.pop(self.name, None)
 
 
 class Worker:
-    """One of a gateway's: its pools, and the queue in front of them."""
+    """One worker of a gateway: its pools, and the admission queue in front of them."""
 
     def __init__(self, pools: Pools, clock: Callable[[], float], front: WorkerFront | None) -> None:
         self.pools = pools
@@ -145,7 +141,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How gateways are made."""
+    """Configuration of the gateways of a run."""
 
     prefillers: int
     decoders: int
@@ -154,15 +150,15 @@ class Plan:
     facts: Callable[[Backend], EngineFacts | None]
     workers: int = 1
     replicas: Mapping[str, object] | None = None
-    """The options by which they share; None: they know nothing of each other."""
+    """Options by which gateways share state. None: they share nothing."""
     loop_lag: LoopLag | None = None
-    """How late the gateways' event loop was; None: never."""
+    """Delays of the gateways' event loop. None: no delays."""
     kv_events: bool = False
-    """Prefillers publish them, and all gateways hear them."""
+    """Prefillers publish KV events, and all gateways receive them."""
 
 
 class Gateway:
-    """On the running loop."""
+    """A gateway on the running loop."""
 
     def __init__(self, plan: Plan, name: str, engines: Mapping[Backend, Engine], rng: random.Random) -> None:
         self._clock = asyncio.get_running_loop().time
@@ -173,7 +169,7 @@ class Gateway:
         self.scoreboard = Scoreboard(workers=plan.workers, slots=count, guests=guests)
         self._journal = Journal(plan.workers + guests, tellers=int(plan.kv_events))
         self.events = self._journal.writer(self._journal.workers) if plan.kv_events else None
-        """Where it hears what prefillers publish; None: it does not."""
+        """Writer of received KV events. None: the gateway receives none."""
         addresses = [("10.0.0.1", 7000 + number) for number in range(count)]
         self._roster = Roster(addresses[: plan.prefillers], addresses[plan.prefillers :], self.scoreboard)
         self._health = Health(None, self._clock, rng)
@@ -187,7 +183,7 @@ class Gateway:
         return Worker(pools, self._clock, self._fronts.of_worker(number))
 
     def exchange(self, store: SharedStore) -> StateExchange:
-        """What shares with the others."""
+        """Return the exchange that shares this gateway's state with the others."""
         sections = {"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": self._plan.replicas}
         workers = self._plan.workers
         board, usage = HealthBoard(workers, self.scoreboard.slots), KeyUsage(workers, slots=1, guests=1)

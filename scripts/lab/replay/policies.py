@@ -1,52 +1,247 @@
-"""All that takes part in a replay, by name: the own policies, other gateways' rules, and one that knows all."""
+"""All policies of a replay by name: pdproxy's, other gateways' rules, and a clairvoyant one."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
 from lab.replay.engines import Engine
 from lab.replay.fleet import Fleet, MakePolicy, Subject
-from lab.replay.peers import peers
 from lab.replay.trace import BLOCK_TOKENS
-from proxy.balancer.pick import Candidate, PickRequest, Policy, PolicyContext
-from proxy.balancer.policies.least_tokens import make_policy
+from proxy.balancer.pick import Candidate, PickRequest, Policy, PolicyContext, Tracker
+from proxy.balancer.policies.least_tokens import LeastTokens, RoundRobin, make_policy
 from proxy.common.backend import Backend, Load
 from proxy.settings import POLICIES
 from proxy.sim.hardware.cost import Cost
 from proxy.sim.hardware.machines import MACHINES, Machine
 
-# A prefiller that has no more to do than this gets the next prompt.
+_MICROSECONDS: Final = 1e6
+
+
+class SentBlocks:
+    """The latest `blocks` prompt blocks that were sent to each backend."""
+
+    def __init__(self, blocks: int) -> None:
+        self._blocks = blocks
+        self._by_backend: dict[Backend, OrderedDict[int, None]] = {}
+
+    def tokens(self, backend: Backend, request: PickRequest) -> int:
+        """Return how many leading tokens of a prompt were sent to a backend before, at most all but one block."""
+        sent = self._by_backend.get(backend, ())
+        hits = 0
+        for key in request.prefix_keys.keys:
+            if key not in sent:
+                break
+            hits += 1
+        return min(hits * BLOCK_TOKENS, (request.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS)
+
+    def add(self, backend: Backend, request: PickRequest) -> None:
+        """Record a prompt. Its last block is forgotten first."""
+        sent = self._by_backend.setdefault(backend, OrderedDict())
+        for key in reversed(request.prefix_keys.keys):
+            sent[key] = None
+            sent.move_to_end(key)
+        while len(sent) > self._blocks:
+            sent.popitem(last=False)
+
+    def size(self, backend: Backend) -> int:
+        """Return the number of blocks that a backend is assumed to cache."""
+        return len(self._by_backend.get(backend, ()))
+
+
+class _PrefixAware(Policy):
+    """A policy that knows which prompts were sent to which backend."""
+
+    blocks = 1_000_000 // BLOCK_TOKENS
+    """Blocks of each backend's cache: the capacity of the simulated engines, for programs that can know it."""
+
+    def __init__(self, context: PolicyContext | None = None) -> None:
+        super().__init__(context)
+        self._sent = SentBlocks(self.blocks)
+
+    def track(self, backend: Backend, request: PickRequest) -> Tracker:
+        tracker = super().track(backend, request)
+        self._sent.add(backend, request)
+        return tracker
+
+    def match(self, candidate: Candidate, request: PickRequest) -> float:
+        """Return the share of the prompt that was sent to this backend before."""
+        return self._sent.tokens(candidate.backend, request) / max(1, request.prompt_tokens)
+
+
+class LeastRequests(LeastTokens):
+    """Chooses the fewest requests. Equal backends take turns."""
+
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
+        fewest = min(candidate.running for candidate in candidates)
+        return self._take_turn([candidate for candidate in candidates if candidate.running == fewest])
+
+
+class CacheAware(_PrefixAware):
+    """The default of sglang-router 0.3.2 and vllm-router 0.1.17 (`policies/cache_aware.rs`).
+
+    Chooses the fewest requests while these differ by more than 64 and by half, otherwise the best match if it is more
+    than 0.3, otherwise the smallest tree.
+    """
+
+    # max_tree_size is 2^24 characters.
+    blocks = 2**24 // (4 * BLOCK_TOKENS)
+
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
+        running = [candidate.running for candidate in candidates]
+        if max(running) - min(running) > 64 and max(running) > 1.5 * min(running):
+            return candidates[running.index(min(running))]
+        best = max(candidates, key=lambda candidate: self.match(candidate, request))
+        if self.match(best, request) > 0.3:
+            return best
+        return self._of_misses(candidates)
+
+    def _of_misses(self, candidates: Sequence[Candidate]) -> Candidate:
+        return min(candidates, key=lambda candidate: self._sent.size(candidate.backend))
+
+
+class CacheAwareLeastLoad(CacheAware):
+    """The rule of newer SGLang routers: without a match, choose the fewest requests."""
+
+    def _of_misses(self, candidates: Sequence[Candidate]) -> Candidate:
+        return min(candidates, key=lambda candidate: candidate.running)
+
+
+class AscendExample(Policy):
+    """The rule of vLLM-Ascend's `load_balance_proxy_server_example.py` for prefillers.
+
+    Each prompt in flight costs 0.0345 ms per token and 120 ms, and 0.3 of that while its KV cache is held. The first of
+    equals is chosen.
+    """
+
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
+        return min(candidates, key=lambda candidate: candidate.load.compute + 0.3 * candidate.load.kv)
+
+    def cost_of(self, backend: Backend, request: PickRequest) -> Load:
+        """Return the cost in nanoseconds, which are integers."""
+        cost = 34_500 * request.prompt_tokens + 120_074_500
+        return Load(cost, cost)
+
+
+class AscendExampleDecode(AscendExample):
+    """The rule of the same example for decoders: the sum of prompt lengths."""
+
+    def cost_of(self, backend: Backend, request: PickRequest) -> Load:
+        return Load(request.prompt_tokens, 0)
+
+
+class _LeastSum(_PrefixAware):
+    """Chooses the least sum of the cost in flight and the cost of this prompt."""
+
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
+        return min(candidates, key=lambda each: each.load.compute + self.cost_of(each.backend, request).compute)
+
+
+class Dynamo(_LeastSum):
+    """Dynamo's KV router for prefillers (`scheduling/selector/default.rs`): uncached tokens to compute."""
+
+    def cost_of(self, backend: Backend, request: PickRequest) -> Load:
+        return Load(request.prompt_tokens - self._sent.tokens(backend, request), request.prompt_tokens)
+
+
+class LeastKv(LeastTokens):
+    """Dynamo's rule for decoders: the fewest blocks in use. Equal backends take turns."""
+
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
+        fewest = min(candidate.load.kv for candidate in candidates)
+        return self._take_turn([candidate for candidate in candidates if candidate.load.kv == fewest])
+
+    def cost_of(self, backend: Backend, request: PickRequest) -> Load:
+        return Load(0, request.prompt_tokens)
+
+
+class LlmD(_PrefixAware):
+    """llm-d's scheduler with the weights of its guides: 3 × match, 2 × shorter queue, 2 × free KV."""
+
+    # llm-d's approximate index has 31,250 blocks of 64 tokens per endpoint.
+    blocks = 31_250 * 64 // BLOCK_TOKENS
+    kv_tokens = 1_000_000
+
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
+        running = [candidate.running for candidate in candidates]
+        least, most = min(running), max(running)
+
+        def score(candidate: Candidate) -> float:
+            queue = 1.0 if most == least else (most - candidate.running) / (most - least)
+            free = 1 - candidate.load.kv / self.kv_tokens
+            return 3 * self.match(candidate, request) + 2 * queue + 2 * free
+
+        return max(candidates, key=score)
+
+
+class LoadAware(_PrefixAware):
+    """production-stack's `loadaware` router: the match less the load's relative excess over the mean."""
+
+    def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
+        mean = sum(candidate.running for candidate in candidates) / len(candidates) or 1.0
+        return max(candidates, key=lambda each: self.match(each, request) - (each.running - mean) / mean)
+
+
+class Mooncake(_LeastSum):
+    """Mooncake's Algorithm 1 (FAST'25): the least sum of predicted queue and prefill seconds.
+
+    Its model of the engine, fitted offline, is taken to be exact.
+    """
+
+    def __init__(self, cost: Cost, context: PolicyContext | None = None) -> None:
+        super().__init__(context)
+        self._cost = cost
+
+    def cost_of(self, backend: Backend, request: PickRequest) -> Load:
+        """Return the cost in microseconds."""
+        cached = self._sent.tokens(backend, request)
+        seconds = self._cost.prefill(request.prompt_tokens - cached, cached)
+        return Load(round(_MICROSECONDS * seconds), request.prompt_tokens)
+
+
+def peers(cost: Cost) -> dict[str, tuple[Callable[[PolicyContext], Policy], Callable[[PolicyContext], Policy]]]:
+    """Return the rules for prefillers and decoders, by the names of reports."""
+    return {
+        "round robin": (RoundRobin, RoundRobin),
+        "vllm-ascend example": (AscendExample, AscendExampleDecode),
+        "cache_aware": (CacheAware, LeastRequests),
+        "cache_aware, new": (CacheAwareLeastLoad, LeastRequests),
+        "production-stack": (LoadAware, LeastRequests),
+        "llm-d": (LlmD, LeastRequests),
+        "dynamo": (Dynamo, LeastKv),
+        "mooncake": (lambda context: Mooncake(cost, context), LeastRequests),
+    }
+
+
+# A prefiller with less work than this gets the next prompt.
 _AHEAD_SECONDS: Final = 0.05
-_MOST_CROWDING: Final = 6.0
+_MAX_CROWDING: Final = 6.0
 _BUSY_STEP: Final = 0.02
 
 
 class Clairvoyant(Policy):
-    """For prefillers. `engines` may be filled after this is made."""
+    """Chooses prefillers by their true state. `engines` may be filled after construction."""
 
     def __init__(self, engines: Mapping[Backend, Engine], cost: Cost, context: PolicyContext) -> None:
-        """`cost`: of all prefillers but a slow one, whose time is worth less to those behind."""
+        """Create the policy. `cost`: of a normal prefiller, also used to weigh the time of a slow one."""
         super().__init__(context)
         self._engines = engines
         self._cost = cost
         self._busy = 0.0
 
     def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        """The least score."""
         return candidates[self._best(candidates, self._waits(candidates), request)]
 
     def has_room(self, candidates: Sequence[Candidate]) -> bool:
-        """Whether one is almost done."""
         return min(self._waits(candidates)) < _AHEAD_SECONDS
 
     def work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
-        """Where it takes least."""
         return min(self._own(candidate, request) for candidate in candidates)
 
     def first_to_go(self, candidates: Sequence[Candidate], waiting: Sequence[PickRequest]) -> int | None:
-        """The first that does best where there is room; those before it wait for what they do best with."""
+        """Return the first request whose best prefiller has room. Earlier ones wait for theirs."""
         waits = self._waits(candidates)
         self._busy += _BUSY_STEP * (1 - waits.count(0.0) / len(waits) - self._busy)
         free = [wait < _AHEAD_SECONDS for wait in waits]
@@ -58,7 +253,7 @@ class Clairvoyant(Policy):
         return None
 
     def _best(self, candidates: Sequence[Candidate], waits: Sequence[float], request: PickRequest) -> int:
-        crowding = min(_MOST_CROWDING, self._busy / max(1e-9, 1 - self._busy))
+        crowding = min(_MAX_CROWDING, self._busy / max(1e-9, 1 - self._busy))
         scores = []
         for candidate, wait in zip(candidates, waits, strict=True):
             cached = self._cached(candidate, request)
@@ -79,38 +274,36 @@ class Clairvoyant(Policy):
 
 
 class ClairvoyantDecode(Policy):
-    """For decoders: the shortest step, below the knee and where there is memory for the whole answer."""
+    """Chooses the decoder with the shortest step among those with memory for the whole answer."""
 
     def __init__(self, machine: Machine, context: PolicyContext) -> None:
         super().__init__(context)
         self._cost = machine.cost
         self._kv_tokens = machine.decode.kv_tokens
-        self._most = min(machine.decode.max_num_seqs, machine.cost.knee or machine.decode.max_num_seqs)
+        self._max_running = min(machine.decode.max_num_seqs, machine.cost.knee or machine.decode.max_num_seqs)
 
     def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        """Of those with memory, if there are any, the one with the shortest step."""
         kv_tokens = self._kv_tokens - self.cost_of(candidates[0].backend, request).kv
         roomy = [each for each in candidates if each.load.kv <= kv_tokens]
         return min(roomy or candidates, key=lambda each: self._cost.decode(each.running + 1, each.load.kv))
 
     def cost_of(self, backend: Backend, request: PickRequest) -> Load:
-        """All tokens that there will be."""
+        """Return all tokens of the prompt and the answer."""
         assert isinstance(request.subject, Subject)
         return Load(0, request.prompt_tokens + request.subject.request.output_tokens)
 
     def has_room(self, candidates: Sequence[Candidate]) -> bool:
-        """Whether one is below the knee."""
-        return any(candidate.running < self._most for candidate in candidates)
+        return any(candidate.running < self._max_running for candidate in candidates)
 
 
 OURS: Final = "least_load"
 TODAY: Final = "today"
-"""Tokens are counted, for both roles: what the gateway did by default before it counted seconds."""
+"""Name of the former default: counting tokens for both roles."""
 CLAIRVOYANT: Final = "clairvoyant"
 
 
 def policies(fleet: Fleet, decode_policy: str) -> dict[str, tuple[MakePolicy, MakePolicy]]:
-    """For prefillers and for decoders. `decode_policy`: beside each of the gateway's own."""
+    """Return policies for prefillers and decoders by name. `decode_policy`: beside pdproxy's own."""
     own = {name: (_of_table(name), _of_table(decode_policy)) for name in POLICIES}
     others = {name: (_blind(prefill), _blind(decode)) for name, (prefill, decode) in _peers(fleet).items()}
 
@@ -123,12 +316,12 @@ def policies(fleet: Fleet, decode_policy: str) -> dict[str, tuple[MakePolicy, Ma
 
 
 def peer_names() -> list[str]:
-    """Of other gateways' rules."""
+    """Return the names of other gateways' rules."""
     return list(peers(next(iter(MACHINES.values())).cost))
 
 
 def policy_names() -> list[str]:
-    """Of all."""
+    """Return the names of all policies."""
     return [*POLICIES, TODAY, *peer_names(), CLAIRVOYANT]
 
 
@@ -141,5 +334,5 @@ def _of_table(name: str) -> MakePolicy:
 
 
 def _blind(make: Callable[[PolicyContext], Policy]) -> MakePolicy:
-    """One that does not look into engines."""
+    """Wrap a policy that does not look into engines."""
     return lambda context, _engines: make(context)

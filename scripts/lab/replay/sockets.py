@@ -1,6 +1,6 @@
-"""Replays over real sockets: programs in front of engines that answer when the model of their hardware says so.
+"""Replays over real sockets: programs in front of engines that answer at the times of a hardware model.
 
-Engines and clients are in this process, each program is beside them in processes of its own.
+Engines and clients run in this process, and each program in processes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 
 from lab.common import peers
 from lab.common.fleet import Fleet as Deployment
-from lab.common.fleet import become_aware, figure, store, store_url
+from lab.common.fleet import figure, store, store_url, wait_for_peers
 from lab.common.load import ask
 from lab.common.output import aligned
 from lab.common.peers import Peer
@@ -31,30 +31,30 @@ from lab.replay.sweep import Progress, fleets, in_virtual_time, timed_arrivals
 from lab.replay.trace import Request
 from proxy.common.backend import Backend, Role
 
-# Of an answer after its request; what takes longer is not served.
+# Time for an answer. A later one counts as not served.
 _PATIENCE_SECONDS: Final = 120.0
 _LEAD_SECONDS: Final = 0.5
 _ROUTERS_POLICIES: Final = ("cache_aware", "round_robin")
-# Timers of this process may be late by so much of the time of the machines, or the run says little.
-_MOST_LATE_SECONDS: Final = 0.2
+# A run is meaningful only if timers of this process are at most this late, in machine time.
+_MAX_LATE_SECONDS: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A program with its policy."""
+    """A program and its policy."""
 
     name: str
     peer: Peer
     policy: str | None = None
-    """The gateway's own for prefillers; None: it is not this gateway."""
+    """pdproxy's prefill policy, or None for another program."""
     copies: int = 1
-    """Processes of it, any of which gets a request."""
+    """Number of processes. Each request goes to a random one."""
     shares: str = "nothing"
-    """What they tell each other, as scripts/replay --share."""
+    """Kind of state that the copies share: a value of scripts/replay --share."""
 
 
 def programs(options: argparse.Namespace) -> Iterator[Contender]:
-    """This gateway by each of the policies of the command line, and whoever can be had of the others."""
+    """Yield pdproxy with each of the chosen policies, and all other programs that are available."""
     ours = peers.ours()
     for policy in options.policies:
         settings = {
@@ -68,7 +68,7 @@ def programs(options: argparse.Namespace) -> Iterator[Contender]:
         name = f"{peers.OURS}, {policy}" + (f", {copies} sharing {shares}" if copies > 1 else "")
         yield Contender(name, replace(ours, words=("env", *given, *ours.words)), policy, copies, shares)
     if options.gateways > 1:
-        return  # they are compared with one of the same
+        return  # copies are compared with a single one
     for policy in _ROUTERS_POLICIES:
         for peer in peers.routers(policy):
             yield Contender(f"{peer.name}, {policy}", peer)
@@ -77,7 +77,7 @@ def programs(options: argparse.Namespace) -> Iterator[Contender]:
 
 
 class SocketReplay:
-    """One run. Make it on the loop it runs on."""
+    """One run. Create it on the loop on which it runs."""
 
     def __init__(
         self, fleet: Fleet, contender: Contender, requests: Sequence[Request], on_end: Callable[[], None]
@@ -85,11 +85,11 @@ class SocketReplay:
         self.courses = [Course(request) for request in requests]
         self.engines: dict[Backend, Engine] = {}
         self.late_seconds: list[float] = []
-        """By how much each request was sent too late: this process had no time."""
+        """Delay of each request behind its time, because this process was busy."""
         self.cpu_seconds = 0.0
-        """Of the program, with all its copies."""
+        """CPU time of all copies of the program."""
         self.news_bytes = 0.0
-        """That its copies have told each other."""
+        """Bytes that the copies have sent each other."""
         self._contender = contender
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
@@ -106,18 +106,18 @@ class SocketReplay:
                 slot += 1
 
     async def run(self) -> None:
-        """All requests, each at its time, to their ends. Exits if the program does not start."""
+        """Run all requests at their times to their ends. Exits if the program does not start."""
         async with Engines(self.engines, self.courses):
             with Deployment() as gateways:
                 gateways.prefill, gateways.decode = self._ports[Role.PREFILL], self._ports[Role.DECODE]
-                # Starting and stopping wait for processes, which ask the engines meanwhile.
+                # Starting and stopping block until processes answer, and these send requests to the engines meanwhile.
                 try:
                     self._gateways = await asyncio.to_thread(self._start, gateways)
                     before = sum(cpu_seconds(gateway.pid) for gateway in self._gateways)
                     await self._ask_all()
                     self.cpu_seconds = sum(cpu_seconds(gateway.pid) for gateway in self._gateways) - before
                     if self._contender.shares == "news":
-                        self.news_bytes = await asyncio.to_thread(self._told)
+                        self.news_bytes = await asyncio.to_thread(self._news_bytes)
                 finally:
                     await asyncio.to_thread(gateways.close)
 
@@ -135,13 +135,13 @@ class SocketReplay:
             copy.environment = settings
             gateways.keep(copy)
         if settings:
-            become_aware(copies, contender.copies - 1)
+            wait_for_peers(copies, contender.copies - 1)
         return copies
 
-    def _told(self) -> float:
-        # What one tells is heard by all others.
-        told_and_heard = sum(figure(gateway, "replicas_news_bytes_total") for gateway in self._gateways)
-        return told_and_heard / self._contender.copies
+    def _news_bytes(self) -> float:
+        # The metric counts sent and received bytes, and each copy's news reaches all others.
+        transferred = sum(figure(gateway, "replicas_news_bytes_total") for gateway in self._gateways)
+        return transferred / self._contender.copies
 
     async def _ask_all(self) -> None:
         began = self._loop.time() + _LEAD_SECONDS
@@ -153,12 +153,12 @@ class SocketReplay:
 
     async def _ask(self, number: int, course: Course, began: float) -> None:
         port = self._rng.choice(self._gateways).port
-        asked = request_bytes(course.request, number, port)
+        request = request_bytes(course.request, number, port)
         try:
             async with asyncio.timeout(_PATIENCE_SECONDS):
-                answer = await ask(port, asked)
+                answer = await ask(port, request)
         except OSError:
-            pass  # its course says that it was not served
+            pass  # the course has no end, which means not served
         else:
             if not answer.problem() and answer.first_token_at is not None:
                 lead = began + self._clocks_apart
@@ -169,7 +169,7 @@ class SocketReplay:
 def over_sockets(
     fleet: Fleet, program: Contender, requests: Sequence[Request], on_end: Callable[[], None]
 ) -> SocketReplay:
-    """One run that has ended."""
+    """Run a replay over sockets, and return it."""
     made: list[SocketReplay] = []
 
     async def course() -> None:
@@ -181,12 +181,12 @@ def over_sockets(
 
 
 def sweep_sockets(options: argparse.Namespace, traces: dict[str, list[Request]]) -> tuple[list[Run], str]:
-    """All runs, and in words what the machine made of them."""
+    """Return all runs, and a note on how well this machine kept up."""
     slo = Slo(options.slo_seconds, options.slo_base, options.slo_factor, options.slo_token_ms / 1000)
     known = list(programs(options))
     runs: list[Run] = []
     rows: list[Sequence[str]] = [
-        ("program", "trace, fleet", "load", "CPU a request", "told a request", "late, mean", "late, p99")
+        ("program", "trace, fleet", "load", "CPU per request", "shared per request", "late, mean", "late, p99")
     ]
     for trace, requests in traces.items():
         for fleet in fleets(options):
@@ -204,12 +204,12 @@ def sweep_sockets(options: argparse.Namespace, traces: dict[str, list[Request]])
                             progress = Progress(f"{case}, {name}, load {load:g}, seed {seed}", len(timed))
                             virtual = in_virtual_time(fleet, both, timed, seed, options, progress)
                             runs.append(Run(case, name, load, seed, figures(virtual, fleet, slo)))
-    told = (
-        f"{aligned(rows)}\n\nLate is by how much requests were sent after their time, told as at speed 1, and so is the"
-        f" work of engines. Where its mean is above {_MOST_LATE_SECONDS:g} s this machine does not keep up; fewer"
-        " engines or a lower --speed tell more then."
+    note = (
+        f"{aligned(rows)}\n\nLate: delay of requests behind their times, converted to speed 1. The engines' work is as"
+        f" late. If the mean is above {_MAX_LATE_SECONDS:g} s, this machine does not keep up: use fewer engines or a"
+        " lower --speed."
     )
-    return sorted(runs, key=lambda run: (str(run.case), run.load)), told
+    return sorted(runs, key=lambda run: (str(run.case), run.load)), note
 
 
 def _one(

@@ -1,4 +1,4 @@
-"""Every policy on every trace, fleet, load and seed."""
+"""Runs of every policy on every trace, fleet, load and seed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHARED: Final[Mapping[str, Mapping[str, object] | None]] = {
 
 
 def fleets(options: argparse.Namespace) -> list[Fleet]:
-    """Those of the command line."""
+    """Return the fleets of the command line."""
     machine = MACHINES[options.machine]
     if options.prefill_kv_tokens is not None:
         machine = replace(machine, prefill=replace(machine.prefill, kv_tokens=options.prefill_kv_tokens))
@@ -38,7 +38,7 @@ def fleets(options: argparse.Namespace) -> list[Fleet]:
 
 
 def sweep(options: argparse.Namespace, traces: dict[str, list[Request]]) -> list[Run]:
-    """All runs, with a line on standard error for each."""
+    """Run everything, with a line on standard error for each run."""
     slo = Slo(options.slo_seconds, options.slo_base, options.slo_factor, options.slo_token_ms / 1000)
     plan = [
         (trace, fleet, name, load, seed)
@@ -70,7 +70,7 @@ def _names(options: argparse.Namespace, fleet: Fleet) -> Sequence[str]:
 
 
 def arrivals(fleet: Fleet, requests: Sequence[Request], load: float, seed: int) -> list[Request]:
-    """The requests of a trace, at the times at which they are this load for the fleet, at its speed."""
+    """Return the requests of a trace, timed for this load of the fleet at its speed."""
     evened = spread(requests, random.Random(seed))
     native = sum(map(fleet.work_seconds, evened)) / evened[-1].at / fleet.capacity
     return faster(evened, fleet.speed * load / native)
@@ -79,7 +79,7 @@ def arrivals(fleet: Fleet, requests: Sequence[Request], load: float, seed: int) 
 def timed_arrivals(
     fleet: Fleet, requests: Sequence[Request], load: float, seed: int, options: argparse.Namespace
 ) -> list[Request]:
-    """The same, in bursts if the command line says so."""
+    """Return the requests as `arrivals` does, in bursts if the command line says so."""
     timed = arrivals(fleet, requests, load, seed)
     return timed if options.bursts is None else bursty(timed, options.bursts)
 
@@ -92,7 +92,7 @@ def in_virtual_time(
     options: argparse.Namespace,
     progress: Progress,
 ) -> Replay:
-    """One run that has ended, as the command line says."""
+    """Run a replay in virtual time with the options of the command line."""
 
     def make() -> Replay:
         return Replay(
@@ -113,7 +113,7 @@ def in_virtual_time(
 
 
 def replayed(make: Callable[[], Replay], requests: Sequence[Request]) -> Replay:
-    """One run that has ended, in virtual time. `make` is called on the loop that has this time."""
+    """Run a replay in virtual time. `make` is called on the virtual loop."""
     made: list[Replay] = []
 
     async def course() -> None:
@@ -125,7 +125,7 @@ def replayed(make: Callable[[], Replay], requests: Sequence[Request]) -> Replay:
 
 
 class Progress:
-    """A line on standard error, rewritten while a run goes on if somebody looks at it."""
+    """A progress line on standard error, rewritten during the run on a terminal."""
 
     def __init__(self, name: str, requests: int) -> None:
         self._name = name
@@ -134,12 +134,12 @@ class Progress:
         self._is_live = sys.stderr.isatty()
 
     def step(self) -> None:
-        """One more has ended."""
+        """Count a request that has ended."""
         self._ended += 1
         if self._is_live and self._ended % 200 == 0:
             print(f"\r{self._name}: {self._ended} of {self._requests}", end="", file=sys.stderr, flush=True)
 
     def ended(self, seconds: float) -> None:
-        """All have, and it took so long."""
+        """Print the total time."""
         start = "\r" if self._is_live else ""
         print(f"{start}{self._name}: {self._ended} requests in {seconds:.1f} s", file=sys.stderr, flush=True)

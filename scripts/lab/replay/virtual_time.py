@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to whatever comes next: hours take seconds, and the same every time."""
+"""An event loop in virtual time: its clock jumps to the next timer, so hours take seconds."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from typing import Any
 
 
 class Deadlock(Exception):
-    """Everybody waits, and nothing is to come."""
+    """All tasks wait, and no timer is pending."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Its time is seconds since it was made. It waits for no socket but its own, which nothing is written to."""
+    """A loop whose time begins at 0 and jumps to the next timer. It supports no sockets."""
 
     def __init__(self) -> None:
         self._now = 0.0
         super().__init__(_Jumping(self))
 
     def time(self) -> float:
-        """The virtual time."""
         return self._now
 
     def jump(self, seconds: float) -> None:
-        """Let time pass."""
+        """Advance the clock."""
         self._now += seconds
 
 
@@ -35,12 +34,12 @@ class _Jumping(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise Deadlock("everybody waits, and nothing is to come")
+            raise Deadlock("all tasks wait, and no timer is pending")
         self._loop.jump(timeout)
         return []
 
 
 def run(course: Coroutine[Any, Any, None], loop: VirtualLoop) -> None:
-    """Run it to its end on this loop, which is closed then."""
+    """Run a coroutine on this loop, and close the loop."""
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.run(course)

@@ -14,8 +14,7 @@ from pathlib import Path
 import orjson
 import uvloop
 
-from lab.common.invocation import called_from
-from lab.common.processes import clean_environment
+from lab.common.processes import called_from, clean_environment
 from lab.soak.cluster import LIMITS, Cluster, started
 from lab.soak.evidence import Answer, Evidence, Fault, Leg, Outcome, Sample, absences, log_lines
 from lab.soak.faults import EVACUATE_AFTER_SECONDS, FaultInjector

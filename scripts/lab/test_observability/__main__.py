@@ -16,8 +16,8 @@ from pathlib import Path
 import aiohttp
 import uvloop
 
-from lab.common.invocation import called_from, unwind_on_signals
 from lab.common.output import aligned
+from lab.common.processes import called_from, unwind_on_signals
 from lab.test_observability.alerts import Watch, drive, empty_variables, look, missing_engine_metrics, outcome
 from lab.test_observability.faults import BY_ITSELF, UNDER_LOAD, disturb
 from lab.test_observability.picture import picture

@@ -19,11 +19,10 @@ from pathlib import Path
 import uvloop
 
 from lab.common.engines import Script
-from lab.common.fleet import STOPS_SOON, Fleet, Gateway, become_aware, store, store_url
-from lab.common.invocation import allow_many_files, called_from, unwind_on_signals
+from lab.common.fleet import STOPS_SOON, Fleet, Gateway, store, store_url, wait_for_peers
 from lab.common.load import Crowd, scripted
 from lab.common.output import aligned
-from lab.common.processes import quiet_ports
+from lab.common.processes import allow_many_files, called_from, quiet_ports, unwind_on_signals
 from lab.pick_error import picks
 from lab.test_replicas import replayed
 
@@ -57,7 +56,7 @@ def _gateways(fleet: Fleet, count: int, store_port: int | None = None) -> Iterat
     with ExitStack() as stack:
         gateways = [stack.enter_context(fleet.gateway(environment=settings)) for _ in range(count)]
         if store_port is not None:
-            become_aware(gateways, count - 1)
+            wait_for_peers(gateways, count - 1)
         yield gateways
 
 
@@ -96,9 +95,9 @@ def _lose_store(fleet: Fleet, options: argparse.Namespace) -> list[str]:
     with store(port, fleet.directory) as shared, _gateways(fleet, _GATEWAYS, port) as gateways:
         shared.end()
         failed = uvloop.run(_bursts(options, gateways))
-        become_aware(gateways, 0)
+        wait_for_peers(gateways, 0)
         shared.restart()
-        become_aware(gateways, _GATEWAYS - 1)
+        wait_for_peers(gateways, _GATEWAYS - 1)
         gone, back = ([gateway.text().count(line) for gateway in gateways] for line in (_GONE, _BACK))
     print(f"The store gone under load: {failed} requests failed; lines of each gateway: {gone} gone, {back} back")
     wrong = [f"{failed} requests failed without the store"] if failed else []

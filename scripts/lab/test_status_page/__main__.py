@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import uvloop
 
-from lab.common.invocation import called_from, unwind_on_signals
+from lab.common.processes import called_from, unwind_on_signals
 from lab.test_status_page.checks import ALONE, SCHEMES, SIZES, chromium, keeps_still, tab, tells_of_each
 from lab.test_status_page.site import KEY, Site, site
 

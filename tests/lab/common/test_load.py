@@ -125,7 +125,7 @@ async def test_load_counts_answers_and_problems_and_awaits_the_last(
     load = Load(one)
     async with begin(load):
         await load.have_ended(5)
-    assert load.asked == load.ended >= 5
+    assert load.request_count == load.ended >= 5
     assert load.failures() == {"ConnectionResetError": 1, "odd": 1}
 
 
@@ -140,4 +140,4 @@ async def test_load_that_leaves_gives_up_requests_under_way() -> None:
     load = Load(forever)
     async with load.at_rate(0.01, leaves=True):
         await begun.wait()
-    assert (load.asked, load.ended) == (1, 0)
+    assert (load.request_count, load.ended) == (1, 0)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lab.replay import report
-from lab.replay.figures import Case, Run, Slo, figures, mean, sustained_load
+from lab.replay.figures import Case, Run, Slo, chart, figures, mean, sustained_load, table
 from lab.replay.trace import Request
 
 if TYPE_CHECKING:
@@ -74,10 +73,10 @@ def test_the_load_that_is_sustained_lies_between_those_that_were_run(some: Figur
 
 def test_the_report_has_a_line_for_each_policy_and_load_and_a_chart(some: Figures) -> None:
     runs = [Run(Case("trace", "8P8D"), name, load, 1, some) for name in ("a<b", "c") for load in (0.8, 0.9)]
-    assert [line.split()[:2] for line in report.table(runs).splitlines()[1:5]] == [
+    assert [line.split()[:2] for line in table(runs).splitlines()[1:5]] == [
         *(["a<b", "0.8"], ["a<b", "0.9"], ["c", "0.8"], ["c", "0.9"])
     ]
-    drawn = ElementTree.fromstring(report.chart(runs, "a trace"))
+    drawn = ElementTree.fromstring(chart(runs, "a trace"))
     assert len(drawn.findall("{*}polyline")) == 2
 
 

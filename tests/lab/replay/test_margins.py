@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lab.replay.figures import Case, Run, Slo, figures
-from lab.replay.report import margins
+from lab.replay.figures import Case, Run, Slo, figures, margins
 from lab.replay.trace import Request
 
 if TYPE_CHECKING:

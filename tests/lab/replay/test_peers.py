@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lab.replay.fleet import Subject
-from lab.replay.peers import peers
+from lab.replay.policies import peers
 from lab.replay.trace import Request
 from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
 from proxy.balancer.shared.scoreboard import Scoreboard

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from lab.common.environment import Environment
+from lab.common.peers import Environment
 from lab.common.processes import HOST
 from lab.replay.fleet import Course, Fleet
 from lab.replay.socket_engines import WORD, Engines, request_bytes

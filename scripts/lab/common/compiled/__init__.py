@@ -1,4 +1,4 @@
-"""The gateway once more, with what requests run through compiled."""
+"""A build of the gateway whose modules for requests are compiled by mypyc."""
 
 from lab.common.compiled.build import COMPILED, NotCompiled, compiled
 

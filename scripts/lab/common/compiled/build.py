@@ -1,5 +1,6 @@
-"""The package once more, with its modules for requests compiled by mypyc: twice, as the compiler has to know which of
-their ways are taken. A tenth of a request's CPU time is that.
+"""Build the package with its modules for requests compiled by mypyc, twice.
+
+The first build counts which branches run. Branch counts save a tenth of a request's CPU time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _STAMP: Final = "compiled-from"
 _ROOT: Final = Path.cwd()  # the project's, see scripts/lib.sh
 _HERE: Final = Path(__file__).parent
 _FOR_PIP: Final = (_ROOT / "pyproject.toml", _ROOT / "README.md", _ROOT / "LICENSE", _HERE / "setup.py")
-# Classes that somebody may well write another one of, beside those of which the package has some that are not compiled.
+# Classes that other code may subclass, in addition to those with interpreted subclasses in the package.
 _PORTS: Final = {
     "ChatCompletions",
     "Client",
@@ -38,28 +39,31 @@ _PORTS: Final = {
     "Segment",
     "Tracker",
 }
-# What was not counted is compiled as if nothing had been: no way of the gateway's is one to be slow on.
+# Code without counts is compiled as usual, so no path of the gateway becomes slower.
 _COUNTING: Final = "-fprofile-generate -fprofile-update=prefer-atomic"
 _COUNTED: Final = "-fprofile-use -fprofile-partial-training -Wno-missing-profile"
 
 
 class NotCompiled(Exception):
-    """With why: what the compiler has said, or what is in the way."""
+    """The build failed. The text is the compiler's output, or the obstacle."""
 
 
 def compiled(directory: Path = COMPILED) -> Path:
-    """A directory that has the whole package, compiled for the Python that runs this, and that pip can install: made if
-    there is none, or not of these sources. Raises NotCompiled, also rather than delete what somebody else has there.
+    """Return a directory with the compiled package, which pip can install.
+
+    It is built if it is missing, or if it was built from other sources.
+    Raises:
+      NotCompiled: The build failed, or the directory has files that are not from a build.
     """
     stamp, made_from = _stamp(), directory / _STAMP
     is_ours = made_from.is_file()
     if not is_ours and directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise NotCompiled(f"{directory} is not empty, and was not made by this: name another directory")
+        raise NotCompiled(f"{directory} is not empty and was not made by scripts/compile: name another directory")
     if not is_ours or made_from.read_text() != stamp:
         if is_ours:
             shutil.rmtree(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        made_from.write_text("")  # so that it is known again if this ends early
+        made_from.write_text("")  # marks the directory as ours if the build is interrupted
         _compile(directory)
         made_from.write_text(stamp)
     for needed in _FOR_PIP:
@@ -82,14 +86,14 @@ def _compile(directory: Path) -> None:
 
 
 def _is_gcc() -> bool:
-    """Whether that is the compiler. Others count in other ways, and compile once."""
+    """Return whether the C compiler is GCC. Others count in other ways, and compile once."""
     compiler = (sysconfig.get_config_var("CC") or "cc").split()
-    told = subprocess.run([*compiler, "--version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
-    return b"Free Software Foundation" in told.stdout
+    version = subprocess.run([*compiler, "--version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    return b"Free Software Foundation" in version.stdout
 
 
 def _run(*words: str, cwd: Path, flags: str = "") -> None:
-    """A program of Python's. `flags`: for the C compiler. Raises NotCompiled if it fails."""
+    """Run Python with these words. `flags`: for the C compiler. Raises NotCompiled if it fails."""
     command = [sys.executable, *words]
     under = {**os.environ, "CFLAGS": f"{os.environ.get('CFLAGS', '')} {flags}".strip()}
     done = subprocess.run(
@@ -114,7 +118,7 @@ def _rewrite(directory: Path) -> None:
 
 
 def _stamp() -> str:
-    """What a compiled package is made of."""
+    """Return a hash of everything that a compiled package is built from."""
     made = hashlib.sha256(f"{sys.version} {importlib.metadata.version('mypy')} {MODULES}".encode())
     for path in sorted([*_ROOT.glob("proxy/**/*.py"), *_HERE.glob("*.py")]):
         made.update(f"{path.name}\n".encode() + path.read_bytes())

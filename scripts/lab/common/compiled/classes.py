@@ -1,6 +1,6 @@
-"""Classes as mypyc wants them: it has no dataclasses with slots, and those without have annotations that it evaluates.
+"""Rewrite classes for mypyc, which has no dataclasses with slots and evaluates annotations.
 
-All of it keeps every line where it is, so that tracebacks of compiled code name lines of the source.
+Every line stays where it is, so that tracebacks of compiled code name lines of the source.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from typing import Final
 
 _FUTURE: Final = "from __future__ import annotations\n\n"
-# What compiling alone knows: that a class may have subclasses which are not compiled.
+# Only the build knows that a class has interpreted subclasses.
 _ATTRIBUTES: Final = (
     "from __future__ import annotations; import typing as _typing\n"
     "if _typing.TYPE_CHECKING: from mypy_extensions import mypyc_attr\n"
@@ -22,8 +22,8 @@ _IMPORTS: Final = "import dataclasses, typing\n"
 _ANYTHING: Final = "'typing.ClassVar[typing.Any]'"
 _FIELDS: Final = "vars(dataclasses.make_dataclass({!r}, [{}]))['__dataclass_fields__']"
 _NOT_GIVEN: Final = ", dataclasses.field(init=False)"
-# Their annotations are for whoever reads them.
-_TOLD: Final = {"NamedTuple", "Struct"}
+# mypyc must not evaluate the annotations of these classes, which are read at run time.
+_ANNOTATED_BASES: Final = {"NamedTuple", "Struct"}
 
 
 class Refused(Exception):
@@ -31,8 +31,9 @@ class Refused(Exception):
 
 
 def compilable(source: str, has_subclasses: Collection[str] = ()) -> str:
-    """The source of a module, line by line, for mypyc. `has_subclasses`: names of classes of which there are subclasses
-    that are not compiled. Raises Refused.
+    """Return the source of a module for mypyc, with the same line numbers. Raises Refused.
+
+    `has_subclasses`: names of classes with interpreted subclasses.
     """
     lines = source.splitlines(keepends=True)
     is_open = False
@@ -45,7 +46,7 @@ def compilable(source: str, has_subclasses: Collection[str] = ()) -> str:
             if _name(decorator) == "dataclass":
                 _rewrite(node, decorator, lines, known)
         bases = set(map(_name, node.bases))
-        if bases & _TOLD:
+        if bases & _ANNOTATED_BASES:
             for field in _fields(node):
                 if "Struct" in bases and isinstance(field.annotation, ast.BinOp):
                     raise Refused(f"{node.name}.{ast.unparse(field.target)} would not be a union: let it be Any")
@@ -63,7 +64,7 @@ def compilable(source: str, has_subclasses: Collection[str] = ()) -> str:
 
 
 def subclassed(source: str) -> Iterator[str]:
-    """Names of the classes that have subclasses in a module."""
+    """Yield the names of classes that are subclassed in a module."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ClassDef):
             yield from map(_name, node.bases)
@@ -88,7 +89,7 @@ def with_subclasses(names: Collection[str], sources: Collection[str]) -> set[str
 
 
 def _rewrite(node: ast.ClassDef, decorator: ast.expr, lines: list[str], known: Collection[str]) -> None:
-    """A dataclass without comparison becomes a class that sets its fields; of another one the slots are left out."""
+    """Turn a dataclass with eq=False into a class that sets its fields; drop the slots of others."""
     words = {word.arg: word.value for word in getattr(decorator, "keywords", ())}
     at = decorator.lineno - 1
     if not ("eq" in words and ast.unparse(words["eq"]) == "False"):
@@ -112,12 +113,12 @@ def _rewrite(node: ast.ClassDef, decorator: ast.expr, lines: list[str], known: C
             lines[line] = "\n"
     if any(isinstance(each, ast.FunctionDef) and each.name == "__post_init__" for each in node.body):
         steps.append("self.__post_init__()")
-    told = ", ".join(["self", *(["*"] if "kw_only" in words else []), *parameters])
+    parameter_list = ", ".join(["self", *(["*"] if "kw_only" in words else []), *parameters])
     free = [line for field in fields for line in range(field.lineno - 1, field.end_lineno or field.lineno)]
     if len(free) < 2:
         raise Refused(f"{node.name} has no two lines of fields")
     first, second = free[:2]
-    lines[first] = f"    def __init__({told}) -> None: {'; '.join(steps)}\n"
+    lines[first] = f"    def __init__({parameter_list}) -> None: {'; '.join(steps)}\n"
     # For `dataclasses.replace`.
     names = ", ".join(
         f"({ast.unparse(field.target)!r}, object{_NOT_GIVEN if not _step(field)[0] else ''})" for field in fields
@@ -126,7 +127,7 @@ def _rewrite(node: ast.ClassDef, decorator: ast.expr, lines: list[str], known: C
 
 
 def _step(field: ast.AnnAssign) -> tuple[str, str]:
-    """The parameter of a dataclass's field, empty if it has none, and how it is set."""
+    """Return the parameter of a dataclass's field, empty if it has none, and the assignment."""
     name, kind, value = ast.unparse(field.target), ast.unparse(field.annotation), field.value
     if value is None:
         return f"{name}: {kind}", f"self.{name}: {kind} = {name}"
@@ -147,7 +148,7 @@ def _step(field: ast.AnnAssign) -> tuple[str, str]:
 
 
 def _defined(tree: ast.Module) -> Iterator[str]:
-    """Names that a module has when it runs, but for those that are assigned."""
+    """Yield the names that a module defines, except by assignment."""
     for node in tree.body:
         if isinstance(node, ast.ImportFrom | ast.Import):
             yield from (alias.asname or alias.name for alias in node.names)
@@ -167,7 +168,7 @@ def _quote(annotation: ast.expr, lines: list[str]) -> None:
 
 
 def _name(node: ast.expr) -> str:
-    """Without its module, its arguments and its parameters."""
+    """Return the name without its module, arguments and parameters."""
     if isinstance(node, ast.Call):
         return _name(node.func)
     if isinstance(node, ast.Subscript):

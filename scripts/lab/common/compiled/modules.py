@@ -1,4 +1,4 @@
-"""What is compiled: the modules that a plain request and its tokens run through."""
+"""The modules that are compiled: those on the path of a plain request and its tokens."""
 
 from __future__ import annotations
 
@@ -45,4 +45,4 @@ _BY_PACKAGE: Final = {
 MODULES: Final = [
     f"proxy/{package}/{name}.py".replace("//", "/") for package, names in _BY_PACKAGE.items() for name in names.split()
 ]
-"""Their paths, from the directory that has the package."""
+"""Paths of the modules, relative to the directory of the package."""

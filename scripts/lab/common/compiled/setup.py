@@ -1,6 +1,6 @@
-"""The setup.py of what scripts/compile makes: the extension modules are there already, and go into a wheel as they are.
+"""The setup.py of a compiled build: packs existing extension modules into a wheel.
 
-It is copied there, and knows nothing of what is here.
+scripts/compile copies it into the build. It imports nothing of `lab`.
 """
 
 from __future__ import annotations

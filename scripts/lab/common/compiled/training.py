@@ -1,7 +1,7 @@
-"""What a compiled gateway is asked while it counts which way its code goes, so that the compiler knows.
+"""Training load: requests during which GCC counts the branches of the compiled gateway.
 
-The requests are those of ordinary clients to simulated engines, and none of what `scripts/bench` measures. They need
-not be everything: code that they do not reach is compiled as if nothing had been counted.
+The requests are ordinary, and none is one that `scripts/bench` measures. They need not be complete: code that they do
+not reach is compiled without counts.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ _CLIENTS: Final = 16
 _SENTENCE: Final = 'She wrote: "The river is wide here,\nand the bridge is old." '
 _PICTURE: Final = "data:image/png;base64," + "iVBORw0KGgoAAAAN" * 20_000
 _WORDS: Final = ("one", "two", "three", "four")
-# The words of a prompt, and the tokens of its answer, streamed or not.
-_ASKED: Final = (
+# Words of the prompt, tokens of the answer, and whether it is streamed.
+_REQUESTS: Final = (
     *((30, 1, True), (30, 1, True), (30, 16, False), (30, 16, False)),
     *((100, 60, True), (300, 30, True), (300, 100, False), (20_000, 8, True)),
 )
 
 
 def train(directory: Path, rounds: int = 20) -> None:
-    """Ask the gateway whose package is in `directory`, and have it end as it does when it is told to. Each client asks
-    for everything `rounds` times. Exits if an answer is not what it should be.
+    """Train the gateway in `directory` and stop it normally, so that it writes its counts.
+
+    Each client sends every request `rounds` times. Exits if an answer is wrong.
     """
     with Fleet() as fleet:
         keys = fleet.directory / "keys.yaml"
@@ -49,26 +50,26 @@ def train(directory: Path, rounds: int = 20) -> None:
 
 
 def _ask_all(port: int, rounds: int, client: int) -> None:
-    """All kinds of requests, on one connection."""
+    """Send all kinds of requests on one connection."""
     with closing(HTTPConnection(HOST, port, timeout=60)) as connection:
         for number in range(rounds):
-            for words, tokens, stream in _ASKED:
+            for words, tokens, stream in _REQUESTS:
                 _ask(connection, _text(words, client + number), tokens, stream=stream)
         _ask(connection, [{"type": "image_url", "image_url": {"url": _PICTURE}}], 4, stream=True)
 
 
 def _text(words: int, seed: int) -> str:
-    """So many words at least, no two clients' in a row alike."""
+    """Return a text of at least this number of words. Texts of consecutive seeds differ."""
     return _WORDS[seed % len(_WORDS)] + str(seed) + _SENTENCE * (words // 11 + 1)
 
 
 def _ask(connection: HTTPConnection, content: Any, tokens: int, *, stream: bool) -> None:
-    asked = {"model": _MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": tokens}
+    request = {"model": _MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": tokens}
     if stream:
-        asked.update(stream=True, stream_options={"include_usage": True})
+        request.update(stream=True, stream_options={"include_usage": True})
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {_KEY}"}
-    connection.request("POST", "/v1/chat/completions", json.dumps(asked), headers)
+    connection.request("POST", "/v1/chat/completions", json.dumps(request), headers)
     answer = connection.getresponse()
-    told = answer.read()
-    if answer.status != 200 or (stream and not told.endswith(b"data: [DONE]\n\n")):
-        sys.exit(f"the gateway that is trained answered {answer.status}: {told[-1000:].decode(errors='replace')}")
+    body = answer.read()
+    if answer.status != 200 or (stream and not body.endswith(b"data: [DONE]\n\n")):
+        sys.exit(f"the gateway under training answered {answer.status}: {body[-1000:].decode(errors='replace')}")
