@@ -79,5 +79,5 @@ def test_prompts_of_which_nothing_is_told_have_nothing_in_common(tmp_path: Path)
 def test_a_line_that_is_none_of_azures_is_told(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(AZURE + "2023-11-16,3180\n")
-    with pytest.raises(InvalidTrace, match="line 4: no request of Azure's format"):
+    with pytest.raises(InvalidTrace, match="line 4: not a request of Azure's format"):
         read(path)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Final
 
 _BY_PACKAGE: Final = {
-    "balancer": "choice chooser lease pick pool pools",
+    "balancer": "chooser lease pick pool",
     "balancer/engines": "progress",
-    "balancer/fitness": "fitness misfits",
-    "balancer/health": "blame pair_quarantine suspect_memory",
+    "balancer/fitness": "misfits",
+    "balancer/health": "blame",
     "balancer/policies": (
         "concurrency decode_pace least_decode_seconds least_seconds"
-        " least_tokens length_groups prefill_cost prefill_records prefill_samples prefiller prefillers prefixes"
-        " rate_filter unlearned"
+        " least_tokens prefill_cost prefill_records prefill_samples prefiller prefillers prefixes"
+        " rate_filter"
     ),
     "balancer/shared": "back_offs journal scoreboard",
     "common": "backend",
