@@ -1,4 +1,4 @@
-"""Start engines and programs, measure them in turns, print one table. Only loopback, everything stopped in the end."""
+"""Start engines and programs on loopback, measure them in turns, and print one table."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from lab.bench.course import Course, not_resuming, takes_part
+from lab.bench.course import DIRECT, FIGURES, Course, Measurements, not_resuming, takes_part
 from lab.bench.duel import dueller, fight, opponent, ratios, verdict
-from lab.bench.figures import DIRECT, FIGURES, Measurements
 from lab.bench.kinds import compare
 from lab.bench.report import NOTES, chart, judged, table
 from lab.bench.scenarios import Scenario, scenarios
@@ -21,23 +20,22 @@ from lab.common.processes import allow_many_files, called_from, unwind_on_signal
 
 
 def main() -> None:
-    """The whole run."""
     unwind_on_signals()
-    allow_many_files()  # every stream takes two connections of a program
+    allow_many_files()  # each stream takes two connections of a program
     options = _options()
     base = called_from()
     chosen = [s for s in scenarios(options.seconds) if not options.scenario or s.name in options.scenario]
     try:
-        there = compiled() if options.compiled else None
+        package = compiled() if options.compiled else None
     except NotCompiled as error:
         sys.exit(f"--compiled: {error}")
     if options.kinds:
-        compare(options.rounds, there)
+        compare(options.rounds, package)
         return
     if options.duel:
-        _duel(options, base, there, [scenario for scenario in chosen if not scenario.saturates])
+        _duel(options, base, package, [scenario for scenario in chosen if not scenario.saturates])
         return
-    compared = [peers.ours(there), not_resuming(there), *peers.routers()]
+    compared = [peers.ours(package), not_resuming(package), *peers.routers()]
     if options.reference is not None:
         compared.append(peers.reference(base / options.reference))
     measurements = _measured(compared, chosen, options.seconds, options.rounds)
@@ -49,15 +47,15 @@ def main() -> None:
         sys.exit(1)
 
 
-def _duel(options: argparse.Namespace, base: Path, there: Path | None, chosen: Sequence[Scenario]) -> None:
-    """This gateway, which is in `there`, against each peer, both at once on one core."""
+def _duel(options: argparse.Namespace, base: Path, package: Path | None, chosen: Sequence[Scenario]) -> None:
+    """Run pdproxy, whose package is in `package`, against each peer, at the same time on one core."""
     with tempfile.TemporaryDirectory() as directory:
-        ours = dueller(Path(directory), options.connector, there)
+        ours = dueller(Path(directory), options.connector, package)
         opponents = [opponent(name, base, Path(directory), options.connector) for name in options.duel]
         duels = []
         for theirs in opponents:
-            tells_ids = not options.without_token_ids
-            duels.append(fight((ours, theirs), chosen, options.seconds, options.rounds, tells_ids=tells_ids))
+            sends_ids = not options.without_token_ids
+            duels.append(fight((ours, theirs), chosen, options.seconds, options.rounds, sends_ids=sends_ids))
             print(f"\nMedians of {options.rounds} rounds of {options.seconds:g} s, both on one core.\n")
             print(verdict(chosen, duels[-1]), flush=True)
     if len(duels) > 1:
@@ -68,7 +66,8 @@ def _duel(options: argparse.Namespace, base: Path, there: Path | None, chosen: S
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="scripts/bench", description="What a request and a token cost: this gateway beside others, in one run."
+        prog="scripts/bench",
+        description="Measure the CPU time of requests and tokens: pdproxy and other programs, in one run.",
     )
     parser.add_argument(
         "--reference", type=Path, metavar="PATH", help="vllm-ascend's load_balance_proxy_server_example.py"
@@ -77,38 +76,34 @@ def _options() -> argparse.Namespace:
         "--duel",
         action="append",
         metavar="PEER",
-        help="only this gateway and one peer, at the same time on one core: vllm-router, sglang-router, haproxy, or the"
-        " directory of another checkout of this gateway (repeatable: one after the other, and a table of all)",
+        help="measure only pdproxy and one peer, at the same time on one core: vllm-router, sglang-router, haproxy, or"
+        " the directory of another checkout of pdproxy (repeatable: peers in turn, and a table of all)",
     )
     parser.add_argument(
         "--compiled",
         action="store_true",
-        help="this gateway as scripts/compile makes it, which takes five minutes once",
+        help="measure the build of scripts/compile, which takes five minutes once",
     )
     parser.add_argument(
         "--kinds",
         action="store_true",
-        help="only this gateway: what a request of each API, with n = 2, resumed, queued or read by aiohttp costs, as a"
-        " multiple of a chat",
+        help="measure only pdproxy: requests of each API, with n = 2, resumed, queued or read by aiohttp, as multiples"
+        " of a chat",
     )
     parser.add_argument(
         "--connector",
         choices=("vllm_pull", "sglang_bootstrap"),
         default="vllm_pull",
-        help="in a duel, how this gateway speaks to engines (default: vllm_pull, also beside sglang-router)",
+        help="connector of pdproxy in a duel (default: vllm_pull, also beside sglang-router)",
     )
-    parser.add_argument(
-        "--without-token-ids", action="store_true", help="in a duel, the engines do not tell the ids of tokens"
-    )
+    parser.add_argument("--without-token-ids", action="store_true", help="in a duel, engines send no token ids")
     parser.add_argument("--seconds", type=float, default=3.0, help="length of each measurement (default: 3)")
-    parser.add_argument(
-        "--rounds", type=int, help="measurements of which the median counts (default: 3; 15 with --kinds)"
-    )
-    parser.add_argument("--quick", action="store_true", help="one round of one second")
+    parser.add_argument("--rounds", type=int, help="measurements per median (default: 3; 15 with --kinds)")
+    parser.add_argument("--quick", action="store_true", help="run one round of one second")
     names = [scenario.name for scenario in scenarios(1.0)]
-    parser.add_argument("--scenario", action="append", choices=names, help="only this one (repeatable)")
+    parser.add_argument("--scenario", action="append", choices=names, help="run only this scenario (repeatable)")
     parser.add_argument(
-        "--chart", type=Path, metavar="PATH", default=Path("bench.svg"), help="where it goes (default: bench.svg)"
+        "--chart", type=Path, metavar="PATH", default=Path("bench.svg"), help="file for the chart (default: bench.svg)"
     )
     options = parser.parse_args()
     if options.quick:
@@ -121,24 +116,26 @@ def _options() -> argparse.Namespace:
 
 
 def _measured(compared: Sequence[peers.Peer], chosen: Sequence[Scenario], seconds: float, rounds: int) -> Measurements:
-    """Program after program with the same load, so that what changes on the machine changes for all of them."""
+    """Measure all programs in each scenario and round, so that changes of the machine affect all of them."""
     measurements = Measurements((DIRECT, *(peer.name for peer in compared)))
     with Fleet() as fleet:
         course = Course(fleet, seconds)
         for number in range(1, rounds + 1):
             for scenario in chosen:
-                if scenario.afresh and number > 1:
+                if scenario.needs_fresh_program and number > 1:
                     continue
-                if scenario.directly:
+                if scenario.is_measured_directly:
                     measurements.add(DIRECT, scenario.name, course.measure_directly(scenario))
                 for peer in compared:
                     if takes_part(peer, scenario):
                         measurements.add(peer.name, scenario.name, course.measure(peer, scenario))
-                        _tell(f"round {number}, {peer.name}, {scenario.title}", measurements, peer.name, scenario)
+                        _print_progress(
+                            f"round {number}, {peer.name}, {scenario.title}", measurements, peer.name, scenario
+                        )
     return measurements
 
 
-def _tell(what: str, measurements: Measurements, program: str, scenario: Scenario) -> None:
+def _print_progress(what: str, measurements: Measurements, program: str, scenario: Scenario) -> None:
     last = measurements.of(program, scenario.name)[-1]
     errors = f", errors: {last.result.errors}" if last.result.errors else ""
     figure = FIGURES[scenario.figures[0]]

@@ -1,7 +1,7 @@
-"""Two programs at the same time on one core, their engines and loads on another: what one costs beside the other.
+"""A duel: two programs at the same time on one core, their engines and loads on another.
 
-A core that slows down slows both, and each empties the caches of the other, as on a busy machine. So the ratio of
-their CPU times tells more than two measurements one after the other, on machines whose cores change their speed.
+A core that slows down slows both programs, and each empties the caches of the other, as on a busy machine. So the ratio
+of their CPU times is more reliable than two consecutive measurements.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
-from lab.bench.course import ENGINES_PER_ROLE, Asked, measured
-from lab.bench.figures import FIGURES, Measurement, Measurements
+from lab.bench.course import ENGINES_PER_ROLE, FIGURES, Endpoint, Measurement, Measurements, measured
 from lab.bench.scenarios import SHORT_STREAM, Scenario, named
 from lab.common.fleet import Fleet
 from lab.common.peers import OURS, RUST_ROUTERS, Peer, ours, routers
@@ -26,14 +25,17 @@ from lab.common.processes import HOST
 
 HAPROXY: Final = "haproxy"
 _WARM_UP_SECONDS: Final = 1.0
-# They need what is not measured here: engines without a program before them, and another scenario.
-_NOT_TOLD: Final = ("added_p50", "added_p99", "cpu_per_further_token")
-# What stands in the way of a request that comes to a duel: a file of keys with limits that are not reached.
+# Figures that need engines without a program, or another scenario.
+_UNAVAILABLE: Final = ("added_p50", "added_p99", "cpu_per_further_token")
+# Client keys with limits that no request reaches, so that their cost is measured, too.
 _CLIENT_KEYS: Final = "keys: [{name: bench, key: bench, max_concurrent: 100000, requests_per_minute: 100000000}]\n"
 
 
 def dueller(directory: Path, connector: str, checkout: Path | None = None, name: str = OURS) -> Peer:
-    """This gateway, or another checkout of it, with client keys and one worker. `directory` is for the file of keys."""
+    """Return pdproxy, or another checkout of it, with client keys and one worker.
+
+    `directory`: for the file of keys.
+    """
     keys = directory / "keys.yaml"
     keys.write_text(_CLIENT_KEYS)
     keys.chmod(0o600)
@@ -42,8 +44,9 @@ def dueller(directory: Path, connector: str, checkout: Path | None = None, name:
 
 
 def opponent(name: str, called_from: Path, directory: Path, connector: str) -> Peer:
-    """The peer of that name: a router in Rust, HAProxy, or another checkout of this gateway, whose path may be relative
-    to `called_from`, with this connector. Exits when there is none.
+    """Return the peer of this name: a router in Rust, HAProxy, or another checkout of pdproxy. Exits if there is none.
+
+    A checkout's path is relative to `called_from`. It is started with this connector.
     """
     if name == HAPROXY:
         return _haproxy(directory)
@@ -57,11 +60,11 @@ def opponent(name: str, called_from: Path, directory: Path, connector: str) -> P
 
 
 def _haproxy(directory: Path) -> Peer:
-    """The floor: a relay in C that only passes on what it gets, to decoders."""
+    """Return HAProxy, the lower bound: a relay in C that only forwards to decoders."""
     if shutil.which(HAPROXY) is None:
         sys.exit("--duel haproxy: there is no haproxy on the PATH (Debian: apt-get install haproxy)")
 
-    # It takes two descriptors for each, and does not start where they may not be opened.
+    # HAProxy takes two descriptors per connection, and does not start if it may not open as many.
     most = min(20_000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 - 100)
 
     def spelling(port: int, prefill: Sequence[int], decode: Sequence[int]) -> list[str]:
@@ -69,7 +72,7 @@ def _haproxy(directory: Path) -> Peer:
         configuration = [
             *("global", "  nbthread 1", f"  maxconn {most}", "defaults", "  mode http", "  balance roundrobin"),
             *("  timeout client 1h", "  timeout server 1h", "  timeout connect 5s", "  http-reuse always"),
-            "  option http-no-delay",  # otherwise it keeps tokens for up to 200 ms, to send several at once
+            "  option http-no-delay",  # otherwise it delays tokens by up to 200 ms
             *("frontend front", f"  bind {HOST}:{port}", "  default_backend engines", "backend engines", *servers),
         ]
         file = directory / f"haproxy-{port}.cfg"
@@ -82,7 +85,7 @@ def _haproxy(directory: Path) -> Peer:
 class Duel:
     """Two peers and their engines. Everything that it starts ends with `stack`."""
 
-    def __init__(self, stack: ExitStack, peers: tuple[Peer, Peer], *, tells_ids: bool) -> None:
+    def __init__(self, stack: ExitStack, peers: tuple[Peer, Peer], *, sends_ids: bool) -> None:
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) < 2:
             sys.exit("--duel needs two cores: one for the programs, one for the engines and the loads")
@@ -90,72 +93,70 @@ class Duel:
         self._shared = ["taskset", "-c", str(cores[0])]
         self._directory = stack.enter_context(Fleet()).directory
         self._peers = peers
-        self._engine_flags = () if tells_ids else ("without-ids",)
+        self._engine_flags = () if sends_ids else ("without-ids",)
         self._kept = self._started(stack)
 
     def measure(self, scenario: Scenario, seconds: float) -> list[Measurement]:
-        """One measurement of each peer."""
-        if not scenario.afresh:
+        """Measure both peers once."""
+        if not scenario.needs_fresh_program:
             return self._measured(self._kept, scenario, seconds)
         with ExitStack() as stack:
             return self._measured(self._started(stack), scenario, seconds)
 
-    def _measured(self, asked: Sequence[Asked], scenario: Scenario, seconds: float) -> list[Measurement]:
-        return measured(asked, scenario, seconds, self._directory, self._beside)
+    def _measured(self, endpoints: Sequence[Endpoint], scenario: Scenario, seconds: float) -> list[Measurement]:
+        return measured(endpoints, scenario, seconds, self._directory, self._beside)
 
-    def _started(self, stack: ExitStack) -> list[Asked]:
-        """Both programs, each in front of engines of its own."""
-        asked = []
+    def _started(self, stack: ExitStack) -> list[Endpoint]:
+        """Start both programs, each in front of separate engines."""
+        endpoints = []
         for peer in self._peers:
             fleet = stack.enter_context(Fleet())
             fleet.cheap_engines(ENGINES_PER_ROLE, ENGINES_PER_ROLE, *self._engine_flags, under=self._beside)
             program = fleet.keep(fleet.program(peer, under=self._shared))
-            asked.append(Asked(program.port, program, directly=peer.is_one_hop))
-        self._measured(asked, named(SHORT_STREAM), _WARM_UP_SECONDS)
-        return asked
+            endpoints.append(Endpoint(program.port, program, directly=peer.is_one_hop))
+        self._measured(endpoints, named(SHORT_STREAM), _WARM_UP_SECONDS)
+        return endpoints
 
 
 def fight(
-    peers: tuple[Peer, Peer], scenarios: Sequence[Scenario], seconds: float, rounds: int, *, tells_ids: bool
+    peers: tuple[Peer, Peer], scenarios: Sequence[Scenario], seconds: float, rounds: int, *, sends_ids: bool
 ) -> Measurements:
-    """All rounds of all scenarios that both can do on one core."""
+    """Run all rounds of all scenarios."""
     measurements = Measurements(tuple(peer.name for peer in peers))
     with ExitStack() as stack:
-        duel = Duel(stack, peers, tells_ids=tells_ids)
+        duel = Duel(stack, peers, sends_ids=sends_ids)
         for scenario in scenarios:
             for number in range(rounds):
-                for peer, taken in zip(peers, duel.measure(scenario, seconds), strict=True):
-                    measurements.add(peer.name, scenario.name, taken)
+                for peer, measurement in zip(peers, duel.measure(scenario, seconds), strict=True):
+                    measurements.add(peer.name, scenario.name, measurement)
                 print(f"round {number + 1}, {scenario.title}", file=sys.stderr, flush=True)
     return measurements
 
 
 def verdict(scenarios: Sequence[Scenario], measurements: Measurements) -> str:
-    """A line for each figure: of both, and the median of the rounds' ratios with the lowest and the highest."""
+    """Return a line for each figure: both values, and the median ratio with its lowest and highest value."""
     ours, theirs = measurements.programs
     lines = [f"{'':58}{ours:>14}{theirs:>16}   ratio"]
     for scenario in scenarios:
         lines.append(scenario.title)
         for name in scenario.figures:
-            if name in _NOT_TOLD:
+            if name in _UNAVAILABLE:
                 continue
             values = [measurements.figure(program, scenario.name, name) for program in (ours, theirs)]
-            told = "".join(f"{value:{width},.1f}" for value, width in zip(values, (14, 16), strict=True))
-            lines.append(f"  {FIGURES[name].label:56}{told}   {_spread(_ratios(measurements, scenario.name, name))}")
+            cells = "".join(f"{value:{width},.1f}" for value, width in zip(values, (14, 16), strict=True))
+            lines.append(f"  {FIGURES[name].label:56}{cells}   {_spread(_ratios(measurements, scenario.name, name))}")
         errors = [measurements.figure(program, scenario.name, "errors") for program in (ours, theirs)]
         lines.append(f"  {'errors':56}{errors[0]:14.0f}{errors[1]:16.0f}")
     return "\n".join(lines)
 
 
 def ratios(scenarios: Sequence[Scenario], duels: Sequence[Measurements]) -> str:
-    """Several duels of the same program as one table in Markdown: a row for each figure, a column of ratios for each
-    peer.
-    """
+    """Return several duels of a program as a Markdown table: a row per figure, a column of ratios per peer."""
     peers = [duel.programs[1] for duel in duels]
     lines = [_row("", *(f"{duels[0].programs[0]} / {peer}" for peer in peers)), _row(*["---"] * (1 + len(peers)))]
     for scenario in scenarios:
         for name in scenario.figures:
-            if name not in _NOT_TOLD:
+            if name not in _UNAVAILABLE:
                 spreads = [_spread(_ratios(duel, scenario.name, name)) for duel in duels]
                 lines.append(_row(f"{scenario.title}: {FIGURES[name].label}", *spreads))
     return "\n".join(lines)
@@ -166,7 +167,7 @@ def _row(*cells: str) -> str:
 
 
 def _ratios(measurements: Measurements, scenario: str, figure: str) -> list[float]:
-    """One for each round."""
+    """Return the ratio of each round."""
     ratios = []
     ours, theirs = measurements.programs
     for one, other in zip(measurements.of(ours, scenario), measurements.of(theirs, scenario), strict=True):

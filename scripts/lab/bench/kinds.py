@@ -1,8 +1,8 @@
-"""What other kinds of requests cost beside a chat: CPU time of the gateway for the same prompt and 16 tokens.
+"""CPU time of other kinds of requests, compared with a chat of the same prompt and 16 tokens.
 
-The gateways have a core for themselves, and simulated engines (`pdproxy mock-engine`) and the clients have another one.
-Each round asks all kinds one after the other, a fraction of a second each, and every figure is compared with one of the
-same round. So a machine that changes its speed changes it for all of them.
+The gateways run on one core, and simulated engines (`pdproxy mock-engine`) and clients on another. Each round sends all
+kinds in turn, a fraction of a second each, and compares figures of the same round. So a change of the machine's speed
+affects all of them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _REQUESTS: Final = 96
 """Requests of each kind in a round."""
 _NUMBER: Final = b"000000"
 _TEXT: Final = 'The "quick" brown fox jumps over the lazy dog.\n' * 8 + _NUMBER.decode()
-"""The prompt. Its last word is another one in each request, as a gateway remembers requests that broke an engine."""
+"""The prompt. Its last word differs in each request, because gateways remember requests that broke an engine."""
 _LOST: Final = "loses its decoder"
 """The member `user` of requests whose decoder resets the connection after half of the tokens."""
 _ALONE: Final = "chat, one at a time"
@@ -50,7 +50,7 @@ _SETTINGS: Final[Mapping[str, Mapping[str, str]]] = {
     _AIOHTTP: {"LISTEN__FAST_PATH": "false"},
     _SGLANG: {"CONNECTOR": "sglang_bootstrap"},
 }
-"""The gateways, each with its variables."""
+"""Environment variables of each gateway."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,12 +74,12 @@ class Kind:
         return _REQUESTS if self.connections > 1 else _REQUESTS // 4
 
     def request(self, port: int) -> bytes:
-        """Head and body, with `_NUMBER` in it."""
+        """Return head and body, with `_NUMBER` in the prompt."""
         prompt: Any = [{"role": "user", "content": _TEXT}] if self.prompt == "messages" else _TEXT
-        asked = {"model": "sim", self.prompt: prompt, "stream": self.stream, **self.fields}
+        body = {"model": "sim", self.prompt: prompt, "stream": self.stream, **self.fields}
         if self.path == "/generate":
-            del asked["model"]
-        return post(port, asked, self.path)
+            del body["model"]
+        return post(port, body, self.path)
 
 
 def kinds() -> list[Kind]:
@@ -127,7 +127,7 @@ class Figures:
         return aligned(rows)
 
     def ratios(self, kind: Kind) -> list[float]:
-        """One for each round."""
+        """Return the ratio to the base in each round."""
         base, times = kind.beside
         (other,) = (each for each in self._taken if (each.title, each.stream) == (base, kind.stream))
         return [own / (times * of) for own, of in zip(self._taken[kind], self._taken[other], strict=True)]
@@ -141,9 +141,9 @@ class Figures:
 
 
 class _Site:
-    """Engines and gateways, each gateway on the same core."""
+    """Engines and gateways. All gateways share a core."""
 
-    def __init__(self, vllm: Fleet, sglang: Fleet, there: Path | None) -> None:
+    def __init__(self, vllm: Fleet, sglang: Fleet, package: Path | None) -> None:
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) < 2:
             sys.exit("--kinds needs two cores: one for the gateways, one for the engines and the clients")
@@ -152,7 +152,7 @@ class _Site:
         self._decoder = vllm.mock_engine("decode", "--decode-step-ms", _STEP_MS)
         sglang.mock_engine("prefill", "--profile", "sglang", bootstrap=True)
         sglang.mock_engine("decode", "--profile", "sglang", "--decode-step-ms", _STEP_MS)
-        words = ("taskset", "-c", str(cores[0]), *ours(there).words)
+        words = ("taskset", "-c", str(cores[0]), *ours(package).words)
         self._gateways: dict[str, Gateway] = {}
         for name, settings in _SETTINGS.items():
             fleet = sglang if name == _SGLANG else vllm
@@ -166,7 +166,7 @@ class _Site:
         fetch(f"{self._decoder.url}/_mock/faults", json.dumps(rule).encode())
 
     async def microseconds(self, kind: Kind) -> float:
-        """The gateway's CPU time for a request of this kind."""
+        """Return the gateway's CPU time for a request of this kind, in µs."""
         gateway = self._gateways[kind.gateway]
         request = kind.request(gateway.port)
         before = cpu_seconds(gateway.pid)
@@ -183,7 +183,7 @@ class _Site:
         client.transport.close()
 
     def problems(self, rounds: int) -> Iterator[str]:
-        """Yield the events that were to be measured and did not happen."""
+        """Yield events that should have been measured and did not happen."""
         lost = 2 * rounds * (_REQUESTS // 4)
         waited = 2 * rounds * _REQUESTS
         for name, gateway, least in (("resumes_total", _RESUMING, lost), ("queue_waits_total", _WAITING, waited / 2)):
@@ -210,11 +210,14 @@ async def _measure(site: _Site, figures: Figures, chosen: Sequence[Kind], rounds
         print(f"round {number} of {rounds}", file=sys.stderr, flush=True)
 
 
-def compare(rounds: int, there: Path | None) -> None:
-    """Measure all kinds and print the table. `there`: the directory that has the gateway; None: the project's."""
+def compare(rounds: int, package: Path | None) -> None:
+    """Measure all kinds and print the table.
+
+    `package`: directory of the gateway, or None for the project's.
+    """
     figures = Figures()
     with Fleet() as vllm, Fleet() as sglang:
-        site = _Site(vllm, sglang, there)
+        site = _Site(vllm, sglang, package)
         site.lose_decoders()
         uvloop.run(_measure(site, figures, kinds(), rounds))
         problems = list(site.problems(rounds))

@@ -1,7 +1,7 @@
-"""Asks for one scenario: `python -m lab.bench.load PORT SCENARIO SECONDS [directly]`; prints a Result as JSON.
+"""Run one scenario and check every answer: status, number of tokens, finish reason, usage and end of the stream.
 
-It shares the machine with what it measures. Status, number of tokens, finish reason, usage and the end of the stream of
-every answer are checked.
+Usage: `python -m lab.bench.load PORT SCENARIO SECONDS [directly]`; prints a Result as JSON. It shares the machine with
+the measured program.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from lab.common.load import Answer, Client, Histogram, connect, post
 
 _CONTENT = f'"content":"{WORD}'.encode()
 PATIENCE_SECONDS = 30.0
-"""What is not answered so long after the scenario's own time is an error."""
+"""An answer that takes this much longer than the scenario is an error."""
 
 
 @dataclass(slots=True)
 class Result:
-    """What came of one measurement."""
+    """The result of one measurement."""
 
     completed: int = 0
     tokens: int = 0
     seconds: float = 0.0
     open_at_once: int = 0
     beside: int = 0
-    """Answers to those who ask beside the scenario."""
+    """Answers to the clients of `Scenario.beside`."""
     first_tokens: dict[int, int] = field(default_factory=dict)
     """Times to the first token: the counts of a histogram."""
     gaps: dict[int, int] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Result:
 
     @classmethod
     def from_json(cls, text: str) -> Result:
-        """JSON has no numbers as keys."""
+        """Read a Result. JSON has strings as keys instead of numbers."""
         fields = json.loads(text)
         for name in ("first_tokens", "gaps"):
             fields[name] = {int(bucket): count for bucket, count in fields[name].items()}
@@ -52,7 +52,7 @@ class Result:
 
 
 class Load:
-    """One scenario against one port. Owns the Result."""
+    """One scenario against one port. Fills `result`."""
 
     def __init__(self, scenario: Scenario, port: int, *, directly: bool) -> None:
         self.result = Result()
@@ -66,13 +66,13 @@ class Load:
         self._gaps = Histogram(self.result.gaps)
 
     def end(self) -> None:
-        """No further requests."""
+        """Stop sending requests."""
         self._ended.set()
 
     async def run(self, *, until_ended: bool = False) -> None:
-        """For the scenario's time or until it is ended, and until everybody has an answer."""
+        """Run for the scenario's time, or until `end`, and wait for all answers."""
         began = perf_counter()
-        # Spread, as streams do not begin all at once; always the same way.
+        # Streams begin at different times, which are the same in each run.
         draw = random.Random(0)
         delays = [self._scenario.spread_seconds * draw.random() for _ in range(self._scenario.connections)]
         tasks = [asyncio.create_task(self._client(delay)) for delay in delays]
@@ -120,14 +120,14 @@ class Load:
 
 
 def http_request(scenario: Scenario, port: int, *, directly: bool) -> bytes:
-    """What a client sends, head and body; `directly` to a decoder, as if a prefiller had been asked before."""
+    """Return a client's request. `directly`: for a decoder, as if a prefiller had computed the prompt."""
     kv_params = {"kv_transfer_params": {"do_remote_prefill": True, "remote_engine_id": ENGINE_ID}} if directly else {}
     body = scenario.body(**kv_params)
     return post(port, body)
 
 
 def problem(scenario: Scenario, answer: Answer) -> str | None:
-    """What is wrong with an answer; None when nothing is."""
+    """Return the fault of an answer, or None."""
     if not answer.is_whole:
         return "the connection was closed before the end of the answer"
     if answer.status != 200:
@@ -153,8 +153,8 @@ def _stream_problem(scenario: Scenario, body: bytes) -> str | None:
     return None if orjson.loads(usage[6:])["usage"]["completion_tokens"] == scenario.max_tokens else "wrong usage"
 
 
-async def _ask(scenario: Scenario, port: int, *, directly: bool) -> Result:
-    """The scenario, and what others do beside it."""
+async def _run(scenario: Scenario, port: int, *, directly: bool) -> Result:
+    """Run the scenario, and the clients beside it."""
     load = Load(scenario, port, directly=directly)
     if scenario.beside is None:
         await load.run()
@@ -170,8 +170,8 @@ async def _ask(scenario: Scenario, port: int, *, directly: bool) -> Result:
 
 
 def main(port: int, name: str, seconds: float, *, directly: bool) -> None:
-    """Run one scenario and print what came of it."""
-    result = uvloop.run(_ask(named(name, seconds), port, directly=directly))
+    """Run one scenario and print its Result."""
+    result = uvloop.run(_run(named(name, seconds), port, directly=directly))
     json.dump(asdict(result), sys.stdout)
 
 

@@ -1,4 +1,4 @@
-"""Every figure of every program in one table, the ratios, the targets of this gateway, and CPU time as bars."""
+"""The report: a table of all figures and ratios, the targets, and a chart of CPU time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from math import isnan
 
-from lab.bench.figures import DIRECT, FIGURES, NOT_RESUMING, Measurements
+from lab.bench.course import DIRECT, FIGURES, NOT_RESUMING, Measurements
 from lab.bench.scenarios import (
     PACED,
     SATURATED_ANSWER,
@@ -23,26 +23,24 @@ from lab.common.peers import OURS, REFERENCE, RUST_ROUTERS
 
 _NOTHING = "-"
 NOTES = f"""\
-CPU: user and system time of the program and its children. Further token: without what as many 1-token streams cost, and
-without their tokens. First token: from the request to the first content at the client, on an open connection;
-{1000 * FIRST_TOKEN_SECONDS:g} ms are the engine's. Added: more than without a program ("direct", in the same run).
-Between tokens: between two arrivals of content at the client. Memory: the most that was resident; per stream: what was
-added, by streams open at once, in a program just started and measured once. The load generator and the engines share
-the cores with the program; only under "both cores" does this gateway use more than one (--workers 2), the routers may
-always.
+CPU: user and system time of the program and its children. Further token: without the cost of as many 1-token streams
+and their tokens. First token: from the request to the first content at the client, on an open connection; engines take
+{1000 * FIRST_TOKEN_SECONDS:g} ms of it. Added: difference to "direct", which is without a program, in the same run.
+Between tokens: between two arrivals of content at the client. Memory: the maximum that was resident; per stream: the
+growth, by streams open at once, in a new program. The load generator and the engines share the cores with the program.
+pdproxy uses both cores only in "both cores" (--workers 2); the routers may always.
 
-vllm-router speaks the same pull protocol as this gateway. sglang-router speaks SGLang's: it sends both engines the
-same request at once, so that its first token does not wait for a prefiller's answer. It leaves Nagle's algorithm on
-towards clients, so that a stream on a connection in use waits 40 ms for an acknowledgement: hence few requests/s at
-32 at a time. Both: --policy round_robin, --log-level error, everything else as it comes. Neither asks for token ids,
-which make this gateway's events larger; "not resuming" is this gateway without them (resume.mode: restart-only). 1K
-in, 1K out and so on are the loads that SGLang publishes figures for; at a realistic pace an answer takes 20 s, so
-only as many tokens are asked for as come within the time.
+vllm-router speaks the same pull protocol as pdproxy. sglang-router speaks SGLang's: it sends both engines the same
+request at once, so its first token does not wait for a prefiller's answer. It leaves Nagle's algorithm on for clients,
+so streams on a used connection wait 40 ms for an acknowledgement, which limits requests/s at 32 at a time. Both run
+with --policy round_robin and --log-level error. Neither requests token ids, which make pdproxy's events larger; "not
+resuming" is pdproxy without them (resume.mode: restart-only). 1K in, 1K out and so on are loads of SGLang's published
+figures. At a realistic pace an answer takes 20 s, so answers are shortened to the time of the run.
 """
 
 
 def table(scenarios: Sequence[Scenario], measurements: Measurements) -> str:
-    """The figures side by side; the ratios are this gateway's to each peer, and to the better one of the routers."""
+    """Return the figures side by side, with pdproxy's ratios to each peer and to the better router."""
     programs = measurements.programs
     peers = [name for name in programs if name in (*RUST_ROUTERS, REFERENCE)]
     compares_routers = any(name in programs for name in RUST_ROUTERS)
@@ -63,7 +61,7 @@ def table(scenarios: Sequence[Scenario], measurements: Measurements) -> str:
 
 
 def _aligned(lines: list[list[str]]) -> str:
-    """Lines with one cell are titles, as long as they like."""
+    """Align columns. Lines with one cell are titles of any length."""
     widths = [max(map(len, column)) for column in zip(*(line for line in lines if len(line) > 1), strict=True)]
     return "\n".join(
         "  ".join(
@@ -83,14 +81,14 @@ def _ratio(ours: float, theirs: float) -> str:
     return f"{ours / theirs:.2f}" if theirs > 0 and not isnan(ours) else _NOTHING
 
 
-# What this gateway has to reach: the only place where a bound stands
+# Targets of pdproxy
 
 ROUTER = "better router"
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A figure and its bound, as a multiple of a peer's figure or, without a peer, as it is."""
+    """A figure and its bound: a multiple of a peer's figure, or an absolute value without a peer."""
 
     scenario: str
     figure: str
@@ -115,14 +113,14 @@ TARGETS = (
 
 
 def judged(measurements: Measurements) -> str:
-    """A line for each target that was measured: met or missed, and by how much."""
+    """Return a line for each measured target: met or missed, and by how much."""
     return "\n".join(line for target in TARGETS if (line := _line(target, measurements)) is not None)
 
 
 def _line(target: Target, measurements: Measurements) -> str | None:
     figure = FIGURES[target.figure]
     ours = measurements.figure(OURS, target.scenario, target.figure)
-    theirs = _unit(target, measurements)
+    theirs = _reference_value(target, measurements)
     if isnan(ours) or isnan(theirs):
         return None
     limit = target.bound * theirs
@@ -133,8 +131,8 @@ def _line(target: Target, measurements: Measurements) -> str | None:
     return f"target {'met' if met else 'missed'}{away}: {target.scenario}, {figure.label}: {ours:.1f} {sign} {bound}"
 
 
-def _unit(target: Target, measurements: Measurements) -> float:
-    """What the bound is a multiple of."""
+def _reference_value(target: Target, measurements: Measurements) -> float:
+    """Return the value that the bound is a multiple of."""
     if target.peer is None:
         return 1.0
     if target.peer == ROUTER:
@@ -144,7 +142,6 @@ def _unit(target: Target, measurements: Measurements) -> float:
 
 # The chart
 
-# Okabe and Ito's colours, which the colour-blind tell apart.
 _COLOURS = {
     OURS: "#0072b2",
     NOT_RESUMING: "#56b4e9",
@@ -152,7 +149,7 @@ _COLOURS = {
     "sglang-router": "#009e73",
     REFERENCE: "#999999",
 }
-_SUBTITLE = "user and system time, median of the rounds; every scenario has a scale of its own"
+_SUBTITLE = "user and system time, median of the rounds; each scenario has a separate scale"
 _COLUMNS = 2
 _COLUMN = 460
 _MARGIN = 20
@@ -166,7 +163,7 @@ _GROUP_GAP = 16
 
 
 def chart(scenarios: Sequence[Scenario], measurements: Measurements) -> str:
-    """An SVG document. Within a scenario the longest bar is the program that takes most."""
+    """Return an SVG chart. In each scenario the longest bar is the most expensive program."""
     groups = [group for scenario in scenarios if (group := _group(scenario, measurements))]
     height_of_all = sum(_height(bars) for _, _, bars in groups)
     drawn: list[str] = []
@@ -185,7 +182,7 @@ def chart(scenarios: Sequence[Scenario], measurements: Measurements) -> str:
 
 
 def _group(scenario: Scenario, measurements: Measurements) -> tuple[str, str, dict[str, float]] | None:
-    """Title, unit and value by program of what is drawn of a scenario; None: nothing."""
+    """Return the title, the unit and the value of each program in the chart, or None without values."""
     name = scenario.figures[0]
     if not name.startswith("cpu_"):
         return None

@@ -1,4 +1,4 @@
-"""What is asked for. A scenario is the same for every program that is measured."""
+"""Loads, which are the same for every measured program."""
 
 from __future__ import annotations
 
@@ -7,42 +7,42 @@ from dataclasses import dataclass
 
 from lab.common.engines import MEBIBYTE, MODEL, TEXT_BYTES_PER_TOKEN
 
-# Words, line ends and quotes: text as it is sent, so that a JSON parser meets an escape now and then.
+# The prompt has quotes and line ends, so that JSON parsers meet escapes.
 _TEXT = 'The "quick" brown fox jumps over the lazy dog, and the proxy passes on what it said.\n'
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`connections` clients ask at the same time: over and over for `seconds`, or each once if there is a spread."""
+    """A load: each client sends requests for `seconds`, or a single one if there is a spread."""
 
     name: str
     title: str
     figures: tuple[str, ...]
-    """What is told of it: names in `lab.bench.figures`."""
+    """Names of its figures in `lab.bench.course`."""
     connections: int
     seconds: float
     max_tokens: int
     stream: bool = True
     pace_ms: int = 0
-    """An engine sends a token of each stream so often. 0: as fast as it can write them."""
+    """Time between two tokens of a stream. 0: as fast as the engine can write."""
     prompt_bytes: int = 400
     media_bytes: int = 0
-    """So much of an image as base64 in the prompt."""
+    """Size of an image in the prompt, as base64."""
     spread_seconds: float = 0.0
-    """When positive, each client asks once, and they begin within this time."""
+    """If positive, each client sends one request, and they begin within this time."""
     rest_seconds: float = 0.0
-    """A client begins no request sooner than so long after its last one."""
+    """Minimum time between the starts of two requests of a client."""
     beside: Scenario | None = None
-    """What other clients do meanwhile: its answers are checked, but only counted as `beside`."""
-    directly: bool = False
-    """The engines are measured, too, without a program between."""
-    afresh: bool = False
-    """Measured once, with a program started for it, because memory is told."""
+    """A load of other clients at the same time, whose answers are only counted."""
+    is_measured_directly: bool = False
+    """Engines are measured without a program, too."""
+    needs_fresh_program: bool = False
+    """The program is started for this scenario, which is measured once, because memory is a figure."""
     saturates: bool = False
-    """Programs may use every core."""
+    """The program may use all cores."""
 
     def body(self, **more: object) -> bytes:
-        """The JSON body of every request."""
+        """Return the JSON body of every request."""
         text = (_TEXT * (self.prompt_bytes // len(_TEXT) + 1))[: self.prompt_bytes]
         content: object = text
         if self.media_bytes:
@@ -82,7 +82,7 @@ _ADDED = ("added_p50", "added_p99", "gap_p99")
 
 
 def scenarios(seconds: float) -> list[Scenario]:
-    """All of them. Each lasts about `seconds`; the slow streams about as long as it takes to begin them, more."""
+    """Return all scenarios. Each takes about `seconds`; slow streams also take the time to begin them."""
     return [
         Scenario(SHORT_STREAM, "1-token streams, 32 at a time", _PER_REQUEST, 32, seconds, max_tokens=1),
         Scenario(
@@ -139,7 +139,7 @@ def scenarios(seconds: float) -> list[Scenario]:
             256,
             seconds,
             max_tokens=1,
-            directly=True,
+            is_measured_directly=True,
             saturates=True,
         ),
         Scenario(
@@ -171,7 +171,7 @@ def _paced(
     pace_ms: int,
     beside: Scenario | None = None,
 ) -> Scenario:
-    """Streams that begin within a second, each `seconds` long."""
+    """Return a scenario of streams that begin within a second and last `seconds`."""
     tokens = max(2, round(1000 * seconds / pace_ms))
     return Scenario(
         name,
@@ -183,17 +183,17 @@ def _paced(
         pace_ms=pace_ms,
         spread_seconds=1.0,
         beside=beside,
-        directly=True,
+        is_measured_directly=True,
     )
 
 
 def _shape(prompt: int, connections: int, seconds: float) -> Scenario:
-    """A load that SGLang publishes figures for: thousands of tokens in, and of the thousand out what comes in time."""
+    """Return a load of SGLang's published figures: thousands of tokens in, and part of 1K out."""
     tokens = max(2, round(50 * seconds))
     return Scenario(
         f"{prompt}k-{connections}",
         f"{prompt}K tokens in, {tokens} of 1K out at 50 tokens/s, {connections} at a time",
-        # One stream has one first token: too few to tell of.
+        # A single stream has a single first token, too few for a percentile.
         ("cpu_per_token", *(_FIRST_TOKEN if connections > 1 else ()), "gap_p99"),
         connections,
         seconds,
@@ -205,7 +205,7 @@ def _shape(prompt: int, connections: int, seconds: float) -> Scenario:
 
 
 def _slow(name: str, connections: int, *, spread_seconds: float, held_seconds: float) -> Scenario:
-    """Streams of a token a second, all of them open for a while."""
+    """Return a scenario of streams with a token per second that are all open for a while."""
     tokens = round(spread_seconds + held_seconds) + 1
     return Scenario(
         name,
@@ -216,7 +216,7 @@ def _slow(name: str, connections: int, *, spread_seconds: float, held_seconds: f
         max_tokens=tokens,
         pace_ms=1000,
         spread_seconds=spread_seconds,
-        afresh=True,
+        needs_fresh_program=True,
     )
 
 

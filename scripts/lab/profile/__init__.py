@@ -1,1 +1,1 @@
-"""scripts/profile: where the CPU time of a request and of a token goes."""
+"""scripts/profile: distribution of the CPU time of requests and tokens."""

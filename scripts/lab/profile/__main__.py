@@ -1,7 +1,7 @@
-"""Where the gateway's CPU time goes: `python -m lab.bench.profile`. py-spy samples its stacks under load.
+"""CPU time of the gateway by part, from py-spy's samples of its stacks under load.
 
-Each sample counts for the innermost frame that belongs to one of the parts below. A system call is more likely to be
-met by a sample than its time alone would make it, so the parts that wait for the kernel come out rather too large.
+Each sample counts for the innermost frame that belongs to one of the parts below. Samples hit system calls more often
+than their time alone explains, so parts that wait for the kernel appear too large.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from lab.profile.sampling import SAMPLED, cost, sampled
 
 _SAMPLES_PER_SECOND: Final = 500
 
-# A frame is `function (file:line)`. The first part whose pattern is found in it is the frame's.
+# A frame is `function (file:line)`. It belongs to the first part whose pattern matches.
 PARTS: Final = tuple(
     (part, re.compile(pattern))
     for part, pattern in (
         ("system calls: writing", r"(Connection\.send|StreamWriter\._writelines|ClientWriter\.write) \("),
         ("system calls: reading and waiting; the event loop", r"asyncio/runners"),
-        ("the client's side: aiohttp", r"aiohttp/|proxy/listener"),
+        ("client side: aiohttp", r"aiohttp/|proxy/listener"),
         ("access line and metrics", r"logging/|prometheus_client/|proxy/observe"),
         (
-            "whom to ask: leases, loads, health, admission",
+            "selection: leases, loads, health, admission",
             r"proxy/balancer|proxy/gateway/(admission|body_buffers|retry_budget)",
         ),
         ("bodies: parsing, splicing, cost", r"proxy/wire/document|proxy/dialects/(call|requests|fanout)"),
-        ("the legs: connector and connections to engines", r"proxy/connectors|proxy/upstream"),
+        ("legs: connectors and connections to engines", r"proxy/connectors|proxy/upstream"),
         (
-            "the answer: events, transcript, client",
+            "answer: events, transcript, client",
             r"proxy/wire|proxy/dialects|proxy/resume|proxy/gateway/(relay|delivery|chunk_writer|token_shapes|client_writer|answers)",
         ),
-        ("the course of a request: route, attempts, contexts", r"proxy/api|proxy/gateway|contextlib"),
+        ("request: route, attempts, contexts", r"proxy/api|proxy/gateway|contextlib"),
         ("everything else", r"^$"),
     )
 )
@@ -46,22 +46,30 @@ PARTS: Final = tuple(
 
 def main() -> None:
     """Measure the scenarios one after the other, and print a table for each."""
-    parser = argparse.ArgumentParser(prog="scripts/profile", description="Where the gateway's CPU time goes.")
+    parser = argparse.ArgumentParser(
+        prog="scripts/profile", description="Show the distribution of the gateway's CPU time."
+    )
     parser.add_argument("--seconds", type=float, default=10.0, help="length of each scenario (default: 10)")
     parser.add_argument(
         "--functions",
         type=int,
         default=0,
         metavar="COUNT",
-        help="also so many functions that take most of it themselves",
+        help="also list this number of functions with the most time in themselves",
     )
     parser.add_argument(
-        "--compiled", action="store_true", help="the compiled gateway, by perf's samples: which functions take most"
+        "--compiled", action="store_true", help="list the most expensive functions of the compiled gateway, by perf"
     )
-    parser.add_argument("--choosing", action="store_true", help="what choosing a prefiller costs, and nothing else")
-    parser.add_argument("--instructions", action="store_true", help="machine instructions of a request, by valgrind")
-    parser.add_argument("--scraping", action="store_true", help="what a scrape takes, and what streams notice of it")
-    parser.add_argument("--fleet-size", action="store_true", help="the same by the number of instances and of workers")
+    parser.add_argument("--choosing", action="store_true", help="measure only the selection of a prefiller")
+    parser.add_argument(
+        "--instructions", action="store_true", help="count machine instructions of a request, by Valgrind"
+    )
+    parser.add_argument(
+        "--scraping", action="store_true", help="measure the duration of a scrape, and its effect on streams"
+    )
+    parser.add_argument(
+        "--fleet-size", action="store_true", help="measure selection by the number of instances and workers"
+    )
     options = parser.parse_args()
     if options.compiled:
         print(compiled.table(options.seconds, options.functions or 30))
@@ -83,22 +91,22 @@ def main() -> None:
         sys.exit("py-spy cannot be installed here")
     for name in SAMPLED:
         measurement, stacks = sampled(name, seconds, _record, lambda output: output.read_text())
-        total_us, what = cost(measurement, name)
-        print(what)
+        total_us, title = cost(measurement, name)
+        print(title)
         print(_table(stacks.splitlines(), total_us))
         if options.functions:
             print(functions(stacks.splitlines(), total_us, options.functions))
 
 
 def _record(pid: int, output: Path) -> Sequence[str]:
-    """The command that writes collapsed stacks until it is interrupted."""
+    """Return the command that writes collapsed stacks until it is interrupted."""
     spy = str(PEERS.python.with_name("py-spy"))
     rate = str(_SAMPLES_PER_SECOND)
     return (spy, "record", "--pid", str(pid), "--format", "raw", "--rate", rate, "--output", str(output))
 
 
 def _table(stacks: Iterable[str], total_us: float) -> str:
-    """The parts in their order, each with its share of the time."""
+    """Return the parts in their order, each with its CPU time."""
     samples: Counter[str] = Counter()
     for line in stacks:
         frames, _, count = line.rpartition(" ")
@@ -109,11 +117,11 @@ def _table(stacks: Iterable[str], total_us: float) -> str:
 
 
 def functions(stacks: Iterable[str], total_us: float, count: int) -> str:
-    """The gateway's functions that take most of the time themselves, or in C that they call, a line each."""
+    """Return the functions of the gateway with the most CPU time, including C code that they call."""
     samples: Counter[str] = Counter()
     for line in stacks:
         frames, _, number = line.rpartition(" ")
-        innermost = next((frame for frame in reversed(frames.split(";")) if "proxy/" in frame), "none of the gateway's")
+        innermost = next((frame for frame in reversed(frames.split(";")) if "proxy/" in frame), "(outside the gateway)")
         samples[re.sub(r":\d+\)$", ")", innermost)] += int(number)
     total = max(1, samples.total())
     lines = [f"  {total_us * number / total:7.1f}  {name}" for name, number in samples.most_common(count)]
@@ -121,7 +129,7 @@ def functions(stacks: Iterable[str], total_us: float, count: int) -> str:
 
 
 def part_of(frames: list[str]) -> str:
-    """The part of the innermost frame that belongs to one; frames of the standard library belong to their callers."""
+    """Return the part of the innermost frame that has one. Standard library frames belong to their callers."""
     return next(part for frame in (*reversed(frames), "") for part, pattern in PARTS if pattern.search(frame))
 
 

@@ -1,7 +1,7 @@
-"""What choosing an instance costs, without engines and sockets: `scripts/profile --choosing` and `--fleet-size`.
+"""CPU time of selecting an instance, without engines and sockets: `--choosing` and `--fleet-size`.
 
-A request is looked at as the fast path does: is there room, may it go, a lease, what the engine tells, its end. Its
-body has been read before, and its keys are computed anew each time. Each figure is the least of many rounds of ten.
+A request passes the steps of the fast path: room, lease, cached tokens, end. Its body is parsed before, and its prefix
+keys are computed each time. Each figure is the least of many rounds of ten.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _SENTENCE: Final = (
 
 
 def table(policies: tuple[str, ...], prefillers: tuple[int, ...] = (8, 64)) -> str:
-    """Microseconds of one request, by policy, number of prefillers and length of the body."""
-    lines = ["µs of choosing a prefiller | " + " | ".join(name for name, _, _ in _BODIES)]
+    """Return µs per request by policy, number of prefillers and length of the body."""
+    lines = ["µs per prefiller selection | " + " | ".join(name for name, _, _ in _BODIES)]
     for policy in policies:
         for count in prefillers:
             figures = [_microseconds(policy, count, messages, length) for _, messages, length in _BODIES]
@@ -45,9 +45,9 @@ def table(policies: tuple[str, ...], prefillers: tuple[int, ...] = (8, 64)) -> s
 def growth(
     policies: tuple[str, ...], instances: tuple[int, ...] = (16, 256, 1024), workers: tuple[int, ...] = (1, 4, 8)
 ) -> str:
-    """Microseconds of choosing a prefiller and a decoder for 1 KB, by the number of instances and of workers."""
+    """Return µs of selecting a prefiller and a decoder for 1 KB, by the number of instances and workers."""
     columns = [(count, sharing) for count in instances for sharing in workers]
-    lines = ["µs of choosing for 1 KB | " + " | ".join(f"{count} of {sharing}w" for count, sharing in columns)]
+    lines = ["µs per selection, 1 KB | " + " | ".join(f"{count} of {sharing}w" for count, sharing in columns)]
     _, *body = _BODIES[0]
     for role, policy in product((Role.PREFILL, Role.DECODE), policies):
         figures = [_microseconds(policy, count, *body, role=role, workers=sharing) for count, sharing in columns]
@@ -72,7 +72,7 @@ def _microseconds(
             health=Health(),
         )
     )
-    for member in roster.members(role):  # until then each success is news, and all instances are looked at anew
+    for member in roster.members(role):  # the first success of an instance has extra cost
         pool.served(member.backend)
     pool.eligible()
     bodies = [Document(_body(messages, sentences, turn)) for turn in range(200)]
@@ -101,7 +101,7 @@ def _serve(pool: Pool, call: Call) -> None:
 
 
 def _body(messages: int, sentences: int, turn: int) -> bytes:
-    """A turn of one of twenty conversations."""
+    """Return the body of a turn in one of twenty conversations."""
     said = [
         {"role": "user" if number % 2 == 0 else "assistant", "content": _SENTENCE.format(turn % 20, 0, 0) * sentences}
         for number in range(messages - 1)

@@ -1,7 +1,7 @@
-"""Where the CPU time of the compiled gateway goes: `scripts/profile --compiled`. perf samples its stacks under load.
+"""CPU time of the compiled gateway by function: `--compiled`. perf samples its stacks under load.
 
-py-spy sees only what is not compiled. Here a sample counts for the innermost function of ours that is compiled, with
-all that it calls in libraries, or else for the interpreter or the event loop; what of it was the kernel's stands apart.
+py-spy sees only interpreted code. Here a sample counts for the innermost compiled function, including library calls, or
+else for the interpreter or the event loop. Kernel time is a separate column.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 from lab.common.compiled import NotCompiled, compiled
 from lab.profile.sampling import SAMPLED, cost, sampled
 
-# The stacks of compiled code are found by what debuggers know, so each sample takes a copy of the stack.
+# perf unwinds compiled stacks by debug information, so each sample copies the stack.
 _RECORD: Final = ("perf", "record", "--freq=1500", "--event=cpu-clock", "--call-graph=dwarf,24000")
 _FRAME: Final = re.compile(r"\s+[0-9a-f]+ (.*?)(?:\+0x[0-9a-f]+)? \((.*)\)")
 _COMPILED: Final = "CPyDef_"
@@ -28,27 +28,27 @@ _KERNEL: Final = "["
 
 
 class Sample(NamedTuple):
-    """One look at where the program is."""
+    """A sample of the program's position."""
 
     owner: str
-    """A compiled function, by module, class and name; or what else it is."""
+    """A compiled function, by module, class and name, or another owner."""
     is_kernel: bool
 
 
 def table(seconds: float, count: int) -> str:
-    """What takes how many µs of CPU, for each scenario: so many functions at most."""
+    """Return µs of CPU by function for each scenario, for at most `count` functions."""
     if shutil.which("perf") is None:
-        sys.exit("--compiled: there is no perf on the PATH (Debian: apt-get install linux-perf)")
+        sys.exit("--compiled: package is no perf on the PATH (Debian: apt-get install linux-perf)")
     try:
-        there = compiled()
+        package = compiled()
     except NotCompiled as error:
         sys.exit(f"--compiled: {error}")
-    told: list[str] = []
+    lines: list[str] = []
     for name in SAMPLED:
-        measurement, stacks = sampled(name, seconds, _record, _stacks, there)
-        total_us, what = cost(measurement, name)
-        told += [f"{what}, and of that in the kernel", _lines(list(samples(stacks)), total_us, count)]
-    return "\n".join(told)
+        measurement, stacks = sampled(name, seconds, _record, _stacks, package)
+        total_us, title = cost(measurement, name)
+        lines += [f"{title}, and the kernel's part of it", _lines(list(samples(stacks)), total_us, count)]
+    return "\n".join(lines)
 
 
 def _record(pid: int, output: Path) -> Sequence[str]:
@@ -56,13 +56,13 @@ def _record(pid: int, output: Path) -> Sequence[str]:
 
 
 def _stacks(output: Path) -> str:
-    """The stacks as perf writes them."""
+    """Return the stacks that perf recorded, as text."""
     script = ("perf", "script", "--input", str(output), "--fields", "ip,sym,dso")
     return subprocess.run(script, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True).stdout
 
 
 def samples(stacks: str) -> Iterator[Sample]:
-    """What perf has written: a line for each frame, the innermost first, and an empty line behind each stack."""
+    """Parse perf's output: a line per frame, the innermost first, and an empty line after each stack."""
     for stack in stacks.split("\n\n"):
         frames = [(found[1], found[2]) for line in stack.splitlines() if (found := _FRAME.fullmatch(line))]
         if frames:
@@ -75,13 +75,13 @@ def _owner(symbols: list[str]) -> str:
         if symbol.startswith(_COMPILED):
             return ".".join(filter(None, symbol.removeprefix(_COMPILED).split("___")))
         if symbol == _INTERPRETER:  # the loop itself is called by it, in the end
-            return "the event loop" if is_in_loop else "what is not compiled"
+            return "the event loop" if is_in_loop else "interpreted code"
         is_in_loop = is_in_loop or symbol.startswith(_LOOP)
     return "the event loop"
 
 
 def _lines(taken: list[Sample], total_us: float, count: int) -> str:
-    """The largest first."""
+    """Return the lines of the table, the largest owner first."""
     owners = Counter(sample.owner for sample in taken)
     kernel = Counter(sample.owner for sample in taken if sample.is_kernel)
     us = total_us / max(1, len(taken))

@@ -1,8 +1,7 @@
-"""How many machine instructions a request takes: `scripts/profile --instructions`.
+"""Machine instructions per request: `--instructions`, by Valgrind's callgrind.
 
-A busy or slow machine changes times, and instructions hardly: so a step of a hundredth can be told from none. The
-gateway runs under Valgrind's callgrind, some fifty times slower than by itself. What it does without requests is
-counted for as long, and taken off.
+Instruction counts hardly vary with load, so they show changes of one percent. The gateway runs about fifty times slower
+under callgrind. Instructions without requests are counted for the same time, and subtracted.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from lab.profile.sampling import ask, serving
 
 _SCENARIOS: Final = (SHORT_STREAM, SHORT_ANSWER)
 _WARM_UP_SECONDS: Final = 4.0
-# The last number of a part that was dumped.
+# The total of a dump.
 _totals: Final = re.compile(r"^totals: (\d+)$", re.MULTILINE)
 
 
 def table(seconds: float) -> str:
-    """Thousands of instructions for one request of each scenario, asked for so many seconds."""
+    """Return thousands of instructions per request, for each scenario."""
     if shutil.which("valgrind") is None:
         sys.exit("--instructions: there is no valgrind on the PATH (Debian: apt-get install valgrind)")
     lines = [f"{scenario}: {_per_request(scenario, seconds) / 1000:,.0f} k instructions" for scenario in _SCENARIOS]
@@ -44,9 +43,9 @@ def _per_request(scenario: str, seconds: float) -> float:
             _control("--zero", program.pid)
             began = time.monotonic()
             result = ask(fleet, program, scenario, seconds).result
-            took = time.monotonic() - began
+            elapsed_seconds = time.monotonic() - began
             _control("--dump", program.pid)
-            time.sleep(took)
+            time.sleep(elapsed_seconds)
             _control("--dump", program.pid)
         busy, idle = (instructions(counted.with_suffix(f".{part}").read_text()) for part in (1, 2))
         if result.errors or not result.completed:
@@ -61,8 +60,8 @@ def _control(what: str, pid: int) -> None:
 
 
 def instructions(dumped: str) -> int:
-    """Those of one part that callgrind has dumped. Raises ValueError if it says none."""
+    """Return the instructions of a callgrind dump. Raises ValueError without a total."""
     found: Sequence[str] = _totals.findall(dumped)
     if not found:
-        raise ValueError("callgrind tells no totals")
+        raise ValueError("the callgrind dump has no totals")
     return int(found[-1])

@@ -1,4 +1,4 @@
-"""The gateway as it is started by default, under a load of the bench's, and what samples its stacks meanwhile."""
+"""The gateway with default settings under a load of scripts/bench, and a profiler that samples its stacks."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from lab.bench.course import ENGINES_PER_ROLE, Asked, measured
-from lab.bench.figures import Measurement
+from lab.bench.course import ENGINES_PER_ROLE, Endpoint, Measurement, measured
 from lab.bench.scenarios import PACED, SHORT_ANSWER, SHORT_STREAM, named
 from lab.common import peers
 from lab.common.fleet import Fleet
 from lab.common.processes import Program
 
 SAMPLED: Final = (SHORT_STREAM, SHORT_ANSWER, PACED)
-"""The scenarios in which stacks are sampled."""
+"""Scenarios in which stacks are sampled."""
 
 
 @contextmanager
-def serving(*under: str, there: Path | None = None) -> Iterator[tuple[Fleet, Program]]:
-    """Run cheap engines and the gateway in front of them. `under`: the words of a program that runs the gateway.
-    `there`: the directory that has the gateway; None: the project's.
+def serving(*under: str, package: Path | None = None) -> Iterator[tuple[Fleet, Program]]:
+    """Run cheap engines and the gateway in front of them.
+
+    `under`: words of a program that runs the gateway. `package`: directory of the gateway, or None for the project's.
     """
     with Fleet() as fleet:
         fleet.cheap_engines(ENGINES_PER_ROLE, ENGINES_PER_ROLE)
-        yield fleet, fleet.keep(fleet.program(peers.ours(there), under=under))
+        yield fleet, fleet.keep(fleet.program(peers.ours(package), under=under))
 
 
 def ask(fleet: Fleet, program: Program, scenario: str, seconds: float) -> Measurement:
     """Measure a scenario of the bench once."""
-    asked = [Asked(program.port, program)]
-    (measurement,) = measured(asked, named(scenario, seconds), seconds, fleet.directory)
+    endpoints = [Endpoint(program.port, program)]
+    (measurement,) = measured(endpoints, named(scenario, seconds), seconds, fleet.directory)
     return measurement
 
 
 def cost(measurement: Measurement, scenario: str) -> tuple[float, str]:
-    """Return the µs of CPU for each token or request of a scenario, and the sentence that says so."""
+    """Return the µs of CPU per token or request of a scenario, and a sentence with them."""
     result = measurement.result
     per, count = ("token", result.tokens) if scenario == PACED else ("request", result.completed)
     microseconds = 1e6 * measurement.cpu_seconds / max(1, count)
@@ -50,10 +50,10 @@ def sampled(
     seconds: float,
     record: Callable[[int, Path], Sequence[str]],
     read: Callable[[Path], str],
-    there: Path | None = None,
+    package: Path | None = None,
 ) -> tuple[Measurement, str]:
     """Measure a scenario while a command records the gateway's stacks, which `read` returns as text."""
-    with serving(there=there) as (fleet, program):
+    with serving(package=package) as (fleet, program):
         ask(fleet, program, SHORT_STREAM, 0.5)  # a warm-up
         output = fleet.directory / "recorded"
         silent = subprocess.DEVNULL

@@ -1,7 +1,7 @@
-"""What a scrape of /metrics takes, and what streams notice of it: `scripts/profile --scraping`.
+"""Duration of a scrape of /metrics, and its effect on streams: `--scraping`.
 
-A gateway of several workers in front of many engines that cost next to nothing, 200 paced streams, and scrapes that
-follow each other at once: far more than any Prometheus asks for. Rounds with and without them take turns.
+A gateway with several workers and many cheap engines serves 200 paced streams and consecutive scrapes, many more than
+any Prometheus sends. Rounds with and without scrapes alternate.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _PAUSE_SECONDS: Final = 0.1
 
 
 def table(seconds: float, instances: int = 64, workers: int = 4) -> str:
-    """Milliseconds of a scrape, and between two tokens with and without scrapes; rounds of so many seconds."""
+    """Return ms per scrape, and between two tokens with and without scrapes."""
     scrapes = Histogram()
     gaps = {is_scraped: Histogram() for is_scraped in (False, True)}
     with Fleet() as fleet:
         fleet.cheap_engines(instances // 2, instances // 2)
         gateway = fleet.keep(fleet.gateway("--workers", str(workers)))
-        ask(fleet, gateway, PACED, 1.0)  # every worker knows every instance then
+        ask(fleet, gateway, PACED, 1.0)  # all workers have used all instances
         for _ in range(_ROUNDS):
             for is_scraped, histogram in gaps.items():
                 with scraping(gateway, scrapes) if is_scraped else ExitStack():
@@ -43,15 +43,15 @@ def table(seconds: float, instances: int = 64, workers: int = 4) -> str:
     rows = [
         ("ms", "p50", "p99", "most"),
         (f"a scrape: {instances} instances, {workers} workers, {size / 1000:,.0f} kB", *_figures(scrapes)),
-        ("between two tokens, nobody scrapes", *_figures(gaps[False])),
-        ("between two tokens, one scrape after the other", *_figures(gaps[True])),
+        ("between two tokens, without scrapes", *_figures(gaps[False])),
+        ("between two tokens, with consecutive scrapes", *_figures(gaps[True])),
     ]
     return f"{aligned(rows)}\n{sum(scrapes.counts.values())} scrapes"
 
 
 @contextmanager
 def scraping(gateway: Gateway, scrapes: Histogram) -> Iterator[None]:
-    """Scrape again and again meanwhile, each time on a new connection, which any worker may take."""
+    """Scrape repeatedly during the block, on new connections, which any worker may accept."""
     ended = threading.Event()
 
     def run() -> None:

@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import orjson
 import pytest
 
+from lab.bench.course import DIRECT, Measurement, Measurements
 from lab.bench.duel import opponent, ratios, verdict
-from lab.bench.figures import DIRECT, Measurement, Measurements
 from lab.bench.load import Result, http_request, problem
 from lab.bench.report import chart, judged, table
 from lab.bench.scenarios import MEDIA, PACED, SHORT_ANSWER, SHORT_STREAM, SLOW_5000, Scenario, scenarios

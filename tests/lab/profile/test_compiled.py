@@ -24,7 +24,7 @@ STACKS = """\
 def test_a_sample_is_the_innermost_compiled_functions_or_the_interpreters_or_the_loops() -> None:
     assert list(samples(STACKS)) == [
         Sample("upstream.connection.EngineConnection.begin", is_kernel=True),
-        Sample("what is not compiled", is_kernel=False),
+        Sample("interpreted code", is_kernel=False),
         Sample("the event loop", is_kernel=False),
     ]
 

@@ -27,8 +27,8 @@ def test_what_a_part_names_is_there(path: str) -> None:
     ("frames", "part"),
     [
         (["run (asyncio/runners.py:118)"], "system calls: reading and waiting; the event loop"),
-        (["run (asyncio/runners.py:118)", "_handle (proxy/listener/http_listener.py:1)"], "the client's side: aiohttp"),
-        (["open (proxy/connectors/sequential.py:1)", "dumps (json/encoder.py:1)"], "the legs: connector and"),
+        (["run (asyncio/runners.py:118)", "_handle (proxy/listener/http_listener.py:1)"], "client side: aiohttp"),
+        (["open (proxy/connectors/sequential.py:1)", "dumps (json/encoder.py:1)"], "legs: connectors and"),
         (
             ["received (proxy/gateway/relay.py:1)", "ClientWriter.write (proxy/gateway/client_writer.py:1)"],
             "system calls: writing",
@@ -44,4 +44,4 @@ def test_a_function_has_the_time_of_all_its_lines_and_of_what_it_calls_outside_o
     loop, begin = "run (asyncio/runners.py:118)", "begin (proxy/gateway/intake.py"
     stacks = [f"{loop};{begin}:7) 2", f"{loop};{begin}:8);loads (json/decoder.py:1) 1", f"{loop} 1"]
     assert functions(stacks, 100.0, 1) == "     75.0  begin (proxy/gateway/intake.py)\n"
-    assert functions(stacks, 100.0, 2).endswith("     25.0  none of the gateway's\n")
+    assert functions(stacks, 100.0, 2).endswith("     25.0  (outside the gateway)\n")
