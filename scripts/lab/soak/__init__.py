@@ -1,11 +1,10 @@
-"""The soak behind scripts/soak: mixed traffic, one fault after the other, and a judge of what became of it.
+"""scripts/soak: mixed traffic during one fault after the other, and a judge of the results.
 
-workload    what clients ask for, from a seed
-traffic     the clients, a process of their own, which compare answers with what an engine alone says
-cluster     engines, the network before each of them, gateways and their store, and what one asks of them
-recorder    what passes between the gateway and an engine, noted as legs
-faults      what goes wrong, one backend at a time, and what is planned: engines are drained, evacuated and rolled
-evidence    everything that was noted, read from the files it was noted in
-invariants  what must hold: pure functions of the evidence
-report      the table at the end
+workload    what clients send, from a seed
+  traffic     the clients, a separate process that compares answers with those of a single engine
+  cluster     engines, a network in front of each, gateways and their store
+  recorder    records the requests between the gateway and an engine as legs
+  faults      faults of one backend at a time, and planned changes: drains, evacuations and rolls
+  evidence    all records of a run, read from files
+  invariants  rules, as pure functions of the evidence; report: the table at the end
 """

@@ -1,4 +1,7 @@
-"""Start everything, let it suffer, judge it. Exit code 1 if a client saw a failure or an invariant does not hold."""
+"""Run clients during faults, and judge the result.
+
+Exit code 1 if a client saw a failure or an invariant is violated.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +21,25 @@ from lab.common.processes import called_from, clean_environment
 from lab.soak.cluster import LIMITS, Cluster, started
 from lab.soak.evidence import Answer, Evidence, Fault, Leg, Outcome, Sample, absences, log_lines
 from lab.soak.faults import EVACUATE_AFTER_SECONDS, FaultInjector
-from lab.soak.invariants import INVARIANTS, judged
+from lab.soak.invariants import INVARIANTS, details, judged, table
 from lab.soak.recorder import Recorder
-from lab.soak.report import details, table
 from lab.soak.workload import request_number, workload
 
 _WARM_UP_SECONDS = 5.0
 _QUIET_SECONDS = 5.0
 _SAMPLE_SECONDS = 1.0
 _LAG_EVERY_SECONDS = 0.05
-# What the last fault may take, beyond the time of the soak, and the answers after it.
+# Extra time of the clients, for the last fault and the answers after it.
 _TAIL_SECONDS = 10.0
 
 
 def main() -> None:
-    """The whole run."""
     options = _options()
     with tempfile.TemporaryDirectory() as temporary:
         directory = called_from() / options.keep if options.keep else Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
         evidence = uvloop.run(_soak(options, directory))
-        _leave(evidence, directory)
+        _write_records(evidence, directory)
         verdicts = judged(evidence)
         tracebacks = [line for line in evidence.lines if line.get("traceback") or not line.get("logger")]
         if explained := details(evidence, verdicts):
@@ -55,19 +56,27 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/soak", description=__doc__)
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--seconds", type=float, default=60.0, help="how long faults happen (default: 60)")
-    length.add_argument("--minutes", type=float, help="the same, for long runs")
-    parser.add_argument("--workers", type=int, default=1, help="of each gateway; if several, they are killed, too")
+    length.add_argument("--seconds", type=float, default=60.0, help="duration of the faults (default: 60)")
+    length.add_argument("--minutes", type=float, help="duration in minutes, for long runs")
     parser.add_argument(
-        "--replicas", type=int, default=1, metavar="N", help="gateways that share what they know by a store; it is lost"
+        "--workers", type=int, default=1, help="workers of each gateway; several workers are killed, too (default: 1)"
     )
-    parser.add_argument("--evacuation", action="store_true", help="engines leave under their answers, and are rolled")
-    parser.add_argument("--clients", type=int, default=48, help="requests at a time (default: 48)")
-    parser.add_argument("--engines", type=int, default=4, help="prefillers, and decoders (default: 4)")
-    parser.add_argument("--discovery", action="store_true", help="engines are found in a file, which breaks at times")
-    parser.add_argument("--seed", type=int, default=1, help="of requests and faults (default: 1)")
-    parser.add_argument("--keep", type=Path, metavar="DIRECTORY", help="where to leave logs and answers")
-    parser.add_argument("--explain", action="store_true", help="tell by what each invariant is judged")
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="gateways that share state by a store, which fails at times (default: 1)",
+    )
+    parser.add_argument(
+        "--evacuation", action="store_true", help="evacuate engines during their answers, and roll them"
+    )
+    parser.add_argument("--clients", type=int, default=48, help="concurrent requests (default: 48)")
+    parser.add_argument("--engines", type=int, default=4, help="number of prefillers, and of decoders (default: 4)")
+    parser.add_argument("--discovery", action="store_true", help="find engines by a file, which is invalid at times")
+    parser.add_argument("--seed", type=int, default=1, help="seed of requests and faults (default: 1)")
+    parser.add_argument("--keep", type=Path, metavar="DIRECTORY", help="keep logs and answers in this directory")
+    parser.add_argument("--explain", action="store_true", help="print how each invariant is judged")
     options = parser.parse_args()
     if options.minutes is not None:
         options.seconds = 60 * options.minutes
@@ -76,12 +85,12 @@ def _options() -> argparse.Namespace:
     if not 1 <= options.replicas <= 8:
         parser.error("--replicas must be 1 to 8")
     if not 2 <= options.engines <= 16:
-        parser.error("--engines must be 2 to 16: where there is only one, nobody can take over")
+        parser.error("--engines must be 2 to 16: a single engine has no replacement")
     return options
 
 
 async def _soak(options: argparse.Namespace, directory: Path) -> Evidence:
-    # A signal unwinds like an error, so that every process is stopped.
+    # A signal is handled like an error, so that every process is stopped.
     soak = asyncio.current_task()
     assert soak is not None
     for ending in (signal.SIGTERM, signal.SIGINT):
@@ -110,15 +119,15 @@ async def _soak(options: argparse.Namespace, directory: Path) -> Evidence:
         injector = FaultInjector(cluster, options.seed, kills_workers=options.workers > 1, evacuates=options.evacuation)
         ports = ",".join(str(gateway.port) for gateway in cluster.gateways)
         async with _traffic(ports, str(options.seed), str(options.clients), str(answers)) as traffic:
-            _say("a few seconds without faults")
+            _print("a few seconds without faults")
             await traffic.ask(_WARM_UP_SECONDS)
             await asyncio.sleep(_QUIET_SECONDS)
             base = await cluster.sample()
-            # In a group, so that whatever goes wrong is what is told, and not that its clients were ended with it.
+            # The task group raises the first error instead of the cancellation of the clients.
             async with asyncio.TaskGroup() as group:
                 looking = [group.create_task(lag.keep_looking()), group.create_task(_keep_sampling(cluster, samples))]
                 asking = group.create_task(traffic.ask(options.seconds + _TAIL_SECONDS))
-                await injector.run_for(options.seconds, _tell)
+                await injector.run_for(options.seconds, _print_fault)
                 await asking
                 await asyncio.sleep(_QUIET_SECONDS)
                 for task in looking:
@@ -144,7 +153,7 @@ async def _soak(options: argparse.Namespace, directory: Path) -> Evidence:
 
 
 class _Lag:
-    """How late this process is for what it wants to do."""
+    """Measures the delay of this process's event loop."""
 
     def __init__(self) -> None:
         self.worst_seconds = 0.0
@@ -158,18 +167,18 @@ class _Lag:
 
 
 class _Traffic:
-    """The process with the clients."""
+    """The process of the clients."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     async def ask(self, seconds: float) -> None:
-        """Until the last of them is answered."""
+        """Let the clients send requests for a time, and wait for the last answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{seconds}\n".encode())
-        await self.says("rest")
+        await self.expect("rest")
 
-    async def says(self, word: str) -> None:
+    async def expect(self, word: str) -> None:
         assert self._process.stdout is not None
         if (await self._process.stdout.readline()).strip() != word.encode():
             sys.exit("the clients failed")
@@ -185,7 +194,7 @@ async def _traffic(*words: str) -> AsyncIterator[_Traffic]:
     )
     try:
         traffic = _Traffic(process)
-        await traffic.says("ready")
+        await traffic.expect("ready")
         yield traffic
     finally:
         process.terminate()
@@ -198,8 +207,8 @@ async def _keep_sampling(cluster: Cluster, samples: list[Sample]) -> None:
         await asyncio.sleep(_SAMPLE_SECONDS)
 
 
-def _leave(evidence: Evidence, directory: Path) -> None:
-    """What is not in the directory yet."""
+def _write_records(evidence: Evidence, directory: Path) -> None:
+    """Write the records that are not in the directory yet."""
     for name, values in (("legs", evidence.legs), ("faults", evidence.faults), ("absences", evidence.absences)):
         (directory / f"{name}.jsonl").write_bytes(b"".join(orjson.dumps(value) + b"\n" for value in values))
     sizes = "".join(f"{s.at:.1f} {s.rss_bytes} {s.fds}\n" for s in (evidence.base, *evidence.samples, evidence.rest))
@@ -211,12 +220,12 @@ def _answer(line: bytes) -> Answer:
     return Answer(**{**values, "outcome": Outcome(values["outcome"])})
 
 
-def _tell(fault: Fault) -> None:
+def _print_fault(fault: Fault) -> None:
     seconds = fault.ended - fault.began
-    _say(f"{fault.kind}: {fault.target}, {seconds:.1f} s{'' if fault.is_healed else ', NOT WELL AGAIN'}")
+    _print(f"{fault.kind}: {fault.target}, {seconds:.1f} s{'' if fault.is_healed else ', NOT HEALED'}")
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

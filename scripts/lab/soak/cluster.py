@@ -1,4 +1,4 @@
-"""Engines, the network before each of them, the gateways and their store; and the questions one asks of them."""
+"""Engines, a network in front of each, the gateways and their store, and queries of their state."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lab.common.fleet import PDPROXY, Fleet, Gateway, store, store_url
 from lab.common.proc import open_fds, resident_bytes, tree
 from lab.common.processes import HOST, Program, fetch, quiet_ports
 from lab.common.toxics import ToxicProxy, Watcher
-from lab.soak.evidence import Limits, Sample, together
+from lab.soak.evidence import Limits, Sample, combined
 
 ENGINE_OPTIONS: dict[str, Any] = {"eos_after": 150, "tool_call_parser": "kimi_k2", "prompt_tokens_details": False}
-"""What decides what engines say: those of the cluster and the one that is asked alone."""
+"""Options that determine answers, for the engines of the cluster and the reference engine."""
 _ENGINE_FLAGS = (
     *("--decode-step-ms", "25", "--prefill-ms-per-1k-tokens", "100", "--pin-seconds", "20"),
     *("--eos-after", "150", "--tool-call-parser", "kimi_k2", "--no-prompt-tokens-details"),
@@ -32,7 +32,7 @@ LIMITS = Limits(handoff_seconds=4.0, health_seconds=0.5)
 
 
 def settings(prefill: Sequence[str], decode: Sequence[str]) -> dict[str, Any]:
-    """What all gateways have in common: everything that takes a while by default takes a second or so."""
+    """Return the settings of all gateways. Times that are long by default are about a second."""
     return {
         "prefill": list(prefill),
         "decode": list(decode),
@@ -52,7 +52,7 @@ def settings(prefill: Sequence[str], decode: Sequence[str]) -> dict[str, Any]:
         },
         "health": {
             "interval_seconds": LIMITS.health_seconds,
-            "timeout_seconds": 3.0,  # silence is noticed by `stall_seconds`, and this machine may be busy
+            "timeout_seconds": 3.0,  # `stall_seconds` detects silence, and this machine may be busy
             "changing_interval_seconds": 0.2,
             "fall": 2,
             "rise": 2,
@@ -68,7 +68,7 @@ def settings(prefill: Sequence[str], decode: Sequence[str]) -> dict[str, Any]:
 
 
 class Engine:
-    """A simulated engine and the network before it. Gateways know it as `instance`."""
+    """A simulated engine and the network in front of it. Gateways know it as `instance`."""
 
     def __init__(self, role: str, port: int, network_port: int, log: Path, watch: Callable[[str], Watcher]) -> None:
         self.role = role
@@ -83,7 +83,7 @@ class Engine:
 
 
 class Cluster:
-    """All of it."""
+    """Engines, gateways and their store."""
 
     def __init__(
         self,
@@ -92,8 +92,13 @@ class Cluster:
         listed: ListedEngines | None,
         store: Program | None,
     ) -> None:
-        """`listed`: where the gateways find the engines; None: they are configured, and changed by an administrator.
-        `store`: by which the gateways share what they know; None: they do not.
+        """Create the cluster.
+
+        Args:
+          engines: All engines.
+          gateways: All gateways.
+          listed: File by which gateways find engines. None: they are configured, and changed by the admin API.
+          store: Store by which gateways share state. None: they share nothing.
         """
         self.engines = engines
         self.gateways = gateways
@@ -101,17 +106,17 @@ class Cluster:
         self.store = store
 
     async def sample(self) -> Sample:
-        """What the gateways tell of themselves, and the kernel of them."""
-        return together(await asyncio.gather(*map(_sample, self.gateways)))
+        """Return the metrics of all gateways, and their memory and file descriptors."""
+        return combined(await asyncio.gather(*map(_sample, self.gateways)))
 
     def workers(self) -> list[int]:
-        """The gateways'; none of one that is one process."""
+        """Return the process ids of workers. A gateway of one process has none."""
         return [pid for gateway in self.gateways for pid in gateway.workers()]
 
     # Instances
 
     async def change(self, verb: str, engine: Engine, **fields: Any) -> None:
-        """`add` or `remove` an instance, until the gateways have heard of it."""
+        """`add` or `remove` an instance, and wait until the gateways know."""
         if self.listed is not None:
             (self.listed.add if verb == "add" else self.listed.remove)(engine.role, engine.instance)
             await until(partial(self._is_enabled, engine, is_expected=verb == "add"))
@@ -119,20 +124,20 @@ class Cluster:
             await self.administer(verb, engine, **fields)
 
     async def administer(self, verb: str, engine: Engine, **fields: Any) -> None:
-        """Tell every gateway to `add` or `remove` an instance."""
+        """`add` or `remove` an instance by the admin API of every gateway."""
         change = json.dumps({"type": engine.role, "instances": engine.instance, **fields}).encode()
         for gateway in self.gateways:
             try:
                 await asyncio.to_thread(fetch, f"{gateway.url}/instances/{verb}", change)
             except OSError as error:
-                sys.exit(f"a gateway does not {verb} {engine.name}: {error}")
+                sys.exit(f"a gateway failed to {verb} {engine.name}: {error}")
 
-    async def have(self, engine: Engine) -> bool:
-        """Whether all gateways know an instance, be it draining."""
+    async def is_known(self, engine: Engine) -> bool:
+        """Return whether all gateways know an instance, draining or not."""
         return all([engine.instance in await _addresses(gateway) for gateway in self.gateways])
 
-    async def lack(self, engine: Engine) -> bool:
-        """Whether no gateway knows an instance."""
+    async def is_unknown(self, engine: Engine) -> bool:
+        """Return whether no gateway knows an instance."""
         return not any([engine.instance in await _addresses(gateway) for gateway in self.gateways])
 
     async def _is_enabled(self, engine: Engine, *, is_expected: bool) -> bool:
@@ -142,40 +147,40 @@ class Cluster:
                 return False
         return True
 
-    async def are_told(self, count: int) -> bool:
-        """Whether discovery has named so many instances to each gateway."""
+    async def have_discovered(self, count: int) -> bool:
+        """Return whether discovery has reported `count` instances to each gateway."""
         return (await self.sample()).total("pdproxy_discovery_instances") == count * len(self.gateways)
 
     async def discovery_fails(self) -> bool:
-        """Whether the gateways say so."""
+        """Return whether all gateways report that discovery fails."""
         return (await self.sample()).total("pdproxy_discovery_up") == 0
 
-    # What is well
+    # Health
 
-    async def is_well(self) -> bool:
-        """Whether the gateways say so of every instance, and of each other."""
+    async def is_healthy(self) -> bool:
+        """Return whether the gateways report every instance as up, and know each other."""
         for gateway in self.gateways:
             for sample in await _samples(gateway):
                 if sample.total("pdproxy_instance_up") < len(self.engines):
                     return False
         return await self.know_each_other()
 
-    async def is_well_soon(self) -> bool:
-        """Wait until all is well; False if that takes too long."""
+    async def becomes_healthy(self) -> bool:
+        """Wait until everything is healthy. Return False if that takes too long."""
         with suppress(TimeoutError):
-            await until(self.is_well)
+            await until(self.is_healthy)
             return True
         return False
 
     async def is_down(self, engine: Engine) -> bool:
-        """Whether no worker of any gateway holds an instance to be up."""
+        """Return whether no worker of any gateway reports an instance as up."""
         for gateway in self.gateways:
             if any(s.total("pdproxy_instance_up", address=engine.instance) for s in await _samples(gateway)):
                 return False
         return True
 
     async def are_alone(self) -> bool:
-        """Whether no gateway knows of another one."""
+        """Return whether no gateway knows another one."""
         return (await self.sample()).total("pdproxy_replicas_peers") == 0
 
     async def know_each_other(self) -> bool:
@@ -187,7 +192,7 @@ class Cluster:
     # Engines
 
     async def is_idle(self, engine: Engine) -> bool:
-        """Whether an engine works on nothing."""
+        """Return whether an engine has no requests."""
         return not (await self.state(engine))["live"]
 
     async def inject(self, engine: Engine, rule: dict[str, Any]) -> None:
@@ -197,21 +202,21 @@ class Cluster:
         await asyncio.to_thread(fetch, f"{engine.program.url}/_mock/faults", method="DELETE")
 
     async def state(self, engine: Engine) -> dict[str, Any]:
-        """What an engine says of itself, without what it was asked."""
+        """Return the state that an engine reports, without the requests that it received."""
         state: dict[str, Any] = json.loads(await asyncio.to_thread(fetch, f"{engine.program.url}/_mock/state"))
         del state["requests"]
         return state
 
 
-async def until(condition: Callable[[], Awaitable[bool]], patience_seconds: float = _PATIENCE_SECONDS) -> None:
-    """Ask again and again. Raises TimeoutError."""
+async def wait_until(condition: Callable[[], Awaitable[bool]], patience_seconds: float = _PATIENCE_SECONDS) -> None:
+    """Wait until a condition is true. Raises TimeoutError."""
     async with asyncio.timeout(patience_seconds):
         while not await condition():  # noqa: ASYNC110 other processes have no events
             await asyncio.sleep(0.1)
 
 
 async def _instances(gateway: Gateway) -> list[dict[str, Any]]:
-    """What it tells of each, those that drain included."""
+    """Return all instances of a gateway, draining ones included."""
     return list(json.loads(await asyncio.to_thread(fetch, f"{gateway.url}/instances"))["instances"])
 
 
@@ -220,7 +225,7 @@ async def _addresses(gateway: Gateway) -> set[str]:
 
 
 async def _sample(gateway: Gateway) -> Sample:
-    """What a gateway tells of itself, and the kernel of it. Each metric has the label `gateway` besides."""
+    """Return the metrics of a gateway with a label `gateway`, its memory and file descriptors."""
     text = await asyncio.to_thread(gateway.metrics)
     metrics = {
         (sample.name, tuple(sorted({**sample.labels, "gateway": str(gateway.port)}.items()))): sample.value
@@ -233,15 +238,15 @@ async def _sample(gateway: Gateway) -> Sample:
 
 
 async def _samples(gateway: Gateway) -> list[Sample]:
-    """So many that every worker should have answered one of them: each knows for itself how the instances are."""
+    """Return samples until every worker has probably answered one, since each has a separate view of health."""
     return [await _sample(gateway) for _ in range(max(1, 4 * len(gateway.workers())))]
 
 
 class ListedEngines:
-    """Who keeps the file. `settings` has the gateway read it."""
+    """The file by which gateways discover engines. `settings` are those that name it."""
 
     def __init__(self, path: Path, engines: Iterable[tuple[str, str]]) -> None:
-        """Role and instance of each."""
+        """Write the file. `engines`: role and instance of each engine."""
         self._path = path
         self._engines = list(engines)
         self.settings: dict[str, Any] = {"discovery": {"files": [str(path)]}}
@@ -255,13 +260,13 @@ class ListedEngines:
         self._engines.remove((role, instance))
         self.repair()
 
-    def spoil(self) -> None:
-        """It ends in the middle, and nobody knows which engines there are."""
+    def corrupt(self) -> None:
+        """Cut the file in the middle, so that it is invalid."""
         text = self._path.read_text()
         self._replace(text[: len(text) // 2])
 
     def repair(self) -> None:
-        """It has those that there are."""
+        """Write the current engines."""
         groups = [{"targets": [instance], "labels": {"role": role}} for role, instance in self._engines]
         self._replace(json.dumps(groups))
 
@@ -282,9 +287,16 @@ async def started(
     is_discovered: bool,
     evacuate_after_seconds: float | None,
 ) -> AsyncIterator[Cluster]:
-    """Start everything, and stop it in the end. Logs and configurations are written to the directory. Several gateways
-    share what they know. `is_discovered`: they find the engines in a file. `evacuate_after_seconds`: what still runs at
-    an instance that leaves may end there for so long; None: however long that takes.
+    """Start the cluster and stop it at the end. Several gateways share state.
+
+    Args:
+      directory: For logs and configurations.
+      workers: Workers of each gateway.
+      per_role: Number of prefillers, and of decoders.
+      watch: Makes a watcher for each connection to an engine.
+      gateways: Number of gateways.
+      is_discovered: Gateways find the engines in a file.
+      evacuate_after_seconds: Time that requests of a removed instance may take. None: unlimited.
     """
     store_port, *ports = quiet_ports(1 + gateways + 2 * per_role)
     roles = ["prefill"] * per_role + ["decode"] * per_role

@@ -1,4 +1,4 @@
-"""Everything that was noted during a soak, as values. Times are seconds of the wall clock, which all processes have."""
+"""All records of a soak, as values. Times are seconds of the wall clock, which all processes share."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Series = tuple[str, tuple[tuple[str, str], ...]]
 """A metric's name and its labels, sorted."""
 
 KILL_WORKER = "kill worker"
-"""The fault that the gateway itself suffers."""
+"""Kind of the fault that kills a worker of the gateway."""
 
 
 class Outcome(StrEnum):
-    """What a client got."""
+    """The outcome of a request for its client."""
 
-    COMPLETE = "complete"  # the right answer
-    REFUSED = "refused"  # the status that its mistake deserves
-    LEFT = "left"  # the client did not want more
-    WRONG = "wrong"  # an answer that looks complete and is not right
-    ERROR = "error"  # a status or an event that says that it failed
+    COMPLETE = "complete"  # the expected answer
+    REFUSED = "refused"  # the error status that its mistake requires
+    LEFT = "left"  # the client disconnected on purpose
+    WRONG = "wrong"  # a complete answer with other content
+    ERROR = "error"  # an error status or error event
     CUT = "cut"  # the connection ended before the answer did
-    SILENT = "silent"  # nothing for a minute
+    SILENT = "silent"  # no data for a minute
 
     @property
     def is_failure(self) -> bool:
@@ -43,60 +43,60 @@ class Answer:
     api: str
     stream: bool
     units: int
-    """Sequences it asks for."""
+    """Number of sequences to generate."""
     asks_usage: bool
     is_clean: bool
-    """One of those that are asked all the time, to see whether the gateway serves."""
+    """A regular short request that checks that the gateway serves."""
     status: int | None
-    """None: there was no status line."""
+    """None without a status line."""
     outcome: Outcome
     problem: str
     is_done: bool
-    """The last thing it said was `[DONE]`."""
+    """The stream ended with `[DONE]`."""
     has_usage: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leg:
-    """One generation request to an engine, as it passed on the network."""
+    """One generation request to an engine, as recorded on the network."""
 
     instance: str
     stage: str
-    """`prefill`, `decode`, or `release` of KV that nobody fetches."""
+    """`prefill`, `decode`, or `release` of orphaned KV."""
     user: str
-    """Whose request it is; empty for releases."""
+    """Id of the client's request. Empty for releases."""
     attempt: str
-    """The id under which the gateway sent it: the same for both legs of an attempt."""
+    """The gateway's id of the attempt, the same for both legs."""
     sent: float
     answered: float | None
-    """When the first byte of the answer came."""
+    """Time of the first byte of the answer, or None."""
     ended: float
-    """When the answer was whole, or the connection was gone."""
+    """Time of the end of the answer or connection."""
     status: int | None
     is_whole: bool
     is_finished: bool
-    """It is whole, and has a finish reason that is one."""
+    """The answer is whole and has a valid finish reason."""
     stream: bool
     edited: tuple[str, ...]
-    """Members of the body that are not the client's, byte for byte."""
+    """Members of the body that differ from the client's bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Something that was done to one backend, or to a worker."""
+    """A fault of one backend or worker."""
 
     kind: str
     target: str
     began: float
     ended: float
-    """When all was well again, as far as the gateway says."""
+    """Time at which the gateways reported full health."""
     is_healed: bool
-    """It was, in time."""
+    """Whether full health was reported in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Absence:
-    """An instance that was not to get new requests, because it was removed, or because the log said that it is down."""
+    """A period in which an instance must get no requests, because it was removed or logged as down."""
 
     instance: str
     began: float
@@ -106,7 +106,7 @@ class Absence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What the gateways' metrics and the kernel said at one moment."""
+    """Metrics of the gateways, and their memory and file descriptors, at one moment."""
 
     at: float
     metrics: Mapping[Series, float]
@@ -114,16 +114,16 @@ class Sample:
     fds: int = 0
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum of a metric over the series that have these labels."""
+        """Return the sum of a metric over the series with these labels."""
         wanted = set(labels.items())
         return sum(value for (n, found), value in self.metrics.items() if n == name and wanted <= set(found))
 
     def most(self, name: str) -> float:
-        """The largest value of a metric."""
+        """Return the largest value of a metric."""
         return max((value for (n, _), value in self.metrics.items() if n == name), default=0.0)
 
     def by(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
-        """A metric's values, those that are not zero, by the values of these labels."""
+        """Return the nonzero values of a metric by the values of these labels."""
         values: dict[tuple[str, ...], float] = {}
         for (n, found), value in self.metrics.items():
             if n == name and value:
@@ -132,8 +132,8 @@ class Sample:
         return values
 
 
-def together(samples: Sequence[Sample]) -> Sample:
-    """Of several gateways, whose metrics have labels that tell them apart."""
+def combined(samples: Sequence[Sample]) -> Sample:
+    """Combine samples of several gateways, whose series differ by a label."""
     return Sample(
         at=min(sample.at for sample in samples),
         metrics={series: value for sample in samples for series, value in sample.metrics.items()},
@@ -144,10 +144,10 @@ def together(samples: Sequence[Sample]) -> Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The gateways' settings that the judge needs."""
+    """The settings of the gateways that the judge needs."""
 
     workers: int = 1
-    """Of all gateways together."""
+    """Total number of workers of all gateways."""
     max_attempts: int = 3
     max_resumes: int = 3
     budget_share: float = 0.2
@@ -161,7 +161,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """All of it. `base` and `rest` are samples in quiet: before the first fault, and after the last request."""
+    """All records. `base` and `rest` are samples without load: before the first fault, and after the last request."""
 
     limits: Limits
     answers: list[Answer]
@@ -174,33 +174,33 @@ class Evidence:
     base: Sample
     rest: Sample
     engines: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What each engine said of itself in the end, by instance."""
+    """Final state that each engine reported, by instance."""
     judges_lag_seconds: float = 0.0
-    """How late the process was at worst that saw the legs."""
+    """Maximum delay of the process that recorded the legs."""
 
     @cached_property
     def ends(self) -> list[dict[str, Any]]:
-        """The access lines of requests. One without an id only says how many were left out in a flood of refusals."""
+        """Access log lines of requests. Lines without an id only count suppressed rejections."""
         return [line for line in self.lines if line.get("logger") == "proxy.access" and "id" in line]
 
     @property
     def suppressed_lines(self) -> int:
-        """Lines that the gateways have left out of their logs, because too many of a kind came at once."""
+        """Number of log lines that the gateways suppressed in floods."""
         return round(self.rest.total("pdproxy_log_lines_suppressed_total"))
 
     @property
     def lag_seconds(self) -> float:
-        """By how much what was seen may have been noted late, on both sides together."""
+        """Maximum delay of records, of this process and the gateways together."""
         gateways = max((sample.most("pdproxy_loop_lag_seconds") for sample in self.samples), default=0.0)
         return self.judges_lag_seconds + gateways
 
     @cached_property
     def failures(self) -> list[Answer]:
-        """What clients can complain of, without what died with its worker."""
+        """Failed answers, except those that died with their worker."""
         return [answer for answer in self.answers if answer.outcome.is_failure and not self.died_with_worker(answer)]
 
     def died_with_worker(self, answer: Answer) -> bool:
-        """Whether it was cut, and has no end in the log, when a worker was killed: nobody could do anything for it."""
+        """Return whether an answer was cut when a worker was killed, and has no access log line."""
         kills = [fault for fault in self.faults if fault.kind == KILL_WORKER]
         was_under_way = any(answer.began <= fault.began + 0.5 and fault.began <= answer.ended for fault in kills)
         return was_under_way and answer.id not in self.ended_ids
@@ -210,13 +210,13 @@ class Evidence:
         return frozenset(line["id"] for line in self.ends)
 
     def during(self, at: float) -> str:
-        """The fault that was going on, or had just been; empty if there was none."""
+        """Return the faults during or just before a moment, or an empty string."""
         names = [f"{fault.kind} {fault.target}" for fault in self.faults if fault.began <= at <= fault.ended + 1.0]
         return ", ".join(names)
 
 
 def log_lines(text: str) -> list[dict[str, Any]]:
-    """The gateway's JSON log, with `at` for the time. A line that is no JSON is one with the message alone."""
+    """Parse the gateway's JSON log. `at` is the time. Other lines have only a message."""
     lines = []
     for raw in text.splitlines():
         try:
@@ -229,7 +229,7 @@ def log_lines(text: str) -> list[dict[str, Any]]:
 
 
 def absences(lines: Iterable[dict[str, Any]], until: float) -> list[Absence]:
-    """When instances were down, according to the log of one worker."""
+    """Return the periods in which instances were down, by the log of one worker."""
     down: dict[str, tuple[float, str]] = {}
     found = []
     for line in lines:

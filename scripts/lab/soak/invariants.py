@@ -1,6 +1,6 @@
-"""What must hold, whatever goes wrong. `how` says by what it is judged, and what would not be seen.
+"""Rules that must hold during all faults. `how` describes how each is judged, and what is not detected.
 
-Each judge returns what is wrong, a text for each case, and is a pure function of the evidence.
+Each judge is a pure function of the evidence, and returns a text for each violation.
 """
 
 from __future__ import annotations
@@ -8,37 +8,37 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from lab.soak.evidence import KILL_WORKER, Evidence, Leg, Outcome
+from lab.soak.evidence import KILL_WORKER, Answer, Evidence, Leg, Outcome
 
 Judge = Callable[[Evidence], list[str]]
 Verdicts = Mapping["Invariant", list[str] | None]
-"""None: it was not judged."""
+"""Violations by invariant. None: not judged."""
 
-# A clean request takes as long as most do, and at most so much longer.
+# A clean request may take this much longer than the median.
 _LONGER_SECONDS = 1.0
-# Lines are written many at a time, so long after the end of a request at most.
+# Log lines are written in batches, at most this long after the end of a request.
 _WRITTEN_SECONDS = 0.1
 _LOADS = ("pdproxy_instance_inflight", "pdproxy_instance_load_tokens", "pdproxy_inflight_requests")
 _FDS_SLACK = 8
-# What a worker takes once, when it first sees what can happen.
+# Memory that each worker takes once, at its first requests and errors.
 _RSS_SLACK_BYTES = 16 * 1024 * 1024
 _RSS_SHARE = 0.05
 _RSS_BYTES_PER_MINUTE = 1024 * 1024
 _WARM_UP_SECONDS = 120.0
-# A shorter time says nothing about a slope.
+# A slope needs at least this much time.
 _SLOPE_SECONDS = 600.0
-# Processes note what they see when they get to it: of two things that different ones have noted, the later one is known
-# to be later only if there is more than this between them, and more than what they were seen to lag behind.
+# Processes record events with a delay. Events of different processes are in order only if more than this time, plus the
+# measured delay, is between them.
 _SKEW_SECONDS = 0.5
-# When requests end the budget gets smaller, and those that are being repeated go on: it is that of the last seconds.
+# The budget shrinks when requests end, while repeats continue. So the requests of the last seconds count.
 _BUDGET_SECONDS = 2.0
 _BUDGET_SLACK = 2
 
-# What the gateway changes in the body of a leg: of every one, of several sequences, and of an answer that goes on.
+# Members that the gateway changes in the body of a leg: always, for several sequences, and for resumed answers.
 _EDITS_PREFILL = {
     *("kv_transfer_params", "stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens"),
     *("logprobs", "top_logprobs", "return_token_ids", "tool_choice"),
@@ -47,21 +47,21 @@ _EDITS_DECODE = {"kv_transfer_params", "stream", "stream_options", "return_token
 _EDITS_SPLIT = {"n", "best_of", "prompt", "seed"}
 _EDITS_RESUMED = {
     *("max_tokens", "max_completion_tokens", "min_tokens", "seed", "prompt"),
-    # Of a chat that goes on as a completion.
+    # For a chat that is resumed as a completion.
     *("messages", "tools", "tool_choice", "chat_template_kwargs", "logprobs", "top_logprobs"),
     *("add_special_tokens", "skip_special_tokens", "spaces_between_special_tokens"),
 }
 
 
-# What clients got, and what was written down of it
+# Clients and their log lines
 
 
 def one_end(evidence: Evidence) -> list[str]:
     lines = Counter(line["id"] for line in evidence.ends)
     asked = {answer.id: answer for answer in evidence.answers}
     wrong = [f"{name}: {times} access lines" for name, times in lines.items() if times > 1]
-    wrong += [f"{name}: an access line, and no client asked" for name in lines if name not in asked]
-    # Who left at once may not have been heard, and a dead worker cannot write, be it that all was well just before.
+    wrong += [f"{name}: an access line without a client's request" for name in lines if name not in asked]
+    # A client that disconnected at once may be unknown to the gateway, and a killed worker writes no line.
     killed = [fault.began for fault in evidence.faults if fault.kind == KILL_WORKER]
     missing = [
         answer
@@ -69,7 +69,7 @@ def one_end(evidence: Evidence) -> list[str]:
         if answer.id not in lines and answer.outcome is not Outcome.LEFT and not evidence.died_with_worker(answer)
         if not any(0 <= at - answer.ended < _WRITTEN_SECONDS for at in killed)
     ]
-    # Of refusals that come in a flood most lines are left out, and counted.
+    # Lines of rejections in a flood are suppressed, and counted.
     refused = [answer for answer in missing if answer.status is not None and answer.status >= 400]
     if len(refused) <= evidence.suppressed_lines:
         missing = [answer for answer in missing if answer not in refused]
@@ -83,14 +83,14 @@ def right_answers(evidence: Evidence) -> list[str]:
     units = {answer.id: answer.units for answer in evidence.answers}
     decodes = [leg for leg in evidence.legs if leg.stage == "decode"]
     finished = Counter(leg.user for leg in decodes if leg.is_finished)
-    # An answer that was moved or repeated may end where it was just then, as the network saw and the gateway did not.
+    # An answer that was resumed may have ended on the network before the gateway noticed.
     skew = _SKEW_SECONDS + evidence.lag_seconds
     moved = {line["id"] for line in evidence.ends if line["attempts"] > line["units"]}
     last = {leg.user: leg.sent for leg in sorted(decodes, key=lambda leg: leg.sent) if leg.user in moved}
     finished -= Counter(
         leg.user for leg in decodes if leg.is_finished and leg.sent < last.get(leg.user, 0.0) <= leg.ended + skew
     )
-    # A whole answer is asked for again, once, if the engine's parser for streams has spoilt its tool calls.
+    # A whole answer is requested again, once, if the engine's parser for streams spoils its tool calls.
     whole = {answer.id for answer in evidence.answers if not answer.stream}
     for line in evidence.ends:
         if line["id"] in whole and line["units"] == units[line["id"]] + 1:
@@ -120,9 +120,9 @@ def same_codes(evidence: Evidence) -> list[str]:
         for answer in evidence.answers
         if answer.status is not None and answer.id in codes and codes[answer.id] != answer.status
     ]
-    # A worker may die between counting and writing.
+    # A worker may be killed between counting and logging.
     slack = sum(fault.kind == KILL_WORKER for fault in evidence.faults) + evidence.suppressed_lines
-    # Labels are named like the members of a line.
+    # Labels have the names of log fields.
     for metric, *labels in (("pdproxy_requests_total", "api", "code"), ("pdproxy_request_end_total", "term")):
         counted = evidence.rest.by(metric, *labels)
         written = Counter(tuple(str(line[label]) for label in labels) for line in evidence.ends)
@@ -142,26 +142,26 @@ def usage_when_asked(evidence: Evidence) -> list[str]:
     ]
 
 
-def soon_well(evidence: Evidence) -> list[str]:
+def recovery(evidence: Evidence) -> list[str]:
     clean = [answer for answer in evidence.answers if answer.is_clean and answer.outcome is Outcome.COMPLETE]
     usual = median([answer.ended - answer.began for answer in clean]) if clean else 0.0
     wrong = [f"{f.kind} {f.target}: not all instances came back" for f in evidence.faults if not f.is_healed]
     for fault in evidence.faults:
         until = fault.began + evidence.limits.health_seconds
-        # Asked in that time, and not kept waiting.
+        # Sent in that time, and answered without a long wait.
         if not any(fault.began <= a.began <= until and a.ended <= until + usual + _LONGER_SECONDS for a in clean):
-            wrong.append(f"{fault.kind} {fault.target}: nobody was served within a health interval of it")
+            wrong.append(f"{fault.kind} {fault.target}: no clean request was served within a health interval")
     return wrong
 
 
-# What the gateway holds: load, memory, file descriptors
+# Resources of the gateway: load, memory, file descriptors
 
 
 def leases(evidence: Evidence) -> list[str]:
     wrong = []
     ended = evidence.rest.by("pdproxy_instance_requests_total", "role", "address")
-    # A lease that was moved, or left before its leg was sent, ends without a leg. No leg comes without a lease, but one
-    # may come twice if it went on a connection that turned out to be closed.
+    # A lease that was resumed, or left before its leg was sent, ends without a leg. Each leg has a lease, but a leg is
+    # sent twice if its connection turns out to be closed.
     sent = Counter((leg.stage, leg.instance) for leg in evidence.legs if leg.stage != "release" and leg.answered)
     if not any(fault.kind == KILL_WORKER for fault in evidence.faults):
         wrong += [
@@ -201,7 +201,7 @@ def nothing_grows(evidence: Evidence) -> list[str]:
     wrong = []
     if rest.fds > base.fds + _FDS_SLACK:
         wrong.append(f"{base.fds} file descriptors before, {rest.fds} after")
-    # A worker that was killed took its memory with it, and the new one has not grown yet: the sum only seems to fall.
+    # A killed worker frees its memory, and its successor has not grown yet, so the sum may fall.
     if rest.rss_bytes > base.rss_bytes * (1 + _RSS_SHARE) + _RSS_SLACK_BYTES * evidence.limits.workers:
         wrong.append(f"{base.rss_bytes >> 20} MiB before, {rest.rss_bytes >> 20} MiB after")
     slope = _slope([(s.at - base.at, s.rss_bytes) for s in evidence.samples if s.at > base.at + _WARM_UP_SECONDS])
@@ -211,7 +211,7 @@ def nothing_grows(evidence: Evidence) -> list[str]:
 
 
 def _slope(points: list[tuple[float, float]]) -> float:
-    """Growth per minute, by least squares; 0 if that is too short a time."""
+    """Return the growth per minute, by least squares, or 0 if the time is too short."""
     if len(points) < 2 or points[-1][0] - points[0][0] < _SLOPE_SECONDS:
         return 0.0
     mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
@@ -219,7 +219,7 @@ def _slope(points: list[tuple[float, float]]) -> float:
     return 60.0 * math.fsum((x - mean_x) * (y - mean_y) for x, y in points) / spread
 
 
-# What was sent to the engines: when, how often, and with whose bytes
+# Requests to the engines
 
 
 def nothing_after_the_end(evidence: Evidence) -> list[str]:
@@ -232,11 +232,11 @@ def nothing_after_the_end(evidence: Evidence) -> list[str]:
     ]
 
 
-def only_who_is_there(evidence: Evidence) -> list[str]:
+def only_present_instances(evidence: Evidence) -> list[str]:
     absences: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
     for absence in evidence.absences:
         absences[absence.instance].append((absence.began, absence.ended, absence.why))
-    # An attempt chooses both its backends when it begins, which is just before its prefill leg is sent.
+    # An attempt selects both backends at its start, just before its prefill leg is sent.
     chosen: dict[str, float] = {}
     for leg in evidence.legs:
         if leg.stage == "prefill":
@@ -256,7 +256,7 @@ def bounded_attempts(evidence: Evidence) -> list[str]:
     prefills = Counter(leg.user for leg in evidence.legs if leg.stage == "prefill")
     wrong = []
     for line in evidence.ends:
-        # Each incident forgets the failures before it; each attempt may ask a prefiller a second time for its KV.
+        # Each incident resets the count of failures, and each attempt may ask a prefiller twice for its KV.
         per_answer = 2 * limits.max_attempts - 1
         most = max(1, line["units"]) * (1 + limits.max_resumes) * per_answer
         if line["attempts"] > most:
@@ -264,12 +264,12 @@ def bounded_attempts(evidence: Evidence) -> list[str]:
         if prefills[line["id"]] > 2 * line["attempts"]:
             wrong.append(f"{line['id']}: {prefills[line['id']]} prefill legs in {line['attempts']} attempts")
     if limits.workers > 1:
-        return wrong  # each has a budget of its own, and which of them sent a leg is not seen
+        return wrong  # each worker has a budget, and the sender of a leg is unknown
     return wrong + _beyond_budget(evidence)
 
 
 def _beyond_budget(evidence: Evidence) -> list[str]:
-    """How many requests were being repeated at the same time, against how many there were."""
+    """Return violations of the retry budget: requests being repeated, relative to all in flight."""
     began = sorted(answer.began for answer in evidence.answers for _ in range(answer.units))
     ended = sorted(answer.ended for answer in evidence.answers for _ in range(answer.units))
 
@@ -288,7 +288,7 @@ def _beyond_budget(evidence: Evidence) -> list[str]:
 
 
 def _repeats(evidence: Evidence) -> Iterator[Leg]:
-    """Prefill legs of second and further attempts, of requests that are one sequence."""
+    """Yield prefill legs of repeated attempts, for requests of one sequence."""
     single = {answer.id for answer in evidence.answers if answer.units == 1}
     seen: set[str] = set()
     for leg in sorted(evidence.legs, key=lambda leg: leg.sent):
@@ -304,7 +304,7 @@ def handed_over_in_time(evidence: Evidence) -> list[str]:
     wrong = []
     for leg in evidence.legs:
         if leg.stage == "decode" and leg.attempt in prefilled:
-            # Engines begin an answer that is not streamed when they have all of it.
+            # Engines begin an answer without a stream when it is complete.
             until = (leg.answered or leg.ended) if leg.stream else leg.sent
             waited = until - prefilled[leg.attempt]
             if waited > deadline:
@@ -312,7 +312,7 @@ def handed_over_in_time(evidence: Evidence) -> list[str]:
     return wrong
 
 
-def clients_bytes(evidence: Evidence) -> list[str]:
+def unchanged_bytes(evidence: Evidence) -> list[str]:
     units = {answer.id: answer.units for answer in evidence.answers}
     once = {line["id"] for line in evidence.ends if not line["resumes"]}
     first: dict[str, str] = {}
@@ -333,87 +333,86 @@ def clients_bytes(evidence: Evidence) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Invariant:
-    """One of them. `name` is the one of the design paper."""
+    """An invariant. `name` is its short name in reports."""
 
     name: str
     title: str
     how: str
     judge: Judge
     of_one_worker: bool = False
-    """It cannot be judged if there are several."""
+    """Not judged with several workers."""
 
 
 INVARIANTS = (
     Invariant(
         "I1",
         "one end of every request",
-        "One access line for each id that clients sent, and none for others. Who left may have none (it need not have "
-        "been heard), nor may whose worker was killed, nor those refused in a flood, as far as they were counted.",
+        "Each id that clients sent has one access line, and no other id has one. Exceptions: clients that disconnected "
+        "at once, requests of killed workers, and suppressed rejections, as far as they were counted.",
         one_end,
     ),
     Invariant(
         "I2",
-        "what is reserved is released",
-        "No load and no number of requests is below zero at any sample, and of each instance at least as many leases "
-        "ended as legs were answered. A lease released twice that another one hides would show in the end, in I4.",
+        "reservations are released",
+        "No load or number of requests is negative in any sample, and each instance has at least as many ended leases "
+        "as answered legs. I4 detects a double release that another lease hides.",
         leases,
     ),
     Invariant(
         "I3",
         "loads add up",
-        "At every sample: prefillers in use <= decoders in use (a decoder is reserved first) <= requests x sequences. "
-        "Equality holds only at the end, since a request that waits or is parsed has no instance; see I4. With one "
-        "worker: others go on while one reads all their rows.",
+        "In each sample: prefillers in use <= decoders in use (a decoder is reserved first) <= requests x sequences. "
+        "Equality holds only at the end, because queued requests have no instance; see I4. Judged with one worker, "
+        "because others continue while one reads all rows.",
         sums,
         of_one_worker=True,
     ),
     Invariant(
         "I4",
         "nothing is left",
-        "After the last request every load, request and queue in /metrics is exactly 0, and so are the requests of the "
-        "engines by /_mock/state.",
+        "After the last request every load, request and queue in /metrics is 0, and so are the requests of engines in "
+        "/_mock/state.",
         nothing_left,
     ),
     Invariant(
         "I5",
         "the right answer, once",
-        "Every complete answer says what an engine alone says: text, reasoning, tool calls, token ids, finish, usage. "
-        "On the network no more decodes are whole and finished than the request has sequences, but where one was moved "
-        "as it ended.",
+        "Every complete answer equals that of a single engine: text, reasoning, tool calls, token ids, finish, usage. "
+        "The network carries no more finished decodes than the request has sequences, except at the moment of a "
+        "resume.",
         right_answers,
     ),
     Invariant(
         "I6",
         "[DONE] means success",
-        "A stream ends with [DONE] exactly if its access line says `--` and 200.",
+        "A stream ends with [DONE] exactly if its access line has `--` and 200.",
         done_means_success,
     ),
     Invariant(
         "I7",
         "status, log and metrics agree",
-        "The client's status is the log's; requests_total and request_end_total are the numbers of lines with these "
-        "codes and terms, less one for each killed worker, and what was left out in floods.",
+        "The client's status is the log's. requests_total and request_end_total equal the numbers of lines with these "
+        "codes and terms, up to one for each killed worker and each suppressed line.",
         same_codes,
     ),
     Invariant(
         "I8",
         "nothing after the end",
-        "No leg is sent 0.5 s or more after its request's access line. Less is not seen, nor what may be explained by "
-        "the lag of the processes that note it.",
+        "No leg is sent more than 0.5 s, plus the delay of records, after the access line of its request.",
         nothing_after_the_end,
     ),
     Invariant(
         "I9",
-        "only to those who are there",
-        "No leg goes to an instance that had been removed, or was down by the log, when its attempt began and when it "
-        "was sent, by 0.5 s and that lag, or more. The log's part with one worker: lines do not say whose they are.",
-        only_who_is_there,
+        "only present instances",
+        "No leg goes to an instance that was removed or logged as down, at the start of its attempt and at its "
+        "sending, by more than 0.5 s plus the delay of records. The log counts only with one worker.",
+        only_present_instances,
     ),
     Invariant(
         "I10",
         "attempts are bounded",
-        "The line's attempts, against max_attempts and resume.max_attempts; the legs on the network, against the line; "
-        "and, with one worker, the prefills that run a second time at once, against the budget.",
+        "Attempts of the access line are within max_attempts and resume.max_attempts, legs on the network within the "
+        "line, and, with one worker, concurrent repeated prefills within the retry budget.",
         bounded_attempts,
     ),
     Invariant(
@@ -426,34 +425,102 @@ INVARIANTS = (
     Invariant(
         "I12",
         "engines get the client's bytes",
-        "Members of the body, against those the client sent, digit by digit and in their order; only those the gateway "
-        "is known to change may be different. White space and escapes are not looked at.",
-        clients_bytes,
+        "Members of the body equal the client's, digit by digit and in order, except those that the gateway changes. "
+        "White space and escapes are ignored.",
+        unchanged_bytes,
     ),
     Invariant(
         "I13",
-        "usage for those who ask",
-        "Of complete streams: usage exactly if it was asked for.",
+        "usage on request",
+        "A complete stream has usage exactly if the client requested it.",
         usage_when_asked,
     ),
     Invariant(
         "I14",
-        "well again at once",
-        "Of each fault: a clean request sent within a health interval of it is answered, a second later than usual at "
-        "most, and all instances are up again soon after it is over.",
-        soon_well,
+        "prompt recovery",
+        "A clean request within a health interval of each fault is answered, at most a second later than usual, and "
+        "all instances are up again soon after its end.",
+        recovery,
     ),
     Invariant(
         "I15",
         "nothing grows",
-        "Memory and file descriptors of all processes of the gateway in quiet, before and after; in runs of more than "
-        "12 minutes also the slope of memory. Tasks are not seen from outside; the tests look at them.",
+        "Memory and file descriptors of all processes of the gateway are the same before and after, without load. In "
+        "runs of more than 12 minutes the slope of memory counts, too. Tasks are judged by tests.",
         nothing_grows,
     ),
 )
 
 
 def judged(evidence: Evidence) -> Verdicts:
-    """All of them."""
+    """Judge all invariants."""
     is_one = evidence.limits.workers == 1
     return {one: one.judge(evidence) if is_one or not one.of_one_worker else None for one in INVARIANTS}
+
+
+_SHOWN = 3
+
+
+def table(evidence: Evidence, verdicts: Verdicts) -> str:
+    """Return all results in two columns."""
+    outcomes = Counter(answer.outcome for answer in evidence.answers)
+    faults = Counter(fault.kind for fault in evidence.faults)
+    rest, base = evidence.rest, evidence.base
+    died = sum(a.outcome.is_failure and evidence.died_with_worker(a) for a in evidence.answers)
+    lines = [
+        ("requests", f"{len(evidence.answers)}, of them {sum(a.stream for a in evidence.answers)} streams"),
+        *((f"  {outcome}", str(outcomes[outcome])) for outcome in Outcome if outcomes[outcome]),
+        *([("  cut with a killed worker", str(died))] if died else []),
+        ("faults", str(len(evidence.faults))),
+        *((f"  {kind}", str(times)) for kind, times in sorted(faults.items())),
+        ("client-visible failures", str(len(evidence.failures))),
+        *((f"  {cause}", str(times)) for cause, times in causes(evidence.failures)),
+        ("retries", _by(rest.by("pdproxy_retries_total", "stage", "reason"))),
+        ("retry budget exhausted", f"{rest.total('pdproxy_retry_budget_exhausted_total'):.0f}"),
+        ("resumes", _by(rest.by("pdproxy_resumes_total", "cause", "action"))),
+        ("resumes that failed", _by(rest.by("pdproxy_resume_failures_total", "cause"))),
+        ("ejections", _by(rest.by("pdproxy_instance_ejected_total", "role", "reason"))),
+        ("memory, MiB", f"{base.rss_bytes / 2**20:.1f} before, {rest.rss_bytes / 2**20:.1f} after"),
+        ("file descriptors", f"{base.fds} before, {rest.fds} after"),
+        ("lag, seconds at worst", f"{evidence.lag_seconds:.2f}"),
+        *((f"{invariant.name} {invariant.title}", _verdict(wrong)) for invariant, wrong in verdicts.items()),
+    ]
+    width = max(len(label) for label, _ in lines)
+    return "\n".join(f"{label.ljust(width)}  {text}" for label, text in lines)
+
+
+def causes(failures: Iterable[Answer]) -> list[tuple[str, int]]:
+    """Count failures of clients by cause, the most frequent first."""
+    return Counter(f"{answer.outcome}: {answer.problem}" for answer in failures).most_common()
+
+
+def details(evidence: Evidence, verdicts: Verdicts) -> str:
+    """Return details for debugging: the first failures of each kind with access lines, and violations."""
+    ends = {line["id"]: line for line in evidence.ends}
+    lines = []
+    shown: Counter[tuple[str, str]] = Counter()
+    for answer in evidence.failures:
+        shown[answer.outcome, answer.problem] += 1
+        if shown[answer.outcome, answer.problem] > _SHOWN:
+            continue
+        end = {
+            name: value for name, value in ends.get(answer.id, {}).items() if name not in ("time", "level", "logger")
+        }
+        fault = evidence.during(answer.ended) or evidence.during(answer.began) or "no fault"
+        lines.append(f"{answer.id} during {fault}: {answer.outcome} {answer.problem}\n    {end or 'no access line'}")
+    for invariant, wrong in ((invariant, wrong) for invariant, wrong in verdicts.items() if wrong):
+        lines += [f"{invariant.name} {text}" for text in wrong[:_SHOWN]]
+        lines += [f"{invariant.name} … and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
+    return "\n".join(lines)
+
+
+def _verdict(wrong: list[str] | None) -> str:
+    if wrong is None:
+        return "not judged with several workers"
+    return f"VIOLATED {len(wrong)} times" if wrong else "ok"
+
+
+def _by(values: Mapping[tuple[str, ...], float]) -> str:
+    """Return the sum of values and its parts, as in `12 (reset 10, timeout 2)`."""
+    parts = ", ".join(f"{' '.join(key)} {value:.0f}" for key, value in sorted(values.items()))
+    return f"{sum(values.values()):.0f}" + (f" ({parts})" if parts else "")

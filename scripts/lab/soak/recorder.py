@@ -1,4 +1,4 @@
-"""What passes between the gateway and one engine, read off the network: every generation request, and how it went."""
+"""Records every generation request between the gateway and one engine, read from the network."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _KEPT_BYTES = 4096
 
 
 class Recorder:
-    """Watches one connection and notes a Leg for each exchange.
+    """Watches one connection and records a Leg for each request.
 
-    `sent_by_client`: the body that a client sent under a name, None when nobody did.
+    `sent_by_client`: returns the body that a client sent under a name, or None.
     """
 
     def __init__(
@@ -40,22 +40,22 @@ class Recorder:
         self._requests = httptools.HttpRequestParser(_Requests(self))
         self._answers = httptools.HttpResponseParser(_Answers(self))
         self.exchange: _Exchange | None = None
-        """What is under way; None between an answer and the next request."""
+        """The request in flight. None between an answer and the next request."""
 
     def on_data(self, direction: Direction, data: bytes) -> None:
-        # What a dying engine says may be no HTTP. That is for the gateway to see.
+        # A dying engine may send invalid HTTP, which is the gateway's concern.
         with suppress(httptools.HttpParserError):
             (self._requests if direction is Direction.UP else self._answers).feed_data(data)
 
     def on_end(self, direction: Direction) -> None:
         if direction is Direction.UP:
-            # The gateway has hung up: what an engine still says reaches nobody.
+            # The gateway has disconnected, so the rest of the answer reaches no client.
             self.end(is_whole=False)
 
     def on_close(self) -> None:
         self.end(is_whole=False)
 
-    # From the parsers
+    # Calls of the parsers
 
     def begin(self) -> None:
         self.exchange = _Exchange(sent=self._clock())
@@ -67,7 +67,7 @@ class Recorder:
             exchange.status = self._answers.get_status_code()
 
     def end(self, *, is_whole: bool) -> None:
-        """The answer is whole, or the connection is gone."""
+        """End the request: the answer is whole, or the connection is closed."""
         exchange, self.exchange = self.exchange, None
         if exchange is None or exchange.path not in _GENERATION:
             return
@@ -95,7 +95,7 @@ class Recorder:
 
 @dataclass(slots=True)
 class _Exchange:
-    """One request and what came back. Of the answer only the end is kept."""
+    """A request and its answer, of which only the end is kept."""
 
     sent: float
     path: bytes = b""
@@ -107,7 +107,7 @@ class _Exchange:
 
 
 class _Requests:
-    """What httptools calls with the parts of a request."""
+    """Callbacks of httptools for requests."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -129,7 +129,7 @@ class _Requests:
 
 
 class _Answers:
-    """What httptools calls with the parts of an answer."""
+    """Callbacks of httptools for answers."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -147,10 +147,9 @@ class _Answers:
 
 
 def edits(client: bytes, engine: bytes) -> set[str]:
-    """Top-level members that were added, removed or written differently, and `order` if those kept changed places.
+    """Return the top-level members that differ, and `order` if the others changed places.
 
-    How a value is written counts: the digits of a number, and the order of members inside it. Space between values and
-    the escapes in text are not looked at.
+    Digits of numbers and the order of nested members count. White space and escapes are ignored.
     """
     ours, theirs = _members(client), _members(engine)
     changed = {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
@@ -159,7 +158,7 @@ def edits(client: bytes, engine: bytes) -> set[str]:
 
 
 def _members(body: bytes) -> dict[str, str]:
-    """The values of an object as text in one form, in their order."""
+    """Return the values of an object as normalised text, in their order."""
     try:
         pairs = json.loads(body, object_pairs_hook=tuple, parse_int=_Digits, parse_float=_Digits)
     except ValueError:
@@ -168,7 +167,7 @@ def _members(body: bytes) -> dict[str, str]:
 
 
 class _Digits(str):
-    """A number as it is written; not to be taken for text that looks the same."""
+    """A number as written, distinct from equal text."""
 
     __slots__ = ()
 

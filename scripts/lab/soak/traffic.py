@@ -1,7 +1,7 @@
-"""The clients: `python -m lab.soak.traffic PORT,… SEED CLIENTS FILE`. What they get must be what an engine alone says.
+"""The clients: they compare every answer with that of a single engine.
 
-Reads lines from standard input, the seconds to ask for; asks, lets everything end, and prints a line. Notes an Answer
-for every request in the file.
+Usage: `python -m lab.soak.traffic PORT,… SEED CLIENTS FILE`. Each line on standard input is a number of seconds to send
+requests for. After the last answer a line is printed. Writes an Answer for every request to the file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CLEAN_PER_SECOND = 10.0
 
 
 class Traffic:
-    """All clients of one run. Owns the file of answers."""
+    """All clients of one run. Writes the file of answers."""
 
     def __init__(self, ports: Sequence[int], seed: int, clients: int, answers: BinaryIO) -> None:
         self._gateways = [Connections(port) for port in ports]
@@ -43,18 +43,18 @@ class Traffic:
         self._serials = count()
 
     async def learn(self) -> None:
-        """Ask an engine without a gateway what the answers are."""
+        """Get the expected answers from an engine without a gateway."""
         async with SimulatedEngine(**ENGINE_OPTIONS) as engine:
             for request in (request for request in (*self._requests, self._clean) if request.status == 200):
                 answer = await ask(engine.port, post(engine.port, request.body(""), request.api.path))
                 expected = content(answer.body, stream=request.stream)
                 if "stop" in request.fields:
-                    # If an answer breaks off inside a stop string, some tokens behind it count, too.
+                    # If an answer ends inside a stop string, tokens behind it may count, too.
                     expected["usage"] = None
                 self._expected[request.number] = expected
 
     async def ask(self, seconds: float) -> None:
-        """So long, and until the last answer has ended."""
+        """Send requests for a time, and wait for the last answer."""
 
         async def some(_: int) -> str:
             await self._one(self._draw.choice(self._requests))
@@ -65,7 +65,7 @@ class Traffic:
             await self._one(self._clean, is_clean=True)
             return ""
 
-        # Not one after the other: a gateway that makes one wait would be asked less.
+        # Clean requests are sent at a rate, so that a slow gateway gets as many.
         async with Load(some).at_a_time(self._clients), Load(clean).at_rate(_CLEAN_PER_SECOND):
             await asyncio.sleep(seconds)
 
@@ -73,15 +73,15 @@ class Traffic:
         serial = next(self._serials)
         user = user_name(serial, request)
         gateway = self._gateways[serial % len(self._gateways)]
-        # Some clients come anew each time, and so to any of several workers.
+        # Some clients use a new connection each time, which any worker may accept.
         headers = {"X_Request_Id": user, **({"Connection": "close"} if serial % 3 == 0 else {})}
-        asked = post(gateway.port, request.body(user), request.api.path, **headers)
+        request_bytes = post(gateway.port, request.body(user), request.api.path, **headers)
         received: load.Answer | None = None
         leaves_after = request.leaves_after_seconds
         began = time.time()
         try:
             async with asyncio.timeout(_PATIENCE_SECONDS if leaves_after is None else leaves_after):
-                received = await gateway.ask(asked)
+                received = await gateway.ask(request_bytes)
         except TimeoutError:
             outcome, problem = Outcome.SILENT if leaves_after is None else Outcome.LEFT, ""
         except OSError as error:
@@ -107,7 +107,7 @@ class Traffic:
         self._answers.write(orjson.dumps(answer) + b"\n")
 
     def _judged(self, request: Request, received: load.Answer) -> tuple[Outcome, str]:
-        """What became of a request whose answer ended as HTTP answers do."""
+        """Return the outcome of a request whose answer has ended."""
         if not received.is_whole:
             return Outcome.CUT, "the connection was closed before the end of the answer"
         if received.status != request.status:
@@ -132,12 +132,12 @@ def _has_usage(body: bytes) -> bool:
 
 
 def _error_event(body: bytes) -> str:
-    """The error event of a stream; empty if there is none."""
+    """Return the error event of a stream, or an empty string."""
     return _error(body.rpartition(b"data: ")[2]) if b'"error":' in body else ""
 
 
 def _error(body: bytes) -> str:
-    """Code and message of an error body, in one line."""
+    """Return code and message of an error body in one line."""
     try:
         error = orjson.loads(body)["error"]
         return f"{error.get('code')}: {error.get('message')}"
@@ -145,15 +145,15 @@ def _error(body: bytes) -> str:
         return str(body[:100])
 
 
-# What an answer says, streamed or not, in one form: two answers that say the same to a client are equal.
+# The content of an answer, streamed or not, in one form that can be compared.
 
 
 class Unreadable(Exception):
-    """An answer that is none; the text says what is wrong."""
+    """An answer cannot be read. The text is the reason."""
 
 
 def payloads(body: bytes) -> list[dict[str, Any]]:
-    """The JSON of a stream's events, without `[DONE]`. Raises Unreadable."""
+    """Return the JSON of a stream's events without `[DONE]`. Raises Unreadable."""
     events = [event for event in body.replace(b"\r\n", b"\n").split(b"\n\n") if event.startswith(b"data: ")]
     if events and events[-1] == DONE:
         events.pop()
@@ -161,10 +161,7 @@ def payloads(body: bytes) -> list[dict[str, Any]]:
 
 
 def content(body: bytes, *, stream: bool) -> dict[str, Any]:
-    """What an answer says: of each choice its reasoning, text, tool calls, token ids and end, and the usage.
-
-    Raises Unreadable.
-    """
+    """Return reasoning, text, tool calls, token ids and end of each choice, and the usage. Raises Unreadable."""
     parts = payloads(body) if stream else [_json(body)]
     try:
         usages = [part["usage"] for part in parts if part.get("usage") and not (stream and part["choices"])]
@@ -177,11 +174,11 @@ def content(body: bytes, *, stream: bool) -> dict[str, Any]:
             "usage": [{name: usage[name] for name in ("prompt_tokens", "completion_tokens")} for usage in usages],
         }
     except (KeyError, TypeError) as error:
-        raise Unreadable(f"the answer has not the shape of one: {error!r}") from None
+        raise Unreadable(f"the answer has another shape: {error!r}") from None
 
 
 def difference(answer: dict[str, Any], expected: dict[str, Any]) -> str:
-    """What is wrong with an answer; empty when nothing is. Usage is compared if it was expected and there is any."""
+    """Return the first difference, or an empty string. Usage is compared if both answers have it."""
     if answer["usage"] and expected["usage"] and answer["usage"] != expected["usage"]:
         return f"usage is {answer['usage']}, not {expected['usage']}"
     if answer["choices"].keys() != expected["choices"].keys():
@@ -195,7 +192,7 @@ def difference(answer: dict[str, Any], expected: dict[str, Any]) -> str:
 
 
 def _shortened(got: Any, value: Any) -> str:
-    """Where two values part, without all of what they say."""
+    """Return the first difference of two values with some context."""
     ours, theirs = str(got), str(value)
     at = next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     begin = max(0, at - 20)
@@ -215,7 +212,7 @@ def _choice(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _tool_calls(messages: list[dict[str, Any]]) -> list[list[str]]:
-    """Name and arguments of each."""
+    """Return name and arguments of each tool call."""
     calls: list[list[str]] = []
     for number, part in ((n, part) for message in messages for n, part in enumerate(message.get("tool_calls") or ())):
         function = part.get("function") or {}
@@ -230,9 +227,9 @@ def _json(data: bytes) -> dict[str, Any]:
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError:
-        raise Unreadable(f"this is no JSON: {data[:80]!r}") from None
+        raise Unreadable(f"not JSON: {data[:80]!r}") from None
     if not isinstance(value, dict):
-        raise Unreadable(f"this is no object: {data[:80]!r}")
+        raise Unreadable(f"not a JSON object: {data[:80]!r}")
     return value
 
 

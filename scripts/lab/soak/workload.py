@@ -1,7 +1,7 @@
-"""What clients ask for: a fixed set of requests, the same for the same seed.
+"""The requests of clients, a fixed set for each seed.
 
-Most are ordinary, some have several prompts or samples, some are mistakes, and some are from clients that leave early.
-Each is written as no JSON library would write it, so that whoever serialises it again is found out.
+Most are ordinary, some have several prompts or samples, some are invalid, and some clients disconnect early. Their JSON
+has a form that no library writes, so that any re-serialisation is detected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TOOLS = [
     for name, parameter in (("find", "q"), ("show", "at"))
 ]
 _THINKING = {"chat_template_kwargs": {"thinking": True}}
-# No library writes numbers, space and escapes like this, and none keeps them.
+# No library writes or keeps this form of numbers, white space and escapes.
 _ODDITIES = '"temperature" : 1.00e0,\t"x_big": 36893488147419103232, "x_text": "\\u0041\\/b",  "x_last": [ 1,2 ]'
 
 
@@ -36,9 +36,9 @@ class Request:
     api: Api
     fields: dict[str, Any]
     status: int = 200
-    """The status it deserves. Its body is no JSON if that is 400 and there are no fields."""
+    """Expected status. With 400 and no fields, the body is not JSON."""
     leaves_after_seconds: float | None = None
-    """When its client has enough, answered or not; None: never."""
+    """Time after which the client disconnects. None: never."""
 
     @property
     def stream(self) -> bool:
@@ -46,18 +46,18 @@ class Request:
 
     @property
     def asks_usage(self) -> bool:
-        """A stream whose client wants to know what it cost."""
+        """Whether the client requests usage in a stream."""
         return bool((self.fields.get("stream_options") or {}).get("include_usage"))
 
     @property
     def units(self) -> int:
-        """How many sequences are generated for it."""
+        """Number of sequences to generate."""
         prompt = self.fields.get("prompt")
         prompts = len(prompt) if isinstance(prompt, list) else 1
         return prompts * int(self.fields.get("n") or 1)
 
     def body(self, user: str) -> bytes:
-        """The bytes to send. `user` comes back in what the engines get, and tells whose leg it is."""
+        """Return the body. `user` identifies the request in the legs at engines."""
         if not self.fields:
             return f'{{"user": "{user}", "messages": [{{"role": "user", "content": "half'.encode()
         members = json.dumps({"user": user, **self.fields}, ensure_ascii=self.number % 2 == 0)
@@ -65,23 +65,23 @@ class Request:
 
 
 def request_number(user: str) -> int:
-    """The number of the request that was sent under this name; see `user_name`."""
+    """Return the number of the request with this `user_name`."""
     return int(user.rpartition(".")[2])
 
 
 def user_name(serial: int, request: Request) -> str:
-    """The name of a request: its id, and the `user` in its body."""
+    """Return the name of a request: its id, and the `user` in its body."""
     return f"soak-{serial}.{request.number}"
 
 
 def clean_request() -> Request:
-    """What is asked all the time to see whether the gateway serves: a short answer to a short question."""
+    """Return the short request that checks regularly that the gateway serves."""
     fields = {"model": MODEL, "messages": [{"role": "user", "content": "Are you well?"}], "max_tokens": 4}
     return Request(_SIZE, Api.CHAT, fields)
 
 
 def workload(seed: int) -> list[Request]:
-    """All requests; the last one is `clean_request`."""
+    """Return all requests. The last one is `clean_request`."""
     draw = random.Random(seed)
     return [*(_request(number, draw) for number in range(_SIZE)), clean_request()]
 
@@ -93,7 +93,7 @@ def _request(number: int, draw: random.Random) -> Request:
     api = draw.choice(list(OPENAI_APIS))
     fields = {"model": MODEL, **_prompt(number, api, draw), **_length(draw), **_options(api, draw)}
     if kind < 0.11:
-        # Some leave during the prefill, some in the middle of the answer, and some are answered before.
+        # Clients disconnect during the prefill, during the answer, or after it.
         return Request(number, api, fields | {"max_tokens": 200}, leaves_after_seconds=round(draw.uniform(0.0, 1.5), 3))
     if kind < 0.17:
         fields["n"] = draw.randint(2, 3)
@@ -103,7 +103,7 @@ def _request(number: int, draw: random.Random) -> Request:
 
 
 def _mistake(number: int, draw: random.Random) -> Request:
-    """Some the gateway refuses by itself, others only an engine can."""
+    """Return an invalid request, which the gateway or only an engine can detect."""
     text = _text(number, draw)
     mistakes: list[tuple[dict[str, Any], int]] = [
         ({}, 400),
@@ -125,7 +125,7 @@ def _prompt(number: int, api: Api, draw: random.Random) -> dict[str, Any]:
 
 
 def _text(number: int, draw: random.Random) -> str:
-    """A prompt like no other. Many are short and few are long, as with people."""
+    """Return a unique prompt. Many are short and few are long."""
     length = min(6000, int(draw.lognormvariate(5.0, 1.2)))
     return f"[{number}] " + (_TEXT * (length // len(_TEXT) + 1))[:length]
 
@@ -136,7 +136,7 @@ def _length(draw: random.Random) -> dict[str, Any]:
 
 
 def _options(api: Api, draw: random.Random) -> dict[str, Any]:
-    """What else clients ask for."""
+    """Return random options of a request."""
     options: dict[str, Any] = {}
     if draw.random() < 0.65:
         options["stream"] = True

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from lab.soak.evidence import Outcome, absences, log_lines
-from lab.soak.invariants import judged
-from lab.soak.report import details, table
+from lab.soak.invariants import details, judged, table
 from tests.lab.soak.logs import D, answer, evidence, fault, line, sample
 
 LOG = """\

@@ -76,7 +76,7 @@ def test_what_is_well_is_not_complained_of(fields: dict[str, Any]) -> None:
     ("name", "text", "fields"),
     [
         ("I1", "2 access lines", {"lines": [line(), line()]}),
-        ("I1", "no client asked", {"lines": [line(), line(id="other")]}),
+        ("I1", "without a client", {"lines": [line(), line(id="other")]}),
         ("I1", "no access line, and the client got complete", {"lines": []}),
         ("I1", "no access line, and the client got error", {"answers": [answer(), REFUSED]}),
         ("I2", "is -1", {"samples": [sample(metrics=gauge("instance_inflight", -1, **on(D, "decode")))]}),
@@ -111,7 +111,7 @@ def test_what_is_well_is_not_complained_of(fields: dict[str, Any]) -> None:
         ("I13", "has usage", {"answers": [answer(asks_usage=False)]}),
         ("I14", "not all instances came back",
          {"faults": [fault(is_healed=False)], "answers": CLEAN, "lines": CLEAN_LINES}),
-        ("I14", "nobody was served", {"faults": [fault()]}),
+        ("I14", "no clean request", {"faults": [fault()]}),
         ("I15", "40 file descriptors before, 60 after", {"rest": sample(fds=60)}),
         ("I15", "60 MiB before, 90 MiB after", {"rest": sample(rss_bytes=90 << 20)}),
         ("I15", "grows by 2.0 MiB a minute",
