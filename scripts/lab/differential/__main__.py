@@ -1,4 +1,4 @@
-"""Send the same requests through two programs to engines that write them down, and compare what they got."""
+"""Send the same requests through two programs to recording engines, and compare the records."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from lab.common.output import aligned
 from lab.common.processes import HOST, Program, called_from, free_ports, unwind_on_signals
 from lab.differential import engines, pairs
-from lab.differential.corrections import CORRECTIONS, correction
-from lab.differential.differences import Difference, Record, compare
+from lab.differential.differences import CORRECTIONS, Difference, Record, compare, correction
 from lab.differential.pairs import Pair, Side
 from lab.differential.requests import Request
 
 _LONGEST = 100
 _NOTES = """
-Refused: by the other program, so that there is nothing to compare. To engines: the requests that reached them, from the
-other program and from pdproxy. Meant: differences with a reason, below; unexplained: all others."""
+Rejected: by the other program, so nothing is compared. To engines: number of requests that reached them, from the other
+program and from pdproxy. Accepted: differences with a reason, below; unexplained: all others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A pair, and what became of each of its requests on either side."""
+    """A pair, and the record of each request on both sides."""
 
     pair: Pair
     peers: Sequence[Record]
     ours: Sequence[Record]
 
     def differences(self) -> list[Difference]:
-        """All of them."""
+        """Return all differences."""
         triples = zip(self.pair.requests, self.peers, self.ours, strict=True)
         return [difference for triple in triples for difference in compare(self.pair, *triple)]
 
     def unexplained(self) -> list[Difference]:
-        """Those that no correction covers."""
+        """Return the differences without a reason."""
         return [difference for difference in self.differences() if correction(difference) is None]
 
     def row(self) -> tuple[str, ...]:
-        """For the table."""
+        """Return the row of the table."""
         refused = sum(record.status >= 300 for record in self.peers)
         to_engines = "/".join(str(sum(len(record.heard) for record in side)) for side in (self.peers, self.ours))
         all_of_them, unexplained = len(self.differences()), len(self.unexplained())
@@ -53,11 +53,11 @@ class Comparison:
 
 
 def text(comparisons: Sequence[Comparison]) -> str:
-    """The whole report."""
+    """Return the whole report."""
     parts = [
         _table(comparisons),
         _NOTES,
-        "\nDifferences that are meant:",
+        "\nAccepted differences:",
         *_reasons(comparisons),
         *_refusals(comparisons),
     ]
@@ -68,10 +68,9 @@ def text(comparisons: Sequence[Comparison]) -> str:
 
 
 def _table(comparisons: Sequence[Comparison]) -> str:
-    heads = ("program / connector", "requests", "refused", "to engines", "meant", "unexplained")
+    heads = ("program / connector", "requests", "rejected", "to engines", "accepted", "unexplained")
     rows = [heads, *(comparison.row() for comparison in comparisons)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return aligned(rows)
 
 
 def _reasons(comparisons: Sequence[Comparison]) -> list[str]:
@@ -88,12 +87,12 @@ def _refusals(comparisons: Sequence[Comparison]) -> list[str]:
             if record.status >= 300
         ]
         if refused:
-            lines.append(f"\nRefused by {each.pair.peer.name}: {', '.join(refused)}")
+            lines.append(f"\nRejected by {each.pair.peer.name}: {', '.join(refused)}")
     return lines
 
 
 def _lines(differences: Sequence[Difference]) -> list[str]:
-    """One for each member on each leg, with an example."""
+    """Return a line for each member on each leg, with an example."""
     alike: defaultdict[tuple[str, str], list[Difference]] = defaultdict(list)
     for difference in differences:
         alike[difference.leg, re.sub(r"\[\d+\]", "[]", difference.member)].append(difference)
@@ -113,7 +112,6 @@ _NO_ANSWER = 599
 
 
 def main() -> None:
-    """The whole run."""
     unwind_on_signals()
     options = _options()
     comparisons = []
@@ -133,7 +131,9 @@ def _options() -> argparse.Namespace:
     scripts = parser.add_argument_group("scripts of vLLM-Ascend, examples/disaggregated_prefill_v1")
     scripts.add_argument("--reference", metavar="PATH", help="load_balance_proxy_server_example.py")
     scripts.add_argument("--layerwise", metavar="PATH", help="load_balance_proxy_layerwise_server_example.py")
-    parser.add_argument("--only", action="append", metavar="NAME", help="pairs with this in their name (repeatable)")
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help="only pairs with NAME in their name (repeatable)"
+    )
     return parser.parse_args()
 
 
@@ -146,14 +146,12 @@ def _pairs(options: argparse.Namespace, directory: Path) -> Sequence[Pair]:
         found.append(pairs.layerwise(base / options.layerwise, directory / "packages"))
     chosen = [pair for pair in found if options.only is None or any(name in pair.name for name in options.only)]
     if not chosen:
-        sys.exit(
-            f"there is nothing to compare; there are {', '.join(pair.name for pair in found) or 'no other programs'}"
-        )
+        sys.exit(f"no pair matches; available: {', '.join(pair.name for pair in found) or 'no other programs'}")
     return chosen
 
 
 def _records(pair: Pair, behind: engines.Engines, side: Side, log: Path) -> list[Record]:
-    """Start a program in front of the engines, and send it everything, one request after the other."""
+    """Start a program in front of the engines, and send it all requests in turn."""
     environment = {} if side.packages is None else {"PYTHONPATH": str(side.packages)}
     (port,) = free_ports(1)
     program = Program(
@@ -165,12 +163,12 @@ def _records(pair: Pair, behind: engines.Engines, side: Side, log: Path) -> list
         ready_path=side.ready_path,
     )
     with program:
-        behind.take()  # what it asked to warm up
+        behind.take()  # requests of its start
         return [Record(_status(port, request), *behind.take()) for request in pair.requests]
 
 
 def _status(port: int, request: Request) -> int:
-    """Of the answer, which is read to its end; 599 when none comes, or not all of it."""
+    """Return the status of an answer that is read to its end, or 599 without a complete one."""
     connection = http.client.HTTPConnection(HOST, port, timeout=_PATIENCE_SECONDS)
     try:
         headers = {"Content-Type": "application/json", **request.headers}

@@ -1,4 +1,4 @@
-"""Which program is compared with which connector, and how both are started."""
+"""The compared programs and connectors, and how both are started."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from lab.common import peers
 from lab.common.peers import PEERS, Peer
 from lab.common.processes import HOST, free_ports
 from lab.differential import protocols
-from lab.differential.engines import Engines
-from lab.differential.protocols import Hearings
+from lab.differential.protocols import EngineProtocol, Engines
 from lab.differential.requests import NATIVE, OPENAI, Request
 
 Flags: TypeAlias = Callable[[int, Engines], list[str]]
 
-# What the layerwise script imports from packages of gigabytes, for a logger and a name.
+# Modules that the layerwise script imports from packages of gigabytes, for a logger and a name.
 _IN_PLACE_OF_PACKAGES = {
     "vllm/logger.py": "from logging import getLogger as init_logger\n",
     "vllm_ascend/distributed/kv_transfer/kv_p2p/sfa_pd_rd2h/protocol.py": (
@@ -28,34 +27,34 @@ _IN_PLACE_OF_PACKAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A program, the words that start it, and where it says that it is ready."""
+    """A program, the words that start it, and its readiness path."""
 
     name: str
     words: tuple[str, ...]
     ready_path: str
     flags: Flags
-    """More words, for the port to listen on and the engines."""
+    """Additional words for its port and the engines."""
     packages: Path | None = None
-    """A directory of modules that it imports."""
+    """A directory of modules that it imports, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A program and the connector that is to do the same."""
+    """A program and the equivalent connector of pdproxy."""
 
     peer: Side
     connector: str
-    hearings: Callable[[], Hearings]
+    protocol: Callable[[], EngineProtocol]
     requests: Sequence[Request] = OPENAI
 
     @property
     def name(self) -> str:
-        """For the table."""
+        """Name in the table."""
         return f"{self.peer.name} / {self.connector}"
 
     @property
     def ours(self) -> Side:
-        """This gateway with the connector, and otherwise as it is started by default."""
+        """pdproxy with the connector and default settings."""
         ours = peers.ours()
         return Side(
             "pdproxy", (*ours.words, "--connector", self.connector), ours.ready_path, _OUR_FLAGS[self.connector]
@@ -63,7 +62,7 @@ class Pair:
 
 
 def routers() -> list[Pair]:
-    """The routers in Rust, and SGLang's in Python, which is in the same wheel; as far as there are wheels for us."""
+    """Return the pairs of the routers in Rust and of SGLang's mini_lb, as far as there are wheels."""
     found = {peer.name: peer for peer in peers.routers()}
     pairs = []
     if (vllm := found.get("vllm-router")) is not None:
@@ -81,13 +80,16 @@ def routers() -> list[Pair]:
 
 
 def reference(script: Path) -> Pair:
-    """vLLM-Ascend's example for the pull protocol."""
+    """Return the pair of vLLM-Ascend's example for the pull protocol."""
     peer = peers.reference(script)
     return Pair(Side(peer.name, peer.words, peer.ready_path, _as_lists), "vllm_pull", protocols.Pull)
 
 
 def layerwise(script: Path, packages: Path) -> Pair:
-    """vLLM-Ascend's example for the layerwise protocol; `packages`: an empty directory for what it would import."""
+    """Return the pair of vLLM-Ascend's example for the layerwise protocol.
+
+    `packages`: an empty directory for modules that it imports.
+    """
     peer = peers.reference(script)
     for name, text in _IN_PLACE_OF_PACKAGES.items():
         (packages / name).parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +103,7 @@ def _router(peer: Peer, flags: Flags, *more: str) -> Side:
 
 
 def _as_lists(port: int, engines: Engines) -> list[str]:
-    """The flags of the reference."""
+    """Return the flags of the reference."""
     return [
         *("--host", HOST, "--port", str(port)),
         *("--prefiller-hosts", HOST, "--prefiller-ports", str(engines.prefill_port)),
@@ -110,7 +112,7 @@ def _as_lists(port: int, engines: Engines) -> list[str]:
 
 
 def _as_urls(port: int, engines: Engines, *behind: str) -> list[str]:
-    """The flags of the routers, with words `behind` the prefiller's URL."""
+    """Return the flags of the routers, with the words `behind` after the prefiller's URL."""
     return [
         *("--host", HOST, "--port", str(port)),
         *("--prefill", f"http://{HOST}:{engines.prefill_port}", *behind),
@@ -123,7 +125,7 @@ def _with_bootstrap_port(port: int, engines: Engines) -> list[str]:
 
 
 def _with_metrics(flags: Flags) -> Flags:
-    """A router's port for metrics is fixed unless it is told another one."""
+    """Add a free port for metrics, which is fixed otherwise."""
     return lambda port, engines: ["--prometheus-port", str(*free_ports(1)), *flags(port, engines)]
 
 

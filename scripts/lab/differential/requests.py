@@ -1,4 +1,4 @@
-"""What clients ask, in all the spellings that proxies may stumble over. Bodies are bytes: spelling matters."""
+"""Requests of clients in many spellings. Bodies are bytes, because their spelling matters."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _SAMPLING = {
     "logit_bias": {"50256": -100, "17": 1.5},
     "seed": 42,
 }
-# What no proxy knows must arrive all the same, as it was spelled.
+# Unknown members must arrive unchanged.
 _UNKNOWN = {
     "chat_template_kwargs": {"thinking": True, "nested": {"list": [1, [2, None]], "empty": {}}},
     "vllm_xargs": {"a": 1},
@@ -68,7 +68,7 @@ _UNKNOWN = {
     "an_empty_string": "",
     "a_null": None,
 }
-# What clients must not decide: where KV is fetched, and who is who.
+# Members that clients must not set: sources of KV, and ids.
 _RESERVED = {
     "kv_transfer_params": {"do_remote_prefill": True, "remote_host": "203.0.113.1", "remote_port": 1},
     "bootstrap_host": "203.0.113.1",
@@ -200,7 +200,7 @@ OPENAI = (
     _completion("suffix and stop", prompt="Once", suffix=" end", stop=["\n"], max_tokens=4),
     _completion("fields nobody knows", prompt="Once", max_tokens=4, **_UNKNOWN),
 )
-"""For every program."""
+"""Requests for every program."""
 
 _LIMIT = {"max_new_tokens": 4, "temperature": 0, "stop": ["\n"]}
 
@@ -222,4 +222,4 @@ NATIVE = (
     _generate("an image", text="What is this?", image_data=_PIXEL, sampling_params=_LIMIT),
     _generate("fields nobody knows", text="Once", sampling_params=_LIMIT, **_UNKNOWN),
 )
-"""For SGLang's own interface."""
+"""Requests for SGLang's native API."""

@@ -1,9 +1,8 @@
-"""Makes small mistakes in the gateway, one at a time, and tells which of them the tests catch.
+"""Mutation testing: make small mistakes in the gateway, one at a time, and report which ones the tests catch.
 
-Each place of a sample says something else, and tests run until one fails or hangs. First those of the packages, as far
-as they reach the place, which a run of them has recorded; then, with all that these have missed in place at once, the
-rest of the short suite; and then what only the full suite runs. Parts of tests that run in processes of their own are
-not seen, and not affected.
+Each place of a sample is mutated, and tests run until one fails or hangs. First run the tests of the package that reach
+the place, by a recorded run. Then, with all missed mutants active at once, run the rest of the short suite, and finally
+the tests that only the full suite has. Code that tests run in other processes is neither seen nor mutated.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _TESTS_FAILED = 1
 
 
 def run_pytest(plugin: str, keep: Path, *arguments: str) -> None:
-    """Run the suite under one of our plugins. Tests may fail, because the machine may be busy.
+    """Run the suite under a plugin of this package. Tests may fail, because the machine may be busy.
 
     Raises CalledProcessError when pytest itself fails.
     """
@@ -41,7 +40,7 @@ def run_pytest(plugin: str, keep: Path, *arguments: str) -> None:
 
 
 def report(drawn: list[Place], short: dict[str, str], full: dict[str, str]) -> None:
-    """Say what was caught, by package, and name what was not."""
+    """Print the number of caught mutants by package, and the missed ones."""
     rows = [("package", "places", "caught by the short suite", "by the full one")]
     for package in (*dict.fromkeys(place.package for place in drawn), ""):
         here = [str(place) for place in drawn if package in ("", place.package)]
@@ -57,10 +56,10 @@ def report(drawn: list[Place], short: dict[str, str], full: dict[str, str]) -> N
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/mutation", description=__doc__.partition("\n")[0])
-    parser.add_argument("--count", type=int, default=24, help="places of each package (24)")
-    parser.add_argument("--seed", type=int, default=1, help="another sample")
-    parser.add_argument("--package", action="append", choices=_PACKAGES, help="only this one; may be repeated")
-    parser.add_argument("--keep", type=Path, help="leave records and verdicts here, and begin with those that are here")
+    parser.add_argument("--count", type=int, default=24, help="places of each package (default: 24)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the sample (default: 1)")
+    parser.add_argument("--package", action="append", choices=_PACKAGES, help="only this package (repeatable)")
+    parser.add_argument("--keep", type=Path, help="keep records and verdicts in this directory, and reuse those in it")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         keep = (called_from() / options.keep).absolute() if options.keep else Path(temporary)
@@ -69,7 +68,7 @@ def main() -> int:
             place for package in options.package or _PACKAGES for place in sample(package, options.count, options.seed)
         ]
         if (keep / "places").exists() and read_places(keep / "places") != drawn:
-            parser.error(f"{options.keep} has another sample, or one of another source")
+            parser.error(f"{options.keep} has another sample, or a sample of other sources")
         write_places(drawn, keep / "places")
         if not list(keep.glob("reached-*")):
             run_pytest("recording", keep, "-n", "auto", "--dist", "worksteal")

@@ -1,8 +1,8 @@
-"""A pytest plugin that, instead of running the tests, makes one mistake after the other and runs those that reach it.
+"""A pytest plugin that tries mutants: it runs the tests that reach each one.
 
-Everything is imported and collected once. For each mistake a fork of this process gives the function another code and
-runs tests until one fails. `MUTATION_KEEP` names the directory with the places and with what was recorded; the verdicts
-are added to a file in it, a line each, and what stands there already is not judged again.
+Everything is imported and collected once. For each mutant a fork of this process replaces the function's code, and runs
+tests until one fails. `MUTATION_KEEP` is the directory with places and records. Verdicts are added to a file in it, a
+line each, and existing ones are kept.
 """
 
 from __future__ import annotations
@@ -21,21 +21,20 @@ from typing import Final
 
 import pytest
 
-from lab.mutation.making import Functions
-from lab.mutation.mutants import Place, read_places
+from lab.mutation.mutants import Functions, Place, read_places
 
 
 def function_of(test: str) -> str:
-    """A test without its parameters."""
+    """Return a test id without its parameters."""
     return test.partition("[")[0]
 
 
 class Reach:
-    """What a recorded run tells. Parts of tests that run in processes of their own are not seen."""
+    """The places that each test reached in a recorded run, except in other processes."""
 
     def __init__(self, directory: Path) -> None:
         self.seconds: dict[str, float] = {}
-        """Of the processor, of each test that was recorded."""
+        """CPU seconds of each recorded test."""
         self._places = read_places(directory / "places")
         self._tests: defaultdict[Place, set[str]] = defaultdict(set)
         for file in directory.glob("reached-*"):
@@ -46,11 +45,11 @@ class Reach:
                     self._tests[self._places[number]].add(test)
 
     def tests(self, place: Place) -> list[str]:
-        """Those that reach it, in the order in which to try them."""
+        """Return the tests that reach a place, in the order to try them."""
         return self.ordered(self._tests[place])
 
     def ordered(self, tests: Iterable[str]) -> list[str]:
-        """One row of each test function, the cheapest function first, then the second rows, and so on."""
+        """Return one row of each test function, the cheapest function first, then the second rows, and so on."""
         rows: defaultdict[str, list[str]] = defaultdict(list)
         for test in sorted(tests, key=lambda test: self.seconds.get(test, 0.0)):
             rows[function_of(test)].append(test)
@@ -58,17 +57,15 @@ class Reach:
 
 
 _ALONE_SECONDS: Final = 20.0
-"""The time of the processor that tests may take of one place alone. Those that it is too short for are tried, too: on
-all at once that is missed by then.
-"""
+"""CPU time for the tests of a single mutant. Further tests run with all missed mutants at once."""
 
 
 _HANGS_AFTER_SECONDS: Final = 120.0
-"""Longer than pytest's own limit, which does not end every test that hangs. One that does has failed."""
+"""Limit for a test, longer than pytest's, which does not end every hanging test. A hang is a failure."""
 
 
 class Judge:
-    """Takes the place of pytest's loop over the tests."""
+    """Replaces pytest's loop over the tests."""
 
     def __init__(self, keep: Path) -> None:
         self._keep = keep
@@ -89,14 +86,14 @@ class Judge:
         return True
 
     def _tests(self, place: Place, reach: Reach) -> tuple[list[str], list[str]]:
-        """The short suite's tests that reach it, first those for which there is time for one place alone."""
+        """Return the short suite's tests that reach a place: those in the time limit, and the others."""
         tests = [test for test in reach.tests(place) if test in self._items]
         seconds = list(accumulate(reach.seconds[test] for test in tests))
         alone = bisect(seconds, _ALONE_SECONDS)
         return tests[:alone], tests[alone:]
 
     def _judged(self, place: Place, reach: Reach) -> str:
-        """The test that catches it, in the time that there is for it alone; empty when none does."""
+        """Return the test that catches a mutant within the time limit, or an empty string."""
         if (known := verdicts(self._keep / "short").get(str(place))) is not None:
             return known
         tests, rest = self._tests(place, reach)
@@ -106,8 +103,14 @@ class Judge:
         return caught
 
     def _left(self, missed: Sequence[Place], tests: Sequence[str], suite: str) -> list[Place]:
-        """What these tests miss, too. They run with all mistakes at once; where one fails it is tried on ever fewer."""
-        print(f"{len(missed)} are missed; all at once by {len(tests)} more tests of the {suite} suite", flush=True)
+        """Return the mutants that these tests miss, too.
+
+        All mutants are active at once. When a test fails, it is repeated with ever fewer of them.
+        """
+        print(
+            f"{len(missed)} are missed; trying all at once with {len(tests)} more tests of the {suite} suite",
+            flush=True,
+        )
         missed, left = list(missed), list(tests)
         while missed and (failed := self._run(missed, left)):
             left = left[left.index(failed) + 1 :]
@@ -118,8 +121,9 @@ class Judge:
         return missed
 
     def _culprits(self, places: Sequence[Place], test: str) -> list[Place]:
-        """Those that the test catches, of places with which it has failed. It has to fail with each again, and not
-        without, because a busy machine fails tests, too.
+        """Return the mutants that a test catches, after it failed with all of them.
+
+        It has to fail again with each one, and to pass without, because a busy machine fails tests, too.
         """
         if not self._run(places, [test]):
             return []
@@ -129,7 +133,7 @@ class Judge:
         return self._culprits(places[:middle], test) + self._culprits(places[middle:], test)
 
     def _first_failure(self, place: Place, tests: Sequence[str]) -> str:
-        """The first test that catches it; empty when none does."""
+        """Return the first test that catches a mutant, or an empty string."""
         left = list(tests)
         while failed := self._run([place], left):
             if self._culprits([place], failed):
@@ -138,7 +142,7 @@ class Judge:
         return ""
 
     def _run(self, mistakes: Sequence[Place], tests: Sequence[str]) -> str:
-        """In a fork: the first of the tests that fails, hangs or brings the process down; empty when all pass."""
+        """Run tests in a fork. Return the first one that fails, hangs or crashes, or an empty string."""
         if not tests:
             return ""
         reading, writing = os.pipe()
@@ -149,7 +153,7 @@ class Judge:
                 silence = os.open(os.devnull, os.O_RDWR)
                 for stream in (sys.stdout, sys.stderr):
                     os.dup2(silence, stream.fileno())
-                self._functions.say(mistakes)
+                self._functions.mutate(mistakes)
                 for item in (self._items[test] for test in tests):
                     os.write(writing, f"{item.nodeid}\n".encode())
                     item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
@@ -162,9 +166,9 @@ class Judge:
         with os.fdopen(reading, "rb", buffering=0) as pipe:
             running = b""
             while select.select([pipe], [], [], _HANGS_AFTER_SECONDS)[0]:
-                if not (told := pipe.read(1 << 16)):
+                if not (chunk := pipe.read(1 << 16)):
                     break
-                running += told
+                running += chunk
             else:
                 os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
@@ -172,7 +176,7 @@ class Judge:
 
 
 def verdicts(file: Path) -> dict[str, str]:
-    """Which test has caught each place, by what describes the place; the last word counts."""
+    """Return the test that caught each place, by the place's description. Later lines replace earlier ones."""
     return dict(line.rsplit("\t", 1) for line in file.read_text().splitlines()) if file.exists() else {}
 
 

@@ -1,13 +1,16 @@
-"""Small mistakes that somebody might make: what a source text could also have said, one place at a time."""
+"""Mutants: small mistakes in a source text, one place at a time."""
 
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import random
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Final
 
 _COMPARISONS: Final[dict[type[ast.cmpop], type[ast.cmpop]]] = {
@@ -35,12 +38,12 @@ _FUNCTIONS: Final = {"min": "max", "max": "min", "any": "all", "all": "any"}
 _LOGS: Final = ("logger", "logs")
 
 PROBE: Final = "__reached__"
-"""What is called, with its number, by a place that tells when it is reached. It returns nothing."""
+"""Function that a recording mutant calls with its number. It returns None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One place in a function that says something else.
+    """One changed place in a function.
 
     `function` is the outermost function around it, as `__qualname__` names it. `begin` and `end` are offsets in the
     UTF-8 bytes of the source.
@@ -56,17 +59,17 @@ class Mutant:
     is_statement: bool
 
     def of(self, source: bytes) -> bytes:
-        """The source with the mistake in it."""
+        """Return the source with the mistake in it."""
         return source[: self.begin] + self.after.encode() + source[self.end :]
 
-    def telling(self, number: int) -> Mutant:
-        """No mistake, but the same place telling when it is reached."""
-        told = f"{PROBE}({number})"
-        return replace(self, after=f"{told}; {self.before}" if self.is_statement else f"({told} or ({self.before}))")
+    def recording(self, number: int) -> Mutant:
+        """Return a mutant that only records that its place is reached."""
+        call = f"{PROBE}({number})"
+        return replace(self, after=f"{call}; {self.before}" if self.is_statement else f"({call} or ({self.before}))")
 
 
 def mutants(source: bytes) -> list[Mutant]:
-    """All that are tried of the functions of a module.
+    """Return all mutants of a module's functions.
 
     Annotations, defaults, patterns, docstrings and logging are left alone.
     """
@@ -114,7 +117,7 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
 
 def _is_left_alone(node: ast.AST) -> bool:
     match node:
-        case ast.JoinedStr():  # whose places Python 3.11 does not know
+        case ast.JoinedStr():  # Python 3.11 has no positions in it
             return True
         case ast.pattern():  # in which nothing can be called
             return True
@@ -167,7 +170,7 @@ def _statements(node: ast.stmt) -> Iterator[ast.stmt]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A mutant of a module, which is named by its path from the project's root."""
+    """A mutant of a module, whose path is relative to the project's root."""
 
     path: str
     mutant: Mutant
@@ -186,7 +189,7 @@ class Place:
 
 
 def sample(package: str, count: int, seed: int) -> list[Place]:
-    """So many places of a package, drawn at random; no two of them share a line."""
+    """Return a random sample of places of a package, no two on the same line."""
     every = [
         Place(str(path), mutant)
         for path in sorted(Path("proxy", package).rglob("*.py"))
@@ -209,3 +212,43 @@ def write_places(places: Iterable[Place], file: Path) -> None:
 
 def read_places(file: Path) -> list[Place]:
     return [Place(one["path"], Mutant(**one["mutant"])) for one in json.loads(file.read_text())]
+
+
+class Functions:
+    """The functions of the product that have been imported so far."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._found: defaultdict[tuple[str, str], list[FunctionType]] = defaultdict(list)
+        gc.unfreeze()  # frozen objects are not listed
+        for thing in gc.get_objects():
+            if isinstance(thing, FunctionType) and thing.__code__.co_filename.startswith(str(root / "proxy")):
+                path = str(Path(thing.__code__.co_filename).relative_to(root))
+                self._found[path, thing.__code__.co_qualname].append(thing)
+        gc.freeze()
+
+    def mutate(self, places: Iterable[Place]) -> None:
+        """Give functions the code with these mutants, of which no two may overlap.
+
+        Raises LookupError when a function is missing.
+        """
+        by_path: defaultdict[str, list[Place]] = defaultdict(list)
+        for place in sorted(places, key=lambda place: -place.mutant.begin):  # backwards, so that offsets stay valid
+            by_path[place.path].append(place)
+        for path, of_path in by_path.items():
+            source = (self._root / path).read_bytes()
+            for place in of_path:
+                source = place.mutant.of(source)
+            codes = dict(_codes(compile(source, str(self._root / path), "exec", dont_inherit=True)))
+            for name in {place.mutant.function for place in of_path}:
+                if not self._found[path, name]:
+                    raise LookupError(f"{path} {name}")
+                for function in self._found[path, name]:
+                    function.__code__ = codes[name]
+
+
+def _codes(module: CodeType) -> Iterator[tuple[str, CodeType]]:
+    for constant in module.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant.co_qualname, constant
+            yield from _codes(constant)

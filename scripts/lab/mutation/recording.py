@@ -1,8 +1,8 @@
-"""A pytest plugin that notes which places each test reaches, and what it costs.
+"""A pytest plugin that records the places and the CPU time of each test.
 
-Every place of `MUTATION_KEEP` tells when it is reached, which slows the tests down hardly at all. Each process leaves a
-file there with a line for each test that has ended. Only the tests of the places' own packages are run: nearly all
-mistakes are caught by them. The names of all tests are left there, too.
+Every place of `MUTATION_KEEP` records when it is reached, which hardly slows tests down. Each process writes a file
+there with a line for each test. Only tests of the places' packages run, since they catch nearly all mutants. The names
+of all tests are written, too.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from lab.mutation.making import Functions
-from lab.mutation.mutants import PROBE, read_places
+from lab.mutation.mutants import PROBE, Functions, read_places
 
 
 class Recorder:
-    """Collects the numbers of the places that are reached."""
+    """Records the numbers of the reached places."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -49,10 +48,10 @@ class Recorder:
         return result
 
     def _begin(self, session: pytest.Session) -> Path:
-        """With the first test, when all are collected and so nearly everything is imported."""
+        """Begin with the first test, when nearly everything is imported."""
         setattr(builtins, PROBE, self._reached.add)
-        Functions(session.config.rootpath).say(
-            replace(place, mutant=place.mutant.telling(number)) for number, place in enumerate(self._places)
+        Functions(session.config.rootpath).mutate(
+            replace(place, mutant=place.mutant.recording(number)) for number, place in enumerate(self._places)
         )
         return self._directory / f"reached-{os.getpid()}"
 

@@ -119,7 +119,7 @@ class Cluster:
         """`add` or `remove` an instance, and wait until the gateways know."""
         if self.listed is not None:
             (self.listed.add if verb == "add" else self.listed.remove)(engine.role, engine.instance)
-            await until(partial(self._is_enabled, engine, is_expected=verb == "add"))
+            await wait_until(partial(self._is_enabled, engine, is_expected=verb == "add"))
         else:
             await self.administer(verb, engine, **fields)
 
@@ -168,7 +168,7 @@ class Cluster:
     async def becomes_healthy(self) -> bool:
         """Wait until everything is healthy. Return False if that takes too long."""
         with suppress(TimeoutError):
-            await until(self.is_healthy)
+            await wait_until(self.is_healthy)
             return True
         return False
 
@@ -332,5 +332,5 @@ async def started(
         ]
         await asyncio.to_thread(fleet.wait)
         cluster = Cluster(engines, made, listed, shared)
-        await until(cluster.know_each_other)
+        await wait_until(cluster.know_each_other)
         yield cluster

@@ -88,7 +88,7 @@ def test_a_mistake_over_several_lines_is_one() -> None:
 def test_every_place_can_tell_when_it_is_reached(source: str) -> None:
     whole = (BEGIN + source + "\n").encode()
     for mutant in mutants(whole):
-        told = mutant.telling(7).of(whole).decode()
+        told = mutant.recording(7).of(whole).decode()
         compile(told, "x", "exec")
         assert told.count("__reached__(7)") == 1
 
@@ -98,6 +98,6 @@ def test_a_place_that_tells_says_what_it_said_before() -> None:
     for number, mutant in enumerate(mutants(whole)):
         reached: list[int] = []
         names: dict[str, Any] = {PROBE: reached.append}
-        exec(mutant.telling(number).of(whole), names)
+        exec(mutant.recording(number).of(whole), names)
         assert [names["f"](x) for x in (1, 2)] == [-1, 2]
         assert set(reached) == {number}
