@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lab.common.output import aligned
 from lab.common.processes import HOST, Program, called_from, free_ports, unwind_on_signals
-from lab.differential import engines, pairs
+from lab.differential import pairs, protocols
 from lab.differential.differences import CORRECTIONS, Difference, Record, compare, correction
 from lab.differential.pairs import Pair, Side
 from lab.differential.requests import Request
@@ -46,7 +46,7 @@ class Comparison:
     def row(self) -> tuple[str, ...]:
         """Return the row of the table."""
         refused = sum(record.status >= 300 for record in self.peers)
-        to_engines = "/".join(str(sum(len(record.heard) for record in side)) for side in (self.peers, self.ours))
+        to_engines = "/".join(str(sum(len(record.requests) for record in side)) for side in (self.peers, self.ours))
         all_of_them, unexplained = len(self.differences()), len(self.unexplained())
         numbers = (refused, to_engines, all_of_them - unexplained, unexplained)
         return (self.pair.name, str(len(self.pair.requests)), *map(str, numbers))
@@ -119,7 +119,7 @@ def main() -> None:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for pair in _pairs(options, directory):
             print(f"{pair.name}: {len(pair.requests)} requests", file=sys.stderr, flush=True)
-            with engines.running(pair.hearings()) as behind:
+            with protocols.running(pair.protocol()) as behind:
                 records = [_records(pair, behind, each, directory / each.name) for each in (pair.peer, pair.ours)]
             comparisons.append(Comparison(pair, *records))
     print(text(comparisons))
@@ -150,7 +150,7 @@ def _pairs(options: argparse.Namespace, directory: Path) -> Sequence[Pair]:
     return chosen
 
 
-def _records(pair: Pair, behind: engines.Engines, side: Side, log: Path) -> list[Record]:
+def _records(pair: Pair, behind: protocols.Engines, side: Side, log: Path) -> list[Record]:
     """Start a program in front of the engines, and send it all requests in turn."""
     environment = {} if side.packages is None else {"PYTHONPATH": str(side.packages)}
     (port,) = free_ports(1)

@@ -181,8 +181,8 @@ def correction(difference: Difference) -> Correction | None:
 CORRECTIONS = (
     Correction(
         "rejected here",
-        "only the prefiller knows prompt log probabilities, and beam search has many sequences, so two engines can serve "
-        "neither; the other programs omit them silently",
+        "only the prefiller knows prompt log probabilities, and beam search has many sequences, so two engines can "
+        "serve neither; the other programs omit them silently",
         lambda d: (d.leg, d.member, d.ours) == (CLIENT, STATUS, "400") and d.request in _REFUSED,
     ),
     Correction(

@@ -54,7 +54,7 @@ class Pair:
 
     @property
     def ours(self) -> Side:
-        """pdproxy with the connector and default settings."""
+        """This gateway with the connector and default settings."""
         ours = peers.ours()
         return Side(
             "pdproxy", (*ours.words, "--connector", self.connector), ours.ready_path, _OUR_FLAGS[self.connector]

@@ -195,7 +195,7 @@ class Pull:
 
     async def prefill(self, request: EngineRequest, body: Mapping[str, Any]) -> Answer:
         params = body.get("kv_transfer_params") or {}
-        _require(params.get("do_remote_decode") is True, "a prefiller is not body to keep its KV")
+        _require(params.get("do_remote_decode") is True, "the prefiller is not asked to keep its KV")
         _require_one_token(body)
         kept = f"chatcmpl-{request.headers.get('x-request-id')}-{next(self._numbers)}"
         self._kept.add(kept)
@@ -258,7 +258,7 @@ class Push(MeetingProtocol):
 
     async def prefill(self, request: EngineRequest, body: Mapping[str, Any]) -> Answer:
         params = body.get("kv_transfer_params") or {}
-        _require(params.get("do_remote_decode") is True, "a prefiller is not body to send its KV")
+        _require(params.get("do_remote_decode") is True, "the prefiller is not asked to send its KV")
         _require_one_token(body)
         self._arrived["prefill", params.get("transfer_id")].set()
         return answer(request.path, body)
@@ -276,7 +276,7 @@ class Layerwise(MeetingProtocol):
 
     async def prefill(self, request: EngineRequest, body: Mapping[str, Any]) -> Answer:
         params = body.get("kv_transfer_params") or {}
-        _require("remote_cached_tokens" in params, "a prefiller is not given what the decoder text_member")
+        _require("remote_cached_tokens" in params, "the prefiller does not get the decoder's parameters")
         _require_one_token(body)
         external = params.get("request_id")
         _require(external in _external_ids(request, body), "a prefiller's X-Request-Id is not that of the decoder")
