@@ -1,6 +1,6 @@
-"""Run clients against the gateway in front of simulated engines: no request may fail.
+"""Run clients against the gateway in front of simulated engines. No request may fail.
 
-Those are the engines' own load generators, clients' libraries, Claude Code, Codex and opencode, and lm-eval.
+Clients are the engines' load generators, client libraries, Claude Code, Codex and opencode, and lm-eval.
 """
 
 from __future__ import annotations
@@ -13,32 +13,31 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from lab.client_tools import evaluations, libraries, tools
-from lab.client_tools.coding_agents import CODING_AGENTS
-from lab.client_tools.deployments import DEPLOYMENTS, TOOLS
+from lab.client_tools import evaluations, tools
+from lab.client_tools.coding_agents import CODING_AGENTS, names, provide, ran
+from lab.client_tools.tools import DEPLOYMENTS, TOOLS
 from lab.common.output import aligned
 from lab.common.processes import unwind_on_signals
 
 _NOTES = f"""
 Two prefillers and two decoders each; prompts of {tools.INPUT_TOKENS} tokens and answers of {tools.OUTPUT_TOKENS}, \
-{tools.CONCURRENCY} at a time. The engines are simulated: the
-tools' figures say that they understand the answers, and nothing about speed."""
+{tools.CONCURRENCY} at a time. The engines are simulated, so
+the tools' figures show that they accept the answers, and nothing about speed."""
 
 
 def main() -> None:
-    """The whole run."""
     unwind_on_signals()
     options = _options()
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        went_well = [run(options, directory) for name, run in _RUNS.items() if options.only in (None, name)]
-    sys.exit(not all(went_well))
+        successes = [run(options, directory) for name, run in _RUNS.items() if options.only in (None, name)]
+    sys.exit(not all(successes))
 
 
 def _run_load(options: argparse.Namespace, directory: Path) -> bool:
     found = [tool for tool in (tools.bench_serving(), tools.bench_serve()) if tool is not None]
     if not found:
-        sys.exit("neither load generator can be had")
+        sys.exit("no load generator could be installed")
     rows: list[tuple[str, ...]] = [("engines", "tool", "backend", "completed", "tokens missing", "failed")]
     tokenizer = _tokenizer(found[0].python, directory)
     for deployment in DEPLOYMENTS:
@@ -54,52 +53,54 @@ def _run_load(options: argparse.Namespace, directory: Path) -> bool:
                     print(outcome.problem, file=sys.stderr, flush=True)
     print(f"\n{aligned(rows)}")
     print(_NOTES)
-    _tell_what_is_missing([tool.name for tool in found])
+    _print_missing_tools([tool.name for tool in found])
     return all(row[-2:] == ("0", "0") for row in rows[1:])
 
 
 def _run_libraries(options: argparse.Namespace, directory: Path) -> bool:
-    if not libraries.provide():
-        sys.exit("clients' libraries cannot be had")
-    went_well = []
+    if not provide():
+        sys.exit("the client libraries could not be installed")
+    successes = []
     with TOOLS.started() as gateway:
-        for name in libraries.names():
-            is_well, told = libraries.ran(name, gateway.port)
-            print(f"{name}: {told}" if is_well else f"{name} failed:\n{told}", flush=True)
-            went_well.append(is_well)
-    return all(went_well)
+        for name in names():
+            is_success, summary = ran(name, gateway.port)
+            print(f"{name}: {summary}" if is_success else f"{name} failed:\n{summary}", flush=True)
+            successes.append(is_success)
+    return all(successes)
 
 
 def _run_agents(options: argparse.Namespace, directory: Path) -> bool:
-    """Each in front of engines of its own, of which it loses one."""
-    if not libraries.provide():
-        sys.exit("Claude Code, Codex and opencode cannot be had")
-    went_well = []
+    """Run each agent in front of separate engines, one of which is killed."""
+    if not provide():
+        sys.exit("Claude Code, Codex and opencode could not be installed")
+    successes = []
     for agent in CODING_AGENTS:
         place = directory / agent.name.replace(" ", "-")
         place.mkdir()
         with TOOLS.started() as gateway:
-            is_well, told = agent.run(gateway, place)
-        print(f"{agent.name}: {told}" if is_well else f"{agent.name} failed: {told}", flush=True)
-        went_well.append(is_well)
-    return all(went_well)
+            is_success, summary = agent.run(gateway, place)
+        print(f"{agent.name}: {summary}" if is_success else f"{agent.name} failed: {summary}", flush=True)
+        successes.append(is_success)
+    return all(successes)
 
 
 def _run_evaluations(options: argparse.Namespace, directory: Path) -> bool:
     if options.only is None and not evaluations.is_installed():
-        print("Without lm-eval: --only evaluations installs it, which takes a gigabyte.")
+        print("lm-eval is not installed: --only evaluations installs it (1 GB).")
         return True
     if not evaluations.provide():
-        sys.exit("lm-eval cannot be had")
-    went_well = []
+        sys.exit("lm-eval could not be installed")
+    successes = []
     for deployment in DEPLOYMENTS:
         place = directory / f"evaluations-{deployment.name}"
         place.mkdir()
         with deployment.started() as gateway:
-            is_well, told = evaluations.run(gateway.port, place)
-        print(f"lm-eval, {deployment.name}: {told}" if is_well else f"lm-eval, {deployment.name} failed: {told}")
-        went_well.append(is_well)
-    return all(went_well)
+            is_success, summary = evaluations.run(gateway.port, place)
+        print(
+            f"lm-eval, {deployment.name}: {summary}" if is_success else f"lm-eval, {deployment.name} failed: {summary}"
+        )
+        successes.append(is_success)
+    return all(successes)
 
 
 _RUNS: Final = {
@@ -112,26 +113,30 @@ _RUNS: Final = {
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/client-tools", description=__doc__)
-    parser.add_argument("--only", choices=list(_RUNS), help="only these clients")
-    parser.add_argument("--requests", type=int, default=60, help="of each run of a load generator (default: 60)")
-    parser.add_argument("--engines", choices=[deployment.name for deployment in DEPLOYMENTS], help="only load of these")
+    parser.add_argument("--only", choices=list(_RUNS), help="run only these clients")
+    parser.add_argument("--requests", type=int, default=60, help="requests per run of a load generator (default: 60)")
+    parser.add_argument(
+        "--engines",
+        choices=[deployment.name for deployment in DEPLOYMENTS],
+        help="run load generators only on these engines",
+    )
     return parser.parse_args()
 
 
 def _tokenizer(python: Path, directory: Path) -> Path:
-    made = directory / "tokenizer"
+    target = directory / "tokenizer"
     script = Path(__file__).with_name("tokenizer.py")
-    done = subprocess.run([str(python), str(script), str(made)], capture_output=True, text=True, check=False)
+    done = subprocess.run([str(python), str(script), str(target)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         sys.exit(f"the tokenizer could not be made:\n{done.stderr}")
-    return made
+    return target
 
 
-def _tell_what_is_missing(found: list[str]) -> None:
+def _print_missing_tools(found: list[str]) -> None:
     if not any(name.startswith("sglang") for name in found):
-        print("Without sglang.bench_serving: its wheel, or what it needs, could not be installed.")
+        print("sglang.bench_serving is missing: its wheel or requirements could not be installed.")
     if not any(name.startswith("vllm") for name in found):
-        print("Without `vllm bench serve`: run scripts/test-real once, which installs vLLM into .venv-real.")
+        print("`vllm bench serve` is missing: scripts/test-real installs vLLM into .venv-real.")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""Claude Code, Codex and opencode in their default configuration, run without a terminal: they read a PDF, a text and a
-picture, edit the text and say that it is done, and one of the two decoders is killed while it answers.
+"""Claude Code, Codex and opencode with default settings, without a terminal.
 
-No request may fail. The model plays a part that the prompt has (`proxy/sim/model/script.py`).
+They read a PDF, a text and a picture, edit the text and report it, while one of two decoders is killed. No request may
+fail. The model follows a script in the prompt (`proxy/sim/model/script.py`).
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 import struct
 import zlib
 from collections.abc import Callable, Sequence
@@ -15,14 +16,68 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from lab.client_tools.libraries import NODE
 from lab.common.fleet import Gateway
+from lab.common.peers import Environment, run
 from lab.common.processes import HOST, fetch, finished
+
+_ENVIRONMENT: Final = Environment(".venv-clients")
+NODE: Final = _ENVIRONMENT.directory / "node"
+_WHEELS: Final = (
+    *("anthropic==2.12.0", "openai==3.54.0", "openai-agents==0.24.0", "litellm==1.83.0"),
+    "langchain-anthropic==1.7.7",
+)
+_PACKAGES: Final = (
+    *("@anthropic-ai/sdk@1.12.0", "openai@6.49.0", "ai@6.0.326", "@ai-sdk/anthropic@3.0.139", "@ai-sdk/openai@3.0.141"),
+    *("@anthropic-ai/claude-code@2.1.332", "@openai/codex@0.171.0", "opencode-ai@1.18.33"),
+)
+_PROGRAMS: Final = Path(__file__).with_name("programs")
+_HELPERS: Final = ("__init__", "part")
+_PATIENCE_SECONDS: Final = 120.0
+
+
+def provide() -> bool:
+    """Install everything. Return False if pip or npm fails, which prints the reason."""
+    if not _ENVIRONMENT.provide(_WHEELS):
+        return False
+    installed, wanted = NODE / "packages.txt", "\n".join(_PACKAGES)
+    if installed.exists() and installed.read_text() == wanted:
+        return True
+    NODE.mkdir(exist_ok=True)
+    npm = ("npm", "install", "--prefix", str(NODE), "--no-audit", "--no-fund", "--loglevel", "error")
+    if is_success := run(*npm, *_PACKAGES):
+        installed.write_text(wanted)
+    return is_success
+
+
+def names() -> list[str]:
+    """Return the names of the programs."""
+    files = sorted(_PROGRAMS.glob("*.py")) + sorted(_PROGRAMS.glob("*.mjs"))
+    return [file.name for file in files if file.stem not in _HELPERS]
+
+
+def ran(name: str, port: int) -> tuple[bool, str]:
+    """Run a program against the gateway on this port. Return whether it succeeded, and its last output."""
+    if name.endswith(".mjs"):
+        for file in _PROGRAMS.glob("*.mjs"):
+            shutil.copy(file, NODE)  # modules find packages beside them
+        command = ["node", str(NODE / name)]
+    else:
+        command = [
+            str(_ENVIRONMENT.python),
+            "-W",
+            "ignore",
+            "-m",
+            f"lab.client_tools.programs.{name.removesuffix('.py')}",
+        ]
+    done = finished([*command, str(port)], _PATIENCE_SECONDS)
+    lines = done.stdout.strip().splitlines() or ["nothing"]
+    return done.returncode == 0, lines[-1] if done.returncode == 0 else "\n".join(lines[-12:])
+
 
 Call = dict[str, Any]
 
 _OLD, _NEW, _END = "hello old world\n", "hello new world\n", "Done: the note is new."
-_PATIENCE_SECONDS: Final = 120.0
+_AGENT_SECONDS: Final = 120.0
 _KILLED_AFTER_TOKENS: Final = 25
 _CODEX: Final = """
 model = "{model}"
@@ -41,20 +96,18 @@ class CodingAgent:
 
     name: str
     calls: Callable[[Path], Sequence[Call]]
-    """The model's calls, one for each turn, by which it reads paper.pdf, note.txt and picture.png, and edits the note,
-    in a directory.
-    """
+    """The model's tool calls in a directory, one per turn: read paper.pdf, note.txt and picture.png; edit the note."""
     words: Callable[[str], list[str]]
-    """Its command line, for a prompt."""
+    """Returns the command line for a prompt."""
     environment: Callable[[int], dict[str, str]]
-    """For a port."""
+    """Returns environment variables for a port."""
     home: Callable[[int], dict[str, str]]
-    """Files in its home, for a port."""
+    """Returns files of its home directory for a port."""
     reads_prompt: bool = False
-    """It is given the prompt on its standard input."""
+    """The agent reads the prompt on its standard input."""
 
     def run(self, gateway: Gateway, directory: Path) -> tuple[bool, str]:
-        """Against a gateway: whether it went well, and what is to be told of it."""
+        """Run the agent against a gateway. Return whether it succeeded, and a summary."""
         port = gateway.port
         home, work = directory / "home", directory / "work"
         for path, text in {**self.home(port), "../work/note.txt": _OLD}.items():
@@ -68,15 +121,19 @@ class CodingAgent:
         prompt = f"play: {json.dumps(turns)}"
         environment = {"HOME": str(home), "PWD": str(work), **self.environment(port)}
         done = finished(
-            self.words(prompt), _PATIENCE_SECONDS, environment, at=work, given=prompt if self.reads_prompt else ""
+            self.words(prompt), _AGENT_SECONDS, environment, at=work, given=prompt if self.reads_prompt else ""
         )
-        note, continued, refused = (work / "note.txt").read_text(), gateway.figure("resumes_total"), _refused(gateway)
-        is_well = done.returncode == 0 and note == _NEW and _END in done.stdout and continued > 0 and not refused
-        if is_well:
-            told = "read a PDF, a text and a picture, edited the text and said so, while a decoder was killed"
-            return True, f"{told}; answers continued: {continued:g}"
-        told = f"exit {done.returncode}, note {note!r}, continued {continued}, refused {refused}"
-        return False, f"{told}\n{done.stdout[-2000:]}"
+        note, resumed, rejected = (
+            (work / "note.txt").read_text(),
+            gateway.figure("resumes_total"),
+            _failed_requests(gateway),
+        )
+        is_success = done.returncode == 0 and note == _NEW and _END in done.stdout and resumed > 0 and not rejected
+        if is_success:
+            summary = "read a PDF, a text and a picture, and edited the text, while a decoder was killed"
+            return True, f"{summary}; resumed answers: {resumed:g}"
+        summary = f"exit {done.returncode}, note {note!r}, resumed {resumed}, rejected {rejected}"
+        return False, f"{summary}\n{done.stdout[-2000:]}"
 
 
 def _kill_one_decoder(gateway: Gateway) -> None:
@@ -86,10 +143,10 @@ def _kill_one_decoder(gateway: Gateway) -> None:
     fetch(f"http://{decoder['address']}/_mock/faults", fault)
 
 
-def _refused(gateway: Gateway) -> list[str]:
-    """The APIs and statuses of requests that were answered with an error."""
-    told = gateway.metrics()
-    found = re.findall(r'^pdproxy_requests_total\{api="(\w+)",code="([45]\d\d)"\} (\S+)$', told, re.MULTILINE)
+def _failed_requests(gateway: Gateway) -> list[str]:
+    """Return API and status of requests that were answered with an error."""
+    metrics = gateway.metrics()
+    found = re.findall(r'^pdproxy_requests_total\{api="(\w+)",code="([45]\d\d)"\} (\S+)$', metrics, re.MULTILINE)
     return [f"{api} {code}" for api, code, count in found if float(count) and code != "499"]
 
 
@@ -97,7 +154,7 @@ def _refused(gateway: Gateway) -> list[str]:
 
 
 def _png() -> bytes:
-    """A red square."""
+    """Return a PNG of a red square."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -109,7 +166,7 @@ def _png() -> bytes:
 
 
 def _pdf(text: str) -> bytes:
-    """One page with a line of text."""
+    """Return a PDF of one page with a line of text."""
     drawn = b"BT /F1 24 Tf 72 720 Td (%b) Tj ET" % text.encode()
     objects = (
         b"<</Type/Catalog/Pages 2 0 R>>",
@@ -139,13 +196,13 @@ def _program(name: str) -> str:
 
 
 def _script(command: str) -> Call:
-    """Codex has some models write programs instead of calling its tools one by one."""
+    """Return the call of a model that writes programs instead of calling Codex's tools one by one."""
     run = f"const done = await tools.exec_command({{cmd: {json.dumps(command)}}}); text(done.output);"
     return _tool("functions__exec", input=run)
 
 
 def _codex(model: str, calls: Callable[[Path], Sequence[Call]]) -> CodingAgent:
-    """With a model that it knows, whose tools and features it takes from a table of its own."""
+    """Return Codex with a model that it knows. A built-in table sets the tools and features of models."""
     return CodingAgent(
         f"Codex with {model}",
         calls,

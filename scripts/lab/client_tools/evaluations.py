@@ -1,6 +1,6 @@
-"""lm-eval, which asks for log-likelihoods and for texts: it must come to the same as with one engine alone.
+"""lm-eval, with log-likelihoods and texts: results must equal those of a single engine.
 
-It is installed only when it is asked for, into .venv-evaluations: it takes a gigabyte, of which data sets are the most.
+It is installed only on request, into .venv-evaluations, because it takes a gigabyte, mostly data sets.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import subprocess
 from pathlib import Path
 from typing import Any, Final
 
-from lab.client_tools.deployments import MODEL
+from lab.client_tools.tools import MODEL
 from lab.common.fleet import Fleet
 from lab.common.peers import Environment
 from lab.common.processes import HOST, clean_environment
 
 _ENVIRONMENT: Final = Environment(".venv-evaluations")
-# There are no wheels of the last three, which are Python alone.
+# These three have no wheels, and are pure Python.
 _SOURCES: Final = ("sqlitedict", "word2number", "rouge-score")
 _WHEELS: Final = ("lm-eval[api]==0.4.13", "transformers<6")
 _OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
@@ -40,17 +40,17 @@ _RUNS: Final = (
 
 
 def is_installed() -> bool:
-    """Whether it need not be installed."""
+    """Return whether lm-eval is installed."""
     return _ENVIRONMENT.has(_WHEELS[0])
 
 
 def provide() -> bool:
-    """Have it, which takes 900 MB. False when it cannot be had; then pip has said why."""
+    """Install lm-eval (900 MB). Return False if pip fails, which prints the reason."""
     return _ENVIRONMENT.provide(_WHEELS, "--no-binary", ",".join(_SOURCES))
 
 
 def run(port: int, directory: Path) -> tuple[bool, str]:
-    """All tasks by the gateway on this port, and by an engine alone: whether they came to the same, and to what."""
+    """Run all tasks by the gateway and by a single engine. Return whether they agree, and a summary."""
     _write_tasks(directory)
     tokenizer = directory / "tokenizer"
     made = Path(__file__).with_name("tokenizer.py")
@@ -58,17 +58,17 @@ def run(port: int, directory: Path) -> tuple[bool, str]:
     with Fleet() as fleet:
         alone = fleet.mock_engine("both", "--model", MODEL, "--profile", "v0.33")
         alone.wait()
-        told = [_answers(each, tokenizer, directory / str(each)) for each in (port, alone.port)]
-    if told[0] != told[1]:
-        return False, f"the gateway's answers {told[0]} are not the engine's {told[1]}"
-    return True, f"{len(told[0])} answers are those of an engine alone, log-likelihoods, texts and chats"
+        results = [_answers(each, tokenizer, directory / str(each)) for each in (port, alone.port)]
+    if results[0] != results[1]:
+        return False, f"the gateway's answers {results[0]} differ from the engine's {results[1]}"
+    return True, f"{len(results[0])} answers equal those of a single engine: log-likelihoods, texts and chats"
 
 
 def _write_tasks(directory: Path) -> None:
     questions = directory / "questions.jsonl"
     questions.write_text("".join(f"{json.dumps(question)}\n" for question in _QUESTIONS))
     for name, task in _TASKS.items():
-        told: dict[str, Any] = {
+        definition: dict[str, Any] = {
             "task": name,
             "dataset_path": "json",
             "dataset_kwargs": {"data_files": {"test": str(questions)}},
@@ -76,11 +76,11 @@ def _write_tasks(directory: Path) -> None:
             "doc_to_text": "{{question}}",
             **task,
         }
-        (directory / f"{name}.yaml").write_text(json.dumps(told))  # JSON is YAML
+        (directory / f"{name}.yaml").write_text(json.dumps(definition))  # JSON is YAML
 
 
 def _answers(port: int, tokenizer: Path, results: Path) -> list[Any]:
-    """What was answered to each question, in order."""
+    """Return the answers to the questions, in order."""
     answers = []
     for model, path, tasks in _RUNS:
         is_chat = path.startswith("chat")

@@ -1,4 +1,4 @@
-"""Makes a small tokenizer in a directory: byte-level, so that every text has tokens. Run by the peers' own Python."""
+"""Make a small byte-level tokenizer in a directory, which has tokens for every text. Runs in the tools' environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endf
 
 
 def main(directory: str) -> None:
-    """Both tools load it from there."""
+    """Write the tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

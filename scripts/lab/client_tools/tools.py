@@ -1,8 +1,7 @@
-"""The engines' own load generators: their command lines, and what they say in the end.
+"""The load generators of the engines: their command lines and results.
 
-`sglang.bench_serving` needs no CUDA, and is taken out of a wheel that is not installed, because SGLang requires several
-gigabytes of what engines need. Its load generator needs some small packages; what it imports of the rest is a constant,
-and a package that only other data sets load.
+`sglang.bench_serving` needs no CUDA. SGLang requires gigabytes of packages for engines, so the load generator is
+extracted from its wheel without installing it, with a few small packages and two stubs.
 """
 
 from __future__ import annotations
@@ -13,13 +12,52 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from lab.client_tools.deployments import MODEL
+from lab.common.fleet import Fleet, Gateway
 from lab.common.peers import PEERS
 from lab.common.processes import HOST, finished
+
+MODEL = "served"
+_SPEED = ("--prefill-ms-per-1k-tokens", "50", "--decode-step-ms", "5")
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Two prefillers and two decoders of one kind. `flags`: of each engine; `connector`: of the gateway."""
+
+    name: str
+    flags: tuple[str, ...]
+    connector: str
+    has_bootstrap_ports: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment of the gateway."""
+
+    @contextmanager
+    def started(self) -> Iterator[Gateway]:
+        """Run engines and gateway."""
+        with Fleet() as fleet:
+            for role in ("prefill", "prefill", "decode", "decode"):
+                has_bootstrap_port = self.has_bootstrap_ports and role == "prefill"
+                fleet.mock_engine(role, "--model", MODEL, *_SPEED, *self.flags, bootstrap=has_bootstrap_port)
+            yield fleet.keep(fleet.gateway("--connector", self.connector, environment=self.environment))
+
+
+DEPLOYMENTS = (
+    Deployment("vLLM", ("--profile", "v0.33"), "vllm_pull"),
+    Deployment("SGLang", ("--profile", "sglang"), "sglang_bootstrap", has_bootstrap_ports=True),
+)
+TOOLS = Deployment(
+    "vLLM",
+    ("--profile", "v0.33", "--tool-call-parser", "kimi_k2", "--eos-after", "60", "--max-model-len", "1000000"),
+    "vllm_pull",
+    environment={"PROXY_MODELS__ALIASES": f"claude-*={MODEL},gpt-*={MODEL}"},
+)
+"""Engines that call tools, with aliases for the default models of clients."""
+
 
 INPUT_TOKENS, OUTPUT_TOKENS, CONCURRENCY = 100, 16, 8
 _PATIENCE_SECONDS = 300.0
@@ -34,13 +72,13 @@ _IN_PLACE_OF_OTHERS = {
     "sglang/srt/disaggregation/utils.py": 'FAKE_BOOTSTRAP_HOST = "2.2.2.2"\n',
     "datasets.py": "load_dataset = None\n",
 }
-# Its files are the same for every platform, so that any wheel will do.
+# The files are the same in all wheels, so any platform's wheel is used.
 _ANY_WHEEL = ("--platform", "manylinux_2_34_x86_64", "--python-version", "3.11", "--only-binary", ":all:", "--no-deps")
 
-# The engines' environment of scripts/test-real, or that of the same variable.
+# Environment of the engines of scripts/test-real, or that of the same variable.
 _REAL = Path(os.environ.get("PDPROXY_REAL_VENV", ".venv-real")).absolute()
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-# The lines of a summary that are shown, as both tools call them.
+# Lines of a summary that are printed, as both tools name them.
 _SHOWN = (
     *("Successful requests:", "Failed requests:", "Total input tokens:", "Total generated tokens:"),
     *("Mean TTFT", "Mean TPOT", "P99 TPOT"),
@@ -49,46 +87,46 @@ _SHOWN = (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one run. `problem`: the end of the tool's own words, when it gave up."""
+    """The result of one run. `problem`: end of the tool's output if it failed."""
 
     completed: int
     failed: int
     missing_tokens: int
-    """Of the answers that are complete."""
+    """Missing tokens of complete answers."""
     summary: tuple[str, ...]
     problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A load generator. `backends`: what it may speak to the engines of a deployment, by the deployment's name."""
+    """A load generator. `backends`: its backends for each deployment."""
 
     name: str
     python: Path
     words: Callable[[str, int, int, Path, Path], list[str]]
-    """For a backend, a port, a number of requests, the tokenizer and the file for the result."""
+    """Returns the words for a backend, a port, a number of requests, the tokenizer and the file of the result."""
     backends: Mapping[str, tuple[str, ...]]
     packages: Path | None
-    """A directory of modules that it imports."""
+    """A directory of modules that it imports, or None."""
 
     def run(self, backend: str, port: int, requests: int, tokenizer: Path, directory: Path) -> Outcome:
-        """Against the gateway on this port."""
+        """Run the tool against the gateway on this port."""
         result = directory / f"{self.name.split()[0]}-{backend}-{port}.json"
         words = [str(self.python), *self.words(backend, port, requests, tokenizer, result)]
         packages = {"PYTHONPATH": str(self.packages)} if self.packages else {}
         done = finished(words, _PATIENCE_SECONDS, {**_OFFLINE, **packages})
-        said = done.stdout.splitlines()
-        summary = tuple(" ".join(line.split()) for line in said if line.startswith(_SHOWN))
+        lines = done.stdout.splitlines()
+        summary = tuple(" ".join(line.split()) for line in lines if line.startswith(_SHOWN))
         if done.returncode != 0 or not result.exists():
-            return Outcome(0, requests, 0, summary, "\n".join(said[-5:]))
-        told = json.loads(result.read_text().splitlines()[-1])
-        completed = told["completed"]
-        missing = completed * OUTPUT_TOKENS - told["total_output_tokens"]
+            return Outcome(0, requests, 0, summary, "\n".join(lines[-5:]))
+        report = json.loads(result.read_text().splitlines()[-1])
+        completed = report["completed"]
+        missing = completed * OUTPUT_TOKENS - report["total_output_tokens"]
         return Outcome(completed, requests - completed, missing, summary)
 
 
 def bench_serving() -> Tool | None:
-    """`sglang.bench_serving`; None when it cannot be had."""
+    """Return `sglang.bench_serving`, or None if it cannot be installed."""
     packages = _sglang_packages()
     if packages is None:
         return None
@@ -98,7 +136,7 @@ def bench_serving() -> Tool | None:
 
 
 def bench_serve() -> Tool | None:
-    """`vllm bench serve` of the engines for scripts/test-real; None when they are not there."""
+    """Return `vllm bench serve` of scripts/test-real's environment, or None without it."""
     python = _REAL / "bin" / "python"
     if not python.exists():
         return None
@@ -107,7 +145,7 @@ def bench_serve() -> Tool | None:
 
 
 def _sglang_packages() -> Path | None:
-    """The directory to import it from, made when it is first needed; None when it cannot be had."""
+    """Return the directory of its modules, extracted at the first use, or None if that fails."""
     if not PEERS.provide(_NEEDS):
         return None
     if not _SGLANG_DIRECTORY.exists():
@@ -141,7 +179,7 @@ def _bench_serving(backend: str, port: int, requests: int, tokenizer: Path, resu
         "--base-url": f"http://{HOST}:{port}",
         "--model": MODEL,
         "--tokenizer": tokenizer,
-        # Of random ids, because the other random one begins with real conversations, which it would download.
+        # Random ids, because the data set `random` begins with real conversations, which it would download.
         "--dataset-name": "random-ids",
         "--random-input-len": INPUT_TOKENS,
         "--random-output-len": OUTPUT_TOKENS,

@@ -316,7 +316,7 @@ async def _call_metaserver(url: str, external: str) -> None:
 
 
 def _require_one_token(body: Mapping[str, Any]) -> None:
-    _require(body.get("max_tokens") == 1 and not body.get("stream"), "a prefiller is body for more than one token")
+    _require(body.get("max_tokens") == 1 and not body.get("stream"), "the prefiller is asked for more than one token")
     _require((body.get("min_tokens") or 0) <= 1, "a prefiller gets min_tokens above max_tokens")
     _require(not body.get("stream_options"), "a prefiller gets stream_options without stream")
 

@@ -1,7 +1,7 @@
-"""Dashboards and alerts in front of a real Prometheus: every panel has something to show, and every alert fires.
+"""scripts/test-observability: every panel has data, and every alert fires, in a real Prometheus.
 
-prometheus   the program, its configuration with times that are shortened, and the questions one asks it
-site         simulated engines, two gateways, and who asks them
-faults       what goes wrong, under load and with a gateway itself
-alerts       whether alerts tell of it, and what the queries of the dashboards gave; picture: drawn
+site     simulated engines, two gateways, and clients
+  faults   faults under load, and of an idle gateway
+  alerts   Prometheus with shortened times, queries of dashboards and the course of alerts
+  picture  panels as SVG
 """

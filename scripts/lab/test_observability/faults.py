@@ -1,6 +1,6 @@
-"""Faults of the engines and workers behind the gateway under load, and of the idle gateway itself, with their alerts.
+"""Faults of engines and workers under load, and of an idle gateway, with their alerts.
 
-Each fault lasts as long as its context, and leaves nothing behind.
+Each fault lasts as long as its context.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _MIB: Final = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`alerts` fire while it happens, and only then."""
+    """A fault. Its `alerts` fire only while it lasts."""
 
-    happens: Callable[[Site], AbstractAsyncContextManager[None]]
+    context: Callable[[Site], AbstractAsyncContextManager[None]]
     alerts: tuple[str, ...]
 
     @property
     def name(self) -> str:
-        return self.happens.__name__.replace("_", " ")
+        return self.context.__name__.replace("_", " ")
 
 
 @contextmanager
 def rule(engines: Sequence[SimulatedEngine], *actions: str, **fields: Any) -> Iterator[None]:
-    """Engines misbehave like this."""
+    """Let engines misbehave."""
     for engine in engines:
         for action in actions:
             engine.faults.add(action, **fields)
@@ -183,7 +183,7 @@ UNDER_LOAD: Final = (
 
 
 async def disturb(site: Site, seconds: float) -> None:
-    """A little of much, so that every panel has something to show."""
+    """Cause several faults briefly, so that every panel has data."""
     with rule(site.prefill, "refuse_status", status=500):
         await asyncio.sleep(seconds)
     for fault in (
@@ -200,12 +200,12 @@ async def disturb(site: Site, seconds: float) -> None:
         await asyncio.sleep(2 * seconds)
 
 
-# Of a gateway itself
+# Faults of an idle gateway
 
 
 @asynccontextmanager
 async def large_bodies_fill_the_memory(site: Site) -> AsyncIterator[None]:
-    """As many as it takes, and no more: what is there is limited to a quarter more than it uses."""
+    """Fill the memory of a gateway that is limited to a quarter more than it uses."""
     gateway = site.idle
     mapped = await _mapped_bytes(gateway)
     await asyncio.to_thread(gateway.end)
@@ -224,7 +224,7 @@ async def large_bodies_fill_the_memory(site: Site) -> AsyncIterator[None]:
     finally:
         for writer in writers:
             writer.transport.abort()
-        # Connections are closed, and the heap is given back.
+        # The closed connections free the heap.
         gateway.under = ()
 
 
@@ -311,11 +311,11 @@ async def a_gateway_is_killed(site: Site) -> AsyncIterator[None]:
 
 
 async def _mapped_bytes(gateway: Gateway) -> int:
-    with open(f"/proc/{gateway.pid}/statm", encoding="ascii") as file:  # noqa: ASYNC230 the kernel does not wait
+    with open(f"/proc/{gateway.pid}/statm", encoding="ascii") as file:  # noqa: ASYNC230 reads of /proc do not block
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
-BY_ITSELF: Final = (
+IDLE: Final = (
     Fault(large_bodies_fill_the_memory, ("PdproxyOutOfMemory",)),
     Fault(a_gateway_is_killed, ("PdproxyDown",)),
     Fault(connections_use_the_descriptors_up, ("PdproxyOpenFilesNearLimit",)),

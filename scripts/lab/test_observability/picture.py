@@ -1,4 +1,4 @@
-"""Some panels as an SVG, drawn from what Prometheus answered."""
+"""Panels as SVG, drawn from Prometheus' answers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Final
 
 from lab.common.output import COLOURS, svg
 from lab.dashboards.grafana import Panel
-from lab.test_observability.alerts import Shown
-from lab.test_observability.prometheus import Point, Series
+from lab.test_observability.alerts import Point, Series, Shown
 
 STATS: Final = ("Requests", "Failed", "First token, p95", "Waiting", "Prefillers up", "Decoders up")
 DRAWN: Final = (
@@ -51,7 +50,7 @@ class _Time:
 
 
 def picture(shown: Sequence[Shown]) -> str:
-    """An SVG document."""
+    """Return an SVG document."""
     by_title = {one.title: one for one in shown}
     drawn: list[str] = []
     width = (_WIDTH - _GAP * (len(STATS) + 1)) / len(STATS)
@@ -64,8 +63,8 @@ def picture(shown: Sequence[Shown]) -> str:
         left, y = _GAP + index % 2 * (half + _GAP), top + index // 2 * (_HEIGHT + _GAP)
         drawn += _graph(by_title[title], time, left, y, _WIDTH - 2 * _GAP if is_wide else half)
     foot = top + (len(DRAWN) + 1) // 2 * (_HEIGHT + _GAP)
-    told = f"{time.seconds:.0f} seconds of scripts/test-observability, with faults; at the top the values of its end"
-    drawn.append(f'<text class="small" x="{_GAP + 10}" y="{foot + 8}">{told}</text>')
+    caption = f"{time.seconds:.0f} seconds of scripts/test-observability with faults; the top row has the last values"
+    drawn.append(f'<text class="small" x="{_GAP + 10}" y="{foot + 8}">{caption}</text>')
     return svg(_WIDTH, foot + 18, drawn)
 
 
@@ -78,7 +77,7 @@ def _box(title: str, left: float, top: float, width: float, height: float) -> li
 
 def _stat(one: Shown, left: float, top: float, width: float) -> list[str]:
     value = one.series[0][0].points[0][1]
-    text = escape(_told(value, one.panel.unit))
+    text = escape(_formatted(value, one.panel.unit))
     box = _box(one.panel.title, left, top, width, _STAT_HEIGHT)
     return [*box, f'<text class="number" x="{left + 10:.1f}" y="{top + 48}">{text}</text>']
 
@@ -107,7 +106,7 @@ def _lines(
     x: tuple[float, float],
     y: tuple[float, float],
 ) -> Iterator[str]:
-    """`x` and `y`: where each axis begins and ends."""
+    """Yield the axes and lines. `x` and `y`: begin and end of each axis."""
     most = max(value for _, points in drawn for _, value in points if isfinite(value)) or 1.0
 
     def height(value: float) -> float:
@@ -116,8 +115,8 @@ def _lines(
     for value in (0.0, most / 2, most):
         at = height(value)
         yield f'<line class="grid" x1="{x[0]:.1f}" x2="{x[1]:.1f}" y1="{at:.1f}" y2="{at:.1f}"/>'
-        told = escape(_told(value, panel.unit))
-        yield f'<text class="small" x="{x[0] - 6:.1f}" y="{at + 3:.1f}" text-anchor="end">{told}</text>'
+        label = escape(_formatted(value, panel.unit))
+        yield f'<text class="small" x="{x[0] - 6:.1f}" y="{at + 3:.1f}" text-anchor="end">{label}</text>'
     for index, (_, points) in reversed(list(enumerate(drawn))):
         colour = COLOURS[index % len(COLOURS)]
         for piece in _pieces(points):
@@ -155,7 +154,7 @@ def _name(legend: str, series: Series) -> str:
     return legend
 
 
-def _told(value: float, unit: str) -> str:
+def _formatted(value: float, unit: str) -> str:
     if unit == "s":
         return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"
     if unit == "percentunit":
@@ -169,7 +168,7 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def _pieces(points: Sequence[Point]) -> Iterator[list[Point]]:
-    """Without what is no number, and apart where there was nothing for a while."""
+    """Yield runs of finite points, cut at long pauses."""
     piece: list[Point] = []
     for point in points:
         if piece and (not isfinite(point[1]) or point[0] - piece[-1][0] > _PAUSE_SECONDS):
@@ -182,7 +181,7 @@ def _pieces(points: Sequence[Point]) -> Iterator[list[Point]]:
 
 
 def _stacked(named: Sequence[tuple[str, Sequence[Point]]], times: Sequence[float]) -> list[tuple[str, list[Point]]]:
-    """Each upon those after it; nothing is 0."""
+    """Stack the series. A missing value is 0."""
     some = times[:: max(1, len(times) // _MOST_POINTS)]
     made: list[tuple[str, list[Point]]] = []
     below = dict.fromkeys(some, 0.0)
@@ -194,7 +193,7 @@ def _stacked(named: Sequence[tuple[str, Sequence[Point]]], times: Sequence[float
 
 
 def _spans(points: Sequence[Point]) -> Iterator[tuple[float, float, float]]:
-    """From when to when it was what."""
+    """Yield begin, end and value of each span with a constant value."""
     numbers = [point for point in points if isfinite(point[1])]
     began, last = numbers[0]
     for at, value in numbers[1:]:

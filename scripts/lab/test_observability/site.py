@@ -1,5 +1,6 @@
-"""Simulated engines in this process, and two gateways: one under load, with as many workers as one likes, and one that
-serves nobody else, for faults of a gateway itself. And their clients.
+"""Simulated engines in this process, two gateways and their clients.
+
+One gateway is under load, with any number of workers. The other one is idle, for faults of a gateway itself.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ENGINE: Final[dict[str, Any]] = {"decode_step_ms": 10.0, "prefill_ms_per_1k_toke
 
 
 def settings(port: int, workers: int, prefill: Sequence[str], decode: Sequence[str]) -> dict[str, Any]:
-    """The gateway's configuration: everything that takes a while by default takes a second or so."""
+    """Return the gateway's settings. Times that are long by default are about a second."""
     return {
         "prefill": list(prefill),
         "decode": list(decode),
@@ -54,7 +55,7 @@ _TOPICS: Final = [f"Topic {number}: " + "tell me more about it, please. " * 12 *
 
 
 class Tap:
-    """Takes a program's output to a file, and for a while nothing of it."""
+    """Copies a program's output to a file, with pauses."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -74,7 +75,7 @@ class Tap:
 
     @contextmanager
     def closed(self) -> Iterator[None]:
-        """Nobody reads."""
+        """Read nothing during the block."""
         self._is_open.clear()
         try:
             yield
@@ -88,7 +89,7 @@ class Tap:
 
 
 class Clients:
-    """Of one gateway. Nobody minds what they get; what they do not read they leave. Engines know them by `user`."""
+    """Clients of one gateway, which ignore the content of answers. Engines know them by `user`."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -96,7 +97,7 @@ class Clients:
         self._draw = random.Random(7)
 
     async def ask(self, user: str = "", *, leaves_after: float = 60.0, **fields: Any) -> None:
-        """Ask once, and read the answer to its end or leave."""
+        """Send one request, and read the answer or disconnect after a time."""
         body = self._body() | ({"user": user} if user else {}) | fields
         path = CHAT if "messages" in body else "/v1/completions"
         with suppress(OSError):  # also a TimeoutError
@@ -104,12 +105,12 @@ class Clients:
                 await self._ask(body, path)
 
     async def message(self) -> None:
-        """One of Anthropic's."""
+        """Send one request in Anthropic's format."""
         messages = [{"role": "user", "content": self._draw.choice(_TOPICS)}]
         await self._ask({"model": "sim", "max_tokens": 8, "messages": messages}, "/v1/messages")
 
     async def send(self, data: bytes) -> None:
-        """Bytes that are no request."""
+        """Send bytes that are not a request."""
         with suppress(OSError):
             _, writer = await asyncio.open_connection(self._gateway.host, self._gateway.port)
             writer.write(data)
@@ -118,7 +119,7 @@ class Clients:
 
     @asynccontextmanager
     async def asking(self, user: str = "", per_second: float = _PER_SECOND, **fields: Any) -> AsyncIterator[None]:
-        """So many requests a second, for as long as this lasts; then those under way are left."""
+        """Send requests at a rate during the block, and cancel those in flight at its end."""
 
         async def ask(_: int) -> str:
             if not user and self._draw.random() < 0.1:
@@ -130,20 +131,20 @@ class Clients:
             yield
 
     async def _ask(self, body: dict[str, Any], path: str) -> None:
-        # A new connection each time: any worker may take it.
+        # Each request has a new connection, which any worker may accept.
         await self._connections.ask(post(self._gateway.port, body, path, Connection="close"))
 
     def _body(self) -> dict[str, Any]:
         topic = self._draw.choice([*_TOPICS, "Hi"])
-        asked = {"model": "sim", "max_tokens": self._draw.randrange(4, 60), "stream": self._draw.random() < 0.8}
+        body = {"model": "sim", "max_tokens": self._draw.randrange(4, 60), "stream": self._draw.random() < 0.8}
         if self._draw.random() < 0.5:
-            return asked | {"prompt": topic}
-        return asked | {"messages": [{"role": "user", "content": topic}]}
+            return body | {"prompt": topic}
+        return body | {"messages": [{"role": "user", "content": topic}]}
 
 
 @dataclasses.dataclass(slots=True)
 class Site:
-    """All of it. `serving` is under load."""
+    """Engines, gateways and clients. `serving` is under load."""
 
     prefill: list[SimulatedEngine]
     decode: list[SimulatedEngine]
@@ -153,10 +154,10 @@ class Site:
     clients: Clients
     other_clients: Clients
     tap: Tap
-    """Of the idle gateway's output."""
+    """Copies the idle gateway's output."""
 
     def jobs(self) -> dict[str, list[str]]:
-        """For Prometheus."""
+        """Return the targets of Prometheus' jobs."""
         engines = [*self.prefill, *self.decode, *self.others]
         return {"pdproxy": [self.serving.address, self.idle.address], "engines": addresses(engines)}
 
@@ -169,7 +170,7 @@ async def change(engine: SimulatedEngine, **options: Any) -> None:
 
 @asynccontextmanager
 async def site(directory: Path, workers: int) -> AsyncIterator[Site]:
-    """Two prefillers and three decoders behind the gateway under load, a pair behind the other; an SGLang engine."""
+    """Run 2 prefillers and 3 decoders behind the serving gateway, a pair behind the idle one, and an SGLang engine."""
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         prefill = await enter(simulated("prefill", 2, **ENGINE))

@@ -1,8 +1,8 @@
-"""Do several gateways that share their loads place requests as one does? And what if the store is gone?
+"""Test whether gateways that share their loads distribute requests as one gateway does, also without the store.
 
-The same bursts go through one gateway, through three that know nothing of each other, and through three that share, in
-front of the same engines, which are one process, so that the truth has one clock: at each arrival, what the chosen
-engine has to do already, less what the least loaded engine of its role has. With a trace also goodput: see replayed.py.
+The same bursts go through one gateway, three that share nothing, and three that share. All engines are one process with
+one clock: at each arrival, the load of the chosen engine is compared with the least load of its role. With a trace,
+goodput is compared, too.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from lab.test_replicas import replayed
 
 _PREFILLERS, _DECODERS, _GATEWAYS = 4, 8, 3
 _PATIENCE_SECONDS = 30.0
-# What they weigh is known exactly, and prompts that begin alike do not attract each other.
+# With this policy the weights are known exactly, and equal prefixes have no effect.
 _POLICIES = {"PROXY_BALANCE__PREFILL_POLICY": "least_tokens", "PROXY_BALANCE__DECODE_POLICY": "least_tokens"}
 _GONE, _BACK = "replicas: the store does not answer", "replicas: the store answers again"
 _NOTES = """
-Error: requests in flight at the engine that was chosen, less those at the engine of its role that has fewest, when the
-request arrives there. Weighted: the same in what the gateways weigh, tokens (a prefiller's KV cache left aside),
-divided by the weight of an average request. One gateway has errors, too: see scripts/pick-error."""
+Error: requests in flight at the chosen engine, minus the fewest at an engine of its role, when the request arrives.
+Weighted: the same in the gateways' weights, tokens (without a prefiller's KV cache), relative to an average request. A
+single gateway has errors, too: see scripts/pick-error."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """Of one way to deploy."""
+class _Result:
+    """The result of one deployment."""
 
     rows: list[tuple[str, ...]]
     error: float
-    """Weighted, of both roles together."""
+    """Weighted error of both roles together."""
     failed: int
 
 
 @contextmanager
 def _gateways(fleet: Fleet, count: int, store_port: int | None = None) -> Iterator[list[Gateway]]:
-    """So many of them; with a store they share."""
+    """Run gateways, which share state if there is a store."""
     settings = STOPS_SOON | _POLICIES
     if store_port is not None:
         settings["PROXY_REPLICAS__URL"] = store_url(store_port)
@@ -61,7 +61,7 @@ def _gateways(fleet: Fleet, count: int, store_port: int | None = None) -> Iterat
 
 
 async def _bursts(options: argparse.Namespace, gateways: Sequence[Gateway]) -> int:
-    """Requests by whichever gateway comes, the same draw each time; how many failed."""
+    """Send the same bursts to random gateways. Return the number of failures."""
     draw = random.Random(options.seed)
     crowds = {gateway.port: Crowd(gateway.port) for gateway in gateways}
     for _ in range(options.bursts):
@@ -76,7 +76,7 @@ async def _bursts(options: argparse.Namespace, gateways: Sequence[Gateway]) -> i
     return sum(crowd.errors.total() for crowd in crowds.values())
 
 
-def _measure(name: str, fleet: Fleet, options: argparse.Namespace, gateways: Sequence[Gateway]) -> _Found:
+def _measure(name: str, fleet: Fleet, options: argparse.Namespace, gateways: Sequence[Gateway]) -> _Result:
     fleet.ask_engines("/arrivals")
     failed = uvloop.run(_bursts(options, gateways))
     rows: list[tuple[str, ...]] = []
@@ -86,11 +86,11 @@ def _measure(name: str, fleet: Fleet, options: argparse.Namespace, gateways: Seq
         figures = f"{found.mean_error:.2f}", str(found.p99), str(found.most), f"{found.weighted:.2f}"
         rows.append((name, role, str(found.count), *figures, str(failed)))
         error += found.weighted
-    return _Found(rows, error, failed)
+    return _Result(rows, error, failed)
 
 
 def _lose_store(fleet: Fleet, options: argparse.Namespace) -> list[str]:
-    """Kill the store under load, and start it again; what went wrong."""
+    """Kill the store under load and start it again. Return the problems."""
     (port,) = quiet_ports(1)
     with store(port, fleet.directory) as shared, _gateways(fleet, _GATEWAYS, port) as gateways:
         shared.end()
@@ -99,13 +99,14 @@ def _lose_store(fleet: Fleet, options: argparse.Namespace) -> list[str]:
         shared.restart()
         wait_for_peers(gateways, _GATEWAYS - 1)
         gone, back = ([gateway.text().count(line) for gateway in gateways] for line in (_GONE, _BACK))
-    print(f"The store gone under load: {failed} requests failed; lines of each gateway: {gone} gone, {back} back")
+    print(f"Without the store: {failed} requests failed; log lines of each gateway: {gone} lost, {back} recovered")
     wrong = [f"{failed} requests failed without the store"] if failed else []
-    return wrong + ([] if gone == back == [1] * _GATEWAYS else ["not one line each way"])
+    return wrong + (
+        [] if gone == back == [1] * _GATEWAYS else ["not exactly one log line for the loss and the recovery"]
+    )
 
 
 def main() -> None:
-    """The whole run."""
     unwind_on_signals()
     options = _options()
     allow_many_files()
@@ -129,7 +130,7 @@ def main() -> None:
     _, alone, sharing = found.values()
     wrong += [f"{one.failed} requests failed" for one in found.values() if one.failed]
     if sharing.error >= alone.error:
-        wrong.append("sharing has not made picks better")
+        wrong.append("sharing has not reduced the error")
     if options.trace is not None:
         wrong += replayed.compare(options.trace, options.requests, options.seed)
     sys.exit("; ".join(wrong) or None)
@@ -137,12 +138,12 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/test-replicas", description=__doc__)
-    parser.add_argument("--bursts", type=int, default=3, help="through each deployment (default: 3)")
+    parser.add_argument("--bursts", type=int, default=3, help="bursts through each deployment (default: 3)")
     parser.add_argument("--size", type=int, default=50, help="requests in a burst (default: 50)")
     parser.add_argument("--rate", type=float, default=6.0, help="requests a second in a burst (default: 6)")
-    parser.add_argument("--seed", type=int, default=1, help="of everything that is drawn (default: 1)")
-    parser.add_argument("--trace", type=Path, help="replay this, too, on engines that batch, as scripts/replay does")
-    parser.add_argument("--requests", type=int, default=400, help="of the trace (default: 400)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of random draws (default: 1)")
+    parser.add_argument("--trace", type=Path, help="also replay this trace as scripts/replay does")
+    parser.add_argument("--requests", type=int, default=400, help="requests of the trace (default: 400)")
     options = parser.parse_args()
     options.trace = options.trace and called_from() / options.trace
     return options

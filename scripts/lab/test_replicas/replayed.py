@@ -1,5 +1,6 @@
-"""A trace through one gateway, three that do not share and three that do, in front of engines that batch: how many
-answers are good, over sockets, and by the same course of requests in virtual time, where no other program takes part.
+"""A trace through one gateway, three that share nothing and three that share, in front of batching engines.
+
+Good answers are counted over sockets, and in virtual time without interference of other programs.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _LOAD: Final = 0.8
 _BURST: Final = 50
 _SPEED: Final = 4.0
 _PREFILLERS: Final = 8
-_HEADS: Final = ("requests", "gateways", "where", "good", "first token, mean", "p99", "cached", "busiest", "told")
+_HEADS: Final = ("requests", "gateways", "where", "good", "first token, mean", "p99", "cached", "busiest", "shared")
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How gateways are deployed."""
+    """A deployment of gateways."""
 
     name: str
     copies: int
@@ -45,7 +46,7 @@ _WAYS: Final = (
 
 
 def compare(trace: Path, requests: int, seed: int) -> list[str]:
-    """Prints a table. What went wrong: requests that failed, or sharing that is worse than not to share."""
+    """Print a table. Return the problems: failed requests, or sharing that is worse than not sharing."""
     machine, decode = MACHINES["kimi-k2-thinking-a3"], MACHINES["kimi-k2.5-h200"]
     fleet = Fleet(_PREFILLERS, _PREFILLERS, machine, decode, speed=_SPEED)
     evenly = arrivals(fleet, read(trace)[:requests], _LOAD, seed)
@@ -55,10 +56,10 @@ def compare(trace: Path, requests: int, seed: int) -> list[str]:
     for how, timed in (("evenly", evenly), (f"in bursts of {_BURST}", bursty(evenly, _BURST))):
         good: list[float] = []
         for way in _WAYS:
-            real, told = _over_sockets(fleet, way, timed)
+            real, shared_bytes = _over_sockets(fleet, way, timed)
             virtual = _virtually(fleet, way, timed, seed)
             rows += [
-                (how, way.name, "sockets", *_columns(real), f"{told:.0f} B"),
+                (how, way.name, "sockets", *_columns(real), f"{shared_bytes:.0f} B"),
                 ("", "", "virtual time", *_columns(virtual), ""),
             ]
             good.append(virtual.good)
@@ -68,13 +69,13 @@ def compare(trace: Path, requests: int, seed: int) -> list[str]:
         if good[2] < good[1]:
             wrong.append(f"{how}: sharing is worse than not sharing, in virtual time")
         shares.append(f"{good[2] / good[0]:.1%} {how}")
-    print(f"\n{aligned(rows)}\n\nBusiest: the prefiller with most time at work over the mean's. Told: a request.")
-    print(f"Good answers through {_GATEWAYS} that share over those through one, in virtual time: {', '.join(shares)}.")
+    print(f"\n{aligned(rows)}\n\nBusiest: busy time of the busiest prefiller over the mean. Shared: bytes per request.")
+    print(f"Good answers of {_GATEWAYS} sharing gateways relative to one, in virtual time: {', '.join(shares)}.")
     return wrong
 
 
 def _over_sockets(fleet: Fleet, way: _Way, requests: Sequence[Request]) -> tuple[Figures, float]:
-    """And the bytes that were told for each request."""
+    """Return figures, and the bytes that gateways sent each other per request."""
     program = Contender(peers.OURS, peers.ours(), OURS, way.copies, way.shares)
     replay = over_sockets(fleet, program, requests, lambda: None)
     return figures(replay, fleet, Slo()), replay.news_bytes / len(requests)

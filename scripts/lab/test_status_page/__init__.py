@@ -1,1 +1,1 @@
-"""`scripts/test-status-page`: what the status page shows in a real browser."""
+"""scripts/test-status-page: test the status page in a real browser."""

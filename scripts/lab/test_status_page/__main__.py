@@ -1,4 +1,4 @@
-"""The status page in Chromium, in front of a gateway under load, of whose decoders one is down and one fails."""
+"""Test the status page in Chromium: a gateway under load, with a dead and a failing decoder."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Final
 import uvloop
 
 from lab.common.processes import called_from, unwind_on_signals
-from lab.test_status_page.checks import ALONE, SCHEMES, SIZES, chromium, keeps_still, tab, tells_of_each
+from lab.test_status_page.checks import ALONE, SCHEMES, SIZES, chromium, has_stable_layout, lists_each_instance, tab
 from lab.test_status_page.site import KEY, Site, site
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, ViewportSize
 
 _PICTURE: Final[ViewportSize] = {"width": 1240, "height": 880}
-"""Of the picture in OPERATING.md."""
+"""Size of the picture in OPERATING.md."""
 
 
 async def run(directory: Path, pictures: Path | None) -> list[str]:
-    """Returns what is wrong."""
+    """Run all checks. Return the problems."""
     problems: list[str] = []
 
-    def tell(name: str, found: list[str]) -> None:
+    def report(name: str, found: list[str]) -> None:
         print(f"{'not ok' if found else 'ok'}: {name}", flush=True)
         problems.extend(f"{name}: {one}" for one in found)
 
@@ -34,18 +34,18 @@ async def run(directory: Path, pictures: Path | None) -> list[str]:
         await shown.break_down()
         for size in SIZES:
             for scheme in SCHEMES:
-                tell(f"{size}, {scheme}", await look(browser, shown, size, scheme, pictures))
+                report(f"{size}, {scheme}", await look(browser, shown, size, scheme, pictures))
         for name, check in ALONE.items():
-            tell(name, await check(browser, shown))
+            report(name, await check(browser, shown))
     return problems
 
 
 async def look(browser: Browser, shown: Site, size: str, scheme: str, pictures: Path | None) -> list[str]:
-    """As somebody looks who has the key. Draws what is seen, if wanted."""
+    """Check the page with the admin key, and take pictures if wanted."""
     async with tab(browser, shown.admin_url, size, scheme) as one:  # type: ignore[arg-type]
         await one.give_key(KEY)
         await one.page.wait_for_selector("#configuration-table tbody tr")
-        problems = await keeps_still(one) + await tells_of_each(one, shown)
+        problems = await has_stable_layout(one) + await lists_each_instance(one, shown)
         if pictures is not None:
             await one.page.screenshot(path=pictures / f"{size}-{scheme}.png", full_page=True)
             if (size, scheme) == ("wide", "light"):
@@ -55,11 +55,11 @@ async def look(browser: Browser, shown: Site, size: str, scheme: str, pictures: 
 
 
 def main() -> None:
-    """Ends with 1 if anything is wrong."""
+    """Run the checks. Exits with 1 if there are problems."""
     unwind_on_signals()
-    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # an engine is killed under its requests
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # a killed engine logs errors
     parser = argparse.ArgumentParser(prog="scripts/test-status-page", description=__doc__)
-    parser.add_argument("--pictures", metavar="DIRECTORY", help="take pictures, and leave them there")
+    parser.add_argument("--pictures", metavar="DIRECTORY", help="take pictures and write them to this directory")
     options = parser.parse_args()
     pictures = called_from() / options.pictures if options.pictures else None
     if pictures is not None:

@@ -1,4 +1,4 @@
-"""What has to hold of the page. A check returns what is wrong, in sentences."""
+"""Checks of the page. A check returns its problems as sentences."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ Scheme = Literal["light", "dark"]
 SIZES: Final = {"wide": (1600, 1000), "narrow": (390, 844)}
 SCHEMES: Final[tuple[Scheme, ...]] = ("light", "dark")
 _EXPECTED: Final = ("Failed to load resource",)
-"""What Chromium says of every answer that is an error, and of a gateway that is away."""
+"""Expected message of Chromium for error statuses and an unreachable gateway."""
 
 
 @dataclass(slots=True)
 class Tab:
-    """One open page, and what it has complained about."""
+    """An open page, and its errors."""
 
     page: Page
     complaints: list[str] = field(default_factory=list)
 
     async def run(self, script: str, *arguments: Any) -> Any:
-        """What a function of JavaScript makes of its arguments, which are given as one array."""
+        """Run a JavaScript function. It gets the arguments as one array."""
         return await self.page.evaluate(script, list(arguments))
 
     async def give_key(self, key: str) -> None:
-        """As one types it."""
+        """Type the admin key."""
         await self.page.fill("#key", key)
         await self.page.press("#key", "Enter")
 
     async def looks(self, times: int) -> None:
-        """Wait until the page has asked so often again."""
+        """Wait for a number of refreshes."""
         for _ in range(times):
             async with self.page.expect_response("**/metrics"):
                 pass
-        await self.page.wait_for_timeout(200)  # it is shown when the other questions are answered, too
+        await self.page.wait_for_timeout(200)  # the page is updated after its other requests
 
 
 @asynccontextmanager
 async def chromium() -> AsyncIterator[Browser]:
-    """Debian's."""
-    from playwright.async_api import async_playwright  # which the script installs, and no other needs
+    """Run Debian's Chromium."""
+    from playwright.async_api import async_playwright  # installed by scripts/test-status-page only
 
     program = shutil.which("chromium")
     if program is None:
@@ -73,30 +73,30 @@ async def chromium() -> AsyncIterator[Browser]:
 
 @asynccontextmanager
 async def tab(browser: Browser, url: str, size: str = "wide", scheme: Scheme = "light") -> AsyncIterator[Tab]:
-    """The page, opened as anew as in a private window."""
+    """Open the page in a private window."""
     width, height = SIZES[size]
     context = await browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
     try:
         page = await context.new_page()
-        made = Tab(page)
-        page.on("pageerror", lambda error: made.complaints.append(f"error: {error}"))
-        page.on("console", lambda said: _note(made, said.text))
-        page.on("request", lambda asked: _is_own(made, asked.url, url))
+        opened_tab = Tab(page)
+        page.on("pageerror", lambda error: opened_tab.complaints.append(f"error: {error}"))
+        page.on("console", lambda said: _note(opened_tab, said.text))
+        page.on("request", lambda asked: _check_origin(opened_tab, asked.url, url))
         await page.goto(url + "/")
         await page.wait_for_selector("#pools table")
-        yield made
+        yield opened_tab
     finally:
         await context.close()
 
 
-def _note(made: Tab, said: str) -> None:
+def _note(opened_tab: Tab, said: str) -> None:
     if not said.startswith(_EXPECTED):
-        made.complaints.append(f"console: {said}")
+        opened_tab.complaints.append(f"console: {said}")
 
 
-def _is_own(made: Tab, asked: str, url: str) -> None:
+def _check_origin(opened_tab: Tab, asked: str, url: str) -> None:
     if not asked.startswith((url + "/", "data:")):
-        made.complaints.append(f"it asks {asked}")
+        opened_tab.complaints.append(f"it asks {asked}")
 
 
 if TYPE_CHECKING:
@@ -162,8 +162,8 @@ async def text(shown: Tab, selector: str) -> str:
     return str(await shown.page.inner_text(selector))
 
 
-async def is_as_top(browser: Browser, site: Site) -> list[str]:
-    """The two ways to work out a rate and a percentile come to the same."""
+async def agrees_with_top(browser: Browser, site: Site) -> list[str]:
+    """Compare rates and percentiles with those of `pdproxy top`."""
     began, earlier = time.monotonic(), await site.metrics()
     await asyncio.sleep(_ASKED_APART_SECONDS)
     later, seconds = await site.metrics(), time.monotonic() - began
@@ -176,20 +176,20 @@ async def is_as_top(browser: Browser, site: Site) -> list[str]:
     ]
     async with tab(browser, site.admin_url) as shown:
         found = await shown.run(_FIGURES, earlier, later, seconds, names, histograms)
-    problems = [] if any(expected[1]) and any(expected[2]) else ["nothing was served while two scrapes were taken"]
+    problems = [] if any(expected[1]) and any(expected[2]) else ["no requests between the two scrapes"]
     for page, top in zip(found, expected, strict=True):
         if not all(_are_equal(one, other) for one, other in zip(page, top, strict=True)):
-            problems.append(f"the page comes to {page}, and top to {top}")
+            problems.append(f"the page shows {page}, and top {top}")
     return problems
 
 
-async def needs_the_key(browser: Browser, site: Site) -> list[str]:
-    """Figures without it, a sentence about a wrong one, the rest with the right one, which goes nowhere else."""
+async def requires_admin_key(browser: Browser, site: Site) -> list[str]:
+    """Check the page without a key, with a wrong one and with the right one, which must not leak."""
     problems = []
     async with tab(browser, site.admin_url) as shown:
         await shown.looks(2)
         problems += unless("3 workers" in await text(shown, "#tiles"), "the figures are not those of three workers")
-        problems += unless("0.30" not in await text(shown, "#pools"), "engines are told of without the key")
+        problems += unless("0.30" not in await text(shown, "#pools"), "engines are shown without the key")
         await shown.give_key("another-key")
         await shown.page.wait_for_selector("text=This is not the admin key")
         await shown.give_key(KEY)
@@ -197,7 +197,7 @@ async def needs_the_key(browser: Browser, site: Site) -> list[str]:
         told = await text(shown, "body")
         problems += unless("0.30" in told, "no engine's version is shown")
         problems += unless("admission.max_running_decode" in told, "the configuration is not shown")
-        problems += unless("kv.pin_seconds" not in told, "options with their default are shown unasked")
+        problems += unless("kv.pin_seconds" not in told, "options with their default are shown without a request")
         await shown.page.check("#defaults")
         problems += unless("kv.pin_seconds" in await text(shown, "body"), "options with their default are not shown")
         kept = await shown.run("() => [document.documentElement.outerHTML, location.href, {...localStorage}]")
@@ -209,8 +209,8 @@ async def needs_the_key(browser: Browser, site: Site) -> list[str]:
     return problems
 
 
-async def tells_of_failures(browser: Browser, site: Site) -> list[str]:
-    """One that has just failed is there, and all that is kept of it, which one leaves by Escape."""
+async def lists_failures(browser: Browser, site: Site) -> list[str]:
+    """Check that a new failure is listed, and that its receipt opens and closes by keyboard."""
     async with tab(browser, site.admin_url) as shown:
         await shown.give_key(KEY)
         await shown.page.wait_for_selector("#failures-table tbody tr")
@@ -230,21 +230,21 @@ async def tells_of_failures(browser: Browser, site: Site) -> list[str]:
         await shown.looks(1)
         problems += unless(await shown.page.is_visible("#receipt"), "a refresh closes it")
         await shown.page.keyboard.press("Escape")
-        problems += unless(await shown.page.is_hidden("#receipt"), "it cannot be left")
+        problems += unless(await shown.page.is_hidden("#receipt"), "Escape does not close it")
         problems += unless(await link.evaluate("one => one === document.activeElement"), "the focus is lost")
         return problems + shown.complaints
 
 
-async def takes_no_markup(browser: Browser, site: Site) -> list[str]:
-    """What engines say is text; and were it taken for more, the browser would refuse it."""
+async def escapes_markup(browser: Browser, site: Site) -> list[str]:
+    """Check that engines' texts are escaped, and that the browser rejects injected code."""
     problems = []
     async with tab(browser, site.admin_url) as shown:
         await shown.give_key(KEY)
         async with site.odd_decoder():
             await shown.page.wait_for_function("text => document.body.innerText.includes(text)", arg=MARKUP)
             await shown.looks(1)
-            made = await shown.run("() => [document.images.length, window.owned ?? null]")
-            problems += unless(made == [0, None], "an engine's name has become an element")
+            created = await shown.run("() => [document.images.length, window.owned ?? null]")
+            problems += unless(created == [0, None], "an engine's name has become an element")
         problems += shown.complaints
         for attack in (
             f"() => {{ document.body.innerHTML = {MARKUP!r}; }}",
@@ -261,8 +261,8 @@ async def takes_no_markup(browser: Browser, site: Site) -> list[str]:
     return problems
 
 
-async def is_used_by_keyboard(browser: Browser, site: Site) -> list[str]:
-    """All that can be done is reached by Tab, in the order of the page, and a refresh leaves the focus."""
+async def works_by_keyboard(browser: Browser, site: Site) -> list[str]:
+    """Check that Tab reaches all controls in order, and that a refresh keeps the focus."""
     async with tab(browser, site.admin_url) as shown:
         await shown.page.wait_for_selector("#key-form:visible")
         reached = []
@@ -287,30 +287,28 @@ async def is_used_by_keyboard(browser: Browser, site: Site) -> list[str]:
         return problems + shown.complaints
 
 
-async def says_that_it_is_away(browser: Browser, site: Site) -> list[str]:
-    """A gateway that is gone, and is back."""
+async def shows_unreachable_gateway(browser: Browser, site: Site) -> list[str]:
+    """Check the page while the gateway is unreachable, and afterwards."""
     async with tab(browser, site.admin_url) as shown:
         await shown.page.wait_for_selector('#summary:not([data-level="unknown"])')
         await asyncio.to_thread(site.gateway.end, signal.SIGKILL)
         await shown.page.wait_for_selector('#summary[data-level="gone"]')
-        problems = unless("cannot be reached" in await text(shown, "#summary"), "it does not say so")
+        problems = unless("cannot be reached" in await text(shown, "#summary"), "the summary does not say so")
         await asyncio.to_thread(site.gateway.restart)
         await shown.page.wait_for_selector('#summary:not([data-level="gone"])')
         return problems + shown.complaints
 
 
-async def needs_no_key_where_there_is_none(browser: Browser, site: Site) -> list[str]:
-    """On this host's loopback address, without any admin key, the page may look."""
+async def works_without_admin_key(browser: Browser, site: Site) -> list[str]:
+    """Check the page on loopback without any admin key."""
     site.gateway.reload(auth={})
     async with tab(browser, site.admin_url) as shown:
         await shown.page.wait_for_selector("#configuration-table tbody tr")
-        return unless(await shown.page.is_hidden("#key-form"), "it asks for a key") + shown.complaints
+        return unless(await shown.page.is_hidden("#key-form"), "the page asks for a key") + shown.complaints
 
 
-async def keeps_still(shown: Tab) -> list[str]:
-    """Renewed figures move nothing but the unit beside them, and new failures what is below; nothing is wider than the
-    window; all text can be read.
-    """
+async def has_stable_layout(shown: Tab) -> list[str]:
+    """Check that refreshes move no elements, nothing is wider than the window, and all text is readable."""
     await shown.looks(2)  # until then a rate has no figure
     await shown.run(_SHIFTS)
     await shown.looks(3)
@@ -323,8 +321,8 @@ async def keeps_still(shown: Tab) -> list[str]:
     return problems + unless(rows > 8, f"there are {rows} rows") + shown.complaints
 
 
-async def tells_of_each(shown: Tab, site: Site) -> list[str]:
-    """Each instance has a row, which says in words how it is."""
+async def lists_each_instance(shown: Tab, site: Site) -> list[str]:
+    """Check that each instance has a row with its state."""
     problems = []
     for engine in (*site.prefill, *site.decode):
         name = shown.page.get_by_role("rowheader", name=f"{HOST}:{engine.port}")
@@ -343,12 +341,12 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 ALONE: Final[dict[str, Callable[[Browser, Site], Any]]] = {
-    "figures are those of top": is_as_top,
-    "the admin key": needs_the_key,
-    "failures": tells_of_failures,
-    "markup of engines": takes_no_markup,
-    "by keyboard": is_used_by_keyboard,
-    "the gateway is away": says_that_it_is_away,
-    "without any admin key": needs_no_key_where_there_is_none,
+    "figures are those of top": agrees_with_top,
+    "the admin key": requires_admin_key,
+    "failures": lists_failures,
+    "markup of engines": escapes_markup,
+    "by keyboard": works_by_keyboard,
+    "the gateway is away": shows_unreachable_gateway,
+    "without any admin key": works_without_admin_key,
 }
-"""By name; the last two change the gateway, so they come last."""
+"""Checks by name. The last two change the gateway."""

@@ -1,4 +1,4 @@
-"""What the page shows: simulated engines in this process, the gateway in front of them, and clients that never rest."""
+"""Engines in this process, the gateway in front of them, and continuous clients."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from proxy.sim.engine import SimulatedEngine
 
 KEY: Final = "the-admin-key"
 MARKUP: Final = "<img src=x onerror=window.owned=1>"
-"""What an engine says in place of a name or a reason."""
+"""Text of an engine in place of a name or a reason."""
 DOOMED: Final = "doomed"
-"""A client to whom every decoder answers with an error."""
+"""User whose requests every decoder answers with an error."""
 LOST: Final = "lost"
-"""One whom every decoder leaves in the middle of the answer."""
+"""User whose answers every decoder breaks off."""
 _ENGINE: Final[dict[str, Any]] = {
     "model": "kimi_k26",
     "decode_step_ms": 15.0,
@@ -37,7 +37,7 @@ _PER_SECOND: Final = 10.0
 
 @dataclass(slots=True)
 class Site:
-    """All of it."""
+    """Engines, gateway and clients."""
 
     prefill: list[SimulatedEngine]
     decode: list[SimulatedEngine]
@@ -47,24 +47,24 @@ class Site:
     failing: list[SimulatedEngine]
 
     async def break_down(self) -> None:
-        """One decoder dies, and one answers with errors. Returns when the gateway knows."""
-        dead, sick = self.failing = self.decode[1:3]
+        """Kill one decoder and let another one fail. Return when the gateway knows."""
+        dead, failing_decoder = self.failing = self.decode[1:3]
         await dead.kill()
-        sick.faults.add("refuse_status", status=500, body={"error": {"message": MARKUP}})
+        failing_decoder.faults.add("refuse_status", status=500, body={"error": {"message": MARKUP}})
         for engine in self.decode:
             engine.faults.add("refuse_status", status=500, user=DOOMED, body={"error": {"message": MARKUP}})
             engine.faults.add("reset_after_tokens", tokens=5, user=LOST)
         states = {f'pdproxy_instance_state{{address="{HOST}:{engine.port}"': engine for engine in self.failing}
         async with asyncio.timeout(_READY_SECONDS):
             while True:
-                told = [line for line in (await self.metrics()).splitlines() if line.startswith(tuple(states))]
-                if [line.split()[-1] for line in told] and all(line.endswith((" 2.0", " 3.0")) for line in told):
+                lines = [line for line in (await self.metrics()).splitlines() if line.startswith(tuple(states))]
+                if [line.split()[-1] for line in lines] and all(line.endswith((" 2.0", " 3.0")) for line in lines):
                     return
                 await asyncio.sleep(0.2)
 
     @asynccontextmanager
     async def odd_decoder(self) -> AsyncIterator[None]:
-        """There is one more, whose model is called `MARKUP`."""
+        """Add a decoder whose model is called `MARKUP`."""
         (port,) = quiet_ports(1)
         change = {"type": "decode", "instances": f"{HOST}:{port}"}
         async with SimulatedEngine(role="decode", port=port, **{**_ENGINE, "model": MARKUP}):
@@ -78,7 +78,7 @@ class Site:
         return (await asyncio.to_thread(fetch, self.admin_url + "/metrics")).decode()
 
     async def ask(self, draw: random.Random, user: str = "", request_id: str = "") -> None:
-        """One chat, read to its end; nobody minds what it is. Engines know clients by `user`."""
+        """Send one chat, and ignore its answer. Engines know clients by `user`."""
         words = "tell me more about it, please. " * draw.choice((4, 60, 200, 400))
         body = {
             "model": "kimi_k26",
@@ -93,7 +93,7 @@ class Site:
 
     @asynccontextmanager
     async def busy(self) -> AsyncIterator[None]:
-        """Requests come all the time; at the end those under way are left."""
+        """Send requests during the block, and cancel those in flight at its end."""
         draw, users = random.Random(7), cycle([*[""] * 20, DOOMED, *[""] * 20, LOST])
 
         async def ask(_: int) -> str:
@@ -111,7 +111,7 @@ class Site:
 
 @asynccontextmanager
 async def site(directory: Path, *, workers: int = 3) -> AsyncIterator[Site]:
-    """Two prefillers and four decoders, and the gateway in front of them."""
+    """Run two prefillers, four decoders and the gateway in front of them."""
     async with AsyncExitStack() as stack:
         prefill = await stack.enter_async_context(simulated("prefill", 2, **_ENGINE))
         decode = await stack.enter_async_context(simulated("decode", 4, **_ENGINE))

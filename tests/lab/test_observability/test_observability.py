@@ -9,10 +9,9 @@ import re
 import pytest
 
 from lab.dashboards.__main__ import DASHBOARDS
-from lab.test_observability.alerts import Shown, alert_rules, first_end, problems, substituted
-from lab.test_observability.faults import BY_ITSELF, UNDER_LOAD
+from lab.test_observability.alerts import RULES, Series, Shown, alert_rules, first_end, problems, shortened, substituted
+from lab.test_observability.faults import IDLE, UNDER_LOAD
 from lab.test_observability.picture import DRAWN, STATS, picture
-from lab.test_observability.prometheus import RULES, Series, shortened
 from tests.test_readme import ROOT
 
 
@@ -31,7 +30,7 @@ def test_a_time_is_shortened_by_so_much() -> None:
 
 
 def test_every_alert_has_a_fault_and_only_one() -> None:
-    driven = [alert for fault in (*UNDER_LOAD, *BY_ITSELF) for alert in fault.alerts]
+    driven = [alert for fault in (*UNDER_LOAD, *IDLE) for alert in fault.alerts]
     assert sorted(driven) == sorted(alert_rules())
 
 

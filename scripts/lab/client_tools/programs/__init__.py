@@ -1,4 +1,4 @@
-"""What clients' libraries do with the gateway, one program each; run by an environment that has the libraries.
+"""Programs that use client libraries against the gateway, run in an environment with the libraries.
 
-Each takes the gateway's port, and says what it has done; what goes wrong ends it with an error.
+Each takes the gateway's port and prints a summary. Any problem is an error.
 """

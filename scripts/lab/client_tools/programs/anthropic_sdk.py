@@ -13,7 +13,6 @@ TOOLS = [{"name": "find", "description": "Finds a city.", "input_schema": CITY}]
 
 
 def main() -> None:
-    """All of it."""
     client = anthropic.Anthropic(base_url=f"http://127.0.0.1:{port()}", api_key="any", max_retries=0)
     hello: Any = [{"role": "user", "content": "Hello"}]
     message = client.messages.create(model=MODEL, max_tokens=20, messages=hello, system="Be brief.")

@@ -13,12 +13,11 @@ from lab.client_tools.programs.part import ALIAS, END, PART, SCHEMA, found, port
 
 @tool
 def find(city: str) -> str:
-    """Finds a city."""
+    """Find a city."""
     return found(city)
 
 
 def main() -> None:
-    """All of it."""
     url = f"http://127.0.0.1:{port()}"
     model = ChatAnthropic(model=ALIAS, base_url=url, api_key="any", max_tokens=2000, max_retries=0)
     for streamed in (False, True):

@@ -12,7 +12,6 @@ TOOL = {"type": "function", "function": {"name": "find", "description": "Finds a
 
 
 def main() -> None:
-    """All of it."""
     url = f"http://127.0.0.1:{port()}"
     messages: Any = [{"role": "user", "content": PART}]
     for model, base in ((f"openai/{MODEL}", f"{url}/v1"), (f"anthropic/{ALIAS}", url)):

@@ -19,12 +19,11 @@ from lab.client_tools.programs.part import ALIAS, END, PART, found, port
 
 @function_tool
 def find(city: str) -> str:
-    """Finds a city."""
+    """Find a city."""
     return found(city)
 
 
 async def main() -> None:
-    """All of it."""
     set_tracing_disabled(True)
     client = AsyncOpenAI(base_url=f"http://127.0.0.1:{port()}/v1", api_key="any", max_retries=0)
     for model in (OpenAIResponsesModel(ALIAS, client), OpenAIChatCompletionsModel(ALIAS, client)):

@@ -13,7 +13,6 @@ TOOLS = [{"type": "function", "name": "find", "description": "Finds a city.", "p
 
 
 def main() -> None:
-    """All of it."""
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port()}/v1", api_key="any", max_retries=0)
     assert MODEL in [model.id for model in client.models.list()]
     asked: Any = {"model": MODEL, "input": "Hello", "instructions": "Be brief.", "max_output_tokens": 20}

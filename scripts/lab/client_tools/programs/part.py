@@ -1,4 +1,4 @@
-"""What all programs ask: a part in three turns, two with a tool, that engines play (`proxy/sim/model/script.py`)."""
+"""Inputs of all programs: a script in three turns, two with a tool (`proxy/sim/model/script.py`)."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ END: Final = "Both are there."
 
 
 def port() -> int:
-    """Of the gateway."""
+    """Return the port of the gateway."""
     return int(sys.argv[1])
 
 
 def found(city: object) -> str:
-    """What the tool says."""
+    """Return the tool's result."""
     assert city in ("Zürich", "Bern"), city
     return f"{city} is there."
