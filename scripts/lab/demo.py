@@ -1,7 +1,7 @@
-"""The demo, with nothing but the standard library: engines and gateway are started, an answer streams, and the decoder
-that writes it is killed in the middle. The answer goes on, and is the same as without.
+"""The demo: engines and gateway start, an answer streams, and its decoder is killed in the middle.
 
-Everything listens on 127.0.0.1, stops when the demo ends and leaves nothing behind.
+The answer is resumed, and equals an undisturbed one. Only the standard library is used. Everything listens on
+127.0.0.1, stops when the demo ends, and leaves no files behind.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ GATEWAY_PORT: Final = 1999
 MODEL: Final = "demo"
 QUESTION: Final = "Who computed my prompt, and who writes this?"
 TOKENS: Final = 110
-KILLED_AFTER: Final = 50
-"""Pieces of the answer."""
+KILL_AFTER_PIECES: Final = 50
+"""Number of pieces of the answer before the decoder is killed."""
 MORE_REQUESTS: Final = 18
 SHOWN: Final = re.compile(r"^pdproxy_(?:instance_requests|resumes|resumed_tokens)_total.* [1-9].*$", re.MULTILINE)
 
 
 def main() -> None:
-    """Bring everything up, use it, and leave."""
+    """Run the demo."""
     unwind_on_signals()
     with Fleet() as fleet:
         gateway = start(fleet, gateway_port())
         print(f"\nready: {gateway.url}\n\nPOST /v1/chat/completions, streamed:\n")
-        told = streamed_answer(gateway, fleet)
-        is_same = told == whole_answer(gateway, QUESTION, TOKENS)
-        print(f"\nThe same question once more, undisturbed: {'the same answer' if is_same else 'another answer!'}.")
+        streamed = streamed_answer(gateway, fleet)
+        is_same = streamed == whole_answer(gateway, QUESTION, TOKENS)
+        print(f"\nThe same question again, undisturbed: {'the same answer' if is_same else 'another answer!'}.")
         with ThreadPoolExecutor(4) as executor:
             list(executor.map(lambda number: whole_answer(gateway, f"Question {number}", 8), range(MORE_REQUESTS)))
         print(f"\nAfter {MORE_REQUESTS} more requests {gateway.url}/metrics has, among others:\n")
@@ -46,7 +46,7 @@ def main() -> None:
         if sys.stdin.isatty():
             print(f"\n{gateway.url} serves model {MODEL} until you press Enter.", end=" ", flush=True)
             sys.stdin.readline()
-    print("\neverything is stopped again")
+    print("\neverything is stopped")
     sys.exit(not is_same)
 
 
@@ -61,7 +61,7 @@ def gateway_port() -> int:
 
 
 def start(fleet: Fleet, port: int) -> Gateway:
-    """Start engines, and the gateway in front of them."""
+    """Start engines and the gateway in front of them."""
     for role in ("prefill", "prefill", "decode", "decode"):
         show(fleet.mock_engine(role, "--model", MODEL, "--decode-step-ms", "20").command)
     gateway = fleet.gateway(port=port)
@@ -86,7 +86,7 @@ def chat(gateway: Gateway, question: str, *, stream: bool, max_tokens: int) -> I
 
 
 def streamed_answer(gateway: Gateway, fleet: Fleet) -> str:
-    """Print the answer while it arrives, and kill who writes it; its text."""
+    """Print the answer while it arrives, and kill its decoder. Return the text."""
     pieces: list[str] = []
     with chat(gateway, QUESTION, stream=True, max_tokens=TOKENS) as answer:
         for line in answer:
@@ -95,28 +95,28 @@ def streamed_answer(gateway: Gateway, fleet: Fleet) -> str:
                 print()
                 return "".join(pieces)
             for choice in json.loads(data)["choices"] if data else ():
-                pieces.append(said(choice["delta"]))
+                pieces.append(text_of(choice["delta"]))
                 print(pieces[-1], end="", flush=True)
-                if len(pieces) == KILLED_AFTER:
+                if len(pieces) == KILL_AFTER_PIECES:
                     kill_decoder(gateway, fleet)
     sys.exit("\nthe stream ended before it was complete")
 
 
 def kill_decoder(gateway: Gateway, fleet: Fleet) -> None:
-    """The one that works on the only request."""
+    """Kill the decoder that works on the only request."""
     decoders = {decoder.address: decoder for decoder in fleet.engines["decode"]}
     for instance in json.loads(fetch(gateway.url + "/instances"))["instances"]:
         if instance["role"] == "decode" and instance["load"]["running"]:
             decoders[instance["address"]].send(signal.SIGKILL)
-            print(f"\n\n  === decoder {instance['address']}, which has written this, is killed ===\n", flush=True)
+            print(f"\n\n  === decoder {instance['address']}, the source of this answer, is killed ===\n", flush=True)
 
 
 def whole_answer(gateway: Gateway, question: str, max_tokens: int) -> str:
     with chat(gateway, question, stream=False, max_tokens=max_tokens) as answer:
-        return said(json.load(answer)["choices"][0]["message"])
+        return text_of(json.load(answer)["choices"][0]["message"])
 
 
-def said(message: Mapping[str, Any]) -> str:
+def text_of(message: Mapping[str, Any]) -> str:
     return f"{message.get('reasoning') or ''}{message.get('content') or ''}"
 
 

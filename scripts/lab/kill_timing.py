@@ -1,6 +1,6 @@
-"""Kill an engine under load, and see for how long requests still go to it. One program after the other.
+"""Kill an engine under load, and measure how long requests still go to it, for one program after the other.
 
-A sniffer sees who tries to reach the engine, whether it listens or not: nothing stands between the measured programs.
+A packet sniffer records connection attempts to the engine, so no component is inserted between the programs.
 """
 
 from __future__ import annotations
@@ -45,23 +45,22 @@ _SYN, _ACK = 0x02, 0x10
 _NOUNS = {"prefill": "prefiller", "decode": "decoder"}
 _NOTES = f"""
 2 prefillers and 2 decoders, {_REQUESTS_PER_SECOND} streamed requests a second; then `kill -9` of one of them.
-Last touch: the last time a connection to it was opened, or bytes were sent to it. pdproxy runs without periodic health
-checks, so all of these are requests, and it is by them alone that it learns that the engine is gone.
+Last touch: the last time that a connection to it was opened, or bytes were sent to it. pdproxy runs without periodic
+health checks, so all touches are requests, and it detects the failure by them alone.
 Errors: statuses other than 200, streams with an error event or without [DONE], broken connections."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One kill. `last_touch_seconds` counts from the kill; None if nothing went there any more."""
+    """One kill. `last_touch_seconds` counts from the kill. None without a touch."""
 
     last_touch_seconds: float | None
     touches: int
     errors: dict[str, int]
-    asked: int
+    request_count: int
 
 
 def main() -> None:
-    """The whole run."""
     unwind_on_signals()
     options = _options()
     compared = [_without_health_checks(peers.ours())]
@@ -85,8 +84,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--reference", type=Path, metavar="PATH", help="vllm-ascend's load_balance_proxy_server_example.py"
     )
-    parser.add_argument("--seconds", type=float, default=8.0, help="how long to watch after the kill (default: 8)")
-    parser.add_argument("--rounds", type=int, default=3, help="kills of which the median counts (default: 3)")
+    parser.add_argument("--seconds", type=float, default=8.0, help="time to watch after the kill (default: 8)")
+    parser.add_argument("--rounds", type=int, default=3, help="kills per median (default: 3)")
     options = parser.parse_args()
     if not 1 <= options.seconds <= 60 or not 1 <= options.rounds <= 20:
         parser.error("--seconds must be 1 to 60 and --rounds 1 to 20")
@@ -94,13 +93,13 @@ def _options() -> argparse.Namespace:
 
 
 def _without_health_checks(peer: peers.Peer) -> peers.Peer:
-    """But for the first one: what touches an engine are then requests."""
+    """Disable health checks except the first, so that all touches are requests."""
     never = [f"PROXY_HEALTH__{name}=3600" for name in ("INTERVAL_SECONDS", "CHANGING_INTERVAL_SECONDS")]
     return peers.Peer(peer.name, ("env", *never, *peer.words), peer.ready_path)
 
 
 def _measure(peer: peers.Peer, role: str, seconds: float) -> Measurement:
-    """Start everything anew, and kill the first engine of a role."""
+    """Start new engines and the program, and kill the first engine of a role."""
     with Fleet() as fleet:
         fleet.mock_engines(2, 2, "--decode-step-ms", "10", "--prefill-ms-per-1k-tokens", "100")
         program = fleet.keep(fleet.program(peer))
@@ -121,33 +120,38 @@ async def _kill(port: int, engine: Program, seconds: float) -> Measurement:
         async with load.at_rate(_REQUESTS_PER_SECOND):
             await asyncio.sleep(_WARM_UP_SECONDS)
             if load.problems:
-                sys.exit(f"there are errors without a kill: {load.failures()}")
+                sys.exit(f"errors before the kill: {load.failures()}")
             engine.send(signal.SIGKILL)
             killed = time.monotonic()
-            asked_before = load.request_count
+            count_before = load.request_count
             await asyncio.sleep(seconds)
-            asked = load.request_count - asked_before
+            request_count = load.request_count - count_before
             touches = [at - killed for at in sniffer.touches if at > killed]
-    return Measurement(max(touches, default=None), len(touches), dict(load.failures(killed)), asked)
+    return Measurement(max(touches, default=None), len(touches), dict(load.failures(killed)), request_count)
 
 
 def _row(measured: list[Measurement], seconds: float) -> tuple[str, ...]:
-    # What was touched until the end, or half a second before, is touched for ever.
+    # A touch in the last half second means that touches have not stopped.
     last = median(m.last_touch_seconds or 0.0 for m in measured)
     touched = "until the end" if last > seconds - 0.5 else f"{last:.3f}"
     errors = f"{median(sum(m.errors.values()) for m in measured):.0f}"
-    return touched, f"{median(m.touches for m in measured):.0f}", errors, f"{median(m.asked for m in measured):.0f}"
+    return (
+        touched,
+        f"{median(m.touches for m in measured):.0f}",
+        errors,
+        f"{median(m.request_count for m in measured):.0f}",
+    )
 
 
 # Packets on the loopback interface, filtered in the kernel. Needs CAP_NET_RAW, which root has.
 
 
 class Sniffer:
-    """Notes when a new connection to 127.0.0.1:`port` is asked for, or bytes are sent to it. `with` it."""
+    """Records connection attempts and bytes to 127.0.0.1:`port`. Use it with `with`."""
 
     def __init__(self, port: int) -> None:
         self.touches: list[float] = []
-        """Seconds of the monotonic clock."""
+        """Times of the monotonic clock."""
         try:
             self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, 0)
         except PermissionError:
@@ -173,13 +177,13 @@ class Sniffer:
                 packet, address = self._socket.recvfrom(128)
             except TimeoutError:
                 continue
-            # On this interface every packet is seen twice, going and coming.
+            # The loopback interface shows each packet twice, outgoing and incoming.
             if address[2] == _PACKET_OUTGOING and touches(packet):
                 self.touches.append(time.monotonic())
 
 
 def touches(packet: bytes) -> bool:
-    """Whether an IPv4 TCP packet opens a connection or carries bytes; acknowledgements and ends do neither."""
+    """Return whether an IPv4 TCP packet opens a connection or carries bytes."""
     header_bytes = 4 * (packet[0] & 0x0F)
     (total_bytes,) = struct.unpack_from(">H", packet, 2)
     offset, flags = packet[header_bytes + 12], packet[header_bytes + 13]
@@ -187,7 +191,7 @@ def touches(packet: bytes) -> bool:
 
 
 def _attach(sock: socket.socket, port: int) -> None:
-    """Have the kernel drop everything but IPv4 TCP packets to a port. `man 7 socket`, linux/filter.h."""
+    """Filter packets in the kernel: IPv4 TCP packets to a port. See `man 7 socket` and linux/filter.h."""
     program = [
         (0x30, 0, 0, 9),  # the protocol
         (0x15, 0, 4, socket.IPPROTO_TCP),

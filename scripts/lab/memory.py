@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import socket
 import sys
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import uvloop
 
 from lab.common.engines import Script
 from lab.common.fleet import STOPS_SOON, Fleet, Gateway
-from lab.common.load import Crowd, scripted
+from lab.common.load import Crowd, scripted, stalled_clients
 from lab.common.proc import Memory, memory
-from lab.common.processes import HOST, allow_many_files, unwind_on_signals
+from lab.common.processes import allow_many_files, unwind_on_signals
 
 _PREFILLERS, _DECODERS = 2, 4
 _STREAMS_PER_SECOND = 500
@@ -25,13 +23,13 @@ _SETTLING_SECONDS = 2.0
 _STALLED_SECONDS = 5.0
 _MIB = 1024 * 1024
 _NOTES = """
-Slow: a token a second. Each: over what the gateway had before. Memory that was used once is kept for the next streams,
-so what counts after the end is that it does not grow from cycle to cycle."""
+Slow: a token per second. Each: growth per stream. Freed memory is kept for later streams, so the memory after the end
+must not grow from cycle to cycle."""
 
 
 @dataclass(slots=True)
 class Run:
-    """One gateway, and what was seen of it."""
+    """A gateway and its measurements."""
 
     fleet: Fleet
     gateway: Gateway
@@ -39,7 +37,7 @@ class Run:
     idle: Memory | None = None
     errors: int = 0
     kib_each: float = 0.0
-    """What was last said of a stream."""
+    """Latest growth per stream, in KiB."""
 
     def _request(self, script: Script) -> bytes:
         return scripted(self.gateway.port, self.prompt_bytes, _MAX_TOKENS, script)
@@ -49,45 +47,40 @@ class Run:
         for _ in range(20):
             await crowd.open(self._request(Script(tokens=3, step_ms=1)))
         await crowd.ended(_PATIENCE_SECONDS)
-        self._note(crowd)
+        self._record_errors(crowd)
 
     async def grow(self, sizes: list[int]) -> None:
-        """Open streams until there are so many, and look each time; then end all of them."""
+        """Open streams up to each size, and print the memory each time. Then end all of them."""
         crowd = Crowd(self.gateway.port)
-        await self._look("before", 0)
+        await self._print_memory("before", 0)
         opened = 0
         for size in sizes:
             await self._open(crowd, size - opened)
             opened = size
             await asyncio.sleep(_SETTLING_SECONDS)
-            await self._look(f"{size} slow streams", size)
+            await self._print_memory(f"{size} slow streams", size)
         await self._finish(crowd)
         await asyncio.sleep(_SETTLING_SECONDS)
-        await self._look("after all have ended", 0)
+        await self._print_memory("after all have ended", 0)
 
     async def repeat(self, cycles: int, size: int) -> None:
-        """The same again and again: what grows never stops growing."""
+        """Open and end streams repeatedly, to detect growth."""
         for cycle in range(1, cycles + 1):
             crowd = Crowd(self.gateway.port)
             await self._open(crowd, size)
             await self._finish(crowd)
             await asyncio.sleep(_SETTLING_SECONDS / 4)
-            await self._look(f"after {cycle} x {size} more", 0)
+            await self._print_memory(f"after {cycle} x {size} more", 0)
 
     async def stall(self, clients: int) -> None:
-        """Streams as fast as they are taken, whose clients take nothing."""
-        await self._look("before", 0)
+        """Open fast streams whose clients read nothing."""
+        await self._print_memory("before", 0)
         words = self._request(Script(step_ms=0))
-        with ExitStack() as stack:
-            for _ in range(clients):
-                client = stack.enter_context(socket.socket())
-                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                client.connect((HOST, self.gateway.port))
-                client.sendall(words)
+        with stalled_clients(self.gateway.port, words, clients):
             await asyncio.sleep(_STALLED_SECONDS)
-            await self._look(f"{clients} clients that read nothing", clients)
+            await self._print_memory(f"{clients} clients that read nothing", clients)
         await asyncio.sleep(_SETTLING_SECONDS)
-        await self._look("after they have left", 0)
+        await self._print_memory("after they have left", 0)
 
     async def _open(self, crowd: Crowd, count: int) -> None:
         words = self._request(Script())
@@ -103,14 +96,14 @@ class Run:
     async def _finish(self, crowd: Crowd) -> None:
         await asyncio.to_thread(self.fleet.ask_engines, "/finish")
         await crowd.ended(_PATIENCE_SECONDS)
-        self._note(crowd)
+        self._record_errors(crowd)
 
-    def _note(self, crowd: Crowd) -> None:
+    def _record_errors(self, crowd: Crowd) -> None:
         self.errors += crowd.errors.total()
         for problem, count in crowd.errors.items():
             print(f"{count} errors: {problem}")
 
-    async def _look(self, what: str, streams: int) -> None:
+    async def _print_memory(self, what: str, streams: int) -> None:
         now = memory(self.gateway.pid)
         self.idle = self.idle or now
         each = ""
@@ -132,7 +125,6 @@ async def _measure_stalled(run: Run, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """The whole run."""
     unwind_on_signals()
     options = _options()
     allow_many_files()
@@ -140,25 +132,25 @@ def main() -> None:
         fleet.cheap_engines(_PREFILLERS, _DECODERS)
         print(f"{'':32} {'RSS, MiB':>9} {'PSS, MiB':>9} {'KiB each':>8}")
         runs = []
-        # Each its own gateway: what one has freed hides what the other takes.
+        # A separate gateway for each, because freed memory of one hides the growth of the other.
         for measure in (_measure_streams, _measure_stalled):
             with fleet.gateway("--workers", str(options.workers), environment=STOPS_SOON) as gateway:
                 runs.append(Run(fleet, gateway, options.prompt_bytes))
                 uvloop.run(measure(runs[-1], options))
     errors, kib_each = sum(run.errors for run in runs), runs[0].kib_each
-    print(f"{_NOTES}\n\n{errors} errors; {kib_each:.1f} KiB a stream, of {options.most_kib:g} at most")
+    print(f"{_NOTES}\n\n{errors} errors; {kib_each:.1f} KiB per stream (limit: {options.most_kib:g})")
     sys.exit(errors > 0 or kib_each > options.most_kib)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/memory", description=__doc__)
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 1000, 5000], help="how many at a time")
-    parser.add_argument("--cycles", type=int, default=10, help="how often to repeat (default: 10)")
-    parser.add_argument("--cycle-streams", type=int, default=1000, help="streams of a cycle (default: 1000)")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 1000, 5000], help="numbers of concurrent streams")
+    parser.add_argument("--cycles", type=int, default=10, help="number of further cycles (default: 10)")
+    parser.add_argument("--cycle-streams", type=int, default=1000, help="streams per cycle (default: 1000)")
     parser.add_argument("--stalled", type=int, default=100, help="clients that read nothing (default: 100)")
-    parser.add_argument("--prompt-bytes", type=int, default=2000, help="of each request (default: 2000)")
-    parser.add_argument("--most-kib", type=float, default=60, help="a stream, or the run has failed (default: 60)")
-    parser.add_argument("--workers", type=int, default=1, help="of the gateway (default: 1)")
+    parser.add_argument("--prompt-bytes", type=int, default=2000, help="size of each prompt (default: 2000)")
+    parser.add_argument("--most-kib", type=float, default=60, help="maximum KiB per stream (default: 60)")
+    parser.add_argument("--workers", type=int, default=1, help="workers of the gateway (default: 1)")
     return parser.parse_args()
 
 

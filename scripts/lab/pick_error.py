@@ -1,8 +1,8 @@
-"""Least load stays least load across workers: how far off the picks of several are, against those of one.
+"""How far the selections of several workers are from the least loaded engine, compared with one worker.
 
-Bursts of requests on new connections, which the kernel spreads over the workers, go to one gateway after the other,
-with more workers each, in front of the same engines. The engines are one process, so that the truth has one clock: at
-each arrival, what the chosen engine has to do already, less what the least loaded engine of its role has.
+Bursts of requests on new connections, which the kernel spreads over the workers, go to gateways with more and more
+workers in front of the same engines. The engines are one process with one clock: at each arrival, the load of the
+chosen engine is compared with the least load of its role.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ from lab.common.processes import allow_many_files, unwind_on_signals
 _PREFILLERS, _DECODERS = 4, 8
 _PATIENCE_SECONDS = 30.0
 _NOTES = """
-Error: requests in flight at the engine that was chosen, less those at the engine of its role that has fewest, when the
-request arrives there; none: the share of picks without one. Weighted: the same in what the gateway weighs, tokens (a
-prefiller's KV cache left aside), divided by the weight of an average request. With even prompts all requests weigh the
-same, so both say the same; with mixed ones the gateway evens out tokens, so only the weighted error says how good the
-picks are.
-One worker has errors, too: a decoder is chosen before the prefiller is asked, so requests reach it in another order
-than they were placed in, and of an answer that has ended the engine knows before the gateway does. Workers that wait
-for a core between a pick and its request add to that.
-Connections: those open just after each burst, added up; the kernel decides who accepts."""
+Error: requests in flight at the chosen engine, minus the fewest at an engine of its role, when the request arrives;
+none: the share of selections without error. Weighted: the same in the gateway's weights, tokens (without a prefiller's
+KV cache), relative to an average request. Even prompts have equal weights, so both errors are equal. With mixed prompts
+the gateway balances tokens, so only the weighted error measures it.
+A single worker has errors, too: a decoder is selected before the prefill, so requests arrive in another order, and an
+engine knows of the end of an answer before the gateway. Workers that wait for a core between selection and request add
+errors.
+Connections: sum of those open just after each burst. The kernel distributes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Bursts. The same draw for every gateway."""
+    """Bursts, the same for every gateway."""
 
     name: str
     prompt_bytes: tuple[int, int]
@@ -51,8 +50,8 @@ _LOADS = (Load("even", (2000, 2000), (256, 256)), Load("mixed", (200, 30_000), (
 
 
 @dataclass(slots=True)
-class Seen:
-    """Of one gateway under one load."""
+class Results:
+    """Results of one gateway under one load."""
 
     arrivals: dict[str, list[dict[str, int]]] = field(default_factory=dict)
     connections: Counter[int] = field(default_factory=Counter)
@@ -61,20 +60,20 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Picks:
-    """How far off the picks of one role were."""
+    """Errors of the selections for one role."""
 
     count: int
     mean_error: float
     p99: int
     most: int
     right: float
-    """The share of picks without an error."""
+    """Share of selections without an error."""
     weighted: float
-    """The mean error in weights, in those of an average request."""
+    """Mean error in weights, relative to an average request."""
 
 
 def picks(arrivals: Sequence[dict[str, int]]) -> Picks:
-    """Judge what the engines of a role recorded."""
+    """Compute the errors from the arrivals at a role's engines."""
     errors = sorted(arrival["excess_requests"] for arrival in arrivals)
     count = len(errors)
     average = sum(arrival["weight"] for arrival in arrivals) / count
@@ -82,7 +81,7 @@ def picks(arrivals: Sequence[dict[str, int]]) -> Picks:
     return Picks(count, sum(errors) / count, errors[count * 99 // 100], errors[-1], errors.count(0) / count, weighted)
 
 
-async def _burst(load: Load, options: argparse.Namespace, gateway: Gateway, seen: Seen) -> None:
+async def _burst(load: Load, options: argparse.Namespace, gateway: Gateway, results: Results) -> None:
     draw = random.Random(options.seed)
     crowds = []
     for number in range(options.bursts):
@@ -95,19 +94,19 @@ async def _burst(load: Load, options: argparse.Namespace, gateway: Gateway, seen
         async with asyncio.TaskGroup() as group:
             for each in words:
                 group.create_task(crowd.open(each))
-        seen.connections += await asyncio.to_thread(accepted, gateway.pid, gateway.port)
-        if number % 3 == 2:  # quiet, until everybody is idle
+        results.connections += await asyncio.to_thread(accepted, gateway.pid, gateway.port)
+        if number % 3 == 2:  # wait until all streams have ended
             for earlier in crowds:
                 await earlier.ended(_PATIENCE_SECONDS)
         await asyncio.sleep(draw.uniform(0.1, 0.6))
     for crowd in crowds:
         await crowd.ended(_PATIENCE_SECONDS)
-        seen.errors += crowd.errors.total()
+        results.errors += crowd.errors.total()
 
 
-def _rows(load: Load, workers: int, seen: Seen) -> list[tuple[str, ...]]:
+def _rows(load: Load, workers: int, results: Results) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    for role, arrivals in seen.arrivals.items():
+    for role, arrivals in results.arrivals.items():
         found = picks(arrivals)
         totals = Counter(arrival["engine"] for arrival in arrivals)
         rows.append(
@@ -115,7 +114,7 @@ def _rows(load: Load, workers: int, seen: Seen) -> list[tuple[str, ...]]:
                 *(load.name, role, str(workers), str(found.count), f"{found.mean_error:.2f}"),
                 *(str(found.p99), str(found.most), f"{found.right:.0%}", f"{found.weighted:.2f}"),
                 f"{min(totals.values())}-{max(totals.values())}",
-                *(" ".join(str(count) for _, count in sorted(seen.connections.items())), str(seen.errors)),
+                *(" ".join(str(count) for _, count in sorted(results.connections.items())), str(results.errors)),
             )
         )
     return rows
@@ -125,7 +124,6 @@ _HEADS = ("load", "role", "workers", "picks", "mean error", "p99", "max", "none"
 
 
 def main() -> None:
-    """The whole run."""
     unwind_on_signals()
     options = _options()
     allow_many_files()
@@ -135,11 +133,11 @@ def main() -> None:
         for load in _LOADS:
             for workers in options.workers:
                 with fleet.gateway("--workers", str(workers), environment=STOPS_SOON) as gateway:
-                    seen = Seen()
+                    results = Results()
                     fleet.ask_engines("/arrivals")
-                    uvloop.run(_burst(load, options, gateway, seen))
-                    seen.arrivals = fleet.ask_engines("/arrivals")
-                    rows += _rows(load, workers, seen)
+                    uvloop.run(_burst(load, options, gateway, results))
+                    results.arrivals = fleet.ask_engines("/arrivals")
+                    rows += _rows(load, workers, results)
                 print(f"{load.name} prompts, {workers} workers: done", file=sys.stderr, flush=True)
     print(aligned(rows))
     print(_NOTES)
@@ -148,10 +146,12 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/pick-error", description=__doc__)
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4], help="of each gateway (default: 1 2 4)")
-    parser.add_argument("--bursts", type=int, default=12, help="of each load (default: 12)")
+    parser.add_argument(
+        "--workers", type=int, nargs="+", default=[1, 2, 4], help="workers of each gateway (default: 1 2 4)"
+    )
+    parser.add_argument("--bursts", type=int, default=12, help="bursts of each load (default: 12)")
     parser.add_argument("--size", type=int, default=100, help="requests in a burst (default: 100)")
-    parser.add_argument("--seed", type=int, default=1, help="of everything that is drawn (default: 1)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of random draws (default: 1)")
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
-"""Instances come and go in the zone of a real name server, which is also killed, while clients are served.
+"""Discovery by DNS: instances come and go in a real name server's zone while clients are served.
 
-Where the kernel allows it, all of this is in a network of its own: the gateway then finds the server by an
-/etc/resolv.conf, on port 53, and names by its search list. Otherwise the server has a port on loopback.
+The server is killed, too. If the kernel allows it, everything runs in a separate network namespace: the gateway finds
+the server by /etc/resolv.conf, on port 53, and names by its search list. Otherwise the server has a port on loopback.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ _FOLLOWED_SECONDS = 20.0
 _PREFILLERS = ("127.0.0.2", "127.0.0.3")
 _QUESTION = {
     "model": "sim",
-    "messages": [{"role": "user", "content": "Who is there?"}],
+    "messages": [{"role": "user", "content": "Hello?"}],
     "stream": True,
     "max_tokens": 30,
 }
-# Nobody is to ask them, but an answer that names them does not fit into a datagram.
+# These instances get no requests, but make an answer too long for a datagram.
 _SPARE = [f"_http._tcp.decode SRV 20 0 7100 spare-{number}.of-a-rather-long-name" for number in range(60)]
 
 
 class Knot(Program):
-    """A real name server with one zone, which is rewritten. The zone is empty at first."""
+    """A real name server with one zone, which is rewritten and empty at first."""
 
     def __init__(self, directory: Path, port: int) -> None:
         file = directory / "knot.conf"
@@ -64,10 +64,10 @@ class Knot(Program):
         super().__init__(name="knotd", command=command, port=port, output=directory / "knot.log")
         self._zone = directory / "zone"
         self._serial = 0
-        self.say(())
+        self.set_records(())
 
-    def say(self, records: Sequence[str]) -> None:
-        """The zone is this from now on: lines of a zone file. They count as soon as the server is there."""
+    def set_records(self, records: Sequence[str]) -> None:
+        """Replace the records of the zone: lines of a zone file."""
         self._serial += 1
         head = [
             "$TTL 1",
@@ -82,15 +82,15 @@ class Knot(Program):
 
 
 def _instances(gateway: Gateway) -> tuple[set[str], set[str]]:
-    """The addresses of those that serve, and what is wrong with sources."""
-    told = json.loads(fetch(gateway.url + "/instances"))
-    serving = {one["address"] for one in told["instances"] if (one["membership"], one["state"]) == ("enabled", "up")}
-    return serving, {source["problem"] for source in told["sources"] if source["problem"]}
+    """Return the addresses of serving instances, and the problems of sources."""
+    body = json.loads(fetch(gateway.url + "/instances"))
+    serving = {one["address"] for one in body["instances"] if (one["membership"], one["state"]) == ("enabled", "up")}
+    return serving, {source["problem"] for source in body["sources"] if source["problem"]}
 
 
 @dataclass
 class Zone:
-    """What there is to be, and what the gateway makes of it."""
+    """The zone, and the gateway that follows it."""
 
     knot: Knot
     gateway: Gateway
@@ -98,9 +98,9 @@ class Zone:
     prefill_port: int
     decode_host: str
 
-    def say(self, prefillers: Sequence[str], decoders: Sequence[int], *more: str) -> set[str]:
-        """The addresses of those that serve as soon as the gateway knows of it."""
-        self.knot.say(
+    def set_records(self, prefillers: Sequence[str], decoders: Sequence[int], *more: str) -> set[str]:
+        """Set the zone. Return the addresses that should serve as a result."""
+        self.knot.set_records(
             [
                 *(f"prefill A {address}" for address in prefillers),
                 *(f"_http._tcp.decode SRV 10 0 {port} {self.decode_host}." for port in decoders),
@@ -113,8 +113,8 @@ class Zone:
             *(f"{self.decode_host}:{port}" for port in decoders),
         }
 
-    async def serves(self, what: str, expected: set[str], *, has_problem: bool = False) -> str:
-        """Wait until these do, and all sources have a problem or none has; the problem then."""
+    async def wait_until_serving(self, what: str, expected: set[str], *, has_problem: bool = False) -> str:
+        """Wait until exactly these addresses serve, and sources have a problem or not. Return the problem."""
         serving: set[str] = set()
         problems: set[str] = set()
         try:
@@ -123,18 +123,18 @@ class Zone:
                     await asyncio.sleep(0.1)
                     serving, problems = await asyncio.to_thread(_instances, self.gateway)
         except TimeoutError:
-            sys.exit(f"{what}: {expected} were expected, and there are {serving}; {problems} {self.load.problems[:3]}")
+            sys.exit(f"{what}: expected {expected}, but {serving} serve; {problems} {self.load.problems[:3]}")
         return next(iter(problems), "")
 
-    async def becomes(self, what: str, expected: set[str], *, has_problem: bool = False) -> None:
-        """The same, and then some more must be served."""
-        problem = await self.serves(what, expected, has_problem=has_problem)
+    async def check(self, what: str, expected: set[str], *, has_problem: bool = False) -> None:
+        """Do the same, and wait until some more requests have been served."""
+        problem = await self.wait_until_serving(what, expected, has_problem=has_problem)
         await self.load.have_ended(2 * _CLIENTS)
         print(f"{what}: {len(expected)} serve" + (f" ({problem})" if problem else ""), flush=True)
 
 
 def _started(fleet: Fleet, is_isolated: bool) -> tuple[Knot, Gateway]:
-    """Start engines, the name server, and the gateway that has names alone."""
+    """Start engines, the name server, and the gateway, which gets only names."""
     (prefill_port,) = quiet_ports(1)
     for address in _PREFILLERS:
         fleet.mock_engine("prefill", "--model", "sim", host=address, port=prefill_port)
@@ -149,7 +149,7 @@ def _started(fleet: Fleet, is_isolated: bool) -> tuple[Knot, Gateway]:
         environ["PROXY_DISCOVERY__DNS_SERVERS"] = f"127.0.0.1:{server_port}"
     environ |= {f"PROXY_DISCOVERY__{role}_DNS": name for role, name in names.items()}
     gateway = fleet.gateway(environment=environ, finds_engines=True)
-    gateway.ready_path = ""  # it is ready once the zone has engines
+    gateway.ready_path = ""  # not ready while the zone is empty
     return knot, fleet.keep(gateway)
 
 
@@ -162,31 +162,31 @@ async def _run(fleet: Fleet, *, is_isolated: bool) -> int:
         return (await connections.ask(question)).problem()
 
     load = Load(ask)
-    # What SRV records name is looked up by the system, which asks this server in its own network only.
+    # Names in SRV records are resolved by the system, which uses this server only in the separate network.
     zone = Zone(knot, gateway, load, fleet.prefill[0], f"here.{ZONE}" if is_isolated else "localhost")
-    expected = zone.say(_PREFILLERS, decoders)
-    await zone.serves("at first", expected)
+    expected = zone.set_records(_PREFILLERS, decoders)
+    await zone.wait_until_serving("at first", expected)
     async with load.at_a_time(_CLIENTS):
-        await zone.becomes("what the zone has", expected)
-        await zone.becomes("a prefiller and two decoders less", zone.say(_PREFILLERS[:1], decoders[2:]))
-        await zone.becomes(
-            "all, in an answer for which a datagram is too small",
-            expected := zone.say(_PREFILLERS, decoders, *_SPARE),
+        await zone.check("the whole zone", expected)
+        await zone.check("a prefiller and two decoders removed", zone.set_records(_PREFILLERS[:1], decoders[2:]))
+        await zone.check(
+            "all, in an answer longer than a datagram",
+            expected := zone.set_records(_PREFILLERS, decoders, *_SPARE),
         )
-        knot.say(())
-        await zone.becomes("the names are gone", expected, has_problem=True)
-        await zone.becomes("they are back, with two decoders", expected := zone.say(_PREFILLERS, decoders[:2]))
+        knot.set_records(())
+        await zone.check("no names", expected, has_problem=True)
+        await zone.check("names again, with two decoders", expected := zone.set_records(_PREFILLERS, decoders[:2]))
         await asyncio.to_thread(knot.end, signal.SIGKILL)
-        await zone.becomes("the name server is killed", expected, has_problem=True)
-        expected = zone.say(_PREFILLERS[1:], decoders[1:])
+        await zone.check("name server killed", expected, has_problem=True)
+        expected = zone.set_records(_PREFILLERS[1:], decoders[1:])
         await asyncio.to_thread(knot.restart)
-        await zone.becomes("it is back, with others", expected)
+        await zone.check("name server started, with other names", expected)
     print(f"{load.ended} requests, {len(load.problems)} failures {load.problems[:3] or ''}")
     return int(bool(load.problems))
 
 
 def main() -> None:
-    """Run it, in a network of its own if that can be had."""
+    """Run the test, in a separate network if possible."""
     unwind_on_signals()
     is_isolated = _OWN_NETWORK in sys.argv
     unshare = ["unshare", "--map-root-user", "--net", "--mount"]
@@ -203,7 +203,7 @@ def main() -> None:
             subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
             subprocess.run(["mount", "--bind", str(directory / "resolv.conf"), "/etc/resolv.conf"], check=True)
         print(
-            "in a network of its own" if is_isolated else "on loopback: no network of its own is to be had", flush=True
+            "in a separate network" if is_isolated else "on loopback: a separate network is not available", flush=True
         )
         code = asyncio.run(_run(fleet, is_isolated=is_isolated))
     sys.exit(code)

@@ -1,7 +1,7 @@
-"""The walk: a copy of the tree, the pages from top to bottom, and what became of each command.
+"""Run the commands of README.md and OPERATING.md from top to bottom in a copy of the tree.
 
-Servers are left running, as in a terminal of their own; everything is stopped at the end. Nothing listens but on
-loopback, and each command has a deadline.
+Servers keep running, as in separate terminals, and stop at the end. They listen on loopback only, and each command has
+a deadline.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _ADDRESS = re.compile(r"[\w.-]+:\d{2,5}\b")
 
 
 class PageError(Exception):
-    """A page that cannot be followed: the text says where, and what to do."""
+    """A page cannot be followed. The text says where, and how to fix it."""
 
 
 class Kind(Enum):
-    """What a block is."""
+    """The kind of a block."""
 
     COMMANDS = "commands"
     NOT_RUN = "not run"
@@ -50,64 +50,64 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a page."""
+    """A block of a page."""
 
     place: str
-    """`README.md:12`, of its first line."""
+    """Place of its first line, as in `README.md:12`."""
     kind: Kind
-    told: str
-    """What its note says: why it is not run, of which command it is the output, the name of the file."""
+    note_text: str
+    """Text of its note: the reason, the command of the output, or the name of the file."""
     text: str
-    """Without the indent that makes it a block."""
+    """Content without its indentation."""
 
     @property
     def commands(self) -> list[str]:
-        """One for each line, with the lines that it goes on in."""
+        """Commands, one per line and its continuation lines."""
         return _joined(self.text)
 
 
 def blocks(name: str, text: str) -> list[Block]:
-    """Those of a page, indented or fenced, in order. Raises PageError for one that is of no kind."""
+    """Return the blocks of a page, indented or fenced, in order. Raises PageError for an unknown kind."""
     return [_block(f"{name}:{number}", note, lines) for number, note, lines in _raw(text.splitlines())]
 
 
 def without_comment(command: str) -> str:
-    """A command as it is named elsewhere."""
+    """Return a command without its comment."""
     return re.sub(r"\s+#.*$", "", command, flags=re.MULTILINE).strip()
 
 
-def likeness(line: str) -> str:
-    """What two lines of output have in common that differ in their numbers and addresses, and so in their columns."""
+def normalized(line: str) -> str:
+    """Return a line with placeholders for numbers and addresses, and single spaces."""
     return re.sub(r"\s+", " ", _NUMBER.sub("N", _ADDRESS.sub("A", line))).strip()
 
 
-def unlike(output: str, shown: str) -> list[str]:
-    """The lines of an output that a page does not show the like of."""
-    known = {likeness(line) for line in shown.splitlines()}
-    return [line for line in output.splitlines() if line.strip() and likeness(line) not in known]
+def missing_lines(output: str, shown: str) -> list[str]:
+    """Return the lines of an output that a page shows in no similar form."""
+    known = {normalized(line) for line in shown.splitlines()}
+    return [line for line in output.splitlines() if line.strip() and normalized(line) not in known]
 
 
 def _block(place: str, note: re.Match[str] | None, lines: list[str]) -> Block:
     text = "\n".join(lines)
     if note is not None:
-        kind, told = Kind(note[1]), note[2] or ""
-        if not told:
-            raise PageError(f"{place}: the note before it does not say what comes behind `{kind.value}`")
-        return Block(place, kind, told, text)
+        kind, note_text = Kind(note[1]), note[2] or ""
+        if not note_text:
+            raise PageError(f"{place}: the note before it has no text after `{kind.value}`")
+        return Block(place, kind, note_text, text)
     if "│" in text:
         return Block(place, Kind.PICTURE, "", text)
     if odd := [command for command in _joined(text) if not _is_command(command.partition("\n")[0])]:
-        raise PageError(f"{place}: is `{odd[0]}` a command? If not, a note says what it is: see scripts/test-docs")
+        raise PageError(f"{place}: is `{odd[0]}` a command? If not, add a note; see scripts/test-docs")
     return Block(place, Kind.COMMANDS, "", text)
 
 
 def _joined(text: str) -> list[str]:
-    """The commands, each with the lines that it goes on in."""
+    """Return the commands, each with its continuation lines."""
     return [line.replace("\0", "\\\n") for line in text.replace("\\\n", "\0").splitlines() if line.strip()]
 
 
 def _raw(lines: list[str]) -> Iterator[tuple[int, re.Match[str] | None, list[str]]]:
-    """Number of the first line, the note before it, and the lines of each block."""
+    """Yield the number of the first line, the preceding note and the lines of each block."""
     note: re.Match[str] | None = None
     at = 0
     while at < len(lines):
@@ -133,7 +133,7 @@ def _raw(lines: list[str]) -> Iterator[tuple[int, re.Match[str] | None, list[str
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "OPERATING.md")
-# What OPERATING.md calls a file of the reader's own: here one that fits README.md's first engines.
+# The file that OPERATING.md calls the reader's: one for README.md's first engines.
 MY_YAML = "prefill: [localhost:7100]\ndecode: [localhost:7200]\n"
 
 _DEADLINE_SECONDS = 180.0  # of which pip takes most
@@ -148,24 +148,24 @@ _error_body = re.compile(r'^\s*\{"error":', re.MULTILINE).search
 
 @dataclass
 class Walk:
-    """One reader's way through the pages."""
+    """A reader's progress through the pages."""
 
     home: Path
-    """A directory that has the tree, and will have what the commands write."""
+    """Directory of the tree, and of files that commands write."""
     stack: ExitStack
-    done: list[Sequence[str]] = field(default_factory=list)
-    """Place, command and seconds of each command that was run."""
+    results: list[Sequence[str]] = field(default_factory=list)
+    """Place, command, seconds and failure of each command."""
     left_out: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     outputs: dict[str, str] = field(default_factory=dict)
-    """What commands printed, by their text."""
+    """Outputs by command."""
 
     @property
     def tree(self) -> Path:
         return self.home / "pdproxy-tree"
 
     def environment(self) -> dict[str, str]:
-        """A new user's, with the environment that scripts/demo makes on the path, as README.md says."""
+        """Return a new user's environment with .venv on the path, as README.md says."""
         kept = {
             name: value for name, value in os.environ.items() if not name.startswith(("PROXY_", "OTEL_", "OPENAI_"))
         }
@@ -175,39 +175,39 @@ class Walk:
         return {**kept, "HOME": str(self.home), "PATH": path, "PROXY_DRAIN__NOT_READY_SECONDS": "0"}
 
     def read(self, block: Block) -> None:
-        """Do what the block says."""
+        """Process a block."""
         match block.kind:
             case Kind.COMMANDS:
                 for command in block.commands:
                     self.run(block.place, command)
             case Kind.NOT_RUN:
                 first = without_comment(block.text).partition("\n")[0].removesuffix("\\").strip()
-                self.left_out.append(f"{block.place}: {first}  ({block.told})")
+                self.left_out.append(f"{block.place}: {first}  ({block.note_text})")
             case Kind.OUTPUT:
                 self.compare(block)
             case Kind.FILE:
                 yaml.safe_load(block.text)
-                (self.tree / block.told).write_text(block.text + "\n")
+                (self.tree / block.note_text).write_text(block.text + "\n")
             case Kind.PICTURE:
                 pass
 
     def run(self, place: str, command: str) -> None:
-        """One command: to its end, or until it serves."""
+        """Run a command to its end, or until it serves."""
         name = without_comment(command)
         if "…" in name:
-            self.left_out.append(f"{place}: {name}  (… stands for something of the reader's)")
+            self.left_out.append(f"{place}: {name}  (… stands for the reader's value)")
             return
         began = time.monotonic()
         problem = self.serve(name.removesuffix("&").strip()) if _serves(name) else self.finish(name)
         seconds = f"{time.monotonic() - began:.1f}"
-        self.done.append((place, name.partition("\n")[0][:90], seconds, "failed" if problem else ""))
+        self.results.append((place, name.partition("\n")[0][:90], seconds, "failed" if problem else ""))
         print(f"{place}: {name}  {seconds} s{'  FAILED' if problem else ''}", flush=True)
         if problem:
             self.problems.append(f"{place}: {name}\n{problem}")
 
     def serve(self, command: str) -> str | None:
-        """Start it, and leave it running. Returns what is wrong."""
-        log = self.home / f"server-{len(self.done)}.log"
+        """Start a server and leave it running. Return its output if it fails."""
+        log = self.home / f"server-{len(self.results)}.log"
         with log.open("wb") as output:
             process = self.start(command, output.fileno())
         self.stack.callback(_stop, process)
@@ -219,13 +219,13 @@ class Walk:
         return None
 
     def finish(self, command: str) -> str | None:
-        """Run it to its end. Returns what is wrong."""
+        """Run a command to its end. Return the problem, or None."""
         process = self.start(command, subprocess.PIPE)
         goes_on = _goes_on(command) is not None
         try:
             output, _ = process.communicate(timeout=_LOOKS_SECONDS if goes_on else _DEADLINE_SECONDS)
         except subprocess.TimeoutExpired:
-            # A reader presses Ctrl-C where something goes on, and where something does not end.
+            # A reader presses Ctrl-C for a command that continues or hangs.
             os.killpg(process.pid, signal.SIGINT)
             try:
                 output, _ = process.communicate(timeout=_STOP_SECONDS)
@@ -240,7 +240,7 @@ class Walk:
         return f"it printed:\n{output}" if command.startswith("curl") and _error_body(output) else None
 
     def start(self, command: str, output: int) -> subprocess.Popen[str]:
-        """In the reader's shell: what one command sets, such as an environment that it enters, the next ones find."""
+        """Start a command in the reader's shell. Later commands see its exported variables."""
         shell = f"[ ! -e ~/.session ] || . ~/.session\n{command}\ncode=$?; export -p >~/.session; exit $code"
         return subprocess.Popen(
             ["bash", "-c", shell],
@@ -254,16 +254,18 @@ class Walk:
         )
 
     def compare(self, block: Block) -> None:
-        """What a command printed with what the page shows of it."""
-        output = self.outputs.get(block.told)
+        """Compare an output with the page."""
+        output = self.outputs.get(block.note_text)
         if output is None:
-            self.problems.append(f"{block.place}: `{block.told}`, whose output this is, was not run before it")
-        elif lines := unlike(output, block.text):
-            self.problems.append("\n".join((f"{block.place}: `{block.told}` prints what is not shown:", *lines)))
+            self.problems.append(f"{block.place}: `{block.note_text}` was not run before this output")
+        elif lines := missing_lines(output, block.text):
+            self.problems.append(
+                "\n".join((f"{block.place}: `{block.note_text}` prints lines that the page does not show:", *lines))
+            )
 
 
 def main() -> None:
-    """Read the pages, and tell."""
+    """Follow the pages, and print the results."""
     unwind_on_signals()
     began = time.monotonic()
     with ExitStack() as stack:
@@ -277,19 +279,20 @@ def main() -> None:
             sys.exit(str(error))
         for block in (block for page in pages for block in page):
             walk.read(block)
-    print("\n" + aligned([("place", "command", "s", ""), *walk.done]))
+    print("\n" + aligned([("place", "command", "s", ""), *walk.results]))
     print("\nnot run:\n  " + "\n  ".join(walk.left_out))
     for problem in walk.problems:
         print(f"\n{problem}")
     seconds = time.monotonic() - began
     print(
-        f"\n{len(walk.done)} commands in {seconds:.0f} s, {len(walk.left_out)} not run, {len(walk.problems)} problems"
+        f"\n{len(walk.results)} commands in {seconds:.0f} s, {len(walk.left_out)} not run, "
+        f"{len(walk.problems)} problems"
     )
     sys.exit(bool(walk.problems))
 
 
 def _copy(tree: Path) -> None:
-    """What a clone has: the files that git knows, as they are now."""
+    """Copy the files that git knows, with their present content."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -304,7 +307,7 @@ def _copy(tree: Path) -> None:
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """And whatever it has started."""
+    """Stop a process and its descendants."""
     if process.poll() is None:
         pids = tree(process.pid)
         for pid in pids:

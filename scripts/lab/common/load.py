@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict
 from functools import partial
 from random import Random
@@ -327,6 +328,18 @@ async def _ended(tasks: list[asyncio.Task[None]], *, leaves: bool) -> None:
     for found in await asyncio.gather(*tasks, return_exceptions=True):
         if isinstance(found, BaseException) and not isinstance(found, asyncio.CancelledError):
             raise found
+
+
+@contextmanager
+def stalled_clients(port: int, request: bytes, count: int) -> Iterator[None]:
+    """Keep connections open that have sent a request and read nothing of the answer."""
+    with ExitStack() as stack:
+        for _ in range(count):
+            client = stack.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((HOST, port))
+            client.sendall(request)
+        yield
 
 
 class Crowd:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.test_docs import Block, Kind, PageError, blocks, unlike, without_comment
+from lab.test_docs import Block, Kind, PageError, blocks, missing_lines, without_comment
 
 ROOT = Path(__file__).parents[3]
 
@@ -92,4 +92,4 @@ def test_every_block_of_the_pages_is_of_some_kind(name: str) -> None:
 )
 def test_outputs_are_alike_that_differ_in_numbers_and_addresses(printed: str, is_shown: bool) -> None:
     shown = "prefill  localhost:7100  up     13      5,500  0.0\nfirst token  p50 70 ms, p95 430 ms\n"
-    assert unlike(f"\n{printed}\n", shown) == ([] if is_shown else [printed])
+    assert missing_lines(f"\n{printed}\n", shown) == ([] if is_shown else [printed])

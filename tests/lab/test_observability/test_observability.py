@@ -48,7 +48,7 @@ def test_a_query_is_asked_with_nothing_chosen() -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ([], ["nothing: q"]),
+        ([], ["no data: q"]),
         ([Series({}, [(1.0, float("nan"))])], ["no number: q"]),
         ([Series({"a": "1"}, [(1.0, 2.0)])], ["no series has all of a, b: q"]),
         ([Series({"a": "1"}, [(1.0, 2.0)]), Series({"a": "1", "b": "2"}, [(1.0, float("inf")), (2.0, 0.0)])], []),
