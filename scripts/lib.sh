@@ -1,9 +1,9 @@
-# Sourced by the other scripts: goes to the project's root and makes ./.venv ready, with what running needs
-# (`setup_running`) or with everything development needs (`setup_venv`), which goes into the same one.
-# Promises to ask nothing, to need only a Python 3.11 with venv, and to cost nothing when pyproject.toml did not change.
+# Sourced by the other scripts: changes to the project's root, and prepares ./.venv with the gateway's requirements
+# (`setup_running`) or also with development tools (`setup_venv`). It asks no questions, needs only a Python 3.11 with venv,
+# and takes no time if pyproject.toml names the same packages as before.
 #
-# With --help a script prints the comment at its head, and neither installs nor runs anything. If .venv is ready, a program
-# with options of its own tells them, too: that is why `setup_venv` returns then.
+# With --help a script prints the comment at its head, and neither installs nor runs anything. If .venv is ready,
+# `setup_venv` returns, so that a program with options prints them, too.
 
 set -euo pipefail
 called_from=$PWD
@@ -11,7 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=.venv/bin/python
 
-# vLLM's images set it, and prometheus-client would keep metrics there.
+# vLLM's images set these variables, and prometheus-client would store metrics there.
 unset PROMETHEUS_MULTIPROC_DIR prometheus_multiproc_dir
 
 say() { printf '%s\n' "$*" >&2; }
@@ -28,19 +28,19 @@ if [ -n "$helping" ]; then
   printf '\n'
 fi
 
-# For what has told everything with the comment at its head.
+# Exits after the head comment, for scripts without further help.
 leave_if_helping() { [ -z "$helping" ] || exit 0; }
 
-# For what has no options, but for --help.
+# For scripts whose only option is --help.
 takes_no_arguments() {
   leave_if_helping
   if [ $# -gt 0 ]; then
-    say "$0 takes no arguments, and $1 is one; --help says what it does"
+    say "$0 takes no arguments, and got $1; see --help"
     exit 2
   fi
 }
 
-# Packages of Debian, for what needs a program. Where they cannot be installed, the sentence says what is needed.
+# Installs Debian packages. If that is not possible, prints the sentence, which names the requirement, and exits.
 install_packages() { # the sentence, then the packages
   if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
     say "$1"
@@ -51,8 +51,8 @@ install_packages() { # the sentence, then the packages
   "${install[@]}" >/dev/null || { apt-get update --quiet >/dev/null && "${install[@]}" >/dev/null; }
 }
 
-# The first interpreter that is new enough and can make a virtual environment. Each one is run: a name on the PATH may
-# be a shim that leads nowhere.
+# Prints the first interpreter that is new enough and can make a virtual environment. Each one is run, because a name on
+# the PATH may be a broken shim.
 find_python() {
   local candidate incomplete=""
   for candidate in "${PYTHON:-python3}" python3 python3.13 python3.12 python3.11 python; do
@@ -67,7 +67,7 @@ find_python() {
     say "$incomplete cannot make virtual environments: on Debian and Ubuntu, apt-get install python3-venv (or" \
       "$("$incomplete" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'))"
   else
-    say "Python 3.11 or newer is needed, and no python3, python3.13, python3.12 or python3.11 on the PATH is one" \
+    say "Python 3.11 or newer is needed, and the PATH has none under the names python3, python3.13, python3.12 and python3.11" \
       "(PYTHON=/path/to/python names another)"
   fi
   return 1
@@ -87,19 +87,19 @@ is_made_as() { # file of a fingerprint
   made_from=$(fingerprint) && [ "$made_from" = "$(cat ".venv/$1" 2>/dev/null)" ]
 }
 
-make_venv_with() { # file of a fingerprint, what pip installs, and how that is called
+make_venv_with() { # file of the fingerprint, pip's requirement, and its description
   local base
   leave_if_helping
   base=$(find_python)
   say "making .venv with $("$base" --version) and $3, once"
-  # A virtual environment is no place for a user, target or prefix install, which a machine may have as pip's default.
+  # pip must install into the virtual environment, even if the machine's default is a user, target or prefix install.
   local install=(env -u PIP_TARGET -u PIP_PREFIX -u PIP_ROOT PIP_USER=0 "$python" -m pip install)
   install+=(--disable-pip-version-check)
   if ! is_made_as fingerprint.running; then
     "$base" -m venv --clear .venv
-    # Before 23.3 pip takes twice as long over what there is to choose from, and a newer one is there in two seconds.
+    # Older versions of pip take twice as long to resolve packages, and an upgrade takes two seconds.
     if "$python" -c 'import ensurepip, sys; sys.exit(int(ensurepip.version().split(".")[0]) >= 24)'; then
-      "${install[@]}" --quiet --upgrade pip || say "going on with the pip that came with Python"
+      "${install[@]}" --quiet --upgrade pip || say "using the pip of this Python"
     fi
   fi
   "${install[@]}" ${4:-} -e "$2"
@@ -108,21 +108,21 @@ make_venv_with() { # file of a fingerprint, what pip installs, and how that is c
 
 setup_running() {
   is_made_as fingerprint || is_made_as fingerprint.running ||
-    make_venv_with fingerprint.running . "what the gateway needs to run (some 15 seconds)" --quiet
+    make_venv_with fingerprint.running . "the gateway's requirements (about 15 seconds)" --quiet
 }
 
 setup_venv() {
   is_made_as fingerprint || make_venv_with fingerprint '.[dev]' "the gateway and its development tools (a minute or two)"
 }
 
-# A server by which several gateways share what they know.
+# Installs a server by which several gateways share state.
 setup_store() {
   [ -z "$helping" ] && ! command -v valkey-server >/dev/null && ! command -v redis-server >/dev/null || return 0
   install_packages "a server is needed: apt-get install valkey-server or redis-server (Debian, Ubuntu)" redis-server
 }
 
-# The program of a script is the module or package in scripts/lab that has its name: `lab.kill_timing` that of scripts/kill-timing.
-# Paths on its command line begin where the script was called from.
+# Runs the module or package of scripts/lab with the script's name: `lab.kill_timing` for scripts/kill-timing. Paths on its
+# command line are relative to the directory of the call.
 run_lab() {
   local name
   name=$(basename "$0")
