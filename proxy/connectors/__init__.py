@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Final
 from proxy.connectors.ascend_layerwise import AscendLayerwise
 from proxy.connectors.mooncake_bootstrap import MooncakeBootstrap
 from proxy.connectors.plain import Plain
+from proxy.connectors.sequential import VllmPull, VllmStore
 from proxy.connectors.sglang_bootstrap import SglangBootstrap
-from proxy.connectors.vllm_pull import VllmPull
-from proxy.connectors.vllm_store import VllmStore
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,41 +1,42 @@
-"""vLLM-Ascend's layerwise push: the decoder is asked first and calls back, then the prefiller sends it the KV cache.
+"""vLLM-Ascend's layerwise push: the decode leg goes first, and the prefiller pushes the KV cache to the decoder.
 
-Spoken by MooncakeLayerwiseConnector. A decoder that has room for the KV cache posts where that is to `/v1/metaserver`,
-at the address that came with the request. What it posts are the KV parameters of the prefill leg. The
-prefiller sends the KV cache layer by layer as it computes it, and keeps nothing.
+Used with MooncakeLayerwiseConnector. A decoder that has room for the KV cache posts its addresses to `/v1/metaserver`,
+at the URL that came with the request. The posted members are the KV parameters of the prefill leg. The prefiller sends
+the KV cache layer by layer as it computes it, and keeps nothing.
 
-A decoder is told nothing when the prefill fails and would wait for ever: its leg is closed then. Ids are those of one
-attempt and forgotten with it, so a callback that comes late is refused.
+A decoder does not notice a failed prefill and would wait forever, so pdproxy closes its leg. Ids belong to one attempt
+and are dropped with it, so a late callback is refused.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
-from proxy.common.errors import Failure, UpstreamError
+from proxy.common.errors import BadRequest, Failure, GatewayError, UpstreamError
 from proxy.common.terms import Stage
-from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import check_status, first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds
 from proxy.connectors.concurrent import running
 from proxy.connectors.disaggregated import Disaggregated, prefill_body
 from proxy.connectors.handoff import KvHandoff
+from proxy.connectors.legs import Attempt
 from proxy.upstream import upstream_error
+from proxy.wire.document import Document, InvalidDocument
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Iterator, Sequence
 
     from proxy.balancer.pick import PickRequest
     from proxy.common.backend import Backend
     from proxy.connectors.base import ConnectorContext, Prefilled
     from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline
-    from proxy.wire.document import Document
+
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class AscendLayerwise(Disaggregated):
         self._pools = context.pools
         self.metaserver = context.callback_url + _PATH
         """The URL that decoders call back."""
-        self.callbacks = context.callbacks
+        self.callbacks = Callbacks()
 
     def routes(self) -> Sequence[web.RouteDef]:
         """The route of the decoders' callbacks."""
@@ -151,3 +152,79 @@ class AscendLayerwise(Disaggregated):
 def _engine_id(call: Call, attempt_id: str) -> str:
     """Return the id that the engine gives to a request (vLLM `_base_request_id`, and a number for each prompt)."""
     return f"chatcmpl-{attempt_id}" if call.api is Api.CHAT else f"cmpl-{attempt_id}-0"
+
+
+_callback_logger = logging.getLogger("proxy.connectors.callbacks")
+
+_BODY_SECONDS: Final = 10.0
+
+
+class Callbacks:
+    """The attempts of this worker that decoders may call back for, by the id that an engine gives to a request."""
+
+    def __init__(self) -> None:
+        self._expected: dict[str, asyncio.Future[Document]] = {}
+
+    @property
+    def pending(self) -> int:
+        """Attempts under way, called back or not."""
+        return len(self._expected)
+
+    @contextmanager
+    def expected(self, engine_id: str) -> Iterator[asyncio.Future[Document]]:
+        """Until the end of the block a decoder may call back; the future has what it says first."""
+        callback = self._expected[engine_id] = asyncio.get_running_loop().create_future()
+        try:
+            yield callback
+        finally:
+            del self._expected[engine_id]
+
+    async def take(self, request: web.Request) -> web.Response:
+        """Answer a decoder at once: it has threads for 32 callbacks at a time, and looks at no answer.
+
+        It posts up to three times when the connection fails: only the first time counts.
+        """
+        try:
+            engine_id, params = _parse(await _read(request))
+            callback = self._expected.get(engine_id)
+            if callback is None:
+                raise GatewayError("no request waits for this callback", code="unknown_request", status=404)
+        except GatewayError as error:
+            _callback_logger.info("refused a callback from %s: %s", request.remote, error.message)
+            raise
+        if not callback.done():
+            callback.set_result(params)
+        return web.json_response({"status": "ok"})
+
+
+async def _read(request: web.Request) -> bytes:
+    """The body, of which aiohttp takes no more than 1 MiB. Raises GatewayError.
+
+    A callback names each block of the KV cache: a million tokens in blocks of 128 are 60 KB, in each group of layers.
+    """
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            return await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise GatewayError("the body is longer than any callback", code="request_too_large", status=413) from None
+    except TimeoutError:
+        raise GatewayError("the body of the request did not arrive in time", code="slow_body", status=408) from None
+
+
+def _parse(body: bytes) -> tuple[str, Document]:
+    """The request's id in the engine, and the whole callback. Raises BadRequest.
+
+    The id is 128 random bits that only engines are told before the answer begins, so a callback that has it is trusted
+    about where the KV is to go. A prefiller looks `remote_cached_tokens` up without asking whether it is there: its
+    engine would end.
+    """
+    try:
+        params = Document(body)
+    except InvalidDocument as error:
+        raise BadRequest(str(error), code="invalid_json") from None
+    engine_id, cached_tokens = params.values.get("request_id"), params.values.get("remote_cached_tokens")
+    if not isinstance(engine_id, str) or params.values.get("do_remote_decode") is not True:
+        raise BadRequest("this is not a decoder's callback")
+    if type(cached_tokens) is not int or cached_tokens < 0:
+        raise BadRequest("remote_cached_tokens must be a number of tokens", param="remote_cached_tokens")
+    return engine_id, params

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
@@ -10,7 +10,6 @@ import orjson
 
 from proxy.common.backend import Role
 from proxy.common.errors import Failure
-from proxy.connectors.callbacks import Callbacks
 from proxy.connectors.leg_driver import opened
 from proxy.wire.document import InvalidDocument
 from proxy.wire.finish import is_given_up
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
     from proxy.balancer.shared.journal import JournalWriter
     from proxy.common.background import Background
     from proxy.common.errors import UpstreamError
-    from proxy.connectors.attempt import Attempt
-    from proxy.connectors.legs import Legs
+    from proxy.connectors.legs import Attempt, Legs
     from proxy.connectors.releaser import Releaser
     from proxy.dialects.call import Call
     from proxy.observe.metrics import Metrics
@@ -71,8 +69,6 @@ class ConnectorContext:
     fitness: Fitness
     background: Background
     """Owner of tasks that no request waits for."""
-    callbacks: Callbacks = field(default_factory=Callbacks)
-    """Attempts that wait for engines to call back."""
     new_journal_writer: Callable[[], JournalWriter] | None = None
     """Makes a seat in the journal, if engines send events of their caches. None: they do not."""
     callback_url: str | None = None

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 from proxy.balancer.engines.engine_facts import FORCED_TOOL_PREFILL
 from proxy.connectors.base import Connector
 from proxy.connectors.leg_driver import opened
+from proxy.connectors.legs import Ranks
 from proxy.connectors.one_engine import RARE, OneEngine, is_search
-from proxy.connectors.ranks import Ranks
 from proxy.wire.document import REMOVED
 
 if TYPE_CHECKING:
@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from proxy.balancer.pick import PickRequest
     from proxy.balancer.pool import Pool
     from proxy.common.backend import Backend
-    from proxy.connectors.attempt import Attempt
     from proxy.connectors.base import ConnectorContext
-    from proxy.connectors.legs import Legs
+    from proxy.connectors.legs import Attempt, Legs
     from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline
     from proxy.wire.document import Body

@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 
     from proxy.balancer.pool import Pool
     from proxy.common.backend import Backend
-    from proxy.connectors.attempt import Attempt
     from proxy.connectors.base import ConnectorContext
-    from proxy.connectors.legs import Legs
+    from proxy.connectors.legs import Attempt, Legs
     from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from proxy.balancer.pick import PickRequest
     from proxy.connectors.base import ConnectorContext
-    from proxy.connectors.kv_transfer import PrefilledKv
+    from proxy.connectors.releaser import PrefilledKv
     from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline
 

@@ -7,8 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
-from proxy.connectors.attempt import Attempt
-from proxy.connectors.legs import Leg, Pair, fail, finish
+from proxy.connectors.legs import Attempt, Leg, Pair, fail, finish
 from proxy.upstream.response import Response, WholeResponse
 
 if TYPE_CHECKING:

@@ -1,24 +1,97 @@
-"""The legs of an attempt, one after the other or two at a time, as a generator: what is to be done next, and no IO.
+"""The steps of an attempt, without IO: its legs, the ranks they go to, and the Attempt that comes of them.
 
-A protocol writes the order of its steps once. `leg_driver.LegDriver` sends what it asks for.
+A protocol writes the order of its steps once, as a generator (`Legs`). `leg_driver.LegDriver` performs them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 from proxy.common.errors import UpstreamError
+from proxy.common.terms import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Mapping
     from types import TracebackType
 
     from proxy.common.backend import Backend
-    from proxy.connectors.attempt import Attempt
+    from proxy.dialects.base import PrefillAnswer
+    from proxy.observe.timeline import Timeline
     from proxy.upstream import Response
     from proxy.upstream.response import EngineResponse
     from proxy.wire.document import Body
+
+_STREAM: Final = Stage.STREAM  # reading a member off its class takes as long as four calls
+
+RANK_HEADER: Final = "x-data-parallel-rank"
+"""Request header that selects a data-parallel rank (vLLM `_get_data_parallel_rank`, since 0.11).
+
+vLLM answers 400 for a number of no rank (v1/engine/input_processor.py). An endpoint per rank accepts 0 only.
+"""
+
+
+class Handoff(Protocol):
+    """Handles the end of the handoff of an attempt's KV cache."""
+
+    def arrived(self) -> None:
+        """See Attempt.kv_arrived. May be called again."""
+
+    def lost(self) -> None:
+        """See Attempt.kv_lost. May be called again."""
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One try at a call: the decoder's open 200 answer, and the leases behind it."""
+
+    response: Response
+    timeline: Timeline
+    prefiller: Backend | None
+    """The prefiller; None if the connector has no prefill leg."""
+    kv_handed_over: bool
+    """Whether the decoder got its KV cache from a prefiller. Its own details of the prompt are wrong then."""
+    handoff: Handoff
+    first_token_seconds: float | None = None
+    """Time limit for the decoder's first output where the prefill is still under way. None:
+    timeouts.first_token_seconds, which is shorter."""
+    prefill_answer: PrefillAnswer | None = None
+    """The prefiller's answer; None if the client needs nothing of it, or if the prefiller is the only engine."""
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """The number of tokens in the prompt; None until an engine reports it."""
+        return self.timeline.usage.prompt_tokens
+
+    @property
+    def prompt_details(self) -> dict[str, Any] | None:
+        """The `prompt_tokens_details` that an engine reported and that are true; None if no engine has."""
+        return self.timeline.usage.prompt_details
+
+    def saw_usage(self, usage: Any) -> None:
+        """Record the `usage` of the decoder's answer.
+
+        Its counts of the prompt are used only if the decoder computed the prompt: decoders report KV cache that was
+        handed over as cached.
+        """
+        self.timeline.usage.saw_completion(usage)
+        if not self.kv_handed_over:
+            self.timeline.usage.saw_prompt(usage)
+
+    def kv_arrived(self) -> None:
+        """Record the decoder's first output: it has the KV cache, so the prefiller no longer holds anything for it.
+
+        May be called again, by the next reader of the same stream.
+        """
+        self.handoff.arrived()
+        stages = self.timeline.stages
+        if not stages or stages[-1] is not _STREAM:
+            self.timeline.enter(_STREAM)
+
+    def kv_lost(self) -> None:
+        """Record that the decoder gave up before its first output: it may have failed to fetch the KV cache."""
+        self.handoff.lost()
+        self.timeline.enter(_STREAM)
 
 
 @dataclass(slots=True, eq=False)
@@ -29,11 +102,13 @@ class Leg:
     path: str
     body: Body
     headers: Mapping[str, str]
-    """Lower-case names."""
+    """Request headers, with lower-case names."""
     answer_seconds: float
+    """Time limit for the beginning of the answer, or for all of it if `wants_whole`."""
     resend_if_stale: bool = False
+    """Whether to send the leg again if its idle connection turns out to be closed."""
     wants_whole: bool = False
-    """Whether the whole answer is wanted, and not its stream; see Legs."""
+    """Whether the whole answer is wanted instead of its stream; see Legs."""
     preconnect_to: Backend | None = None
     """Backend to connect to while this leg runs, because the next leg is likely to go there."""
 
@@ -41,10 +116,9 @@ class Leg:
 class Pair:
     """Two legs at the same time: the prefiller's answer is read beside the decoder's, and if one fails both end.
 
-    `with` it around all that the decode leg is needed for, and yield it first; see Legs.
-
-    Left before the prefill leg has ended, that leg is given up. An UpstreamError with which it is left gives way to
-    that of the prefill leg, if there is one: a decoder whose KV cache does not come is not to blame for what it says.
+    Enter it with `with` for as long as the decode leg is needed, and yield it first; see Legs. Leaving the block before
+    the prefill leg has ended cancels that leg. If the block is left with an UpstreamError after the prefill leg failed,
+    the prefill leg's error is raised instead, because a missing KV cache explains whatever the decoder reports.
     """
 
     __slots__ = ("_legs", "ended", "error", "read", "stop")
@@ -52,16 +126,16 @@ class Pair:
     def __init__(self, prefill: Leg, decode: Leg, read: Callable[[EngineResponse, bytes], None]) -> None:
         self._legs: tuple[Leg, Leg] | None = prefill, decode
         self.error: Exception | None = None
-        """Why the prefill leg has failed: an UpstreamError unless the program has a mistake. A driver says so."""
+        """The error of the prefill leg, set by the driver: an UpstreamError unless the program has a defect."""
         self.stop: Callable[[], object] | None = None
-        """Gives the prefill leg up if it is under way. A driver sets it, which may wait for that."""
+        """Cancels the prefill leg if it is under way. Set by the driver."""
         self.ended: Callable[[], Awaitable[None]] | None = None
-        """Waits for the end of the prefill leg, and raises its UpstreamError. None: the driver waits for nothing."""
+        """Waits for the end of the prefill leg and raises its UpstreamError. None: this driver cannot wait."""
         self.read = read
-        """Takes the prefiller's answer and its body. Raises UpstreamError if it has failed."""
+        """Reads the prefiller's answer and its body. Raises UpstreamError if the prefill failed."""
 
     def take_legs(self) -> tuple[Leg, Leg]:
-        """Return the prefill leg and the decode leg, once. The pair would keep their bodies as long as the answer."""
+        """Return the prefill leg and the decode leg, once. Keeping them would keep their bodies in memory."""
         legs, self._legs = self._legs, None
         assert legs is not None
         return legs
@@ -80,30 +154,104 @@ class Pair:
 
 if TYPE_CHECKING:
     Legs = Generator[Leg | Pair | Response | Attempt, Any, None]
-    """Yields what is to be done, and is sent what came of it, or has the UpstreamError thrown in:
+    """Generator of the steps of one attempt. The driver performs each step and sends its result, or throws an
+    UpstreamError in:
 
-    - a Leg is sent; what comes of it is its Response, once the headers are there; or, if it is to be whole, the
-      answer and its body, and then its connection has been given back;
-    - of a Pair both legs are sent; what comes of it is the Response of the second, once its headers are there. The
-      first one's whole answer is told to the pair when it comes; if it fails, so does the second, whatever it does;
-    - a Response is read; what comes of it is its whole body, as bytes;
-    - the Attempt, at last, is for the driver: its answer is to be taken. Then the generator is resumed once more,
-      or has the error thrown in that the answer ended with. It gives every lease and connection back, and ends.
+    - Leg: the driver sends it. The result is its Response once the headers have arrived; with `wants_whole`, the answer
+      and its body once its connection was given back.
+    - Pair: the driver sends both legs. The result is the Response of the decode leg once its headers have arrived. The
+      prefill leg's whole answer goes to `Pair.read`. If the prefill leg fails, the decode leg fails, too.
+    - Response: the driver reads it. The result is its whole body, as bytes.
+    - Attempt: the last step. The driver resumes the generator when the answer was taken, or throws in the error with
+      which the answer ended. The generator gives back every lease and connection, and ends.
 
-    Closing it early, or throwing anything else in, gives everything back, too.
+    Closing the generator early, or throwing any other error in, gives everything back, too.
     """
 
 
 def finish(legs: Legs) -> None:
-    """The answer was taken: let the attempt end."""
-    if next(legs, None) is not None:  # no exception has to be made and caught
+    """End an attempt whose answer was taken."""
+    if next(legs, None) is not None:  # so no exception is made and caught
         raise RuntimeError("an attempt goes on behind its answer")
 
 
 def fail(legs: Legs, error: BaseException) -> None:
-    """The answer, or what was under way, ended with this error: let the attempt end. Raises the error."""
+    """End an attempt with the error of its answer, or of the step under way. Raises the error."""
     try:
         legs.throw(error)
     except StopIteration:
         raise error from None
     raise RuntimeError("an attempt goes on behind its failure")
+
+
+@dataclass(slots=True)
+class _Claimed:
+    """The claims on the ranks of one backend."""
+
+    legs: list[int] = field(default_factory=list)
+    """Legs in flight, by rank."""
+    turn: int = 0
+    """The rank that is preferred among those with equally few legs."""
+
+
+class Ranks:
+    """One worker's claims on data-parallel ranks, that is, on the engines behind one address.
+
+    A vLLM server with several engines chooses among them itself unless a request names a rank. A claim takes the rank
+    with the fewest legs of this worker in flight, and equal ones in turn.
+    """
+
+    def __init__(self) -> None:
+        self._backends: dict[int, _Claimed] = {}  # by slot; there are as many slots as there can be backends
+
+    def claim(self) -> RankClaim:
+        """Return a claim for one leg, a context manager that gives its rank back at the end."""
+        return RankClaim(self)
+
+    def take(self, backend: Backend, count: int) -> tuple[list[int], int]:
+        """Take a rank out of `count`. Return the backend's legs in flight by rank, and the number of the rank."""
+        claimed = self._backends.setdefault(backend.slot, _Claimed())
+        legs = claimed.legs
+        legs.extend([0] * (count - len(legs)))
+        fewest = min(legs[:count])
+        turn = claimed.turn % count
+        rank = legs.index(fewest, turn) if fewest in legs[turn:count] else legs.index(fewest)
+        claimed.turn = rank + 1
+        legs[rank] += 1
+        return legs, rank
+
+
+class RankClaim:
+    """The claim of one leg on a rank of its backend."""
+
+    __slots__ = ("_legs", "_rank", "_ranks")
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._legs: list[int] | None = None
+        self._rank = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._legs is not None:
+            self.free()
+
+    def on(self, backend: Backend, count: int) -> int:
+        """Return a rank of this backend, which has `count`. Gives back the rank that the claim had before."""
+        self.free()
+        self._legs, self._rank = self._ranks.take(backend, count)
+        return self._rank
+
+    def header(self, backend: Backend, count: int) -> dict[str, str]:
+        """Return the header that selects a rank of this backend; empty if it has only one."""
+        return {RANK_HEADER: str(self.on(backend, count))} if count > 1 else {}
+
+    def free(self) -> None:
+        """Give the rank back before the end of the block. May be called again."""
+        if self._legs is not None:
+            self._legs[self._rank] -= 1
+            self._legs = None

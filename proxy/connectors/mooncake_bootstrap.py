@@ -16,14 +16,13 @@ import orjson
 from proxy.balancer.fitness.misfits import MisfitKind
 from proxy.common.errors import UpstreamError
 from proxy.common.terms import Stage
-from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import check_status, first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds
 from proxy.connectors.bootstraps import Bootstraps, bootstrap_address
 from proxy.connectors.concurrent import running
 from proxy.connectors.disaggregated import Disaggregated, prefill_body
 from proxy.connectors.handoff import KvHandoff
-from proxy.connectors.kv_transfer import KvTransfer, PrefilledKv
-from proxy.connectors.ranks import RANK_HEADER
+from proxy.connectors.legs import RANK_HEADER, Attempt
+from proxy.connectors.releaser import KvTransfer, PrefilledKv
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from proxy.balancer.pick import PickRequest
     from proxy.common.backend import Backend
     from proxy.connectors.base import ConnectorContext
-    from proxy.connectors.ranks import RankClaim
+    from proxy.connectors.legs import RankClaim
     from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline
     from proxy.upstream import Response

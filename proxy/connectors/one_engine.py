@@ -15,18 +15,16 @@ from typing import TYPE_CHECKING, Final
 from proxy.common.backend import Role
 from proxy.common.errors import BadRequest
 from proxy.common.terms import Stage
-from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import first_byte_seconds, new_attempt_id, prefill_seconds, refusal
 from proxy.connectors.handoff import LocalKv
-from proxy.connectors.legs import Leg
+from proxy.connectors.legs import Attempt, Leg
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from proxy.balancer.pick import PickRequest
     from proxy.connectors.base import ConnectorContext
-    from proxy.connectors.legs import Legs
-    from proxy.connectors.ranks import Ranks
+    from proxy.connectors.legs import Legs, Ranks
     from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline
     from proxy.upstream import Response

@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING
 
 from proxy.common.backend import Role
 from proxy.connectors.base import Connector
+from proxy.connectors.legs import Ranks
 from proxy.connectors.one_engine import SingleLeg
-from proxy.connectors.ranks import Ranks
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from proxy.balancer.pick import PickRequest
-    from proxy.connectors.attempt import Attempt
     from proxy.connectors.base import ConnectorContext
-    from proxy.connectors.legs import Legs
+    from proxy.connectors.legs import Attempt, Legs
     from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline
 

@@ -1,8 +1,8 @@
-"""Prefill, then decode: the legs of the protocols in which the decoder is called when the prefiller has answered.
+"""Protocols with one leg after the other: the prefiller answers, then the decoder is called.
 
-KV parameters in the prefiller's answer go to the decoder verbatim: opaque, and used once. The decoder is reserved
-before the prefiller is called, so that KV cache is never pinned while no decoder has room for it. A prompt that a
-decoder alone would have sooner goes there, where the settings say so.
+KV parameters in the prefiller's answer go to the decoder verbatim, and are used once. The decoder is reserved before
+the prefiller is called, so that KV cache is never pinned while no decoder has room for it. With `kv.skip_prefill` a
+prompt that a decoder alone would finish sooner goes to that decoder.
 """
 
 from __future__ import annotations
@@ -14,31 +14,30 @@ from typing import TYPE_CHECKING, ClassVar, Final
 import msgspec
 import orjson
 
-from proxy.balancer.fitness.handovers import LEAST_TOKENS
+from proxy.balancer.fitness.handovers import LEAST_STORED_TOKENS, LEAST_TOKENS
 from proxy.balancer.local_prefill import FirstToken, LocalPrefill
 from proxy.balancer.policies.prefill_samples import compared_prompt
 from proxy.common.backend import Role
 from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.common.terms import Stage
-from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds, refusal
 from proxy.connectors.disaggregated import Disaggregated, Prefill
 from proxy.connectors.handoff import DECODER, KvHandoff, KvSource
-from proxy.connectors.kv_transfer import PrefilledKv, kv_params_in
-from proxy.connectors.legs import Leg
+from proxy.connectors.legs import Attempt, Leg
+from proxy.connectors.releaser import PrefilledKv, kv_params_in
 
 if TYPE_CHECKING:
     from proxy.balancer.lease import Lease
     from proxy.balancer.pick import PickRequest
     from proxy.common.backend import Backend
     from proxy.connectors.base import ConnectorContext, Prefilled
-    from proxy.connectors.legs import Legs
-    from proxy.connectors.ranks import RankClaim
+    from proxy.connectors.legs import Legs, RankClaim
+    from proxy.dialects.base import EngineAnswer
     from proxy.dialects.call import Call
-    from proxy.dialects.engine_answer import EngineAnswer
     from proxy.observe.timeline import Timeline
     from proxy.upstream import Response
     from proxy.wire.document import Body
+
 
 # To read a member off its class takes as long as four calls.
 _PREFILL: Final = Stage.PREFILL
@@ -273,3 +272,64 @@ def _decode_body(call: Call, params: bytes | None) -> Body:
         members = orjson.dumps(dict(call.kv_params))
         params = members if params is None else params[:-1] + b"," + members[1:]
     return call.body({}) if params is None else call.body_with_kv(params)
+
+
+class VllmPull(Sequential):
+    """Prefill → decode, one after the other; the decoder gets the KV parameters of the prefiller's answer."""
+
+    source_without_kv = KvSource.DECODER
+
+    def prefill_failed(self, call: Call, error: UpstreamError) -> None:
+        """KV may have been left behind."""
+        self._releaser.suspect(error.backend, call.prompt_tokens, error)
+
+    def takes(self, call: Call, handoff: KvHandoff, answer: EngineAnswer, *, has_kv: bool, asks_again: bool) -> bool:
+        """Ask a second time, if so configured, when the answer has no KV parameters."""
+        lease = handoff.prefiller
+        self._context.fitness.prefilled(lease.backend, has_kv)
+        if has_kv:
+            return True
+        asks_again = asks_again and self._context.settings.kv.on_missing == "retry_prefill"
+        # A decoder is sized for decoding: a long prompt there stalls every stream it serves.
+        is_short = call.prompt_tokens <= self._context.settings.kv.local_max_tokens
+        if not asks_again:
+            self._let_decoder_compute(answer, is_short=is_short)
+            return True
+        self._metrics.missing_kv_total.labels("retry_prefill").inc()
+        self.move(lease, handoff.failed, _missing_kv(answer))  # the same prefiller again if there is no other
+        return False
+
+    def go_without_kv(self, handoff: KvHandoff, answer: EngineAnswer) -> None:
+        """See Sequential. A long prompt, too: without KV of any prefiller the answer would be an error."""
+        self._let_decoder_compute(answer, is_short=True)
+
+    def _let_decoder_compute(self, answer: EngineAnswer, *, is_short: bool) -> None:
+        """Count what `kv.on_missing` makes of missing KV. Raises UpstreamError where the decoder may not compute it."""
+        on_missing = self._context.settings.kv.on_missing
+        local = on_missing == "local" or (on_missing == "retry_prefill" and is_short)
+        self._metrics.missing_kv_total.labels("local" if local else "error").inc()
+        if not local:
+            missing = _missing_kv(answer)
+            missing.code = "kv_handoff_failed"
+            raise missing
+
+
+def _missing_kv(answer: EngineAnswer) -> UpstreamError:
+    return answer.fail(Failure.MISSING_KV, "the answer has no KV parameters for a decoder")
+
+
+class VllmStore(Sequential):
+    """Prefill → decode, one after the other; what is between them is the store's business."""
+
+    least_tokens = LEAST_STORED_TOKENS
+    source_without_kv = KvSource.STORE
+
+    def prefill_failed(self, call: Call, error: UpstreamError) -> None:
+        """Nothing is left behind: what is stored is free."""
+
+    def takes(self, call: Call, handoff: KvHandoff, answer: EngineAnswer, *, has_kv: bool, asks_again: bool) -> bool:
+        """Whatever it is."""
+        return True
+
+    def go_without_kv(self, handoff: KvHandoff, answer: EngineAnswer) -> None:
+        """The store has the KV of every prompt, however its prefill ended."""

@@ -19,12 +19,10 @@ import orjson
 from proxy.common.backend import Role
 from proxy.common.errors import Failure, UpstreamError
 from proxy.common.terms import Stage
-from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import Connector, first_byte_seconds, new_attempt_id, prefill_seconds, refusal
 from proxy.connectors.handoff import KvHandoff
-from proxy.connectors.legs import Leg, Pair
+from proxy.connectors.legs import Attempt, Leg, Pair, Ranks
 from proxy.connectors.one_engine import SingleLeg, asks_for_echoed_logprobs, echo_refused
-from proxy.connectors.ranks import Ranks
 from proxy.wire import sglang
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import OPENAI_APIS, Api
@@ -37,8 +35,7 @@ if TYPE_CHECKING:
     from proxy.common.backend import Backend
     from proxy.common.background import Background
     from proxy.connectors.base import ConnectorContext
-    from proxy.connectors.legs import Legs
-    from proxy.connectors.ranks import RankClaim
+    from proxy.connectors.legs import Legs, RankClaim
     from proxy.dialects.call import Call
     from proxy.observe.timeline import Timeline
     from proxy.upstream import Response, Upstream

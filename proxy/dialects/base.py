@@ -1,4 +1,4 @@
-"""The port of an API that clients speak: its requests as calls, its answers as bytes.
+"""The interface of an API that clients speak: its requests as calls, its answers as bytes.
 
 A Dialect has no state and does no IO. What belongs to one client request, such as an id that all chunks have in common,
 is in the Rendering that it makes for that request.
@@ -16,12 +16,55 @@ from proxy.wire.openai import DONE_EVENT
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from proxy.common.errors import GatewayError
+    from proxy.common.errors import Failure, GatewayError, UpstreamError
     from proxy.dialects.call import Call
-    from proxy.dialects.engine_answer import AnsweredAttempt, EngineAnswer
     from proxy.settings import Cost
     from proxy.wire.document import Document
     from proxy.wire.openai import Api
+
+
+class EngineAnswer(Protocol):
+    """It makes the error for itself when it cannot be used; `upstream.Response` is one."""
+
+    def fail(self, failure: Failure, message: str) -> UpstreamError:
+        """The error for an answer that arrived but cannot be used."""
+
+    def unreadable(self, message: str) -> UpstreamError:
+        """The error for an answer that was complete, and has members that cannot be read; see UpstreamError."""
+
+    def refuse(self, message: str, status: int, body: bytes | None, headers: Mapping[str, str]) -> UpstreamError:
+        """The error for an engine's own refusal, which reaches the client in its own words."""
+
+
+class PrefillAnswer(Protocol):
+    """A prefiller's answer, which may come later than the decoder's first words."""
+
+    @property
+    def so_far(self) -> bytes | None:
+        """The whole body; None until it has come."""
+
+    async def whole(self) -> bytes:
+        """Wait for it. Raises UpstreamError."""
+
+
+class AnsweredAttempt(Protocol):
+    """What is known of one try at a call beside the decoder's answer; `connectors.base.Attempt` is one."""
+
+    @property
+    def kv_handed_over(self) -> bool:
+        """The decoder got its KV cache from a prefiller, so its own details of the prompt are wrong."""
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """How many tokens the prompt has, as far as an engine has told; None while none has."""
+
+    @property
+    def prompt_details(self) -> dict[str, Any] | None:
+        """The engine's `prompt_tokens_details` that are true; None if no engine has told."""
+
+    @property
+    def prefill_answer(self) -> PrefillAnswer | None:
+        """None where the prefiller adds nothing to what the decoder tells, or is the only engine."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

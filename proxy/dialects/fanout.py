@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from proxy.common.errors import GatewayError
-    from proxy.dialects.base import UnitRendering
+    from proxy.dialects.base import AnsweredAttempt, UnitRendering
     from proxy.dialects.call import Call
-    from proxy.dialects.engine_answer import AnsweredAttempt
     from proxy.settings import Cost
 
 

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from proxy.common.errors import GatewayError
-    from proxy.dialects.base import Rendering, Unit, UnitRendering, Whole
-    from proxy.dialects.engine_answer import AnsweredAttempt, EngineAnswer
+    from proxy.dialects.base import AnsweredAttempt, EngineAnswer, Rendering, Unit, UnitRendering, Whole
     from proxy.dialects.requests import Reading
     from proxy.settings import Cost
     from proxy.wire.document import Document

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from proxy.common.errors import GatewayError
-    from proxy.dialects.base import UnitRendering, Whole
-    from proxy.dialects.engine_answer import AnsweredAttempt, EngineAnswer, PrefillAnswer
+    from proxy.dialects.base import AnsweredAttempt, EngineAnswer, PrefillAnswer, UnitRendering, Whole
     from proxy.dialects.requests import Reading
     from proxy.dialects.segment import Segment
     from proxy.settings import Cost

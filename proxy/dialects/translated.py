@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from proxy.common.errors import GatewayError
-    from proxy.dialects.base import Unit, UnitRendering, Whole
+    from proxy.dialects.base import AnsweredAttempt, EngineAnswer, Unit, UnitRendering, Whole
     from proxy.dialects.call import Call
-    from proxy.dialects.engine_answer import AnsweredAttempt, EngineAnswer
     from proxy.settings import Cost
 
 _OF_THE_PROMPT: Final = (

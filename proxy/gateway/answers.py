@@ -22,7 +22,7 @@ from proxy.wire.python_json import dumps, loads, utf8
 
 if TYPE_CHECKING:
     from proxy.common.errors import UpstreamError
-    from proxy.connectors.attempt import Attempt
+    from proxy.connectors.legs import Attempt
     from proxy.dialects.base import Dialect, UnitRendering
     from proxy.dialects.call import Call
     from proxy.gateway.client_writer import ClientWriter

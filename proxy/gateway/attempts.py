@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from proxy.common.backend import Backend, Role
-    from proxy.connectors.attempt import Attempt
+    from proxy.connectors.legs import Attempt
     from proxy.gateway.admission import Entry
     from proxy.gateway.answers import Answer
     from proxy.gateway.suspicion import Suspicion

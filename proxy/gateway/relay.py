@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from proxy.common.errors import UpstreamError
-    from proxy.connectors.attempt import Attempt
+    from proxy.connectors.legs import Attempt
     from proxy.dialects.segment import Meaning
     from proxy.gateway.client_writer import ClientWriter
     from proxy.gateway.delivery import Delivery

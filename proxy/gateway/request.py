@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from typing import Any
 
-    from proxy.connectors.attempt import Attempt
+    from proxy.connectors.legs import Attempt
     from proxy.dialects.base import Dialect
     from proxy.dialects.call import Call
     from proxy.gateway.admission import QueuedUnit

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from proxy.dialects.segment import Meaning, Segment
-from proxy.resume.call_options import calls_tools, has_media, output_limit
+from proxy.resume.engines import calls_tools, has_media, output_limit
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import Api
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from proxy.dialects.call import Call
-    from proxy.dialects.grammars.base import AnswerParser, Grammar
+    from proxy.dialects.grammars import AnswerParser, Grammar
     from proxy.resume.engines import Engine
     from proxy.wire.sse import Event
 

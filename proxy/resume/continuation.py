@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from proxy.common.terms import Action
-from proxy.resume.call_options import min_tokens, output_limit
 from proxy.resume.chat_as_completion import CompletionAsChat, as_completion
-from proxy.resume.engines import CannotResume
+from proxy.resume.engines import CannotResume, min_tokens, output_limit
 from proxy.resume.seam import Seam, SeamPlan, StopGuard
 from proxy.resume.situation import Resumption
 from proxy.wire.document import REMOVED
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from proxy.dialects.call import Call
-    from proxy.dialects.grammars.base import AnswerParser
+    from proxy.dialects.grammars import AnswerParser
     from proxy.resume.cut import Cut
     from proxy.resume.situation import Situation
 

@@ -9,19 +9,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.common.terms import Action
-from proxy.dialects.grammars.base import Verbatim
-from proxy.resume.call_options import calls_tools, has_media
+from proxy.dialects.grammars import Verbatim
 from proxy.resume.chat_as_completion import with_reasoning_as
 from proxy.resume.continuation import from_tokens
 from proxy.resume.cut import UNFINISHED, Cut, find_cut, prompt_tail, text_of
-from proxy.resume.engines import CannotResume
+from proxy.resume.engines import CannotResume, calls_tools, has_media
 from proxy.resume.overlap import Mismatch, beyond, beyond_or_behind
 from proxy.resume.seam import Seam, SeamPlan
 from proxy.resume.situation import ChatTokens, Resumption
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
-    from proxy.dialects.grammars.base import AnswerParser
+    from proxy.dialects.grammars import AnswerParser
     from proxy.resume.cut import Steps
     from proxy.resume.situation import Situation
     from proxy.resume.transcript import Transcript

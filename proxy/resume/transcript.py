@@ -12,7 +12,7 @@ from proxy.wire.python_json import utf8, utf8_text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.dialects.grammars.base import Grammar
+    from proxy.dialects.grammars import Grammar
     from proxy.wire.chat_members import ToolCall
 
 

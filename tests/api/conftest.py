@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from proxy.balancer.pick import PickRequest
-    from proxy.connectors.attempt import Attempt
+    from proxy.connectors.legs import Attempt
     from proxy.dialects.call import Call
     from proxy.gateway.lanes import Serving
     from proxy.observe.timeline import Timeline

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.common.backend import Backend, Role
-from proxy.connectors.ranks import RANK_HEADER, Ranks
+from proxy.connectors.legs import RANK_HEADER, Ranks
 
 ONE = Backend(Role.DECODE, "10.0.0.1", 7100, slot=0)
 OTHER = Backend(Role.DECODE, "10.0.0.2", 7100, slot=1)

@@ -11,7 +11,6 @@ import pytest
 from proxy.common.errors import Failure, UpstreamError
 from proxy.common.terms import Stage
 from proxy.connectors import CONNECTORS
-from proxy.connectors.attempt import Attempt
 from proxy.connectors.base import (
     Connector,
     check_status,
@@ -22,7 +21,8 @@ from proxy.connectors.base import (
 )
 from proxy.connectors.disaggregated import prefill_body
 from proxy.connectors.handoff import KvHandoff
-from proxy.connectors.kv_transfer import PrefilledKv, kv_params_in
+from proxy.connectors.legs import Attempt
+from proxy.connectors.releaser import PrefilledKv, kv_params_in
 from proxy.settings import CONNECTOR_TRAITS, ConnectorTraits
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import answer_alone, request, until

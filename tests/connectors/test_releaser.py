@@ -11,8 +11,7 @@ from proxy.balancer.engines.engine_facts import EngineFacts
 from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Backend, Load, Role
 from proxy.common.errors import Failure, UpstreamError
-from proxy.connectors.kv_transfer import KvTransfer, PrefilledKv
-from proxy.connectors.releaser import RELEASE_MODEL, may_have_pinned
+from proxy.connectors.releaser import RELEASE_MODEL, KvTransfer, PrefilledKv, may_have_pinned
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import OPENAI_APIS, Api
 from tests.asking import request, until

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from proxy.common.backend import Backend
-    from proxy.connectors.attempt import Attempt
+    from proxy.connectors.legs import Attempt
     from proxy.dialects.call import Call
     from proxy.sim.engine import SimulatedEngine
     from tests.conftest import Deploy

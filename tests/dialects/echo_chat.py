@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from proxy.common.errors import GatewayError
-    from proxy.dialects.base import Rendering, Unit, UnitRendering, Whole
+    from proxy.dialects.base import AnsweredAttempt, Rendering, Unit, UnitRendering, Whole
     from proxy.dialects.call import Call
-    from proxy.dialects.engine_answer import AnsweredAttempt
     from proxy.settings import Cost
 
 

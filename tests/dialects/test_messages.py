@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from proxy.dialects.messages import Messages
-from proxy.dialects.messages.answer import message as whole_message
+from proxy.dialects.messages import message as whole_message
 from proxy.dialects.requests import read
 from proxy.dialects.translated import Completion
 from proxy.settings import Cost

@@ -8,7 +8,7 @@ import pytest
 
 from proxy.common.errors import BadRequest
 from proxy.dialects.left_out import LeftOut
-from proxy.dialects.messages.request import chat_of
+from proxy.dialects.messages_request import chat_of
 
 PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
 PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}

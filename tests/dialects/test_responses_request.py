@@ -8,8 +8,7 @@ import pytest
 
 from proxy.common.errors import BadRequest
 from proxy.dialects.left_out import LeftOut
-from proxy.dialects.responses.items import sealed
-from proxy.dialects.responses.request import chat_of
+from proxy.dialects.responses_request import chat_of, sealed
 
 
 def chat(**fields: Any) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.dialects.left_out import LeftOut
-from proxy.dialects.messages.request import chat_of as chat_of_messages
-from proxy.dialects.responses.items import sealed
-from proxy.dialects.responses.request import chat_of as chat_of_responses
+from proxy.dialects.messages_request import chat_of as chat_of_messages
+from proxy.dialects.responses_request import chat_of as chat_of_responses
+from proxy.dialects.responses_request import sealed
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 NAME = st.from_regex(r"[a-z]{1,6}", fullmatch=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from proxy.dialects.grammars.kimi import ARGUMENT_BEGIN, CALL_BEGIN, CALL_END, KimiParser
+from proxy.dialects.grammars import ARGUMENT_BEGIN, CALL_BEGIN, CALL_END, KimiParser
 from proxy.sim.model import parser as sim
 from tests.dialects.grammars.test_kimi import Said, added_up
 from tests.fuzz.cutting import cut, spelled, words

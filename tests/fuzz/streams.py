@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import orjson
 
-from proxy.connectors.attempt import Attempt
+from proxy.connectors.legs import Attempt
 from proxy.gateway.assembly import Assembly
 from proxy.gateway.delivery import Delivery
 from proxy.gateway.relay import Relay

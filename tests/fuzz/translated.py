@@ -20,8 +20,8 @@ from tests.dialects.validators import check
 from tests.fuzz.cutting import spelled, words
 
 if TYPE_CHECKING:
+    from proxy.dialects.base import AnsweredAttempt
     from proxy.dialects.call import Call
-    from proxy.dialects.engine_answer import AnsweredAttempt
     from proxy.dialects.translated import Translated
 
 WORDS: Final = words(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from proxy.dialects.grammars import kimi
+from proxy.dialects import grammars as kimi
 from proxy.dialects.segment import Meaning, Segment
 from proxy.gateway.assembly import Assembly
 from proxy.gateway.delivery import Delivery

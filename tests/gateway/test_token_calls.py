@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 import proxy
-from proxy.connectors.attempt import Attempt
+from proxy.connectors.legs import Attempt
 from proxy.gateway.assembly import Assembly
 from proxy.gateway.delivery import Delivery
 from proxy.gateway.relay import Relay

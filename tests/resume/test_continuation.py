@@ -8,8 +8,7 @@ import orjson
 import pytest
 
 from proxy.common.terms import Action
-from proxy.resume.call_options import output_limit
-from proxy.resume.engines import CannotResume
+from proxy.resume.engines import CannotResume, output_limit
 from proxy.resume.situation import ChatTokens
 from proxy.sim.model.tokenizer import encode
 from proxy.wire.openai import Api

@@ -14,7 +14,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from proxy.common.terms import Action
-from proxy.dialects.grammars.kimi import KimiParser
+from proxy.dialects.grammars import KimiParser
 from proxy.dialects.segment import Meaning
 from proxy.gateway.delivery import Delivery
 from proxy.resume.engines import VLLM, CannotResume

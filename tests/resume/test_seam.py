@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from proxy.dialects.grammars.kimi import KimiParser
+from proxy.dialects.grammars import KimiParser
 from proxy.resume.chat_as_completion import CompletionAsChat
 from proxy.resume.overlap import Mismatch
 from proxy.resume.seam import Seam, SeamPlan, StopGuard

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from proxy.balancer.pick import PickRequest
     from proxy.common.backend import Backend
-    from proxy.connectors.attempt import Attempt
     from proxy.connectors.base import Connector, ConnectorContext
+    from proxy.connectors.legs import Attempt
     from proxy.dialects.call import Call
     from proxy.fleet.canary.prompt import CanaryPrompt
     from proxy.wire.exposition import PromptTokens

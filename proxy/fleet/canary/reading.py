@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import asyncio
 
     from proxy.common.errors import UpstreamError
-    from proxy.connectors.attempt import Attempt
+    from proxy.connectors.legs import Attempt
     from proxy.settings import Timeouts
 
 

@@ -14,8 +14,7 @@ from proxy.common.background import Background
 from proxy.connectors import CONNECTORS
 from proxy.connectors.base import ConnectorContext
 from proxy.connectors.encoding import Encoding
-from proxy.connectors.kv_transfer import KvTransfer
-from proxy.connectors.releaser import SETTLE_SECONDS, Releaser, ReleaserParts
+from proxy.connectors.releaser import SETTLE_SECONDS, KvTransfer, Releaser, ReleaserParts
 from proxy.fleet.canary import CanaryWatch
 from proxy.fleet.discovery import SOURCES
 from proxy.fleet.discovery.joining import Joiner

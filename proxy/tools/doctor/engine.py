@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from proxy.balancer.fitness.misfits import MisfitKind
 from proxy.balancer.fitness.recognition import EngineReport, unsuited
 from proxy.common.backend import Role
-from proxy.connectors.kv_transfer import KvTransfer, pin_seconds
+from proxy.connectors.releaser import KvTransfer, pin_seconds
 from proxy.tools.doctor.findings import Finding, Severity
 from proxy.tools.doctor.told import IDLE_SECONDS
 

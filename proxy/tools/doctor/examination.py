@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.fitness.recognition import EngineReport, recognise
 from proxy.common.backend import Role
-from proxy.connectors.kv_transfer import KvTransfer
+from proxy.connectors.releaser import KvTransfer
 from proxy.fleet.canary import Canary, CanaryPrompt, prompt_bytes
 from proxy.fleet.discovery import SOURCES
 from proxy.fleet.discovery.watcher import look_once

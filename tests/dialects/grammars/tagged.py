@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.dialects.grammars import kimi
-from proxy.dialects.grammars.base import AnswerParser, Grammar
+from proxy.dialects import grammars as kimi
+from proxy.dialects.grammars import AnswerParser, Grammar
 from proxy.sim.model import tokenizer
 
 if TYPE_CHECKING:

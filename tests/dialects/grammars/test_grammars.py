@@ -5,8 +5,7 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from proxy.dialects.grammars import PROMPT_TAIL_TOKENS, UNRECOGNISED, grammar_of
-from proxy.dialects.grammars.kimi import Kimi
+from proxy.dialects.grammars import PROMPT_TAIL_TOKENS, UNRECOGNISED, Kimi, grammar_of
 from proxy.sim.model.tokenizer import encode
 
 HEADER = encode("<|im_assistant|>assistant<|im_middle|>")

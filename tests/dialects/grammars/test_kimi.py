@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from proxy.dialects.grammars.kimi import (
+from proxy.dialects.grammars import (
     ARGUMENT_BEGIN,
     CALL_BEGIN,
     CALL_END,

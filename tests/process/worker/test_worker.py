@@ -15,7 +15,7 @@ import pytest
 from proxy.balancer.health.backend_health import HealthState
 from proxy.balancer.policies.least_tokens import Random, RoundRobin
 from proxy.common.backend import Backend, Role
-from proxy.connectors.kv_transfer import KvTransfer
+from proxy.connectors.releaser import KvTransfer
 from proxy.process.worker import engines, process
 from proxy.process.worker.stop import Stop
 from proxy.settings import POLICIES, ClientKey, Settings

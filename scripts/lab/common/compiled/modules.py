@@ -16,13 +16,11 @@ _BY_PACKAGE: Final = {
     ),
     "balancer/shared": "back_offs journal scoreboard",
     "common": "backend",
-    "connectors": (
-        "attempt base disaggregated handoff kv_transfer leg_driver legs one_engine ranks releaser sequential"
-        " sglang_bootstrap vllm_pull"
+    "connectors": ("base disaggregated handoff leg_driver legs one_engine releaser sequential sglang_bootstrap"),
+    "dialects": (
+        "adjustments base call fanout messages messages_request openai requests responses responses_request segment"
+        " sglang_events translated"
     ),
-    "dialects": "adjustments base call fanout openai requests segment sglang_events translated",
-    "dialects/messages": "answer content dialect request tools",
-    "dialects/responses": "answer dialect items request tools",
     "gateway": (
         "admission answers api_keys assembly attempts body_buffers chunk_writer client_writer common_abilities"
         " delivery fast_connection intake keep_alive queue_order queue_times relay request request_head request_parts"
@@ -33,7 +31,7 @@ _BY_PACKAGE: Final = {
     "observe/logs": "floods redaction request_line writer",
     "process/monitor": "loop_lag",
     "process/worker": "balancing",
-    "resume": "call_options chat_as_completion continuation cut engines overlap plan seam transcript",
+    "resume": "chat_as_completion continuation cut engines overlap plan seam transcript",
     "upstream": (
         "answer_reader connection fast_forward plain_head request_heads response silences size_lines upstream"
     ),

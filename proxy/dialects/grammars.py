@@ -1,24 +1,85 @@
-"""The text of the Kimi K2 family: reasoning, content and tool calls between markers. Text in, chat deltas out.
-
-    reasoning</think>content<|tool_calls_section_begin|><|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>
-    {"query": "…"}<|tool_call_end|><|tool_calls_section_end|>
-
-Follows vLLM's streaming parser (0.32, `parser/kimi_k2.py` and `parser/engine/`): behind every token the parser has said
-at least what vLLM has said, and at the end the same. Three things differ. Only the text is known here, so a marker that
-the model spelt out in ordinary tokens is a marker, and special tokens that are no markers are text. And a call with
-arguments but without a proper id says nothing, even if a member "name" of its arguments makes vLLM say one.
-"""
+"""How families of models write reasoning and tool calls, which continuing their answers needs."""
 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Final
-
-from proxy.dialects.grammars.base import AnswerParser, Grammar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+class AnswerParser(ABC):
+    """Makes chat deltas of one answer's text, however that is cut, as the engines' parser does."""
+
+    __slots__ = ()
+
+    reads_markers: ClassVar[bool] = True
+    """It needs the text with its special tokens, exactly as the model wrote them."""
+
+    @property
+    @abstractmethod
+    def unsaid(self) -> str:
+        """The part of the present text that is read and not yet in a delta, such as half a marker."""
+
+    @property
+    @abstractmethod
+    def in_tools(self) -> bool:
+        """The text so far ends inside the part of an answer that calls tools."""
+
+    @abstractmethod
+    def feed(self, text: str, *, finished: bool = False) -> dict[str, Any]:
+        """Take the next text and return what it says: an OpenAI chat delta, {} for nothing. `finished`: no text will
+        follow.
+        """
+
+
+class Grammar(ABC):
+    """How a family of models writes. It is recognised by the prompt, before a model has written anything."""
+
+    reasoning_end_ids: ClassVar[Sequence[int]] = ()
+    """Token ids of the markers that end reasoning; empty where they are not known."""
+    tools_begin_ids: ClassVar[Sequence[int]] = ()
+    """Token ids of the markers that begin tool calls; empty where they are not known."""
+    has_tools: ClassVar[bool] = True
+    """Its parser reads tool calls."""
+
+    @abstractmethod
+    def recognises(self, prompt_tail: Sequence[int]) -> bool:
+        """Return whether the last token ids of a prompt are of this family's tokenizer and chat template."""
+
+    @abstractmethod
+    def opens_reasoning(self, prompt_tail: str) -> bool | None:
+        """Whether an answer behind this end of a prompt begins in reasoning; None: nothing in it tells. Special tokens
+        are in the text.
+        """
+
+    @abstractmethod
+    def parser(
+        self, *, in_reasoning: bool, calls_tools: bool, shows_blanks: bool, tells_half_calls: bool, one_call: bool
+    ) -> AnswerParser:
+        """For one answer. `in_reasoning`: it begins there. `calls_tools`: the request has tools; otherwise their
+        markers are text. `shows_blanks`: engines show white space at the end of reasoning and before the first content
+        at once. `tells_half_calls`: a call whose name is not complete at the end of the answer is told. `one_call`:
+        further ones are not told.
+        """
+
+
+class Verbatim(AnswerParser):
+    """The parser of answers whose engines have none: all text is content."""
+
+    __slots__ = ()
+
+    reads_markers = False
+    unsaid = ""
+    in_tools = False
+
+    def feed(self, text: str, *, finished: bool = False) -> dict[str, Any]:
+        """See AnswerParser."""
+        return {"content": text} if text or finished else {}
+
 
 THINK: Final = "<think>"
 THINK_END: Final = "</think>"
@@ -271,3 +332,50 @@ class Kimi(Grammar):
             tells_half_calls=tells_half_calls,
             one_call=one_call,
         )
+
+
+class ThinkTags(Grammar):
+    """Reasoning stands, if anywhere, between the tags of most models.
+
+    There are no token ids, which are different ones in each tokenizer, and no tool calls. What a client has is compared
+    with what this makes of the answer, so a model that writes otherwise is not continued as a completion; it is never
+    continued wrongly.
+    """
+
+    has_tools = False
+
+    def recognises(self, prompt_tail: Sequence[int]) -> bool:
+        """Everything."""
+        return True
+
+    def opens_reasoning(self, prompt_tail: str) -> bool | None:
+        """See Grammar. The nearest tag decides."""
+        opened, closed = prompt_tail.rfind(THINK), prompt_tail.rfind(THINK_END)
+        return None if opened == closed else opened > closed
+
+    def parser(
+        self, *, in_reasoning: bool, calls_tools: bool, shows_blanks: bool, tells_half_calls: bool, one_call: bool
+    ) -> AnswerParser:
+        """See Grammar. Between these tags the Kimi K2 family reasons, too."""
+        return KimiParser(in_reasoning=in_reasoning, calls_tools=False, shows_blanks=shows_blanks)
+
+
+GRAMMARS: Final[Sequence[Grammar]] = (Kimi(),)
+"""The first that recognises the prompt is the answer's."""
+
+UNRECOGNISED: Final = ThinkTags()
+
+PROMPT_TAIL_TOKENS: Final = 64
+"""Tokens at the end of a prompt that have the header of the assistant's turn, also with long templates."""
+# They are that long if a tokenizer has 2**32 ids, and each is written behind a comma and a space.
+_PROMPT_TAIL_BYTES: Final = 12 * PROMPT_TAIL_TOKENS
+
+_numbers: Final = re.compile(rb"[0-9]+").findall
+
+
+def grammar_of(prompt_ids: bytes | None) -> Grammar:
+    """The grammar of the answer to this prompt: its token ids, a JSON array; None where they are not known."""
+    if prompt_ids is None:
+        return UNRECOGNISED
+    tail = [int(number) for number in _numbers(prompt_ids[-_PROMPT_TAIL_BYTES:])[-PROMPT_TAIL_TOKENS:]]
+    return next((grammar for grammar in GRAMMARS if grammar.recognises(tail)), UNRECOGNISED)

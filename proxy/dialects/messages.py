@@ -1,7 +1,4 @@
-"""A chat's answer as Anthropic's message: whole, and as events (docs.anthropic.com, "Streaming messages").
-
-Errors are those of Anthropic's API (docs.anthropic.com, "Errors").
-"""
+"""POST /v1/messages, Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -10,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from proxy.common.errors import UnknownFinish
-from proxy.dialects.translated import AnswerPart, CompletionHead, PartKind, Parts, call_id, event, words
+from proxy.dialects.messages_request import chat_of
+from proxy.dialects.translated import AnswerPart, CompletionHead, PartKind, Parts, Translated, call_id, event, words
 from proxy.wire.chat_members import JsonNesting, LegalStrings, as_object, is_object
 from proxy.wire.finish import is_whole
 from proxy.wire.ids import new_id
@@ -21,9 +19,40 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from proxy.common.errors import GatewayError
+    from proxy.dialects.base import AnsweredAttempt, Rendering, Unit
     from proxy.dialects.call import Call
-    from proxy.dialects.engine_answer import AnsweredAttempt
+    from proxy.dialects.left_out import LeftOut
     from proxy.dialects.translated import Completion
+
+
+class Messages(Translated):
+    """A message is a chat's answer, and its content blocks are the parts of that."""
+
+    path = "/v1/messages"
+    label = "messages"
+    request_id_header = "request-id"
+    keep_alive = event("ping", {"type": "ping"})
+
+    def chat(self, values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
+        """See Translated."""
+        return chat_of(values, left_out)
+
+    def prompt(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """See Translated. A request to count tokens has no limit."""
+        return super().prompt({**values, "max_tokens": 1})
+
+    def answer(self, call: Call, completion: Completion) -> dict[str, Any]:
+        """See Translated."""
+        return message(call, completion)
+
+    def rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
+        """See Dialect."""
+        return MessageEvents(call)
+
+    def error_body(self, error: GatewayError) -> bytes:
+        """See Dialect."""
+        return error_body(error)
+
 
 _STOPPED: Final = event("message_stop", {"type": "message_stop"})
 _STOP_REASONS: Final = {"length": "max_tokens", "repetition": "max_tokens", "content_filter": "refusal"}

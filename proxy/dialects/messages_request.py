@@ -1,0 +1,433 @@
+"""Translates the body of Anthropic's Messages API to that of a chat completion, as the engines do themselves.
+
+The members follow vLLM's `entrypoints/anthropic/serving.py`; comments give the reason for each difference. No content
+block makes a request fail because of its type, because clients send the whole conversation again with each turn.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from binascii import Error as NoBase64
+from typing import TYPE_CHECKING, Any, Final
+
+from proxy.common.errors import BadRequest
+from proxy.dialects.left_out import base64_bytes, described, joined, kind_name, lines, media_name, note
+from proxy.dialects.requests import at_least_one, object_in, objects
+from proxy.wire.chat_members import arguments_text, as_object
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from proxy.dialects.left_out import LeftOut
+
+    Part = dict[str, Any]
+
+
+# Claude Code's begins with it; it is another one in each request, and no prefix cache would have what is behind it.
+_BILLING_HEADER: Final = "x-anthropic-billing-header"
+# Claude Code calls some of its users otherwise (vLLM `normalize_role`).
+_ROLES: Final = {"user": "user", "assistant": "assistant", "system": "system", "ctx": "user", "msg": "user"}
+# What both APIs call the same, and what engines add to this one themselves.
+_SAME: Final = (
+    *("model", "stream", "temperature", "top_p", "top_k", "chat_template_kwargs", "cache_salt", "vllm_xargs"),
+    *("kv_transfer_params", "priority", "seed", "min_p", "min_tokens", "repetition_penalty", "thinking_token_budget"),
+)
+# What templates call the switch: those of Kimi and DeepSeek, and those of Qwen and GLM.
+_THINKING: Final = ("thinking", "enable_thinking")
+
+
+def chat_of(values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
+    """The body of the chat that asks for the same. Raises BadRequest.
+
+    Tools and content that only Anthropic's own service can serve are added to `left_out`.
+    """
+    chat: dict[str, Any] = {name: values[name] for name in _SAME if values.get(name) is not None}
+    chat["max_tokens"] = chat["max_completion_tokens"] = at_least_one(values, "max_tokens")
+    if values.get("mcp_servers"):
+        left_out.add("tool", "mcp_servers")
+    chat |= _conversation(values, left_out)
+    if stops := _stops(values.get("stop_sequences")):
+        chat["stop"] = stops
+    if chat.get("stream"):
+        chat["stream_options"] = {"include_usage": True}
+    if _is_begun(chat["messages"]):
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
+    thinking = _thinking(values)
+    if thinking:
+        chat["chat_template_kwargs"] = {**thinking, **object_in(values, "chat_template_kwargs")}
+    chat |= _output(values)
+    user = object_in(values, "metadata").get("user_id")
+    if isinstance(user, str):
+        chat["user"] = user
+    return chat
+
+
+def _conversation(values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
+    """What the prompt is made of: `messages`, `tools` and what says how they may be used. Raises BadRequest."""
+    messages = values.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest("messages must be a list that is not empty", param="messages")
+    chat: dict[str, Any] = {"messages": [*_system(values.get("system"), left_out), *_turns(messages, left_out)]}
+    return chat | tools_of(values, messages, left_out)
+
+
+def _stops(stops: object) -> list[str]:
+    if stops is not None and not (isinstance(stops, list) and all(isinstance(text, str) for text in stops)):
+        raise BadRequest("stop_sequences must be a list of texts", param="stop_sequences")
+    return stops or []
+
+
+# Messages
+
+
+def _system(system: object, left_out: LeftOut) -> list[dict[str, Any]]:
+    if isinstance(system, list):
+        system = "".join(_system_texts(objects(system, "system"), left_out))
+    elif system is not None and not isinstance(system, str):
+        raise BadRequest("system must be text or a list of text blocks", param="system")
+    return [{"role": "system", "content": system}] if system else []
+
+
+def _system_texts(blocks: Sequence[dict[str, Any]], left_out: LeftOut) -> Iterator[str]:
+    for block in blocks:
+        if not (text := joined(parts_of({"type": "text", **block}, left_out))).startswith(_BILLING_HEADER):
+            yield text
+
+
+def _turns(messages: list[Any], left_out: LeftOut) -> Iterator[dict[str, Any]]:
+    for message in objects(messages, "messages"):
+        role = _ROLES.get(str(message.get("role")))
+        if role is None:
+            raise BadRequest("the role of a message must be user, assistant or system", param="messages")
+        content = message.get("content")
+        if role == "system":
+            # In place, where vLLM joins them to the first if the template wants that: a reminder at the end would
+            # change the prompt's beginning.
+            yield from _reminder(content, left_out)
+        elif isinstance(content, str):
+            yield {"role": role, "content": content}
+        elif not isinstance(content, list):
+            raise BadRequest("the content of a message must be text or a list of blocks", param="messages")
+        elif role == "assistant":
+            yield _assistant(objects(content, "messages"), left_out)
+        else:
+            yield from _user(objects(content, "messages"), left_out)
+
+
+def _reminder(content: object, left_out: LeftOut) -> list[dict[str, Any]]:
+    """What the system says in between."""
+    if isinstance(content, str):
+        content = [{"text": content}]
+    if isinstance(content, list):
+        content = [block for block in objects(content, "messages") if not changes_tools(block)]
+    return _system(content, left_out)
+
+
+def _user(blocks: Sequence[dict[str, Any]], left_out: LeftOut) -> Iterator[dict[str, Any]]:
+    """Results of tools first, as messages of their own; their images go before what else the user says."""
+    parts: list[dict[str, Any]] = []
+    images: list[dict[str, Any]] = []
+    for block in blocks:
+        if block.get("type") == "tool_result":
+            yield from _result(block, images, left_out)
+        else:
+            parts += parts_of(block, left_out)
+    if content := _content([*images, *parts]):
+        yield {"role": "user", "content": content}
+
+
+def _result(block: dict[str, Any], images: list[dict[str, Any]], left_out: LeftOut) -> Iterator[dict[str, Any]]:
+    content = block.get("content")
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    texts: list[str] = []
+    references: list[dict[str, Any]] = []
+    for item in objects([] if content is None else content, "messages"):
+        if item.get("type") == "tool_reference":
+            references.append({"type": "tool_reference", "name": item.get("tool_name") or item.get("name")})
+            continue
+        for part in parts_of(item, left_out):
+            if part["type"] == "text":
+                texts.append(part["text"])
+            else:
+                images.append(part)
+    answered = {"role": "tool", "tool_call_id": str(block.get("tool_use_id") or "")}
+    if texts or not references:
+        yield {**answered, "content": "\n".join(texts)}
+    if references:
+        yield {**answered, "content": references}
+
+
+def _assistant(blocks: Sequence[dict[str, Any]], left_out: LeftOut) -> dict[str, Any]:
+    parts: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    thoughts: list[str] = []
+    for block in blocks:
+        match block.get("type"):
+            case "thinking":
+                thoughts.append(str(block.get("thinking") or ""))
+            case "tool_use":
+                calls.append(_call(block))
+            case _:
+                parts += parts_of(block, left_out)
+    message: dict[str, Any] = {"role": "assistant"}
+    if thoughts:
+        message["reasoning"] = message["reasoning_content"] = "".join(thoughts)  # vLLM's name, and SGLang's
+    if parts or not calls:
+        message["content"] = _content(parts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _call(block: dict[str, Any]) -> dict[str, Any]:
+    # Clients that could not read what the model wrote give it back as text.
+    told = block.get("input") or {}
+    arguments = arguments_text(told)
+    if not isinstance(told, dict):
+        arguments = as_object(arguments)
+    function = {"name": str(block.get("name") or ""), "arguments": arguments}
+    return {"id": str(block.get("id") or ""), "type": "function", "function": function}
+
+
+def _content(parts: list[dict[str, Any]]) -> Any:
+    """Text alone is told as text, and none as none."""
+    parts = [part for part in parts if part.get("text") != ""]
+    if not parts:
+        return ""
+    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
+
+
+def _is_begun(messages: Sequence[dict[str, Any]]) -> bool:
+    """The client has begun the answer itself, which the model is to go on with, as Anthropic's do. vLLM's begin anew,
+    though they go on with a begun answer of the Responses API.
+    """
+    last = messages[-1] if messages else {}
+    return last.get("role") == "assistant" and "tool_calls" not in last and bool(last.get("content"))
+
+
+# Thinking, output
+
+
+def _thinking(values: Mapping[str, Any]) -> dict[str, bool]:
+    """Switches for the template. The budget is left to the engine, since most refuse one unless they are set up for it;
+    who has set them up says `thinking_token_budget`. Nothing: the model does what it does by default.
+    """
+    kind = object_in(values, "thinking").get("type")
+    if kind not in (None, "enabled", "disabled", "adaptive"):
+        raise BadRequest("thinking must be enabled, disabled or adaptive", param="thinking")
+    return {} if kind in (None, "adaptive") else dict.fromkeys(_THINKING, kind == "enabled")
+
+
+def _output(values: Mapping[str, Any]) -> dict[str, Any]:
+    config = object_in(values, "output_config")
+    form = config.get("format") or values.get("output_format")  # which was its name in a beta
+    wanted: dict[str, Any] = {}
+    if form is not None:
+        if not isinstance(form, dict) or form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
+            raise BadRequest("the format of output must be a json_schema with its schema", param="output_config")
+        schema = {"name": "output", "schema": form["schema"], "strict": True}
+        wanted["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if config.get("effort") is not None:
+        wanted["reasoning_effort"] = config["effort"]
+    return wanted
+
+
+# Nobody but Anthropic can read them, or they are for the model that wrote them; references mean something in results.
+_SILENT: Final = frozenset({"thinking", "redacted_thinking", "tool_reference"})
+# Anthropic's blocks hold others two levels deep; without a bound one body could use up the stack.
+_MAX_DEPTH: Final = 4
+
+
+def text_part(text: str) -> Part:
+    """A part that is text."""
+    return {"type": "text", "text": text}
+
+
+def parts_of(block: Mapping[str, Any], left_out: LeftOut, depth: int = 0) -> list[Part]:
+    """The parts, text and images, that tell a model what a block says. Raises BadRequest for a block that is broken.
+
+    `depth`: the number of blocks around it.
+    """
+    match block.get("type"):
+        case "text":
+            return [text_part(text_of(block))]
+        case "image":
+            return [_image(block, left_out)]
+        case "document":
+            return _document(block, left_out, depth)
+        case "search_result":
+            heading = [str(block.get(name) or "") for name in ("title", "source")]
+            return [text_part(lines([*heading, joined(_parts_in(block.get("content"), left_out, depth))]))]
+        case kind if isinstance(kind, str) and kind in _SILENT:
+            return []
+        case kind:
+            return _other(kind, block, left_out, depth)
+
+
+def text_of(block: Mapping[str, Any]) -> str:
+    """The text of a text block. Raises BadRequest."""
+    text = block.get("text")
+    if not isinstance(text, str):
+        raise BadRequest("a text block must have text", param="messages")
+    return text
+
+
+def _image(block: Mapping[str, Any], left_out: LeftOut) -> Part:
+    source = object_in(block, "source")
+    kind, url, data = source.get("type", "base64"), source.get("url"), source.get("data")
+    if kind == "base64" and isinstance(data, str):
+        url = f"data:{source.get('media_type') or 'image/jpeg'};base64,{data}"
+    elif kind != "url":  # a file that is kept at another service
+        left_out.add("content", "image")
+        return text_part(note("image", name=source.get("file_id")))
+    if not isinstance(url, str):
+        raise BadRequest("an image block must have its source", param="messages")
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _document(block: Mapping[str, Any], left_out: LeftOut, depth: int) -> list[Part]:
+    """A document whose text is there is told in full, with its title and context."""
+    source = object_in(block, "source")
+    title, context = (str(block.get(name) or "") for name in ("title", "context"))
+    read = _parts_in(source.get("content"), left_out, depth) if source.get("type") == "content" else _read(source)
+    if read is not None:
+        heading = lines((title, context))
+        return [text_part(heading), *read] if heading else read
+    left_out.add("content", "document")
+    data = source.get("data")
+    size_bytes = base64_bytes(data) if isinstance(data, str) else None
+    name = title or source.get("url") or source.get("file_id")
+    # Anthropic fetches nothing but PDFs.
+    what = "PDF" if source.get("type") == "url" else media_name(source.get("media_type"))
+    return [text_part(lines((note(what, name=name, size_bytes=size_bytes), context)))]
+
+
+def _read(source: Mapping[str, Any]) -> list[Part] | None:
+    """Return the text of a document's source; None: it is no text."""
+    data, media_type = source.get("data"), source.get("media_type")
+    if not isinstance(data, str):
+        return None
+    if source.get("type") == "text":
+        return [text_part(data)]
+    if isinstance(media_type, str) and media_type.startswith("text/"):
+        try:
+            return [text_part(b64decode(data, validate=True).decode())]
+        except (NoBase64, UnicodeDecodeError):
+            return None
+    return None
+
+
+def _other(kind: object, block: Mapping[str, Any], left_out: LeftOut, depth: int) -> list[Part]:
+    """A block of any other kind: the text and images in its content, or its readable members, or a note."""
+    content = block.get("content")
+    if isinstance(content, str) or (isinstance(content, list) and _has_blocks(content)):
+        parts = _parts_in(content, left_out, depth)
+        if parts:
+            return parts
+    told = described(kind, block)
+    if told is None:
+        left_out.add("content", kind)
+        told = note(f"content {kind_name(kind)}")
+    return [text_part(told)]
+
+
+def _has_blocks(content: list[Any]) -> bool:
+    """Whether these are blocks that a user may send, and not results in the words of another service."""
+    return all(isinstance(each, dict) and each.get("type") in ("text", "image", "document") for each in content)
+
+
+def _parts_in(content: object, left_out: LeftOut, depth: int) -> list[Part]:
+    """The parts of content inside a block, which is text or a list of blocks."""
+    if isinstance(content, str):
+        return [text_part(content)]
+    if depth == _MAX_DEPTH:
+        return [text_part(note("content"))]
+    return [part for each in objects(content or [], "messages") for part in parts_of(each, left_out, depth + 1)]
+
+
+_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def changes_tools(block: Mapping[str, Any]) -> bool:
+    """Whether a content block of a system message adds or removes a tool."""
+    return block.get("type") in ("tool_addition", "tool_removal")
+
+
+def tools_of(values: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], left_out: LeftOut) -> dict[str, Any]:
+    """`tools`, and what says how they may be used. Raises BadRequest."""
+    tools = _left(objects(values.get("tools") or [], "tools"), list(_changes(messages)), left_out)
+    functions = [function for tool in tools if (function := _function(tool, left_out)) is not None]
+    choice = object_in(values, "tool_choice")
+    names = [function["function"]["name"] for function in functions]
+    lacking = [tool for tool in tools if tool.get("name") not in names]
+    if values.get("mcp_servers"):
+        lacking.append({"type": "mcp_servers"})
+    demanded = choice.get("name") if choice.get("type") == "tool" else None
+    for tool in lacking:
+        if (demanded is not None and tool.get("name") == demanded) or (choice.get("type") == "any" and not functions):
+            raise BadRequest(
+                f"tool_choice demands a tool of type {kind_name(tool.get('type'))}, which no engine here can serve: "
+                "use tools with a name and an input_schema, which the client runs",
+                param="tool_choice",
+            )
+    if not functions:
+        return {}
+    return {"tools": functions, **_tool_choice(choice)}
+
+
+def _changes(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    for message in messages:
+        content = message.get("content")
+        if message.get("role") == "system" and isinstance(content, list):
+            yield from (block for block in objects(content, "messages") if changes_tools(block))
+
+
+def _left(tools: list[dict[str, Any]], changes: Sequence[Mapping[str, Any]], left_out: LeftOut) -> list[dict[str, Any]]:
+    """Those in effect at the end. One that is added by its name is no longer to be loaded later."""
+    if not changes:
+        return tools
+    known = {str(tool.get("name")): tool for tool in tools}
+    removed: set[str] = set()
+    for change in changes:
+        told, kind = object_in(change, "tool"), change["type"]
+        if told.get("type") == "tool_definition" and kind == "tool_addition":
+            told = object_in(told, "definition")
+            known[str(told.get("name"))] = told
+        elif told.get("type") != "tool_reference" or str(told.get("name")) not in known:
+            left_out.add("content", kind)  # of a tool that another service defines
+            continue
+        elif kind == "tool_addition":
+            known[str(told["name"])] = {**known[str(told["name"])], "defer_loading": None}
+        (removed.add if kind == "tool_removal" else removed.discard)(str(told.get("name")))
+    return [tool for name, tool in known.items() if name not in removed]
+
+
+def _function(tool: dict[str, Any], left_out: LeftOut) -> dict[str, Any] | None:
+    """The function that a tool is; None for one that Anthropic defines, which is added to `left_out`."""
+    kind, name, schema = tool.get("type"), tool.get("name"), tool.get("input_schema")
+    if not isinstance(name, str) or not isinstance(schema, dict):
+        if kind in (None, "custom", "function"):
+            raise BadRequest("tools must have a name and an input_schema", param="tools")
+        left_out.add("tool", kind)
+        return None
+    function: dict[str, Any] = {"name": name}
+    if tool.get("description") is not None:
+        function["description"] = tool["description"]
+    function["parameters"] = schema if "type" in schema else {**schema, "type": "object"}
+    function |= {name: tool[name] for name in ("strict", "defer_loading") if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
+    kind = choice.get("type", "auto")
+    chosen: dict[str, Any] = {}
+    if kind == "tool" and isinstance(choice.get("name"), str):
+        chosen["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
+    elif isinstance(kind, str) and kind in _CHOICES:
+        chosen["tool_choice"] = _CHOICES[kind]
+    else:
+        raise BadRequest("tool_choice must be auto, any, none, or a tool with its name", param="tool_choice")
+    if choice.get("disable_parallel_tool_use") is not None:
+        chosen["parallel_tool_calls"] = not choice["disable_parallel_tool_use"]
+    return chosen

@@ -1,0 +1,544 @@
+"""Translates the body of the Responses API to that of a chat completion. Nothing is stored."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode, b64encode
+from binascii import Error as NoBase64
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Final
+
+from proxy.common.errors import BadRequest
+from proxy.dialects.left_out import LeftOut, base64_bytes, described, kind_name, lines, media_name, note, readable
+from proxy.dialects.requests import at_least_one, object_in, objects
+from proxy.wire.chat_members import as_object, read_object
+from proxy.wire.python_json import dumps, utf8, utf8_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence, Set
+
+
+# What both APIs call the same, and what engines add to this one themselves.
+_SAME: Final = (
+    *("model", "stream", "temperature", "top_p", "top_k", "parallel_tool_calls", "prompt_cache_key", "user", "seed"),
+    *("stop", "chat_template_kwargs", "cache_salt", "vllm_xargs", "kv_transfer_params", "priority", "min_tokens"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "logit_bias", "thinking_token_budget"),
+)
+_CALLED: Final = ("function", "custom", "tool_search")
+"""The types of tools that a tool_choice can name."""
+_STATE: Final = {
+    "previous_response_id": "responses are not kept here: send the whole conversation as input, with store false",
+    "conversation": "conversations are not kept here: send the whole conversation as input",
+    "background": "nothing is answered in the background here: leave it out, and stream",
+    "prompt": "prompts are not kept here: send their text as instructions and input",
+}
+
+
+def chat_of(values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
+    """The body of the chat that asks for the same. Raises BadRequest.
+
+    Tools, items and content that only OpenAI's own service can serve are added to `left_out`. A request that needs a
+    response or conversation that is kept there is refused: without it the model would answer another question.
+    """
+    for name, words in _STATE.items():
+        if values.get(name):
+            raise BadRequest(words, param=name)
+    if "message.output_text.logprobs" in _included(values) or values.get("top_logprobs"):
+        raise BadRequest("log probabilities are told by /v1/chat/completions only", param="top_logprobs")
+    chat: dict[str, Any] = {name: values[name] for name in _SAME if values.get(name) is not None}
+    chat["messages"] = conversation(values.get("instructions"), values.get("input"), left_out)
+    if values.get("max_output_tokens") is not None:
+        chat["max_tokens"] = chat["max_completion_tokens"] = at_least_one(values, "max_output_tokens")
+    if chat.get("stream"):
+        chat["stream_options"] = {"include_usage": True}
+    if _is_begun(values["input"]) and chat["messages"][-1].get("content"):
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
+    chat |= _tools(values, left_out)
+    chat |= _format(values)
+    chat |= _reasoning(values)
+    return chat
+
+
+def _is_begun(given: Any) -> bool:
+    """The last item is an answer that is not complete, such as one that was cut off, which the model is to go on with
+    (vLLM `should_continue_final_message`).
+    """
+    last = given[-1] if isinstance(given, list) and given else {}
+    is_answer = last.get("type", "message") == "message" and last.get("role") == "assistant"
+    return is_answer and last.get("status") in ("in_progress", "incomplete")
+
+
+def _included(values: Mapping[str, Any]) -> list[Any]:
+    include = values.get("include")
+    if include is not None and not isinstance(include, list):
+        raise BadRequest("include must be a list of texts", param="include")
+    return include or []
+
+
+def _tools(values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
+    functions = [tool.function() for tool in tools_of(values, left_out)]
+    choice = values.get("tool_choice")
+    if choice is not None and not isinstance(choice, str | dict):
+        raise BadRequest("tool_choice must be a text or an object", param="tool_choice")
+    if isinstance(choice, dict):
+        functions, choice = _chosen_of(choice, functions)
+    if functions:
+        return {"tools": functions, "tool_choice": "auto" if choice is None else choice}
+    if choice == "required" and values.get("tools"):
+        raise _not_served(next(iter(objects(values["tools"], "tools"))).get("type"))
+    return {}
+
+
+def _chosen_of(choice: Mapping[str, Any], functions: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], Any]:
+    """The functions that the model may call, and how it may call them."""
+    match choice.get("type"):
+        case "tool_search" if not any(function["function"]["name"] == SEARCH for function in functions):
+            raise _not_served("tool_search")
+        case "function" | "custom" | "tool_search":
+            return functions, {"type": "function", "function": {"name": _chosen(choice)}}
+        case "allowed_tools":
+            tools = objects(choice.get("tools") or [], "tool_choice")
+            allowed = {_chosen(tool) for tool in tools if tool.get("type") in _CALLED}
+            left = [tool for tool in functions if tool["function"]["name"] in allowed]
+            mode = choice.get("mode") or "auto"
+            if mode == "required" and tools and not left:
+                raise _not_served(tools[0].get("type"))
+            return left, mode
+        case kind:
+            raise _not_served(kind)
+
+
+def _chosen(choice: Mapping[str, Any]) -> str:
+    if choice.get("type") == "tool_search":
+        return SEARCH
+    name = choice.get("name")
+    if not isinstance(name, str):
+        raise BadRequest("tool_choice must have the name of the tool", param="tool_choice")
+    return function_name(name, choice.get("namespace"))
+
+
+def _not_served(kind: object) -> BadRequest:
+    return BadRequest(
+        f"tool_choice demands a tool of type {kind_name(kind)}, which no engine here can serve: "
+        "use functions or custom tools, which the client runs",
+        param="tool_choice",
+    )
+
+
+# How it is to be answered
+
+
+def _format(values: Mapping[str, Any]) -> dict[str, Any]:
+    form = object_in(values, "text").get("format")
+    match form:
+        case None | {"type": "text"}:
+            return {}
+        case {"type": "json_object"}:
+            return {"response_format": {"type": "json_object"}}
+        case {"type": "json_schema", "schema": dict(schema)}:
+            named = {key: form[key] for key in ("description", "strict") if form.get(key) is not None}
+            told = {"name": form.get("name") or "output", "schema": schema, **named}
+            return {"response_format": {"type": "json_schema", "json_schema": told}}
+    raise BadRequest("text.format must be text, json_object, or json_schema with its schema", param="text")
+
+
+def _reasoning(values: Mapping[str, Any]) -> dict[str, Any]:
+    effort = object_in(values, "reasoning").get("effort")
+    return {} if effort is None else {"reasoning_effort": effort}
+
+
+_ECHOED: Final = (
+    *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls", "prompt_cache_key"),
+    *("reasoning", "safety_identifier", "temperature", "text", "tool_choice", "tools", "top_p", "truncation", "user"),
+)
+_ECHOED_DEFAULTS: Final[Mapping[str, Any]] = {
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "truncation": "disabled",
+}
+
+
+class KeptRequest:
+    """The members of a request that its response needs."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.echo: Mapping[str, Any] = {
+            **{name: _ECHOED_DEFAULTS.get(name) if values.get(name) is None else values[name] for name in _ECHOED},
+            "background": False,
+            "previous_response_id": None,
+            "store": False,
+        }
+        """Members that a response repeats."""
+        self.tools: Mapping[str, Tool] = {tool.function_name: tool for tool in tools_of(values, LeftOut())}
+        """The tools, by the names that the model knows."""
+        self.wants_sealed = "reasoning.encrypted_content" in _included(values)
+        """The client gives reasoning back only as something that it cannot read."""
+
+    def kind_of(self, function: str) -> ToolKind:
+        """How the client is told of calls of a function; as of a function, if it is not known."""
+        tool = self.tools.get(function)
+        return ToolKind.FUNCTION if tool is None else tool.kind
+
+
+_ROLES: Final = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_TEXTS: Final = {
+    **dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), "text"),
+    "refusal": "refusal",
+}
+_IMAGES: Final = ("input_image", "computer_screenshot")
+_OUR_CALLS: Final = ("function_call", "custom_tool_call")
+_OUR_OUTPUTS: Final = ("function_call_output", "custom_tool_call_output")
+"""Items of tools whose calls are those of a chat."""
+_SEAL: Final = "pdproxy:"
+
+
+def conversation(instructions: object, given: object, left_out: LeftOut) -> list[dict[str, Any]]:
+    """The messages. What developers and the system say at the beginning is one message. Raises BadRequest.
+
+    Items and parts that no model can read are added to `left_out`.
+    """
+    if instructions is not None and not isinstance(instructions, str):
+        raise BadRequest("instructions must be text", param="instructions")
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not all(isinstance(item, dict) for item in given):
+        raise BadRequest("input must be text or a list of items", param="input")
+    messages = list(_messages(given, left_out))
+    count = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    first = [instructions or "", *(_as_text(message["content"]) for message in messages[:count])]
+    system = "\n\n".join(filter(None, first))
+    told = [{"role": "system", "content": system}] if system else []
+    if not (told or messages):
+        raise BadRequest("input must not be empty", param="input")
+    return [*told, *messages[count:]]
+
+
+def _messages(items: Sequence[Mapping[str, Any]], left_out: LeftOut) -> Iterator[dict[str, Any]]:
+    """What the assistant thinks, says and calls is one message, until somebody else says something."""
+    turn: dict[str, Any] = {}
+    images: list[dict[str, Any]] = []
+    called: set[str] = set()  # ids of the calls that are calls of a chat, too
+    for item in items:
+        kind = _kind(item, called)
+        if kind == "tools":
+            continue
+        if images and kind != "output":
+            yield {"role": "user", "content": images}
+            images = []
+        role = _role(item) if kind == "message" else "assistant"
+        if turn and (kind == "output" or role != "assistant" or _begins_anew(turn, kind)):
+            yield turn
+            turn = {}
+        match kind:
+            case "message" if role == "user":
+                yield {"role": role, "content": _content(item.get("content"), left_out)}
+            case "message" if role == "system":
+                yield {"role": role, "content": _as_text(_content(item.get("content"), left_out))}
+            case "message":
+                turn = {"role": "assistant", **turn}
+                turn["content"] = turn.get("content", "") + _as_text(_content(item.get("content"), left_out))
+            case "reasoning":
+                thoughts = turn.get("reasoning", "") + _thoughts(item)
+                turn = {"role": "assistant", **turn}
+                if thoughts:
+                    turn["reasoning"] = turn["reasoning_content"] = thoughts  # vLLM's name, and SGLang's
+            case "call":
+                turn = {"role": "assistant", **turn}
+                turn.setdefault("tool_calls", []).append(_call(item))
+                called.add(item["call_id"])
+            case "output":
+                yield _result(item, images, left_out)
+            case _:
+                turn = {"role": "assistant", **turn}
+                turn["content"] = lines((turn.get("content", ""), _other(item, left_out)))
+    if turn:
+        yield turn
+    if images:
+        yield {"role": "user", "content": images}
+
+
+def _kind(item: Mapping[str, Any], called: Set[str]) -> str:
+    """What an item becomes: a `message`, `reasoning`, a `call` of a tool or its `output`, or text (`other`).
+
+    `tools` are items that only declare tools. A call that has an id and its output can be told as those of a function,
+    whatever tool it is of. Raises BadRequest.
+    """
+    kind, call_id = str(item.get("type") or "message"), item.get("call_id")
+    if kind in ("message", "reasoning"):
+        return kind
+    if kind == "item_reference":
+        raise BadRequest("items are not kept here: send them in full, with store false", param="input")
+    is_answer = isinstance(call_id, str) and call_id in called
+    if kind == "additional_tools" or (kind == "tool_search_output" and not is_answer):
+        return "tools"
+    if kind in _OUR_CALLS or (kind.endswith("_call") and isinstance(call_id, str)):
+        return "call"
+    if kind in _OUR_OUTPUTS or (kind.endswith("_output") and is_answer):
+        return "output"
+    return "other"
+
+
+def _begins_anew(turn: Mapping[str, Any], kind: str) -> bool:
+    """Templates write a message's reasoning first, then its text, then its calls."""
+    if kind == "reasoning":
+        return "content" in turn or "tool_calls" in turn
+    return kind in ("message", "other") and "tool_calls" in turn
+
+
+def _role(item: Mapping[str, Any]) -> str:
+    role = _ROLES.get(str(item.get("role")))
+    if role is None:
+        raise BadRequest("the role of a message must be user, assistant, system or developer", param="input")
+    return role
+
+
+def _content(content: object, left_out: LeftOut) -> Any:
+    """Text alone is told as text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise BadRequest("the content of a message must be text or a list of parts", param="input")
+    parts = [_part(part, left_out) for part in content]
+    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
+
+
+def _part(part: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
+    """A part of a chat's message: text, an image, audio, or a note in place of a part that no model can read."""
+    kind = str(part.get("type"))
+    if kind in _TEXTS and isinstance(text := part.get(_TEXTS[kind]), str):
+        return {"type": "text", "text": text}
+    if kind in _IMAGES and isinstance(part.get("image_url"), str):
+        detail = {"detail": part["detail"]} if part.get("detail") is not None else {}
+        return {"type": "image_url", "image_url": {"url": part["image_url"], **detail}}
+    if kind == "input_audio" and isinstance(part.get("input_audio"), dict):
+        return {"type": "input_audio", "input_audio": part["input_audio"]}
+    if kind in _IMAGES:
+        told = None
+        words = note("image", name=part.get("file_id"))
+    elif kind == "input_file":
+        told, words = _file(part)
+    else:
+        told, words = described(kind, part), note(f"content {kind_name(kind)}")
+    if told is None:
+        left_out.add("content", kind)
+    return {"type": "text", "text": words if told is None else told}
+
+
+def _file(part: Mapping[str, Any]) -> tuple[str | None, str]:
+    """The text of a file, None if it is not there or no text; and the note in its place."""
+    data = part.get("file_data")
+    head, _, encoded = data.partition(",") if isinstance(data, str) else ("", "", "")
+    media_type = head.removeprefix("data:").partition(";")[0]
+    name = part.get("filename") or part.get("file_url") or part.get("file_id")
+    if media_type.startswith("text/"):
+        try:
+            return lines((str(part.get("filename") or ""), b64decode(encoded, validate=True).decode())), ""
+        except (NoBase64, UnicodeDecodeError):
+            pass
+    is_pdf = isinstance(name, str) and name.lower().endswith(".pdf")
+    what = "PDF" if is_pdf else media_name(media_type)
+    size_bytes = base64_bytes(encoded or data) if isinstance(data, str) else None
+    return None, note(what, name=name, size_bytes=size_bytes)
+
+
+def _as_text(content: Any) -> str:
+    """The texts in a row, where there can be nothing else; notes stand for images."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] if part["type"] == "text" else note("image") for part in content)
+
+
+def _other(item: Mapping[str, Any], left_out: LeftOut) -> str:
+    """An item that only another service can produce, as text."""
+    kind = item.get("type")
+    told = described(kind, item)
+    if told is None:
+        left_out.add("item", kind)
+        told = note(f"item {kind_name(kind)}")
+    return told
+
+
+def _call(item: Mapping[str, Any]) -> dict[str, Any]:
+    kind = item["type"]
+    name, given = item.get("name"), item.get("arguments") or "{}"
+    if kind == "custom_tool_call":
+        given = as_arguments(item.get("input"))
+    elif kind != "function_call":
+        # A call of a tool that OpenAI defines, by its type: its members are its arguments.
+        name = item.get("name") or kind.removesuffix("_call")
+        members = given if isinstance(given, dict) else readable(item)
+        given = json.dumps(members, ensure_ascii=False)
+    if not (isinstance(given, str) and isinstance(name, str)):
+        raise BadRequest("a call must have a name, and arguments that are text", param="input")
+    # Engines and chat templates want an object, and clients give back whatever the model wrote.
+    function = {"name": function_name(name, item.get("namespace")), "arguments": as_object(given)}
+    return {"id": _call_id(item), "type": "function", "function": function}
+
+
+def _result(item: Mapping[str, Any], images: list[dict[str, Any]], left_out: LeftOut) -> dict[str, Any]:
+    """Its images go to the next message of a user."""
+    output = item.get("output")
+    if item["type"] == "tool_search_output":
+        names = [tool.function_name for tool in tools_of({"input": [item]}, left_out)]
+        output = f"Tools that can be called now: {', '.join(names) or 'none'}"
+    elif isinstance(output, dict):
+        output = [output]
+    elif output is None and item["type"] not in _OUR_OUTPUTS:
+        output = described(item["type"], item)
+    content = _content("" if output is None else output, left_out)
+    if isinstance(content, list):
+        images += [part for part in content if part["type"] != "text"]
+        content = "\n".join(part["text"] for part in content if part["type"] == "text")
+    return {"role": "tool", "tool_call_id": _call_id(item), "content": content}
+
+
+def _call_id(item: Mapping[str, Any]) -> str:
+    if not isinstance(item.get("call_id"), str):
+        raise BadRequest("a call and its output must have a call_id", param="input")
+    return item["call_id"]  # type: ignore[no-any-return]
+
+
+def _thoughts(item: Mapping[str, Any]) -> str:
+    """As they were told: in full, or sealed for clients that give them back only so; a summary is better than none."""
+    sealed = item.get("encrypted_content")
+    for name in ("content", "summary"):
+        parts = item.get(name)
+        if name == "summary" and isinstance(sealed, str) and (thoughts := _unsealed(sealed)):
+            return thoughts
+        if isinstance(parts, list) and parts:
+            return "".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))
+    return ""
+
+
+def sealed(thoughts: str) -> str:
+    """Reasoning that its client is to give back, and not to read. It is no secret: the answer tells it, too."""
+    return _SEAL + b64encode(utf8(thoughts)).decode()
+
+
+def _unsealed(content: str) -> str:
+    """Return the reasoning; empty if another service has sealed it."""
+    try:
+        return utf8_text(b64decode(content.removeprefix(_SEAL), validate=True)) if content.startswith(_SEAL) else ""
+    except (NoBase64, UnicodeDecodeError):
+        return ""
+
+
+_INPUT: Final = "input"
+"""The only parameter of the function that a custom tool becomes."""
+SEARCH: Final = "tool_search"
+"""The function that a client's search for tools becomes."""
+_TOOLS_IN_ITEMS: Final = ("additional_tools", "tool_search_output")
+"""Items of the input that declare tools."""
+
+
+class ToolKind(Enum):
+    """How the client describes a tool, and how a call is reported to it."""
+
+    FUNCTION = "function"
+    CUSTOM = "custom"
+    """It takes text instead of JSON."""
+    SEARCH = "tool_search"
+    """It finds tools, which the client adds to the conversation (Codex)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tool:
+    """A tool that the client runs. `told`: as the client described it."""
+
+    name: str
+    namespace: str | None
+    kind: ToolKind
+    told: Mapping[str, Any]
+
+    @property
+    def function_name(self) -> str:
+        """The name of the function that the model calls."""
+        return function_name(self.name, self.namespace)
+
+    def function(self) -> dict[str, Any]:
+        """Return the tool as that of a chat."""
+        described: dict[str, Any] = {"name": self.function_name}
+        if self.kind is ToolKind.CUSTOM:
+            text = {_INPUT: {"type": "string", "description": "The input of this tool, as plain text."}}
+            described["description"] = _with_grammar(self.told)
+            described["parameters"] = {"type": "object", "properties": text, "required": [_INPUT]}
+        else:
+            members = ("description", "parameters", "strict")
+            described |= {member: self.told[member] for member in members if self.told.get(member) is not None}
+        return {"type": "function", "function": described}
+
+
+def function_name(name: str, namespace: object) -> str:
+    """In a chat there is one space of names, without dots (OpenAI's pattern for them)."""
+    return f"{namespace}__{name}" if isinstance(namespace, str) else name
+
+
+def tools_of(values: Mapping[str, Any], left_out: LeftOut) -> list[Tool]:
+    """The tools of a request, also those that items of its input declare; a later one replaces one of the same name.
+
+    Tools that only OpenAI's own service or its models can use are added to `left_out`. Raises BadRequest.
+    """
+    declared = objects(values.get("tools") or [], "tools")
+    given = values.get("input")
+    for item in given if isinstance(given, list) else ():
+        if isinstance(item, dict) and item.get("type") in _TOOLS_IN_ITEMS:
+            declared = declared + objects(item.get("tools") or [], "input")
+    tools = {each.function_name: each for tool in declared for each in _read(tool, None, left_out)}
+    return list(tools.values())
+
+
+def _read(tool: Mapping[str, Any], namespace: str | None, left_out: LeftOut) -> Iterator[Tool]:
+    kind, name = tool.get("type"), tool.get("name")
+    if kind == "tool_search" and _is_clients(tool):
+        yield Tool(SEARCH, None, ToolKind.SEARCH, tool)
+    elif kind not in ("function", "custom", "namespace") or (kind == "namespace" and namespace is not None):
+        left_out.add("tool", kind)
+    elif not isinstance(name, str):
+        raise BadRequest("a tool must have a name", param="tools")
+    elif kind != "namespace":
+        yield Tool(name, namespace, ToolKind(kind), tool)
+    else:
+        inner = tool.get("tools")
+        if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
+            raise BadRequest("the tools of a namespace must be a list of objects", param="tools")
+        for each in inner:
+            yield from _read(each, name, left_out)
+
+
+def _is_clients(search: Mapping[str, Any]) -> bool:
+    """Whether the client runs a search for tools: it says so, or gives the parameters, which a server's has not."""
+    execution = search.get("execution")
+    return execution == "client" or (execution is None and isinstance(search.get("parameters"), dict))
+
+
+def _with_grammar(tool: Mapping[str, Any]) -> str:
+    """If the text must keep to one: no engine can bind one argument of a call to it, so the model is told."""
+    form = tool.get("format")
+    if form is not None and not isinstance(form, dict):
+        raise BadRequest("the format of a custom tool must be an object", param="tools")
+    words = str(tool.get("description") or "")
+    if form is not None and form.get("type") == "grammar":
+        return f"{words}\n\nThe input must follow this {form.get('syntax')} grammar:\n{form.get('definition')}".strip()
+    return words
+
+
+def as_arguments(text: object) -> str:
+    """The text of a custom tool's call as a function's arguments."""
+    return dumps({_INPUT: text or ""}).decode()
+
+
+def as_text(arguments: str) -> str:
+    """And back; arguments that are something else, or are cut off, as they stand."""
+    read = as_search(arguments)
+    text = read.get(_INPUT) if isinstance(read, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
+def as_search(arguments: str) -> object:
+    """The arguments of a search as the client reads them; text that is no JSON object as it stands."""
+    read = read_object(arguments)
+    return arguments if read is None else read
