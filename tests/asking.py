@@ -1,4 +1,4 @@
-"""Asking for answers, of the gateway or of an engine alone, and reading them to the end, be that what it may."""
+"""Clients that send requests to the gateway or to an engine, and read the answers to their ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def until(condition: Callable[[], object], what: str, timeout_seconds: flo
     """Let the event loop turn until a condition holds."""
     try:
         async with asyncio.timeout(timeout_seconds):
-            while not condition():  # noqa: ASYNC110 most of what is waited for has no event of its own
+            while not condition():  # noqa: ASYNC110 most conditions have no event
                 await asyncio.sleep(0.001)
     except TimeoutError:
         raise AssertionError(f"waited in vain for {what}") from None
@@ -28,7 +28,7 @@ async def until(condition: Callable[[], object], what: str, timeout_seconds: flo
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client got. `is_whole` False: the connection was cut before the body's end."""
+    """An answer as its client saw it. `is_whole` is False if the connection was closed before the body's end."""
 
     status: int
     headers: dict[str, str]
@@ -41,7 +41,7 @@ class Answer:
 
     @property
     def events(self) -> list[Any]:
-        """The data of a stream's events, parsed; `[DONE]` stays text."""
+        """Data of a stream's events, parsed. `[DONE]` stays text."""
         lines = self.body.replace(b"\r\n", b"\n").split(b"\n\n")
         data = [line.removeprefix(b"data: ") for line in lines if line.startswith(b"data: ")]
         return ["[DONE]" if item == b"[DONE]" else orjson.loads(item) for item in data]
@@ -89,7 +89,7 @@ class Answer:
 
 
 def request(api: Api, text: str | list[Any] = "Hello there", **fields: Any) -> dict[str, Any]:
-    """A request body; `max_tokens` is 8 unless given. A text in parts is one of a chat."""
+    """Return a request body. `max_tokens` is 8 by default. A text in parts makes a chat."""
     prompt = {"messages": [{"role": "user", "content": text}]} if api is Api.CHAT else {"prompt": text}
     return {"model": "sim", **prompt, "max_tokens": 8, **fields}
 
@@ -99,19 +99,19 @@ def api_of(body: dict[str, Any]) -> Api:
 
 
 async def ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any], **headers: str) -> Answer:
-    """Send a request and read its answer to the end, be that what it may."""
+    """Send a request, and read its answer to the end or to the cut."""
     names = {name.replace("_", "-"): value for name, value in headers.items()}
     async with session.post(url + api_of(body).path, data=orjson.dumps(body), headers=names) as response:
         return await read(response)
 
 
 async def read(response: aiohttp.ClientResponse) -> Answer:
-    """The answer behind a response."""
+    """Read the answer of a response."""
     parts: list[bytes] = []
     is_whole = True
     try:
         async for part in response.content.iter_any():
-            parts.append(part)  # noqa: PERF401 what came before a cut counts
+            parts.append(part)  # noqa: PERF401 data before a cut counts
     except aiohttp.ClientPayloadError:
         is_whole = False
     headers = {name.lower(): value for name, value in response.headers.items()}
@@ -122,12 +122,12 @@ _alone: dict[bytes, str] = {}
 
 
 async def answer_alone(body: dict[str, Any]) -> str:
-    """The text that a single engine without any gateway gives for a request, not streamed."""
+    """Return the text of a single engine for a request, without a gateway and a stream."""
     return (await answers_alone([body]))[0]
 
 
 async def answers_alone(bodies: Iterable[dict[str, Any]]) -> list[str]:
-    """The texts of several requests, one after the other."""
+    """Return the texts of a single engine for several requests."""
     whole = [
         {name: value for name, value in body.items() if name not in ("stream", "stream_options")} for body in bodies
     ]

@@ -1,4 +1,4 @@
-"""Engines that answer prepared bytes and keep the very bytes they are sent, for what simulated engines do not show."""
+"""Engines that send prepared bytes and record received bytes, for cases that simulated engines lack."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Received:
 
 
 def http(body: bytes, status: str = "200 OK", content_type: str = "application/json") -> bytes:
-    """A complete answer of known length."""
+    """Return a complete answer with its length."""
     head = f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
@@ -35,23 +35,23 @@ def json_answer(payload: Any) -> bytes:
 
 
 def event_stream(pieces: Iterable[bytes], *, is_whole: bool = True) -> list[bytes]:
-    """A chunked stream, to be written in these pieces. Not `is_whole`: without the end mark of the body."""
+    """Return a chunked stream in these pieces. `is_whole` False: without the end of the body."""
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
     chunks = [b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces]
     return [head, *chunks, b"0\r\n\r\n"] if is_whole else [head, *chunks]
 
 
 def data(payload: Any) -> bytes:
-    """One event."""
+    """Return one event."""
     return b"data: " + orjson.dumps(payload) + b"\n\n"
 
 
 @dataclass
 class CannedEngine:
-    """Writes `answer` to every generation request, in these pieces, and closes the connection after it if `closes`.
+    """An engine that writes `answer` to every generation request, in its pieces.
 
-    An `answer` that is a function is asked for the pieces. `sent_bytes` is what it could get rid of. It passes health
-    checks, and looks like a SimulatedEngine to a Deployment.
+    It closes the connection afterwards if `closes`. If `answer` is a function, it returns the pieces. `sent_bytes`
+    counts the written bytes. The engine passes health checks, and has the interface of a SimulatedEngine.
     """
 
     role: str
@@ -62,9 +62,9 @@ class CannedEngine:
     received: list[Received] = field(default_factory=list)
     sent_bytes: int = 0
     pause_seconds: float = 0.0
-    """Behind each piece."""
+    """Pause after each piece, in seconds."""
     pages: Mapping[str, bytes] = field(default_factory=dict)
-    """Whole answers to GET, by path; empty ones to all others."""
+    """Complete answers to GET requests by path. Other paths get empty ones."""
     state: State = field(default_factory=State)
     pins: dict[str, Any] = field(default_factory=dict)
     requests: list[Any] = field(default_factory=list)
@@ -85,7 +85,7 @@ class CannedEngine:
     ) -> None:
         assert self._server is not None
         self._server.close()
-        await asyncio.sleep(0)  # whoever was accepted just now is served, too
+        await asyncio.sleep(0)  # serves connections that were just accepted
         connections = tuple(self._connections)
         for task in connections:
             task.cancel()
@@ -106,7 +106,7 @@ class CannedEngine:
             writer.close()
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Answer one request; False when the connection is to be closed."""
+        """Answer one request. Return False if the connection is to be closed."""
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         first, *lines = head.split("\r\n")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
@@ -119,12 +119,14 @@ class CannedEngine:
         self.received.append(received)
         try:
             for piece in self.answer(received) if callable(self.answer) else self.answer:
-                if writer.is_closing():  # uvloop's transports raise something else then
+                if writer.is_closing():  # uvloop's transports raise another exception
                     raise ConnectionResetError
                 writer.write(piece)
                 await writer.drain()
                 self.sent_bytes += len(piece)
-                await asyncio.sleep(self.pause_seconds)  # at least a turn of the loop, so that pieces travel alone
+                await asyncio.sleep(
+                    self.pause_seconds
+                )  # at least one turn of the loop, so that pieces are sent separately
         except ConnectionError:
             self.state.disconnects += 1
             self.state.changed()

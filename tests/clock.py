@@ -1,10 +1,10 @@
-"""A clock for the tests of whatever counts seconds."""
+"""A clock for tests of durations."""
 
 from __future__ import annotations
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """A clock that tests advance."""
 
     def __init__(self) -> None:
         self.now = 1000.0

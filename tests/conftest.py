@@ -1,4 +1,4 @@
-"""Deployments for the tests of the gateway as a whole, on the event loop it runs on in production."""
+"""Fixtures: deployments of a whole gateway, on the event loop of production."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.deployment import Deployment, Engine
 
 IS_COMPILED = not proxy.balancer.lease.__file__.endswith(".py")
-"""The gateway is that of scripts/compile."""
+"""Whether the gateway is the build of scripts/compile."""
 collect_ignore = ["gateway/test_cost.py"] if IS_COMPILED else []
 
 pytest_plugins = ["tests.faults.plugin", "tests.conformance.plugin", "tests.selection.plugin"]
@@ -32,7 +32,7 @@ pytest_plugins = ["tests.faults.plugin", "tests.conformance.plugin", "tests.sele
 _LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
 
 
-# How long an example takes says nothing on a machine that does other things as well.
+# Durations of examples say nothing on a busy machine.
 hypothesis.settings.register_profile("pdproxy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("pdproxy")
 
@@ -60,17 +60,17 @@ def pytest_asyncio_loop_factories(
 
 @pytest.fixture(autouse=True)
 def nothing_runs_on(request: pytest.FixtureRequest) -> None:
-    """After every test with an event loop, and only then: making one takes longer than most tests that need none."""
+    """Check for remaining tasks after every test with an event loop, and create none for other tests."""
     if pytest_asyncio.is_async_test(request.node):
         request.getfixturevalue("no_task_is_left")
 
 
 @pytest.fixture
 async def no_task_is_left() -> AsyncIterator[None]:
-    """When all other fixtures of a test are gone, no task is left on its loop.
+    """Check that no task remains on the loop of a test after its other fixtures.
 
-    Nor are its applications left in memory: aiohttp remembers handlers, and with them all parts of the last hundreds of
-    gateways and engines, which the garbage collector would look at again and again.
+    Free its applications, too. aiohttp caches handlers, and with them the parts of hundreds of gateways and engines,
+    which the garbage collector would scan repeatedly.
     """
     yield
     web_app._cached_build_middleware.cache_clear()
@@ -80,13 +80,15 @@ async def no_task_is_left() -> AsyncIterator[None]:
 
 @pytest.fixture
 def clock() -> Clock:
-    """Moves when told to."""
+    """Return a clock that the test advances."""
     return Clock()
 
 
 class Deploy(Protocol):
-    """Starts engines, which speak the connector's protocol, and a gateway. `engine` are options of all engines;
-    `prefiller` and `decoder` of a role's; engines that are given are taken as they are. The rest is for `deployed`.
+    """Starts engines that speak the connector's protocol, and a gateway.
+
+    `engine` are options of all engines, `prefiller` and `decoder` those of a role. Given engines are used unchanged.
+    Other arguments are those of `deployed`.
     """
 
     async def __call__(
@@ -103,7 +105,7 @@ class Deploy(Protocol):
 
 @pytest.fixture
 async def deploy(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Deploy]:
-    """The only way to a gateway in these tests, so that what each of them leaves behind is looked at."""
+    """Return the function that starts gateways in these tests, so that every one is checked for leaks."""
     store = cache(lambda: tmp_path_factory.mktemp("store"))
     async with AsyncExitStack() as stack:
 
@@ -136,5 +138,5 @@ def _engines(engines: int | Sequence[Engine], **options: Any) -> list[Engine]:
 
 @pytest.fixture
 async def gateway(deploy: Deploy) -> Deployment:
-    """One prefiller, one decoder."""
+    """Return a gateway with one prefiller and one decoder."""
     return await deploy()

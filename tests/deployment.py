@@ -1,6 +1,6 @@
-"""A gateway in front of simulated engines and a client that talks to it: all in this process, over real sockets.
+"""A gateway, simulated engines and a client in this process, over real sockets.
 
-Every deployment is looked over at its end: whatever the test did, nothing may be left of it.
+Every deployment is checked at its end: no request may leave state behind.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 _QUIET_WITHIN_SECONDS = 30.0
 
-# Deadlines are so long that they end only what hangs, however busy the machine is: a test in which a deadline ends a
-# request sets its own. Health checks come once, at the beginning: what follows is the test's own doing.
+# Default deadlines end only hanging tests, also on busy machines. A test of a deadline sets it. Health checks run once,
+# at the beginning, unless a test sets otherwise.
 _SETTINGS: dict[str, dict[str, object]] = {
     "retry": {"base_delay_seconds": 0.0, "max_delay_seconds": 0.0},
     "timeouts": {
@@ -72,14 +72,14 @@ _SETTINGS: dict[str, dict[str, object]] = {
 
 
 class LeavingClient:
-    """A request whose client may leave before it is answered."""
+    """A request whose client may disconnect before the answer."""
 
     def __init__(self, task: asyncio.Task[None], received: bytearray) -> None:
         self._task = task
         self._received = received
 
     async def has_tokens(self, count: int) -> None:
-        """Wait until so many events with content have arrived."""
+        """Wait until this number of events with content has arrived."""
         await until(lambda: self._received.count(b'"finish_reason":null,') >= count, f"{count} tokens")
 
     async def leave(self) -> None:
@@ -90,8 +90,10 @@ class LeavingClient:
 
 @dataclass
 class Deployment:
-    """Engines, gateway and client. `expects_pinned` is the KV that stays behind although the gateway lets go of all it
-    can; its PinnedKv has to know of it.
+    """Engines, gateway and client.
+
+    `expects_pinned` is the expected amount of KV that remains pinned although the gateway releases all it can. PinnedKv
+    must count it.
     """
 
     prefillers: list[SimulatedEngine]
@@ -107,27 +109,26 @@ class Deployment:
     """Stop the gateway before the engines and the clients."""
     expects_pinned: int = 0
     may_stay_pinned: int = 0
-    """So much more may stay behind: whether it does depends on who was faster."""
+    """Amount of KV that may also remain pinned, depending on timing."""
     expects_inexact_pins: bool = False
-    """Releases failed for KV that had been fetched, or clients left while a prefiller's answer was on its way."""
+    """Releases may fail, because KV had been fetched, or clients left during a prefiller's answer."""
     expects_resent: bool = False
-    """Engines reset idle connections, which looks as if they had not seen the request that came on them."""
+    """Engines reset idle connections, as if they had not received a request."""
     problems: list[str] = field(default_factory=list)
-    """What went wrong where no test looks: errors in callbacks, tracebacks in the log."""
+    """Errors in callbacks, and tracebacks in the log."""
 
     @property
     def engines(self) -> list[SimulatedEngine]:
         return [*self.prefillers, *self.decoders]
 
     async def ask(self, body: dict[str, Any], **headers: str) -> Answer:
-        """Send a request through the gateway and read the whole answer."""
+        """Send a request through the gateway, and read the whole answer."""
         return await ask(self.session, self.url, body, **headers)
 
     def metrics(self, name: str) -> dict[tuple[str, ...], float]:
-        """The samples of one metric of the gateway that are not zero, by their label values in the order of names.
+        """Return the nonzero samples of a metric, by label values in the order of names.
 
-        What is recorded is asked alone: to collect all metrics takes longer than an answer. What is told of instances
-        is not recorded, or is only told of those there are.
+        Recorded metrics are read alone, because collecting all takes longer than an answer.
         """
         metrics = self.worker.metrics
         recorded = getattr(metrics, name.removeprefix("pdproxy_"), None)
@@ -142,7 +143,7 @@ class Deployment:
 
     @asynccontextmanager
     async def asking(self, body: dict[str, Any]) -> AsyncIterator[LeavingClient]:
-        """Send a request from a client that leaves at the end of the block at the latest."""
+        """Send a request from a client that disconnects at the end of the block at the latest."""
         received = bytearray()
 
         async def client() -> None:
@@ -158,7 +159,7 @@ class Deployment:
             await leaving.leave()
 
     def leaks(self) -> list[str]:
-        """What is left of requests that are over; empty when nothing is."""
+        """Return state that ended requests have left behind."""
         board = self.scoreboard
         found = [
             f"slot {slot} of the scoreboard holds {board.requests(slot)} requests and {board.load(slot)}"
@@ -186,7 +187,7 @@ class Deployment:
         return found
 
     def _pins_left(self) -> list[str]:
-        """KV that nobody fetches: is it as much as was expected, and does PinnedKv know?"""
+        """Check that the orphaned KV is as expected, and that PinnedKv counts it."""
         found = []
         pins = [pin for engine in self.engines for pin in engine.pins]
         if not self.expects_pinned <= len(pins) <= self.expects_pinned + self.may_stay_pinned:
@@ -203,7 +204,7 @@ class Deployment:
         return found
 
     def broken_promises(self) -> list[str]:
-        """What must never have happened: an attempt's id or KV parameters used twice, errors that nobody saw."""
+        """Return violations: an attempt's id or KV parameters used twice, and unexpected errors."""
         handed_over = Counter(name for seen in generations(*self.decoders) for name in _kv_names(seen))
         sent = Counter(
             (seen.headers.get("x-request-id", ""), engine.url)
@@ -222,7 +223,7 @@ class Deployment:
 
 
 def generations(*engines: SimulatedEngine) -> list[Seen]:
-    """The generation requests that engines saw, without health checks, releases, questions and the like."""
+    """Return the generation requests of engines, without health checks and releases."""
     paths = {api.path for api in OPENAI_APIS}
     return [
         seen
@@ -233,7 +234,7 @@ def generations(*engines: SimulatedEngine) -> list[Seen]:
 
 
 def releases(*engines: SimulatedEngine) -> list[Seen]:
-    """The requests that engines were sent to have them reject them, and so let KV go."""
+    """Return the requests that engines reject to release KV."""
     return [seen for engine in engines for seen in engine.requests if _is_release(seen)]
 
 
@@ -242,18 +243,18 @@ def _is_release(seen: Seen) -> bool:
 
 
 def _is_question(seen: Seen) -> bool:
-    """What SGLang is asked when it comes up, which it refuses."""
+    """Return whether a request is the probe that SGLang rejects at its start."""
     return isinstance(seen.body, dict) and seen.body.get("temperature") == -1
 
 
 def kv_params(seen: Seen) -> Any:
-    """The KV parameters of a request to a decoder that names KV to fetch, otherwise None."""
+    """Return the KV parameters of a decode request that fetches KV, or None."""
     params = seen.body.get("kv_transfer_params") if isinstance(seen.body, dict) else None
     return params if params and params.get("do_remote_prefill") else None
 
 
 def _kv_names(seen: Seen) -> list[object]:
-    """What names the KV that a request to a decoder is to fetch, in the words of its protocol; each is good once."""
+    """Return the identifiers of the KV that a decode request fetches. Each is valid once."""
     params = kv_params(seen) or {}
     rooms = seen.body.get("bootstrap_room") if isinstance(seen.body, dict) else None
     names = [
@@ -265,13 +266,13 @@ def _kv_names(seen: Seen) -> list[object]:
 
 
 def _serves_a_request(task: asyncio.Task[Any]) -> bool:
-    """A task of the fan-out, or an orphan: everything else runs inside aiohttp's handler tasks."""
+    """Return whether a task serves a request: one of the fan-out, or an orphan. Others are aiohttp's handlers."""
     code = getattr(task.get_coro(), "cr_code", None)
     return code is not None and any(part in code.co_filename for part in ("/proxy/gateway/", "/proxy/connectors/"))
 
 
 class _Problems(logging.Handler):
-    """Collects what the program logs with a traceback, and what the event loop catches in callbacks."""
+    """Collects tracebacks in the log and errors in callbacks."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__(logging.ERROR)
@@ -279,7 +280,7 @@ class _Problems(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         problem = self.format(record)
-        if "/proxy/sim/" not in problem:  # what engines complain of when they are left is their business
+        if "/proxy/sim/" not in problem:  # engines may log errors about disconnected clients
             self._problems.append(problem)
 
     def caught(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -287,8 +288,9 @@ class _Problems(logging.Handler):
 
 
 def engine_options(connector: str, store: Callable[[], Path]) -> dict[str, Any]:
-    """What engines are simulated with that a connector is to find: they speak its protocol. `store` makes the directory
-    that stands for a KV store, which few need.
+    """Return the options of simulated engines for a connector.
+
+    `store` creates the directory of a KV store, if needed.
     """
     if connector == "vllm_store":
         return {"protocol": "store", "store": str(store())}
@@ -311,13 +313,13 @@ def _settings(prefillers: Sequence[Engine], decoders: Sequence[Engine], sections
 
 
 def _endpoint(engine: Engine) -> str:
-    """As in a configuration file: with the bootstrap port, if the engine has one."""
+    """Return an engine's address in a configuration, with its bootstrap port."""
     port = getattr(engine, "bootstrap_port", None)
     return f"{engine.host}:{engine.port}" + (f" {port}" if port else "")
 
 
 def _shared(settings: Settings) -> Shared:
-    """What a supervisor would make, on any free port."""
+    """Return the shared state that a supervisor creates, on any free port."""
     scoreboard = Scoreboard(slots=32, guests=settings.replicas.guests)
     roster = Roster(
         [(each.host, each.port, each.bootstrap_port, each.models) for each in settings.prefill],
@@ -348,13 +350,15 @@ async def deployed(
     hearing_seconds: float = 0.2,
     **sections: Any,
 ) -> AsyncIterator[Deployment]:
-    """Start engines and a gateway in front; at the end make sure that nothing is left.
+    """Start engines and a gateway, and check at the end that nothing is left.
 
-    `settle_seconds`: how long KV that nobody fetches is left alone before it is released. `hearing_seconds`: how long a
-    request that seems to be poison waits for what may acquit it. `sections` are settings.
+    Args:
+      settle_seconds: Time before orphaned KV is released.
+      hearing_seconds: Time that a request suspected as poison waits for exonerating evidence.
+      sections: Settings.
     """
     tasks_before = asyncio.all_tasks()
-    # Of several at the same time the one that began first is judged for all: engines of the others accept meanwhile.
+    # Of several concurrent deployments, the first one is checked for all.
     is_first = tasks_before == {asyncio.current_task()}
     problems: list[str] = []
     watcher = _Problems(problems)
@@ -405,14 +409,14 @@ async def deployed(
 
 
 async def _settled(find: Callable[[], list[str]]) -> list[str]:
-    """What is still found after things had time to end: a client's leaving takes a moment to be noticed."""
+    """Return leaks that remain after a while. The end of a connection takes a moment to be noticed."""
     with suppress(AssertionError):
         await until(lambda: not find(), "quiet", _QUIET_WITHIN_SECONDS)
     return find()
 
 
 def _all_are_up(deployment: Deployment) -> bool:
-    """Whether every engine passed the health check with which a gateway begins, and told its version if it has one."""
+    """Return whether every engine passed the first health check, and reported its version if it has one."""
     pools = deployment.worker.pools
     health = deployment.worker.health
     everybody = [pool for pool in (pools.prefill, pools.decode, pools.encode) if pool is not None]

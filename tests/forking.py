@@ -1,4 +1,4 @@
-"""Another process, for what processes share."""
+"""A second process, for tests of shared memory."""
 
 from __future__ import annotations
 

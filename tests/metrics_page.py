@@ -63,7 +63,7 @@ _OPEN_LABELS_OF_METRIC = {
 
 
 def series() -> Mapping[str, frozenset[str]]:
-    """The names of all series, as queries say them, each with its labels' names."""
+    """Return the names of all series in queries, each with the names of its labels."""
     families, labels = _families()
     found: dict[str, frozenset[str]] = {}
     for family in families:
@@ -87,7 +87,7 @@ def _families() -> tuple[Sequence[Metric], Mapping[str, Sequence[str]]]:
 
 
 def page() -> str:
-    """The whole text."""
+    """Return the whole page."""
     families, labels = _families()
     rows = [
         f"| `{_name(family)}` | {family.type} | {_quoted(labels[_name(family)])} | {family.documentation} |"
@@ -111,12 +111,12 @@ def page() -> str:
 
 
 def _name(family: Metric) -> str:
-    """As in a query: the parser of the exposition takes the ending off a counter."""
+    """Return the name in queries. The parser of the exposition format removes the suffix of counters."""
     return f"{family.name}_total" if family.type == "counter" else family.name
 
 
 def _labels(metrics: Metrics, families: Sequence[Metric]) -> Mapping[str, Sequence[str]]:
-    """The names of each metric's labels, which prometheus-client keeps to itself."""
+    """Return the names of each metric's labels, which prometheus-client keeps private."""
     known = {_name(family): tuple(getattr(family, "_labelnames", ())) for family in families}
     for attribute in dir(metrics):
         collector = getattr(metrics, attribute)
@@ -140,7 +140,7 @@ def _label_rows(families: Sequence[Metric], labels: Mapping[str, Sequence[str]])
 
 
 def _values(family: Metric, label: str) -> str:
-    """Those whose series begin at 0."""
+    """Return the values whose series begin at 0."""
     found = _quoted(list(dict.fromkeys(sample.labels[label] for sample in family.samples)))
     if not found:
         raise ValueError(f"{_name(family)} has no series from which the values of {label} follow: name them here")

@@ -1,4 +1,4 @@
-"""Bodies as calls, by the dialect that is served."""
+"""Parse bodies into calls, by dialect."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ if TYPE_CHECKING:
 
 
 def parse(api: Api, raw: bytes, cost: Cost, headers: Mapping[str, str] | None = None) -> Call:
-    """The call that a body to the engines' own route makes. Raises BadRequest."""
+    """Return the call of a body sent to the engines' route. Raises BadRequest."""
     dialect = next(dialect for dialect in DIALECTS if dialect.path == api.path)
     return dialect.parse(read(raw), cost, headers or {})

@@ -27,7 +27,7 @@ class Line:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     received: list[tuple[str, str, str]]
-    """Head, body, and how it ended, of each answer."""
+    """Head, body and end of each answer."""
     _unread: bytearray = field(default_factory=bytearray)
 
     def send(self, data: bytes) -> None:
@@ -102,7 +102,7 @@ class Line:
 
 
 def raw(body: dict[str, Any] | bytes, path: str = "", **headers: str) -> bytes:
-    """A request as most clients send it."""
+    """Return a request as most clients send it."""
     if isinstance(body, dict):
         path = path or api_of(body).path
         body = orjson.dumps(body)

@@ -1,4 +1,4 @@
-"""Clocks: whatever is decided is decided by the monotonic clock, so that setting the system's time changes nothing."""
+"""Decisions use the monotonic clock, so that setting the system's time changes nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def banned(*paths: str, source: str | None = None) -> int:
-    """How often something is used that `banned-api` in pyproject.toml names."""
+    """Count the uses of functions that `banned-api` in pyproject.toml names."""
     ran = subprocess.run(
         [sys.executable, "-m", "ruff", "check", "--select", "TID251", "--output-format", "concise", "--quiet", *paths],
         input=source,

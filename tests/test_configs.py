@@ -1,4 +1,4 @@
-"""The example configurations: every one loads and serves, and `full.yaml` says exactly what the settings model says."""
+"""The example configurations load and serve, and `full.yaml` equals the settings model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from proxy.sim.options import SimRole
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-# An example has to name instances, which have no default.
+# Examples name instances, which have no default.
 WITHOUT_DEFAULT = {"prefill", "decode"}
 
 
@@ -65,7 +65,7 @@ def test_a_deployments_configuration_has_its_instances(name: str) -> None:
 
 
 def address(engine: SimulatedEngine) -> str:
-    """As a configuration has it, with the bootstrap port of a prefiller that has one."""
+    """Return an engine's address in a configuration, with the bootstrap port of a prefiller."""
     return " ".join(str(part) for part in (f"127.0.0.1:{engine.port}", engine.bootstrap_port) if part is not None)
 
 

@@ -1,4 +1,4 @@
-"""What tests ask a deployment is what the gateway tells everybody."""
+"""Metrics that tests read from a deployment equal those of a scrape."""
 
 from __future__ import annotations
 

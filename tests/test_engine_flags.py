@@ -1,4 +1,4 @@
-"""The lines with which OPERATING.md starts engines, held against those of real engines, and against pdproxy."""
+"""OPERATING.md's commands for engines, compared with those of real engines and with pdproxy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Line:
 
     @property
     def flags(self) -> dict[str, str]:
-        """Values by name; of a switch what stands behind it."""
+        """Values by name."""
         return {
             word: next(iter(self.words[place + 1 :]), "")
             for place, word in enumerate(self.words)
@@ -47,7 +47,7 @@ class Line:
 
 
 def block(section: str) -> str:
-    """The commands of a section, without their indent."""
+    """Return the commands of a section, without indentation."""
     _, _, rest = (ROOT / "OPERATING.md").read_text(encoding="utf-8").partition(f"\n### {section}\n")
     found = re.search(r"^((?:    .*\n)+)", rest, re.MULTILINE)
     assert found, section
@@ -55,7 +55,7 @@ def block(section: str) -> str:
 
 
 def lines(section: str) -> list[Line]:
-    """The engines' commands, in order."""
+    """Return the engines' commands, in order."""
     made = []
     for role, text in re.findall(
         r"^# (prefill|decode) node[^\n]*\n(.*?)(?=^# )", block(section), re.MULTILINE | re.DOTALL
@@ -70,7 +70,7 @@ def lines(section: str) -> list[Line]:
 
 
 def gateway(section: str) -> Any:
-    """The settings that the gateway's command comes to."""
+    """Return the settings of the gateway's command."""
     (command,) = re.findall(r"^pdproxy (.*)$", block(section), re.MULTILINE)
     return load(shlex.split(command), {}).settings
 

@@ -1,4 +1,4 @@
-"""What a request leaves behind is freed at once: the collector has nothing to look for."""
+"""Requests leave no reference cycles, so the garbage collector has no work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def cycles_of_ours() -> Iterator[list[str]]:
-    """The kinds of this program's objects that only the collector could free, at the end of the block."""
+    """Return the types of this program's objects in cycles at the end of the block."""
     found: list[str] = []
     gc.collect()
     gc.set_debug(gc.DEBUG_SAVEALL)

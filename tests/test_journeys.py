@@ -7,7 +7,7 @@ import pytest
 from tests.journeys import travel
 
 BOUNDS = {"chat": 340, "message": 380, "two-deaths": 590}
-"""Functions of each journey. Who makes one run through fewer lowers its bound."""
+"""Bounds for the functions of each journey. If a change runs fewer, lower the bound."""
 
 
 @pytest.mark.interpreted

@@ -116,7 +116,7 @@ ONE_NODE = """\
 
 
 def words(line: str) -> list[str]:
-    """As a shell splits it; shlex does not know that a backslash ends a line."""
+    """Split a line as a shell does. shlex does not join lines at a backslash."""
     return shlex.split(line.replace("\\\n", " "))
 
 
@@ -133,7 +133,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @contextmanager
 def gateway_answering(status: int) -> Iterator[int]:
-    """A server that gives /livez this status; yields its port."""
+    """Run a server that answers /livez with this status. Yields its port."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -295,7 +295,7 @@ def test_health_knows_only_0_and_1() -> None:
 
 @contextmanager
 def interrupts(disposition: Callable[..., object] | signal.Handlers) -> Iterator[None]:
-    """What SIGINT does to this process, and to those it starts if it is ignored: they inherit that."""
+    """Set the disposition of SIGINT, which child processes inherit if it is ignored."""
     before = signal.signal(signal.SIGINT, disposition)
     try:
         yield

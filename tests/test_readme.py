@@ -1,4 +1,4 @@
-"""What the pages for people say, held against the code: commands, links, nouns, error codes and fields of the log."""
+"""The documents, compared with the code: commands, links, nouns, error codes and log fields."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ README_LINES = 150
 
 
 def commands() -> list[list[str]]:
-    """The words behind each indented `pdproxy`, without the comment."""
+    """Return the words of each indented `pdproxy` command, without comments."""
     lines = re.findall(r"^    pdproxy (.*)$", (README + OPERATING).replace("\\\n", " "), re.MULTILINE)
     return [shlex.split(line, comments=True) for line in lines]
 
 
 def section(heading: str) -> str:
-    """A part of OPERATING.md, up to the next heading of any level."""
+    """Return a section of OPERATING.md, up to the next heading of any level."""
     _, _, rest = OPERATING.partition(f"\n{heading}\n")
     assert rest, f"OPERATING.md has no {heading}"
     return re.split(r"^#+ ", rest, maxsplit=1, flags=re.MULTILINE)[0]
 
 
 def first_cells(text: str) -> list[list[str]]:
-    """The names in the first cell of each row of a table."""
+    """Return the names in the first cell of each row of a table."""
     return [re.findall(r"`([^`]+)`", cell) for cell in re.findall(r"^\| (.*?) \|", text, re.MULTILINE)]
 
 
@@ -111,7 +111,7 @@ def test_an_example_configuration_says_how_to_use_itself(path: Path) -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """Of the headings, as GitHub forms them."""
+    """Return the anchors of headings, as GitHub forms them."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -141,7 +141,7 @@ def test_the_nouns_are_those_of_the_package_and_each_is_a_class() -> None:
 
 
 def literal_codes() -> set[str]:
-    """What is given as `code` to an error, or is the `code` of a class of errors, in the source."""
+    """Return the error codes in the source: `code` arguments, and `code` of error classes."""
     found = set()
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,4 @@
-"""What all of scripts/ have in common: asked for help, they help and do nothing else."""
+"""Help of all scripts: it is printed, and nothing else happens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted(path.name for path in (ROOT / "scripts").iterdir() if path.is_file() and os.access(path, os.X_OK))
 WITHOUT_ARGUMENTS = ("check", "demo", "slow-clients", "test-deployment", "test-dns")
-# All that help takes; whatever else a script wanted to run would not be there.
+# The programs that help needs. Others are not available in these tests.
 NEEDED = "bash", "basename", "dirname", "env", "sed"
 
 
@@ -28,14 +28,14 @@ def run(
 
 
 def head(script: str) -> str:
-    """What a script's first comment says."""
+    """Return the text of a script's head comment."""
     lines = (ROOT / "scripts" / script).read_text().splitlines()[1:]
     return "".join(f"{line[2:]}\n" for line in lines[: next(i for i, line in enumerate(lines) if line[:1] != "#")])
 
 
 @pytest.fixture
 def fresh_clone(tmp_path: Path) -> Path:
-    """As far as scripts look at it before they have a .venv."""
+    """Return a clone with the files that scripts read before they have a .venv."""
     shutil.copytree(ROOT / "scripts", tmp_path / "clone" / "scripts")
     shutil.copy(ROOT / "pyproject.toml", tmp_path / "clone")
     return tmp_path / "clone"
@@ -56,7 +56,7 @@ def test_help_only_helps_in_a_fresh_clone(script: str, flag: str, fresh_clone: P
     assert sorted(fresh_clone.rglob("*")) == before
 
 
-# Here what has options of its own tells them, and nothing is run, either.
+# With a .venv, programs print their options, too.
 @pytest.mark.parametrize("script", sorted({*SCRIPTS} - {*WITHOUT_ARGUMENTS}))
 def test_help_tells_options_where_they_can_be_told(script: str) -> None:
     result = run(script, "--help")

@@ -1,6 +1,6 @@
-"""The files for Kubernetes and systemd, held against what they deploy: ports, deadlines, image, metrics, command line.
+"""The files for Kubernetes and systemd, compared with the gateway: ports, deadlines, image, metrics, command line.
 
-`scripts/test-deployment` checks them against the schemas of Kubernetes and by systemd's own tools.
+`scripts/test-deployment` checks them with the schemas of Kubernetes and the tools of systemd.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_the_pod_is_restricted_and_its_user_is_the_images() -> None:
 
 @pytest.mark.parametrize(("file", "selector"), [("network.yaml", "podSelector"), ("disruption.yaml", "selector")])
 def test_policies_are_about_the_gateway_alone(file: str, selector: str) -> None:
-    """An empty selector is all pods of the namespace, and kustomize does not fill in these two."""
+    """An empty selector matches all pods of the namespace, and kustomize does not complete these two."""
     (policy,) = documents(BASE / file)
     (labels,) = documents(BASE / "kustomization.yaml")[0]["labels"]
     assert policy["spec"][selector]["matchLabels"] == labels["pairs"]
@@ -136,7 +136,7 @@ def test_the_unit_starts_what_there_is(line: str, tmp_path: Path) -> None:
 
 
 def test_the_memory_of_large_bodies_is_kept_everywhere() -> None:
-    """What the image sets for glibc, the unit sets, too."""
+    """Image and unit set the same variables of glibc."""
     tuned = dict(re.findall(r"(MALLOC_\w+_)=(\d+)", DOCKERFILE))
     assert tuned
     assert dict(re.findall(r"(MALLOC_\w+_)=(\d+)", " ".join(unit("Environment")))) == tuned
@@ -152,7 +152,7 @@ def test_what_is_listed_is_there(path: Path) -> None:
 
 
 def test_systemds_socket_is_where_the_gateway_listens_by_default() -> None:
-    """And it is called what the gateway calls it."""
+    """The socket also has the gateway's name for it."""
     listen = load(["--decode", "a:1", "--connector", "plain"], {}).settings.listen
     lines = (ROOT / "configs" / "systemd" / "pdproxy.socket").read_text().splitlines()
     assert f"ListenStream={listen.host}:{listen.port}" in lines

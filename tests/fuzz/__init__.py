@@ -1,6 +1,6 @@
-"""What holds for any bytes whatsoever, one function per target: `check_…(data)` raises where it does not hold.
+"""Fuzz targets: `check_…(data)` of each target raises if a property does not hold for any bytes.
 
-`scripts/fuzz` looks for such bytes, steered by what they reach in the code. `test_corpus.py` replays those in `corpus`:
-examples to begin with, and everything that was ever found. The first byte of an input chooses how it is tried:
-what is asked for, how the bytes are cut into pieces. Bytes above 127 stand for words of the target.
+`scripts/fuzz` searches for failing bytes, guided by the branches that they reach. `test_corpus.py` replays the inputs
+in `corpus`: initial examples, and everything that was ever found. The first byte of an input chooses options and cuts.
+Bytes above 127 stand for words of the target.
 """

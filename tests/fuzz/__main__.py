@@ -1,7 +1,6 @@
-"""Look for inputs for which something does not hold: `scripts/fuzz`.
+"""scripts/fuzz: search for failing inputs, for each target in a separate process, starting from the corpus.
 
-Every target in turn, in a process of its own, from the examples in the corpus on. What is new of interest stays in a
-temporary folder; an input that fails is kept in `build/fuzz/`.
+Interesting new inputs are stored in a temporary directory, and failing ones in `build/fuzz/`.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def hunt(target: str, seconds: int, seed: int) -> int:
-    """Look for so long; 1 if something was found."""
+    """Fuzz a target for a time. Return 1 if an input fails."""
     _FOUND.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="pdproxy-fuzz-") as new:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""An engine that answers anything at all, and a network that cuts it anywhere and then breaks."""
+"""An engine that sends arbitrary bytes over a network that cuts and then breaks the connection."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ atexit.register(LOOP.close)
 ENGINE = Backend(Role.DECODE, "127.0.0.1", 7100)
 _heads = RequestHeads(EngineKeys(None))
 
-# A head may be so long that it is refused, unless it comes in one piece.
+# A long head is rejected unless it arrives in one piece.
 _LONG_HEAD_BYTES = 60_000
 
 
@@ -44,12 +44,12 @@ WORDS: Final = words(
 
 
 _SOCKET: Final = socket.socket()
-"""For the options that are set on each; nothing is ever connected."""
+"""Holder of the options of connections. It never connects."""
 atexit.register(_SOCKET.close)
 
 
 class Line:
-    """A transport that goes nowhere, and loses its connection when it is told to."""
+    """A transport without a peer, which closes on `abort`."""
 
     def __init__(self) -> None:
         self.is_lost = False
@@ -67,7 +67,7 @@ class Line:
         return _SOCKET.fileno()
 
     def write(self, _: object) -> None:
-        """Requests are sent nowhere."""
+        pass
 
     def writelines(self, _: object) -> None:
         pass
@@ -77,14 +77,14 @@ class Line:
 
 
 def connected(line: Line) -> EngineConnection:
-    """One connection to the engine."""
+    """Return a connection to the engine."""
     connection = EngineConnection(ENGINE, asyncio.get_running_loop(), lambda _: None, _heads.render, lambda: 0.0)
     connection.connection_made(cast("asyncio.Transport", line))
     return connection
 
 
 class Body:
-    """A Sink that insists on the order of things."""
+    """A Sink that checks the order of its calls."""
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
@@ -103,7 +103,7 @@ class Body:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an exchange came to. `failure` None: the answer is complete."""
+    """The outcome of an exchange. `failure` is None for a complete answer."""
 
     failure: Failure | None
     status: int | None = None
@@ -112,7 +112,7 @@ class Outcome:
 
 
 def check_answers(data: bytes) -> None:
-    """An exchange ends in a complete answer or one UpstreamError, the same however the bytes are cut."""
+    """Check that an exchange ends in a complete answer or one UpstreamError, independent of the cuts."""
     stream = spelled(data[1:], WORDS)
     pieces = cut(data[0] if data else 0, stream)
     outcomes = LOOP.run_until_complete(_outcomes(stream, pieces))
@@ -166,7 +166,7 @@ def _exchange(pieces: list[bytes], *, attaches_late: bool) -> Outcome:
 
 
 def second_opinion(stream: bytes) -> tuple[int, bytes] | None:
-    """Status and body as h11 reads them; None where it does not find a complete answer to a POST."""
+    """Return status and body as h11 reads them, or None without a complete answer to a POST."""
     reader = h11.Connection(h11.CLIENT, max_incomplete_event_size=1 << 20)
     reader.send(h11.Request(method="POST", target="/", headers=[("Host", "engine"), ("Content-Length", "0")]))
     reader.send(h11.EndOfMessage())

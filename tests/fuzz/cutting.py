@@ -1,6 +1,6 @@
-"""From an input to the bytes that are tried: words, and pieces as a network makes them.
+"""Turn an input into bytes: words of a vocabulary, and pieces as a network delivers them.
 
-The same for the same input, so that what was found can be found again.
+The result is the same for the same input, so that failures can be repeated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REPEATED: Final = re.compile(r"(.+)\*(\d+)")
 
 
 def words(text: str) -> tuple[bytes, ...]:
-    """Words between white space, spelled as in Python; `x*30` is one of 30 times x."""
+    """Return words separated by white space, in Python's escapes. `x*30` is 30 times x."""
     found = []
     for word in text.split():
         spelling, times = repeated.groups() if (repeated := _REPEATED.fullmatch(word)) else (word, 1)
@@ -29,12 +29,12 @@ def words(text: str) -> tuple[bytes, ...]:
 
 
 def spelled(data: bytes, vocabulary: Sequence[bytes]) -> bytes:
-    """A byte above 127 stands for a word, as long as there are words: single bytes would not come upon it."""
+    """Replace bytes above 127 by words, which random bytes would hardly form."""
     return _LARGE.sub(lambda found: b"".join(vocabulary[found[0][0] - _FIRST :][:1]) or found[0], data)
 
 
 def cut(chance: int, whole: bytes) -> list[bytes]:
-    """The bytes in pieces; `chance` decides the sizes."""
+    """Cut the bytes into pieces. `chance` determines the sizes."""
     sizes = random.Random(chance)
     pieces = []
     begin = 0
@@ -46,5 +46,5 @@ def cut(chance: int, whole: bytes) -> list[bytes]:
 
 
 def singly(data: bytes) -> list[bytes]:
-    """Byte by byte."""
+    """Cut the bytes into single ones."""
     return [data[i : i + 1] for i in range(len(data))]

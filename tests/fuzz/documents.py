@@ -1,4 +1,4 @@
-"""A JSON object that is changed by splicing, against Python's own parser."""
+"""Changes of a JSON object by splicing, compared with Python's parser."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORDS: Final = words(
     """
 )
 
-# One of them is made, as the first byte says.
+# The first byte selects one of these changes.
 _CHANGES: tuple[dict[str, object], ...] = (
     {},
     {"stream": True},
@@ -34,7 +34,7 @@ _DEPTH = 200  # what every parser reads and orjson writes
 
 
 def check_documents(data: bytes) -> None:
-    """A JSON object is changed as a dictionary would be, and nothing else of its bytes; the rest is InvalidDocument."""
+    """Check that splicing changes an object as a dictionary would, and no other bytes, or raises InvalidDocument."""
     changes, raw = _CHANGES[(data[0] if data else 0) % len(_CHANGES)], spelled(data[1:], WORDS)
     try:
         document = Document(raw)
@@ -65,12 +65,12 @@ def check_documents(data: bytes) -> None:
 
 
 def _is_exact(raw: bytes) -> bool:
-    """Whether all parsers read the same: whole numbers of more than 64 bits are fractions to some."""
+    """Return whether all parsers agree. Some read integers of more than 64 bits as fractions."""
     return re.search(rb"[0-9]{19}", raw) is None
 
 
 def _spelled(raw: bytes) -> Any:
-    """Python's reading, in which numbers keep their spelling."""
+    """Parse with Python's parser. Numbers keep their spelling."""
     return json.loads(raw.decode(), parse_int=_Number, parse_float=_Number, parse_constant=_Number)
 
 
@@ -84,7 +84,7 @@ def _with_changes(values: dict[str, Any], changes: dict[str, object]) -> dict[st
 
 
 def _must_be_accepted(raw: bytes) -> bool:
-    """Whether this is, for any parser, one object of moderate depth with names that differ."""
+    """Return whether every parser reads one object of moderate depth with different names."""
     if not _is_shallow(raw):
         return False
     try:
@@ -103,7 +103,7 @@ def _names_twice(raw: bytes) -> bool:
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """The members of an object as they were written."""
+    """The members of an object, as written."""
 
 
 def _refuse(constant: str) -> NoReturn:

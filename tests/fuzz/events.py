@@ -1,4 +1,4 @@
-"""Splitting a stream into events: whatever comes, and however it is cut."""
+"""Splitting arbitrary streams into events, with arbitrary cuts."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ WORDS: Final = words(
 
 
 def check_events(data: bytes) -> None:
-    """Any cut of the same bytes gives the same events, those of the grammar, and no byte is lost."""
+    """Check that all cuts of the same bytes give the events of the grammar, and lose no byte."""
     stream = spelled(data[1:], WORDS)
     pieces = cut(data[0] if data else 0, stream)
     events, rest = _split([stream])
     assert _split(pieces) == _split(singly(stream)) == (events, rest)
     assert b"".join(event.raw for event in events) + rest == stream
 
-    # Only what follows a last CR tells whether it ended a line by itself.
+    # Only the next byte shows whether a last CR is a complete line end.
     told = [event.data for event in _split([stream, b":"])[0] if event.data is not None]
     assert told == reference(stream + b":")
 

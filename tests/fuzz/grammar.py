@@ -1,4 +1,4 @@
-"""Text of the Kimi K2 family in any order, against the simulated engines' parser."""
+"""Text of the Kimi K2 family in any order, compared with the simulated engines' parser."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ WORDS: Final = words(
 )
 
 
-# What vLLM makes of ids that are none, the simulated engines do not follow to the last.
+# The simulated engines do not follow vLLM's treatment of invalid ids in all cases.
 _NO_ID = re.compile(
     rf"{re.escape(CALL_BEGIN)}(?!\s*(?!functions[.]:)[\w.]+:\d+\s*{re.escape(ARGUMENT_BEGIN)})", re.ASCII
 )
 
 
 def check_grammar(data: bytes) -> None:
-    """Any cut of the same text says the same, which is what the simulated engines read."""
+    """Check that all cuts of a text are parsed as the simulated engines parse it."""
     kind, text = data[0] if data else 0, spelled(data[1:], WORDS).decode("latin-1")
     in_reasoning, is_old = kind % 2 == 0, kind % 3 == 0
     said = _read([text], in_reasoning, is_old)
     assert _read([piece.decode("latin-1") for piece in cut(kind, text.encode("latin-1"))], in_reasoning, is_old) == said
     assert _read(list(text), in_reasoning, is_old) == said
     if not _NO_ID.search(text):
-        # Half a marker at the very end they do not take so exactly, and arguments without an end they complete.
+        # The simulated engines treat half a marker at the end less exactly, and complete open arguments.
         text += f".{CALL_END}"
         assert _simulated(text, in_reasoning, is_old) == _read([text], in_reasoning, is_old)
 

@@ -1,4 +1,4 @@
-"""Header lines on their way through: from a client to an engine, and from an engine to a client."""
+"""Header lines that are forwarded: from a client to an engine, and from an engine to a client."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _FRAMING = {"host", "content-type", "content-length", "accept-encoding"}
 
 
 def check_headers(data: bytes) -> None:
-    """Nothing in a header begins another one, or another message."""
+    """Check that no header begins another one, or another message."""
     data = spelled(data, WORDS)
     for headers in _of_request(b"POST /v1/completions HTTP/1.1\r\nHost: gateway\r\n" + data + b"\r\n\r\n"):
         _check_towards_engine(headers)
@@ -55,7 +55,7 @@ def check_headers(data: bytes) -> None:
 
 
 def _of_request(raw: bytes) -> list[CIMultiDictProxy[str]]:
-    """The headers of the requests that the front's parser finds."""
+    """Return the headers of the requests that the front parser finds."""
     parser = HttpRequestParser(BaseProtocol(LOOP), LOOP, 2**16, auto_decompress=False)
     try:
         messages, _, _ = parser.feed_data(raw)
@@ -96,7 +96,7 @@ def _check_towards_client(headers: CIMultiDict[str]) -> None:
 
 
 async def _check_refusal(raw: bytes) -> None:
-    """What an engine refuses with, in our own connection's reading."""
+    """Check the rejection of an engine as our connection reads it."""
     connection = connected(Line())
     heads: list[UpstreamError | None] = []
     response = Response(connection, heads.append)
@@ -110,7 +110,7 @@ async def _check_refusal(raw: bytes) -> None:
 
 
 class _Fields:
-    """What httptools' parsers call."""
+    """Callbacks of httptools' parsers."""
 
     def __init__(self) -> None:
         self.fields: list[tuple[str, bytes]] = []
@@ -129,7 +129,7 @@ def _read_by_llhttp(head: bytes) -> list[tuple[str, bytes]]:
 
 
 def _read_by_h11(head: bytes) -> list[tuple[str, bytes]] | None:
-    """None where it is stricter: it takes no byte above 127 without a check of its own."""
+    """Return h11's reading, or None where h11 is stricter: it rejects bytes above 127."""
     reader = h11.Connection(h11.SERVER)
     reader.receive_data(head)
     try:

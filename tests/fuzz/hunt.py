@@ -1,4 +1,4 @@
-"""One target under atheris, in a process of its own: `python -m tests.fuzz.hunt TARGET [arguments of libFuzzer]`."""
+"""Run one target under atheris: `python -m tests.fuzz.hunt TARGET [arguments of libFuzzer]`."""
 
 from __future__ import annotations
 

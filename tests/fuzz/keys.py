@@ -1,4 +1,4 @@
-"""A file with the keys of clients, of anything at all."""
+"""Files of client keys with arbitrary bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAME = re.compile(rf"name['\"]?\s*:[^\n]*{CANARY}")
 
 
 def check_keys(data: bytes) -> None:
-    """Keys or SettingsError, whose one line tells nothing of what may be a key."""
+    """Check that a file gives keys, or a SettingsError of one line that contains no key."""
     file = spelled(data, WORDS)
     FILE.write_bytes(file)
     try:

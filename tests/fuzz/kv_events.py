@@ -1,4 +1,4 @@
-"""What engines, or somebody else, publish as events of their KV blocks."""
+"""KV events of engines, and arbitrary bytes on their ports."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ WORDS: Final = words(
 
 
 def check_kv_events(data: bytes) -> None:
-    """A batch is events or a ValueError, and a line of the process that subscribes is a message or a ValueError."""
+    """Check that a batch gives events or ValueError, and a subscriber's line a message or ValueError."""
     raw = spelled(data, WORDS)
     try:
         assert isinstance(decode(raw), list)
     except ValueError as error:
-        assert str(error)  # noqa: PT017 either way is right
+        assert str(error)  # noqa: PT017 both results are right
     for kind in (InstanceReport, SubscribeTo):
         try:
             message = msgspec.json.decode(raw, type=kind)

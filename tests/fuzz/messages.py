@@ -12,5 +12,5 @@ _QUESTION: Final = b'{"model":"m","max_tokens":50,"stop_sequences":["END"],"mess
 
 
 def check_messages(data: bytes) -> None:
-    """See check_translated."""
+    """Check the API by check_translated."""
     check_translated(_MESSAGES, _QUESTION, data)

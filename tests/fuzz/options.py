@@ -1,6 +1,6 @@
-"""A configuration file, an environment and a command line of anything at all.
+"""An arbitrary configuration file, environment and command line.
 
-The three parts are separated by form feeds; variables stand on lines of their own, and so do arguments.
+The three parts are separated by form feeds, and variables and arguments by line ends.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _folder = tempfile.TemporaryDirectory(prefix="pdproxy-fuzz-")
 FILE = Path(_folder.name) / "options.yaml"
 
 CANARY = "s3cr3t"
-# Where it is a secret, the gateway may not tell it; elsewhere it is what the operator must be told.
+# As a secret, the canary must not appear in output. In other options it must.
 _SECRET_LINE = re.compile(r"\s*(auth\.)?(engine_api_key|admin_key)\s*:[^,:{}\[\]]*")
 _SECRET_VARIABLE = re.compile(r"OPENAI_API_KEY|PROXY_AUTH__(ENGINE_API_KEY|ADMIN_KEY)")
 
 
 def check_options(data: bytes) -> None:
-    """Settings or SettingsError, whose one line tells no secret; and settings survive being printed."""
+    """Check for settings, or a SettingsError of one line without secrets, and that printed settings are valid."""
     file, environment, line = (*spelled(data, WORDS).split(b"\f", 2), b"", b"")[:3]
     environ = dict(_variables(environment))
     argv = [word for word in _lines(line) if word not in ("-h", "--help", "--version")]
@@ -56,7 +56,7 @@ def check_options(data: bytes) -> None:
 
 
 def _lines(part: bytes) -> list[str]:
-    """Words as the system hands them over: no NUL, and whatever bytes in place of UTF-8."""
+    """Return the words as the system passes them: without NUL, and with any bytes instead of UTF-8."""
     return [line for line in part.replace(b"\0", b"").decode("utf-8", "surrogateescape").split("\n") if line]
 
 
@@ -66,7 +66,7 @@ def _variables(part: bytes) -> list[tuple[str, str]]:
 
 
 def _is_told(file: bytes, environ: dict[str, str], argv: list[str]) -> bool:
-    """Whether the canary stands anywhere but in the place of a secret."""
+    """Return whether the canary is in an option that is not secret."""
     lines = [line for line in file.decode("utf-8", "replace").splitlines() if CANARY in line]
     variables = [name for name, value in environ.items() if CANARY in name + value]
     words = [before for before, word in pairwise(["", *argv]) if CANARY in word.partition("=")[0]]

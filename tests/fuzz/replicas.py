@@ -1,4 +1,4 @@
-"""What other gateways have put into the shared store, or somebody else has."""
+"""Messages in the shared store, of other gateways or of other programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORDS: Final = words(
 
 
 def check_replicas(data: bytes) -> None:
-    """A message is read whole, and written as it was read, or is not understood; nothing is raised."""
+    """Check that a message is read completely and written as it was, or is rejected without an exception."""
     raw = spelled(data, WORDS)
     told = decode(raw)
     if told is not None:

@@ -12,5 +12,5 @@ _QUESTION: Final = b'{"model":"m","max_output_tokens":50,"input":"Hi"}'
 
 
 def check_responses(data: bytes) -> None:
-    """See check_translated."""
+    """Check the API by check_translated."""
     check_translated(_RESPONSES, _QUESTION, data)

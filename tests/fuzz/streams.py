@@ -1,4 +1,4 @@
-"""A decoder's stream of anything at all on its way to the client."""
+"""Arbitrary streams of a decoder on their way to the client."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.parsing import parse
 if TYPE_CHECKING:
     from proxy.gateway.client_writer import ClientWriter
 
-# Which of them was asked for, the first byte says.
+# The first byte selects one of these requests.
 _BODIES = [
     request(api, stream=True, **fields)
     for api in (Api.CHAT, Api.COMPLETIONS)
@@ -65,7 +65,7 @@ class Owner:
 
 
 class Client:
-    """Takes everything at once."""
+    """A client that accepts all data at once."""
 
     line = None
 
@@ -81,7 +81,7 @@ class Client:
 
 
 def check_streams(data: bytes) -> None:
-    """A stream is delivered or ends in one UpstreamError, the same however it is cut, and nothing else is raised."""
+    """Check that a stream is delivered or ends in one UpstreamError, independent of the cuts."""
     kind, stream = data[0] if data else 0, spelled(data[1:], WORDS)
     pieces = cut(kind, stream)
     cuts = [[stream], pieces, singly(stream)] if len(stream) < _SHORT_BYTES else [[stream], pieces]
@@ -102,7 +102,7 @@ class NoHandoff:
 
 
 def _deliver(kind: int, pieces: list[bytes]) -> tuple[bytes, str]:
-    """What the client gets, and the code of the error; "" for a complete answer."""
+    """Return the data for the client, and the code of the error, empty for a complete answer."""
     body = _BODIES[kind % len(_BODIES)]
     is_observed, is_whole = "n" not in body and kind % 3 > 0, kind % 5 == 0
     api = Api.CHAT if "messages" in body else Api.COMPLETIONS

@@ -1,4 +1,4 @@
-"""What there is to fuzz. A target is a module here with a function `check_…` of the same name."""
+"""The fuzz targets: modules of this package with a function `check_…` of the same name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TARGETS: Final = (
 )
 
 INSTRUMENTED: Final = ("proxy", "yaml")
-"""Packages whose branches steer the search."""
+"""Packages whose branches guide the search."""
 
 CORPUS: Final = Path(__file__).parent / "corpus"
 
@@ -26,5 +26,5 @@ def check_of(target: str) -> Callable[[bytes], None]:
 
 
 def examples_of(target: str) -> list[Path]:
-    """The target's part of the corpus."""
+    """Return the target's part of the corpus."""
     return sorted((CORPUS / target).iterdir())

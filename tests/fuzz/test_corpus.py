@@ -1,4 +1,4 @@
-"""Every input of the corpus, and mixtures of them: a little of what `scripts/fuzz` does, on every run of the suite."""
+"""All inputs of the corpus, and mixtures of them, on every run of the suite."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.fuzz.targets import CORPUS, TARGETS, check_of, examples_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Imported here, because some import tests that hypothesis runs, which it refuses within a test.
+# Imported here, because some targets import hypothesis tests, which hypothesis rejects within a test.
 CHECKS = {target: check_of(target) for target in TARGETS}
 EXAMPLES = [
     pytest.param(target, path, id=f"{target}-{path.name}") for target in TARGETS for path in examples_of(target)
@@ -29,7 +29,7 @@ def contents(target: str) -> list[bytes]:
 
 @st.composite
 def mixtures(draw: st.DrawFn, target: str) -> bytes:
-    """The beginning of one example, something, and the end of another."""
+    """Draw the beginning of one example, random bytes, and the end of another."""
     first, second = draw(st.sampled_from(contents(target))), draw(st.sampled_from(contents(target)))
     begin, end = draw(st.integers(0, len(first))), draw(st.integers(0, len(second)))
     return first[:begin] + draw(st.binary(max_size=12)) + second[end:]

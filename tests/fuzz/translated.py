@@ -1,4 +1,4 @@
-"""An API that is translated to chats: bodies of anything at all, and answers of engines that send anything at all."""
+"""An API that is translated to chats, with arbitrary bodies and answers of engines."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _ATTEMPT: Final = cast("AnsweredAttempt", SimpleNamespace(prompt_tokens=7, promp
 
 
 def check_translated(dialect: Translated, question: bytes, data: bytes) -> None:
-    """A body becomes a chat or is refused in words; an answer becomes a valid one, or an error."""
+    """Check that a body becomes a chat or a BadRequest, and an answer a valid one or an error."""
     kind, raw = data[0] if data else 0, spelled(data[1:], WORDS)
     if kind % 3 == 0:
         _check_request(dialect, raw)
@@ -57,7 +57,7 @@ def _check_request(dialect: Translated, raw: bytes) -> None:
     try:
         call = dialect.parse(read(raw), Cost(), {})
     except BadRequest as refused:
-        assert refused.message  # noqa: PT017 either way is right
+        assert refused.message  # noqa: PT017 both results are right
         return
     assert isinstance(call.values["messages"], list)
 
@@ -70,7 +70,7 @@ def _check_stream(dialect: Translated, call: Call, raw: bytes) -> None:
     try:
         for event in EventSplitter().feed(raw):
             if segment.read(event) is Meaning.CONTENT:
-                output.append(rendering.render(segment.payload))  # noqa: PERF401 what came before an error counts
+                output.append(rendering.render(segment.payload))  # noqa: PERF401 items before an error count
         if not segment.is_finished or not rendering.has_begun:
             return
         output.append(rendering.ending([segment.usage], {}))
