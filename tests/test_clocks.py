@@ -25,7 +25,7 @@ def banned(*paths: str, source: str | None = None) -> int:
     return ran.stdout.count("TID251")
 
 
-def test_nothing_is_decided_by_the_time_of_day() -> None:
+def test_no_decision_uses_the_time_of_day() -> None:
     assert banned("proxy") == 0
 
 
@@ -38,5 +38,5 @@ def test_nothing_is_decided_by_the_time_of_day() -> None:
         "from datetime import UTC, datetime\nnow = datetime.now(UTC)\n",
     ],
 )
-def test_who_asks_for_the_time_of_day_is_told(source: str) -> None:
+def test_use_of_the_time_of_day_is_detected(source: str) -> None:
     assert banned("--stdin-filename", "proxy/gateway/late.py", "-", source=source) == 1

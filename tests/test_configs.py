@@ -36,7 +36,7 @@ def test_the_full_configuration_holds_every_option_with_its_default() -> None:
     assert full.settings.model_dump(exclude=WITHOUT_DEFAULT) == Settings().model_dump(exclude=WITHOUT_DEFAULT)
 
 
-def test_the_full_configuration_says_of_every_option_what_the_model_says() -> None:
+def test_full_configuration_has_the_models_help_of_every_option() -> None:
     lines = (CONFIGS / "full.yaml").read_text(encoding="utf-8").splitlines()
     said = " ".join(line.strip().removeprefix("#").strip() for line in lines)
     descriptions = [" ".join((field.description or "").split()) for field in OPTIONS.values()]
@@ -54,12 +54,12 @@ DEPLOYMENTS = {
 }
 
 
-def test_every_configuration_is_a_deployment_or_the_full_one() -> None:
+def test_every_example_configuration_is_tested() -> None:
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*DEPLOYMENTS, "full"}
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)
-def test_a_deployments_configuration_has_its_instances(name: str) -> None:
+def test_deployment_configuration_has_its_instances(name: str) -> None:
     settings = load(["--config", str(CONFIGS / f"{name}.yaml")], {}).settings
     assert (settings.connector, len(settings.prefill), len(settings.decode)) == DEPLOYMENTS[name]
 

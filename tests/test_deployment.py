@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from tests.deployment import Deployment
 
 
-async def test_a_metric_that_is_asked_alone_is_that_of_a_scrape(gateway: Deployment) -> None:
+async def test_metric_read_alone_equals_that_of_a_scrape(gateway: Deployment) -> None:
     await gateway.ask(request(Api.CHAT))
     await gateway.ask(request(Api.CHAT, n=0))
     scraped: dict[str, dict[tuple[str, ...], float]] = {}

@@ -76,7 +76,7 @@ def gateway(section: str) -> Any:
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_engines_listen_where_the_gateway_asks(section: str) -> None:
+def test_engines_listen_at_the_gateways_addresses(section: str) -> None:
     settings = gateway(section)
     for line, (endpoint,) in zip(lines(section), (settings.prefill, settings.decode), strict=True):
         assert line.flags["--port"] == str(endpoint.port)

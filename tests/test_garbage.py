@@ -56,7 +56,7 @@ def is_ours(module: str) -> bool:
     ],
     ids=str,
 )
-async def test_a_request_that_was_served_leaves_no_cycles(deploy: Deploy, mode: str, fields: dict[str, Any]) -> None:
+async def test_served_request_leaves_no_reference_cycles(deploy: Deploy, mode: str, fields: dict[str, Any]) -> None:
     gateway = await deploy(resume={"mode": mode})
     answer = await gateway.ask(request(Api.CHAT, **fields))  # opens connections, and fills what is kept
     assert answer.status == 200
@@ -67,7 +67,7 @@ async def test_a_request_that_was_served_leaves_no_cycles(deploy: Deploy, mode: 
     assert found == []
 
 
-async def test_a_connection_that_was_closed_leaves_no_cycles(deploy: Deploy) -> None:
+async def test_closed_connection_leaves_no_reference_cycles(deploy: Deploy) -> None:
     gateway = await deploy()
     with cycles_of_ours() as found:
         await gateway.ask(request(Api.CHAT, stream=True, max_tokens=2))

@@ -183,7 +183,7 @@ def test_check_config_says_ok(line: str, capsys: pytest.CaptureFixture[str]) -> 
         ("127.0.0.1", {"PROXY_ADMIN__TRUST_LOCAL": "true", "PROXY_AUTH__ADMIN_KEY": "k-1"}, []),
     ],
 )
-def test_check_config_tells_who_is_let_in(
+def test_check_config_prints_access_rules(
     host: str,
     variables: dict[str, str],
     notes: list[str],
@@ -197,13 +197,13 @@ def test_check_config_tells_who_is_let_in(
     assert [re.split("[:,]", line.removeprefix("note: "))[0] for line in told] == notes
 
 
-def test_check_config_finds_the_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_config_reports_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-config", "--decode", "a"]) == 2
     assert capsys.readouterr().err == "pdproxy: error: --decode: 'a' has no port: write it as host:port\n"
 
 
 @pytest.mark.parametrize("command", ["check-config", "print-config"])
-def test_what_is_probably_not_meant_is_told_beside_the_answer(
+def test_check_config_warns_of_probable_mistakes(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PROXY_WORKER", "4")
@@ -236,7 +236,7 @@ def test_print_config_prints_yaml_even_without_engines(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("flag", ["--help", "--version"])
-def test_help_and_version_are_answers_and_no_mistakes(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_version_exit_with_0(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([flag])
     assert end.value.code == 0
@@ -251,7 +251,7 @@ def test_help_and_version_are_answers_and_no_mistakes(flag: str, capsys: pytest.
         "check-config --config /nowhere.yaml",
     ],
 )
-def test_a_mistake_is_one_sentence_and_exit_code_2(line: str) -> None:
+def test_mistake_prints_one_sentence_and_exits_with_2(line: str) -> None:
     result = run(*line.split())
     assert result.returncode == 2
     assert result.stdout == ""
@@ -259,7 +259,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(line: str) -> None:
     assert result.stderr.count("\n") == 1
 
 
-def test_a_port_that_is_taken_is_one_sentence() -> None:
+def test_taken_port_prints_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = run("--port", str(port), "--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:2")
@@ -289,7 +289,7 @@ def test_health_fails_without_a_gateway(capsys: pytest.CaptureFixture[str]) -> N
     assert f"127.0.0.1 port {port} does not answer" in capsys.readouterr().err
 
 
-def test_health_knows_only_0_and_1() -> None:
+def test_health_exits_with_0_or_1_only() -> None:
     assert main(["health", "--frobnicate"]) == 1
 
 
@@ -305,7 +305,7 @@ def interrupts(disposition: Callable[..., object] | signal.Handlers) -> Iterator
 
 # In the background of a script, and so under `nohup scripts/test &`, tests run with interrupts ignored.
 @pytest.mark.parametrize("around", [signal.default_int_handler, signal.SIG_IGN], ids=["foreground", "background"])
-def test_an_interrupt_prints_no_traceback(around: Callable[..., object] | signal.Handlers) -> None:
+def test_interrupt_prints_no_traceback(around: Callable[..., object] | signal.Handlers) -> None:
     with interrupts(around), socket.create_server(("127.0.0.1", 0)) as silent:
         command = [sys.executable, "-m", "proxy", "health", "--port", str(silent.getsockname()[1])]
         with interrupts(signal.default_int_handler):
@@ -317,7 +317,7 @@ def test_an_interrupt_prints_no_traceback(around: Callable[..., object] | signal
     assert err == ""
 
 
-def test_a_reader_that_leaves_early_costs_no_traceback() -> None:
+def test_closed_pipe_prints_no_traceback() -> None:
     command = [sys.executable, "-m", "proxy", "completion", "bash"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -90,7 +90,7 @@ def test_a_command_of_the_pages_is_understood(words: list[str], tmp_path: Path) 
     assert found.warnings == ()
 
 
-def test_the_pages_have_commands_to_serve_and_to_look_at_the_configuration() -> None:
+def test_pages_have_commands_to_serve_and_to_check_the_configuration() -> None:
     assert {word for words in commands() for word in words if word in SUB_COMMANDS} >= {
         "print-config",
         "check-config",
@@ -100,7 +100,7 @@ def test_the_pages_have_commands_to_serve_and_to_look_at_the_configuration() -> 
 
 
 # Debian and Ubuntu refuse pip outside of one (PEP 668).
-def test_what_is_installed_goes_into_a_virtual_environment() -> None:
+def test_installations_use_a_virtual_environment() -> None:
     before, _, _ = README.partition("    pip install .")
     assert before.splitlines()[-1].startswith("    python3 -m venv ")
 
@@ -126,7 +126,7 @@ def test_links_between_pages_lead_somewhere(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_files_that_a_page_names_are_there(name: str) -> None:
+def test_files_named_in_a_page_exist(name: str) -> None:
     named = re.findall(r"`((?:proxy|scripts|tests|configs)/[\w./-]*)", PAGES[name])
     assert [path for path in named if not (ROOT / path).exists()] == []
 
@@ -169,7 +169,7 @@ def test_every_error_code_is_explained_and_no_other() -> None:
     assert by_table[1] == set(Failure)
 
 
-def test_no_error_code_can_be_taken_for_the_failure_of_an_instance() -> None:
+def test_error_codes_differ_from_causes_of_instance_failures() -> None:
     assert not {f"{role}_{failure}" for role, failure in product(Role, Failure)} & literal_codes()
 
 
@@ -193,7 +193,7 @@ def test_every_letter_of_a_term_is_explained() -> None:
     assert {term[1] for term in TERMS} == second == {"-", "R", *Stage}
 
 
-def test_every_misfit_and_every_way_to_resume_is_explained() -> None:
+def test_every_incompatibility_and_resume_action_is_explained() -> None:
     assert names(section("## Warnings about instances")) == set(MisfitKind)
     told = re.findall(r"\| `(\w+)`(?::| at| \|)", section("### When a decoder is lost"))
     assert set(told) == set(Action)

@@ -43,7 +43,7 @@ def fresh_clone(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_help_only_helps_in_a_fresh_clone(script: str, flag: str, fresh_clone: Path, tmp_path: Path) -> None:
+def test_help_installs_nothing_in_a_fresh_clone(script: str, flag: str, fresh_clone: Path, tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     for program in NEEDED:
         found = shutil.which(program)
@@ -58,7 +58,7 @@ def test_help_only_helps_in_a_fresh_clone(script: str, flag: str, fresh_clone: P
 
 # With a .venv, programs print their options, too.
 @pytest.mark.parametrize("script", sorted({*SCRIPTS} - {*WITHOUT_ARGUMENTS}))
-def test_help_tells_options_where_they_can_be_told(script: str) -> None:
+def test_help_prints_options_with_a_venv(script: str) -> None:
     result = run(script, "--help")
     assert (result.returncode, result.stderr) == (0, "")
     comment, _, options = result.stdout.partition(f"{head(script)}\n")
@@ -67,14 +67,14 @@ def test_help_tells_options_where_they_can_be_told(script: str) -> None:
 
 
 @pytest.mark.parametrize("script", WITHOUT_ARGUMENTS)
-def test_what_takes_no_arguments_says_so_before_it_does_anything(script: str, fresh_clone: Path) -> None:
+def test_script_without_arguments_rejects_them_first(script: str, fresh_clone: Path) -> None:
     result = run(script, "--frobnicate", root=fresh_clone)
     assert result.returncode == 2
     assert "takes no arguments, and got --frobnicate" in result.stderr
     assert not (fresh_clone / ".venv").exists()
 
 
-def test_each_program_of_the_lab_belongs_to_the_script_of_its_name() -> None:
+def test_each_lab_program_has_a_script_of_its_name() -> None:
     lab = ROOT / "scripts" / "lab"
     programs = {path.parent.name for path in lab.glob("*/__main__.py")}
     programs |= {path.stem for path in lab.glob("*.py") if path.stem != "__init__"}

@@ -52,7 +52,7 @@ def test_the_ports_are_those_of_the_configuration() -> None:
     assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} == {"operators"}
 
 
-def test_probes_ask_the_thread_that_a_busy_loop_does_not_delay() -> None:
+def test_probes_use_the_port_that_a_busy_loop_does_not_delay() -> None:
     paths = {name: CONTAINER[name]["httpGet"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
     assert {probe["port"] for probe in paths.values()} == {"probes"}
     assert [probe["path"] for probe in paths.values()] == ["/livez", "/livez", "/readyz"]
@@ -61,7 +61,7 @@ def test_probes_ask_the_thread_that_a_busy_loop_does_not_delay() -> None:
     assert seconds < SETTINGS.drain.not_ready_seconds
 
 
-def test_nobody_kills_the_gateway_while_it_drains() -> None:
+def test_gateway_is_not_killed_while_it_drains() -> None:
     drain = SETTINGS.drain.not_ready_seconds + SETTINGS.drain.streams_seconds
     assert POD["terminationGracePeriodSeconds"] >= drain + GRACE_SECONDS
     default = load(["--decode", "a:1", "--connector", "plain"], {}).settings.drain
@@ -83,14 +83,14 @@ def test_the_pod_is_restricted_and_its_user_is_the_images() -> None:
 
 
 @pytest.mark.parametrize(("file", "selector"), [("network.yaml", "podSelector"), ("disruption.yaml", "selector")])
-def test_policies_are_about_the_gateway_alone(file: str, selector: str) -> None:
+def test_network_policies_select_only_the_gateway(file: str, selector: str) -> None:
     """An empty selector matches all pods of the namespace, and kustomize does not complete these two."""
     (policy,) = documents(BASE / file)
     (labels,) = documents(BASE / "kustomization.yaml")[0]["labels"]
     assert policy["spec"][selector]["matchLabels"] == labels["pairs"]
 
 
-def test_an_autoscaler_asks_for_metrics_that_there_are() -> None:
+def test_autoscaler_uses_existing_metrics() -> None:
     metrics = (ROOT / "METRICS.md").read_text()
     asked = set()
     for path in COMPONENTS.glob("autoscaling/*.yaml"):
@@ -104,7 +104,7 @@ def test_an_autoscaler_adds_no_engine_that_the_configuration_does_not_list() -> 
     assert decoders["spec"]["maxReplicas"] == len(SETTINGS.decode)
 
 
-def test_with_discovery_only_the_engines_come_from_elsewhere() -> None:
+def test_discovery_component_changes_only_the_source_of_engines() -> None:
     directory = COMPONENTS / "discovery"
     found = load(["--config", str(directory / "pdproxy.yaml")], {"PROXY_AUTH__ADMIN_KEY": "k"}).settings
     assert found.kubernetes.selectors.keys() == {"prefill", "decode"}
@@ -127,7 +127,7 @@ def test_the_gateways_account_may_list_and_watch_slices_and_nothing_else() -> No
 
 
 @pytest.mark.parametrize("line", unit("ExecStart") + unit("ExecReload")[:1])
-def test_the_unit_starts_what_there_is(line: str, tmp_path: Path) -> None:
+def test_unit_starts_an_existing_program(line: str, tmp_path: Path) -> None:
     program, *words = shlex.split(line)
     (tmp_path / "pdproxy.yaml").write_text("connector: plain\ndecode: [b:1]\n")
     assert program.endswith("/pdproxy")
@@ -135,7 +135,7 @@ def test_the_unit_starts_what_there_is(line: str, tmp_path: Path) -> None:
     assert load(flags, {}).settings.decode
 
 
-def test_the_memory_of_large_bodies_is_kept_everywhere() -> None:
+def test_image_and_unit_have_the_same_glibc_settings() -> None:
     """Image and unit set the same variables of glibc."""
     tuned = dict(re.findall(r"(MALLOC_\w+_)=(\d+)", DOCKERFILE))
     assert tuned
@@ -143,7 +143,7 @@ def test_the_memory_of_large_bodies_is_kept_everywhere() -> None:
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: str(path.relative_to(ROOT / "configs")))
-def test_what_is_listed_is_there(path: Path) -> None:
+def test_listed_files_exist(path: Path) -> None:
     for document in documents(path):
         listed = [*document.get("resources", ()), *document.get("components", ())]
         listed += [file for made in document.get("configMapGenerator", ()) for file in made["files"]]
@@ -151,7 +151,7 @@ def test_what_is_listed_is_there(path: Path) -> None:
         assert missing == []
 
 
-def test_systemds_socket_is_where_the_gateway_listens_by_default() -> None:
+def test_systemd_socket_has_the_default_port() -> None:
     """The socket also has the gateway's name for it."""
     listen = load(["--decode", "a:1", "--connector", "plain"], {}).settings.listen
     lines = (ROOT / "configs" / "systemd" / "pdproxy.socket").read_text().splitlines()

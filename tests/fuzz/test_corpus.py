@@ -36,14 +36,14 @@ def mixtures(draw: st.DrawFn, target: str) -> bytes:
 
 
 @pytest.mark.parametrize(("target", "path"), EXAMPLES)
-def test_what_was_found_once_stays_right(target: str, path: Path) -> None:
+def test_corpus_inputs_pass(target: str, path: Path) -> None:
     CHECKS[target](path.read_bytes())
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @settings(max_examples=50)
 @given(data=st.data())
-def test_what_is_like_it_is_right_too(target: str, data: st.DataObject) -> None:
+def test_mixtures_of_corpus_inputs_pass(target: str, data: st.DataObject) -> None:
     CHECKS[target](data.draw(mixtures(target) | st.binary(max_size=100)))
 
 
@@ -52,5 +52,5 @@ def test_every_example_belongs_to_a_target() -> None:
     assert all(contents(target) for target in TARGETS)
 
 
-def test_a_large_byte_is_a_word_where_there_is_one() -> None:
+def test_large_byte_is_a_word_if_one_exists() -> None:
     assert spelled(b"a\x80\x81\xffb", [b"one", b"two"]) == b"aonetwo\xffb"

@@ -1,4 +1,4 @@
-"""The demo shows what it says: an answer whose decoder is killed, which is the same as without."""
+"""The demo: an answer whose decoder is killed equals an undisturbed one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lab.common.processes import clean_environment
 ROOT = Path(__file__).parents[2]
 
 
-def test_an_answer_goes_on_when_its_decoder_is_killed() -> None:
+def test_demo_resumes_the_answer_of_a_killed_decoder() -> None:
     command = [sys.executable, "-m", "lab.demo"]
     done = subprocess.run(
         command,

@@ -1,4 +1,4 @@
-"""Which packets count as somebody trying to reach a dead engine."""
+"""Packets that count as an attempt to reach a dead engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SYN, ACK, FIN, RST, PSH = 0x02, 0x10, 0x01, 0x04, 0x08
 
 
 def packet(flags: int, *, data: bytes = b"", ip_options: int = 0, tcp_options: int = 0) -> bytes:
-    """IPv4 and TCP, as they come from the kernel; checksums do not matter."""
+    """Return an IPv4 packet with TCP, as the kernel delivers it. Checksums are ignored."""
     header_bytes, tcp_bytes = 20 + ip_options, 20 + tcp_options
     total = header_bytes + tcp_bytes + len(data)
     ip = struct.pack(">BBHHHBBH4s4s", 0x40 | header_bytes // 4, 0, total, 0, 0, 64, 6, 0, b"\x7f\0\0\1", b"\x7f\0\0\1")
@@ -34,5 +34,5 @@ def packet(flags: int, *, data: bytes = b"", ip_options: int = 0, tcp_options: i
         (packet(SYN, ip_options=8), True),
     ],
 )
-def test_only_what_asks_for_something_is_a_touch(one: bytes, expected: bool) -> None:
+def test_only_connection_attempts_and_data_are_touches(one: bytes, expected: bool) -> None:
     assert touches(one) is expected

@@ -1,4 +1,4 @@
-"""What the bench makes of what it sees: checked answers, figures, the table, targets and the chart."""
+"""The benchmark: checks of answers, figures, the table, targets and the chart."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def histogram(*milliseconds: float) -> Histogram:
 
 
 def measurement(*, cpu_ms: float = 0.0, first_token_ms: float = 0.0, kibibytes: float = 0.0, **of: Any) -> Measurement:
-    """One second of one program."""
+    """Return a measurement of one second."""
     result = Result(seconds=1.0, first_tokens=histogram(first_token_ms).counts)
     for name, value in of.items():
         setattr(result, name, value)
@@ -45,7 +45,7 @@ def measurement(*, cpu_ms: float = 0.0, first_token_ms: float = 0.0, kibibytes: 
 
 
 def taken(**of: dict[str, Measurement]) -> Measurements:
-    """Measurements by program and scenario."""
+    """Return measurements by program and scenario."""
     names = {"direct": DIRECT, "ours": peers.OURS, "vllm": "vllm-router", "sglang": "sglang-router"}
     measurements = Measurements(tuple(names[program] for program in of))
     for program, by_scenario in of.items():
@@ -55,7 +55,7 @@ def taken(**of: dict[str, Measurement]) -> Measurements:
 
 
 def body_of(answer: bytes) -> bytes:
-    """Without the head and without chunks."""
+    """Return the body without head and chunks."""
     head, _, body = answer.partition(b"\r\n\r\n")
     if b"chunked" not in head:
         return body
@@ -64,7 +64,7 @@ def body_of(answer: bytes) -> bytes:
 
 
 def answer(body: bytes, status: int = 200) -> Answer:
-    """One that came whole."""
+    """Return a complete answer."""
     return Answer(status, body, 0.0, None, 0.0, True)
 
 
@@ -73,22 +73,22 @@ ANSWERED = body_of(engines.completion(16))
 
 
 @pytest.mark.parametrize(("share", "milliseconds"), [(0.5, 2.0), (0.6, 2.0), (0.61, 3.0), (0.99, 100.0), (0.0, 1.0)])
-def test_a_share_of_the_durations_lies_below(share: float, milliseconds: float) -> None:
+def test_percentile_has_its_share_of_durations_below(share: float, milliseconds: float) -> None:
     assert histogram(1, 2, 2, 3, 100).milliseconds(share) == milliseconds
 
 
-def test_no_durations_have_no_median() -> None:
+def test_histogram_without_durations_has_no_median() -> None:
     assert isnan(Histogram().milliseconds(0.5))
 
 
-def test_a_histogram_does_not_grow_with_what_it_counts() -> None:
+def test_histogram_does_not_grow_with_its_counts() -> None:
     many = histogram(*[2.0] * 1000, *[1e9] * 1000)
     assert len(many.counts) == 2
     assert many.milliseconds(0.99) == 30_000.0
 
 
 @pytest.mark.parametrize(("scenario", "body"), [(STREAM, STREAMED), (ANSWER, ANSWERED)])
-def test_what_engines_send_is_as_it_should_be(scenario: Scenario, body: bytes) -> None:
+def test_answers_of_engines_pass_the_checks(scenario: Scenario, body: bytes) -> None:
     assert problem(scenario, answer(body)) is None
     assert problem(scenario, answer(body, 502)) == "status 502"
 
@@ -104,11 +104,11 @@ def test_what_engines_send_is_as_it_should_be(scenario: Scenario, body: bytes) -
         (ANSWER, ANSWERED.replace(b'"completion_tokens":16', b'"completion_tokens":15'), "wrong usage"),
     ],
 )
-def test_what_is_not_is_an_error(scenario: Scenario, body: bytes, told: str) -> None:
+def test_faulty_answers_are_errors(scenario: Scenario, body: bytes, told: str) -> None:
     assert problem(scenario, answer(body)) == told
 
 
-def test_an_engine_reads_a_request_without_its_image() -> None:
+def test_engine_reads_request_without_its_image() -> None:
     body = SCENARIOS[MEDIA].body()
     rest, tokens = without_image(body)
     assert len(body) > 8 << 20
@@ -119,19 +119,19 @@ def test_an_engine_reads_a_request_without_its_image() -> None:
     assert request["messages"][1]["content"][1] == {"type": "image_url", "image_url": {"url": ""}}
 
 
-def test_a_request_without_a_program_brings_what_a_prefiller_would_have_told() -> None:
+def test_direct_request_has_kv_parameters_of_a_prefiller() -> None:
     head, _, body = http_request(STREAM, 1, directly=True).partition(b"\r\n\r\n")
     assert f"Content-Length: {len(body)}".encode() in head
     assert orjson.loads(body)["kv_transfer_params"]["remote_engine_id"] == engines.ENGINE_ID
 
 
-def test_a_result_is_the_same_after_its_way_through_json() -> None:
+def test_result_survives_json() -> None:
     result = Result(completed=1, gaps={7: 2}, first_tokens={9: 1}, errors={"status 500": 1})
     text = orjson.dumps(result, option=orjson.OPT_NON_STR_KEYS).decode()
     assert Result.from_json(text) == result
 
 
-def test_the_median_of_the_rounds_counts() -> None:
+def test_figure_is_the_median_of_the_rounds() -> None:
     measurements = Measurements((peers.OURS,))
     for cpu_ms in (9.0, 1.0, 2.0):
         measurements.add(peers.OURS, SHORT_STREAM, measurement(cpu_ms=cpu_ms, completed=10))
@@ -139,19 +139,19 @@ def test_the_median_of_the_rounds_counts() -> None:
     assert isnan(measurements.figure(peers.OURS, PACED, "cpu_per_token"))
 
 
-def test_a_further_token_costs_what_is_left_without_1_token_streams() -> None:
+def test_cost_of_further_token_excludes_1_token_streams() -> None:
     short = measurement(cpu_ms=1.0, completed=10, tokens=10)
     paced = measurement(cpu_ms=3.0, completed=10, tokens=50)
     measurements = taken(ours={SHORT_STREAM: short, PACED: paced})
     assert measurements.figure(peers.OURS, PACED, "cpu_per_further_token") == pytest.approx(50)
 
 
-def test_what_the_engines_take_alone_is_not_added_by_a_program() -> None:
+def test_added_time_excludes_time_of_engines() -> None:
     measurements = taken(direct={PACED: measurement(first_token_ms=2.0)}, ours={PACED: measurement(first_token_ms=3.5)})
     assert measurements.figure(peers.OURS, PACED, "added_p50") == pytest.approx(1.5)
 
 
-def test_the_better_router_is_the_cheaper_or_the_faster_one() -> None:
+def test_better_router_is_the_cheaper_or_faster_one() -> None:
     slow = {SHORT_STREAM: measurement(cpu_ms=1.0, completed=10)}
     dear = {SHORT_STREAM: measurement(cpu_ms=4.0, completed=20)}
     measurements = taken(vllm=slow, sglang=dear)
@@ -160,12 +160,12 @@ def test_the_better_router_is_the_cheaper_or_the_faster_one() -> None:
     assert measurements.better_router(PACED, "cpu_per_token") is nan
 
 
-def test_a_router_that_is_not_there_is_not_the_better_one() -> None:
+def test_missing_router_is_not_the_better_one() -> None:
     measurements = taken(sglang={SHORT_STREAM: measurement(cpu_ms=4.0, completed=20)})
     assert measurements.better_router(SHORT_STREAM, "cpu_per_request") == pytest.approx(200)
 
 
-def test_the_table_has_a_column_for_each_program_and_each_ratio() -> None:
+def test_table_has_a_column_for_each_program_and_ratio() -> None:
     measurements = taken(
         direct={},
         ours={SHORT_STREAM: measurement(cpu_ms=1.0, completed=10, errors={"status 500": 2})},
@@ -183,7 +183,7 @@ def test_the_table_has_a_column_for_each_program_and_each_ratio() -> None:
 @pytest.mark.parametrize(
     ("cpu_ms", "verdict"), [(7.5, "met by 0%: "), (6.0, "met by 20%: "), (15.0, "missed by 100%: ")]
 )
-def test_a_target_is_a_multiple_of_the_better_router(cpu_ms: float, verdict: str) -> None:
+def test_target_is_a_multiple_of_the_better_router(cpu_ms: float, verdict: str) -> None:
     measurements = taken(
         ours={SHORT_STREAM: measurement(cpu_ms=cpu_ms, completed=10)},
         vllm={SHORT_STREAM: measurement(cpu_ms=10.0, completed=10)},
@@ -194,14 +194,14 @@ def test_a_target_is_a_multiple_of_the_better_router(cpu_ms: float, verdict: str
     assert line.endswith("0.75 × 1000.0 (better router)")
 
 
-def test_a_target_may_need_nobody_else() -> None:
+def test_target_without_a_peer_is_absolute() -> None:
     measurements = taken(ours={SLOW_5000: measurement(kibibytes=300_000, open_at_once=5000)})
     memory, errors = judged(measurements).splitlines()
     assert memory == "target met by 0%: slow-5000, memory, KiB per stream: 60.0 ≤ 60"
     assert errors == "target met: slow-5000, errors: 0.0 ≤ 0"
 
 
-def test_bars_are_as_long_as_their_values() -> None:
+def test_bars_are_proportional_to_their_values() -> None:
     measurements = taken(
         ours={SHORT_STREAM: measurement(cpu_ms=1.0, completed=10)},
         vllm={SHORT_STREAM: measurement(cpu_ms=4.0, completed=10)},
@@ -216,13 +216,13 @@ def test_bars_are_as_long_as_their_values() -> None:
     ]
 
 
-def test_cpu_time_of_another_process_is_that_of_its_own_clock() -> None:
+def test_cpu_time_of_another_process_is_that_of_its_clock() -> None:
     before = time.process_time()
     seen = cpu_seconds(os.getpid())
     assert before <= seen
 
 
-def test_a_duel_tells_the_median_of_the_ratios_and_their_spread() -> None:
+def test_duel_prints_median_and_spread_of_ratios() -> None:
     measurements = Measurements(("pdproxy", "vllm-router"))
     for ours, theirs in ((100.0, 200.0), (300.0, 400.0), (90.0, 100.0)):
         measurements.add("pdproxy", SHORT_STREAM, measurement(cpu_ms=ours, completed=1000))
@@ -232,7 +232,7 @@ def test_a_duel_tells_the_median_of_the_ratios_and_their_spread() -> None:
     assert "0.75 (0.50 to 0.90)" in said
 
 
-def test_several_duels_are_one_table_with_a_column_for_each_peer() -> None:
+def test_several_duels_make_a_table_with_a_column_for_each_peer() -> None:
     duels = []
     for peer, cpu_ms in (("vllm-router", 50.0), ("haproxy", 200.0)):
         measurements = Measurements(("pdproxy", peer))
@@ -245,7 +245,7 @@ def test_several_duels_are_one_table_with_a_column_for_each_peer() -> None:
     assert first == f"| {STREAM.title}: CPU, µs per request | 2.00 (2.00 to 2.00) | 0.50 (0.50 to 0.50) |"
 
 
-def test_a_duel_is_with_another_checkout_as_well(tmp_path: Path) -> None:
+def test_duel_accepts_another_checkout(tmp_path: Path) -> None:
     (tmp_path / "before" / "proxy").mkdir(parents=True)
     (tmp_path / "before" / "proxy" / "__main__.py").touch()
     peer = opponent("before", tmp_path, tmp_path, "vllm_pull")
@@ -253,6 +253,6 @@ def test_a_duel_is_with_another_checkout_as_well(tmp_path: Path) -> None:
     assert peer.command(1, [2], [3])[2:6] == ["PROXY_CONNECTOR=vllm_pull", "env", "-C", str(tmp_path / "before")]
 
 
-def test_a_duel_with_nobody_says_who_could_be_asked(tmp_path: Path) -> None:
+def test_duel_with_unknown_peer_names_possible_peers(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="nobody is neither vllm-router, sglang-router, haproxy nor a checkout"):
         opponent("nobody", tmp_path, tmp_path, "vllm_pull")

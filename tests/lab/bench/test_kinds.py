@@ -1,4 +1,4 @@
-"""Kinds of requests beside a chat: what is sent, what counts as an answer, and the table."""
+"""Kinds of requests beside a chat: requests, checks of answers, and the table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = [f"{kind.title}, {kind.stream}" for kind in KINDS]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=NAMES)
-def test_request_is_one_of_its_kind(kind: Kind) -> None:
+def test_request_has_the_form_of_its_kind(kind: Kind) -> None:
     head, _, body = kind.request(8000).partition(b"\r\n\r\n")
     length = re.search(rb"Content-Length: (\d+)", head)
     assert length is not None
@@ -28,7 +28,7 @@ def test_request_is_one_of_its_kind(kind: Kind) -> None:
     assert kind.requests % kind.connections == 0
 
 
-def test_kinds_have_titles_of_their_own_and_bases_of_the_same_gateway() -> None:
+def test_kinds_have_unique_titles_and_bases_of_the_same_gateway() -> None:
     assert set(Counter((kind.title, kind.stream) for kind in KINDS).values()) == {1}
     by_title = {(kind.title, kind.stream): kind for kind in KINDS}
     for kind in KINDS:
@@ -59,6 +59,6 @@ def test_table_has_medians_and_multiples_of_the_same_round() -> None:
         (503, b"busy", "status 503: busy"),
     ],
 )
-def test_answer_that_is_not_whole_is_a_problem(status: int, body: bytes, found: str | None) -> None:
+def test_incomplete_answer_is_a_problem(status: int, body: bytes, found: str | None) -> None:
     said = problem(KINDS[0], Answer(status, body, 0.0, None, 0.0, True))
     assert said is None if found is None else str(said).startswith(found)

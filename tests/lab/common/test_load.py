@@ -1,4 +1,4 @@
-"""The load generator: what clients see of answers, when they ask, and what becomes of requests at the end."""
+"""The load generator: answers, rates, and cancelled requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def whole(body: bytes, status: int = 200, *, is_whole: bool = True) -> Answer:
 
 
 class Sink(asyncio.Transport):
-    """The other end of a connection that nobody listens to."""
+    """A transport without a peer."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         pass
@@ -35,7 +35,7 @@ class Sink(asyncio.Transport):
 
 @asynccontextmanager
 async def serving(answer: bytes, *, closes: bool) -> AsyncIterator[tuple[int, list[int]]]:
-    """A server that answers each request; its port, and the number of requests on each connection."""
+    """Run a server that answers each request. Yields its port, and the number of requests per connection."""
     requests: list[int] = []
     handlers: list[asyncio.Task[None]] = []
 
@@ -73,7 +73,7 @@ async def serving(answer: bytes, *, closes: bool) -> AsyncIterator[tuple[int, li
         (whole(ROLE + TOKEN + DONE), "wrong number of tokens"),
     ],
 )
-def test_answer_says_what_is_wrong_with_it(answer: Answer, problem: str) -> None:
+def test_answer_reports_its_problem(answer: Answer, problem: str) -> None:
     assert answer.problem(has_usage=True) == problem
 
 
@@ -81,7 +81,7 @@ def test_answer_says_what_is_wrong_with_it(answer: Answer, problem: str) -> None
     ("reads", "gaps"),
     [([HEAD % len(STREAM) + STREAM], 0), ([HEAD % len(STREAM) + ROLE, TOKEN, TOKEN, USAGE % 2 + DONE], 1)],
 )
-async def test_client_notes_first_token_and_gaps_between_reads(reads: list[bytes], gaps: int) -> None:
+async def test_client_records_first_token_and_gaps_between_reads(reads: list[bytes], gaps: int) -> None:
     histogram = Histogram()
     client = Client(histogram)
     client.connection_made(Sink())
@@ -95,7 +95,7 @@ async def test_client_notes_first_token_and_gaps_between_reads(reads: list[bytes
     assert sum(histogram.counts.values()) == gaps
 
 
-async def test_answer_that_is_cut_has_what_came_of_it() -> None:
+async def test_cut_answer_has_the_received_part() -> None:
     async with serving(HEAD % 100 + ROLE, closes=True) as (port, _):
         answer = await ask(port, post(port, {}))
     assert (answer.status, answer.body, answer.is_whole) == (200, ROLE, False)
@@ -129,7 +129,7 @@ async def test_load_counts_answers_and_problems_and_awaits_the_last(
     assert load.failures() == {"ConnectionResetError": 1, "odd": 1}
 
 
-async def test_load_that_leaves_gives_up_requests_under_way() -> None:
+async def test_load_that_leaves_cancels_requests_in_flight() -> None:
     begun = asyncio.Event()
 
     async def forever(_: int) -> str:

@@ -1,4 +1,4 @@
-"""Programs that scripts start: what they print is kept, they come back, and they always end."""
+"""Programs of scripts: their output is kept, they restart, and they always end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def server(directory: Path, ignoring: str = "") -> Program:
     return Program(name="a server", command=command, port=port, output=directory / "log", ready_path="/")
 
 
-def test_program_answers_in_its_block_and_comes_back(tmp_path: Path) -> None:
+def test_program_answers_in_its_block_and_restarts(tmp_path: Path) -> None:
     with server(tmp_path) as program:
         assert fetch(program.url + "/")
         program.end(signal.SIGKILL)
@@ -50,5 +50,5 @@ def test_program_that_ends_at_once_is_named_with_its_output(tmp_path: Path) -> N
         program.__enter__()
 
 
-def test_quiet_ports_are_given_once() -> None:
+def test_quiet_ports_are_returned_once() -> None:
     assert not set(quiet_ports(5)) & set(quiet_ports(5))

@@ -1,4 +1,4 @@
-"""What the toxic proxy does to connections."""
+"""Effects of the toxic proxy on connections."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Pauses:
-    """In place of `asyncio.sleep`: notes how long it would have been."""
+    """Replaces `asyncio.sleep` and records the durations."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -28,7 +28,7 @@ class Pauses:
 
 
 class Notes:
-    """A watcher that writes everything down."""
+    """A watcher that records all calls."""
 
     def __init__(self) -> None:
         self.up = b""
@@ -50,7 +50,7 @@ class Notes:
 
 
 class Server:
-    """Says in upper case what it is told; after "bye" it closes the connection."""
+    """A server that echoes data in upper case, and closes the connection after "bye"."""
 
     def __init__(self) -> None:
         self.connections = 0
@@ -116,7 +116,7 @@ async def test_bytes_pass_both_ways(proxy: ToxicProxy, notes: Notes) -> None:
     assert (notes.up, notes.down) == (b"hello again", b"HELLO AGAIN")
 
 
-async def test_an_end_is_passed_on_from_either_side(proxy: ToxicProxy, server: Server, notes: Notes) -> None:
+async def test_end_is_forwarded_from_either_side(proxy: ToxicProxy, server: Server, notes: Notes) -> None:
     async with connected(proxy) as (reader, writer):
         writer.write(b"bye")
         assert await reader.read() == b""
@@ -139,7 +139,9 @@ async def test_an_end_is_passed_on_from_either_side(proxy: ToxicProxy, server: S
     ],
     ids=str,
 )
-async def test_bytes_are_late_but_whole(proxy: ToxicProxy, pauses: Pauses, toxic: Toxic, seconds: list[float]) -> None:
+async def test_latency_delays_bytes_without_loss(
+    proxy: ToxicProxy, pauses: Pauses, toxic: Toxic, seconds: list[float]
+) -> None:
     async with connected(proxy) as (reader, writer):
         with proxy.toxic(toxic):
             writer.write(b"hello")
@@ -149,7 +151,7 @@ async def test_bytes_are_late_but_whole(proxy: ToxicProxy, pauses: Pauses, toxic
     assert pauses.seconds == seconds
 
 
-async def test_toxics_work_on_what_others_leave(proxy: ToxicProxy, pauses: Pauses) -> None:
+async def test_toxics_work_on_output_of_earlier_toxics(proxy: ToxicProxy, pauses: Pauses) -> None:
     async with connected(proxy) as (reader, writer):
         with proxy.toxic(Slicer(3)), proxy.toxic(Latency(0.5)):
             writer.write(b"hello")
@@ -157,9 +159,7 @@ async def test_toxics_work_on_what_others_leave(proxy: ToxicProxy, pauses: Pause
     assert pauses.seconds.count(0.5) == 2
 
 
-async def test_a_toxic_works_in_its_direction_and_as_long_as_its_block_lasts(
-    proxy: ToxicProxy, pauses: Pauses, server: Server
-) -> None:
+async def test_toxic_works_in_its_direction_during_its_block(proxy: ToxicProxy, pauses: Pauses, server: Server) -> None:
     async with connected(proxy) as (reader, writer):
         with proxy.toxic(Latency(0.5), Direction.UP):
             writer.write(b"hello")
@@ -170,7 +170,7 @@ async def test_a_toxic_works_in_its_direction_and_as_long_as_its_block_lasts(
     assert server.received == b"hellohello"
 
 
-async def test_a_reset_is_one_at_both_ends(proxy: ToxicProxy, server: Server, notes: Notes) -> None:
+async def test_reset_affects_both_ends(proxy: ToxicProxy, server: Server, notes: Notes) -> None:
     async with connected(proxy) as (reader, writer):
         writer.write(b"hello")
         assert await reader.readexactly(5) == b"HELLO"
@@ -182,7 +182,7 @@ async def test_a_reset_is_one_at_both_ends(proxy: ToxicProxy, server: Server, no
     assert server.ended_with == ["reset"]
 
 
-async def test_a_black_hole_gives_back_what_it_took(proxy: ToxicProxy, server: Server, notes: Notes) -> None:
+async def test_blackhole_forwards_held_bytes_at_its_end(proxy: ToxicProxy, server: Server, notes: Notes) -> None:
     async with connected(proxy) as (reader, writer):
         with proxy.toxic(Blackhole()):
             writer.write(b"hello")
@@ -196,7 +196,7 @@ async def test_a_black_hole_gives_back_what_it_took(proxy: ToxicProxy, server: S
     assert notes.down == b"HELLO"
 
 
-async def test_connections_are_refused_for_a_while(proxy: ToxicProxy) -> None:
+async def test_connections_are_refused_during_the_block(proxy: ToxicProxy) -> None:
     port = proxy.port
     async with connected(proxy) as (reader, writer):
         with proxy.refusing(), pytest.raises(ConnectionRefusedError):
@@ -209,7 +209,7 @@ async def test_connections_are_refused_for_a_while(proxy: ToxicProxy) -> None:
     assert proxy.port == port
 
 
-async def test_packets_are_lost_for_a_while(proxy: ToxicProxy, server: Server, notes: Notes) -> None:
+async def test_packets_are_lost_during_the_block(proxy: ToxicProxy, server: Server, notes: Notes) -> None:
     async with connected(proxy) as (reader, writer):
         writer.write(b"hello")
         assert await reader.readexactly(5) == b"HELLO"
@@ -228,7 +228,7 @@ async def test_packets_are_lost_for_a_while(proxy: ToxicProxy, server: Server, n
         assert await reader.readexactly(5) == b"HELLO"
 
 
-async def test_a_client_of_a_dead_server_is_reset(proxy: ToxicProxy) -> None:
+async def test_client_of_dead_server_is_reset(proxy: ToxicProxy) -> None:
     async with ToxicProxy("127.0.0.1", proxy.port) as second:
         with proxy.refusing():
             async with connected(second) as (reader, _):

@@ -1,4 +1,4 @@
-"""What a query asks for: the series by name, and the labels that it names anywhere."""
+"""The metrics and labels of PromQL queries."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ import promql_parser
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# What Grafana writes into a query before it sends it.
+# Grafana replaces these variables before it sends a query.
 _VARIABLES = {"$__rate_interval": "1m", "$__range": "1h"}
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """`selectors`: of each series its name and the labels that are matched; `grouped`: labels of `by` and `on`."""
+class QueryNames:
+    """Names in a query.
+
+    `selectors`: name and matched labels of each series; `grouped`: labels of `by` and `on`.
+    """
 
     selectors: tuple[tuple[str, frozenset[str]], ...]
     grouped: frozenset[str]
@@ -27,14 +30,14 @@ class Asked:
         return {name for name, _ in self.selectors}
 
 
-def asked(expr: str) -> Asked:
-    """Raises ValueError if it is not PromQL."""
+def names_of_query(expr: str) -> QueryNames:
+    """Return the names in a query. Raises ValueError for invalid PromQL."""
     for variable, text in _VARIABLES.items():
         expr = expr.replace(variable, text)
     nodes = list(_walk(promql_parser.parse(re.sub(r"\$\{?\w+\}?", ".+", expr))))
     selectors = [node for node in nodes if isinstance(node, promql_parser.VectorSelector)]
     modifiers = [modifier for node in nodes if (modifier := getattr(node, "modifier", None)) is not None]
-    return Asked(
+    return QueryNames(
         tuple((node.name or "", frozenset(m.name for m in node.matchers.matchers)) for node in selectors),
         frozenset(label for modifier in modifiers for label in _labels(modifier)),
     )

@@ -1,4 +1,4 @@
-"""The dashboards in configs/grafana: what their descriptions make, of fields that Grafana knows, and easy to read."""
+"""The dashboards in configs/grafana equal their descriptions, use fields of Grafana, and are readable."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lab.dashboards.grafana import Dashboard
 
 ROOT = Path(__file__).parents[3]
-# What Grafana writes for its Prometheus data source, and its common schema does not name.
+# Fields of Grafana's Prometheus data source that its common schema lacks.
 OF_PROMETHEUS = {"definition", "titleFormat", "textFormat", "step"}
 
 each = pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.name)
@@ -36,22 +36,22 @@ each_panel = pytest.mark.parametrize(
 
 
 def panels(model: dict[str, Any]) -> list[dict[str, Any]]:
-    """With those that are folded into a row."""
+    """Return the panels, including those in collapsed rows."""
     return [inner for panel in model["panels"] for inner in (panel, *panel.get("panels", ()))]
 
 
 @each
-def test_a_dashboard_is_what_its_description_makes(dashboard: Dashboard) -> None:
+def test_dashboard_file_equals_its_description(dashboard: Dashboard) -> None:
     file = ROOT / DIRECTORY / f"{dashboard.name}.json"
     assert json.loads(file.read_text(encoding="utf-8")) == as_json(dashboard), "scripts/dashboards writes it anew"
 
 
-def test_there_is_no_other() -> None:
+def test_no_other_dashboard_files_exist() -> None:
     assert {path.stem for path in (ROOT / DIRECTORY).glob("*.json")} == {dashboard.name for dashboard in DASHBOARDS}
 
 
 def unknown(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
-    """What of our model is not found in theirs."""
+    """Return the fields of our model that theirs lacks."""
     if isinstance(ours, dict):
         for name, value in ours.items():
             if value is not None and name not in OF_PROMETHEUS:
@@ -64,19 +64,19 @@ def unknown(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
 
 
 @each
-def test_grafanas_own_types_know_every_field(dashboard: Dashboard) -> None:
+def test_every_field_is_in_grafanas_schema(dashboard: Dashboard) -> None:
     register_default_plugins()
     model = as_json(dashboard)
     read = json.loads(JSONEncoder().encode(GrafanaDashboard.from_json(model)))
     assert list(unknown(model, read)) == []
 
 
-def test_a_field_that_grafana_does_not_know_is_noticed() -> None:
+def test_unknown_field_is_detected() -> None:
     assert list(unknown({"a": 1, "b": [{"c": 2}]}, {"b": [{"c": 3}]})) == [".a", ".b[].c: 2 is read as 3"]
 
 
 @each
-def test_nothing_is_fixed_to_one_installation(dashboard: Dashboard) -> None:
+def test_dashboards_name_no_installation(dashboard: Dashboard) -> None:
     model = as_json(dashboard)
     assert "uid" not in model
     assert model["tags"] == [TAG]
@@ -85,7 +85,7 @@ def test_nothing_is_fixed_to_one_installation(dashboard: Dashboard) -> None:
 
 
 @each
-def test_panels_do_not_overlap_and_have_numbers_of_their_own(dashboard: Dashboard) -> None:
+def test_panels_do_not_overlap_and_have_unique_ids(dashboard: Dashboard) -> None:
     placed = panels(as_json(dashboard))
     assert len({panel["id"] for panel in placed}) == len(placed)
     cells = []
@@ -97,7 +97,7 @@ def test_panels_do_not_overlap_and_have_numbers_of_their_own(dashboard: Dashboar
 
 
 @each
-def test_every_variable_is_used_and_every_used_one_is_there(dashboard: Dashboard) -> None:
+def test_variables_are_used_and_defined(dashboard: Dashboard) -> None:
     queries = " ".join(query.expr for panel in dashboard.panels for query in panel.queries)
     queries += " ".join(variable.values_of for variable in dashboard.variables)
     used = set(re.findall(r"\$([a-z_]\w*)", queries)) - {"__rate_interval"}
@@ -105,7 +105,7 @@ def test_every_variable_is_used_and_every_used_one_is_there(dashboard: Dashboard
 
 
 @each_panel
-def test_a_panel_says_what_it_shows(panel: Any) -> None:
+def test_panel_has_a_description(panel: Any) -> None:
     assert panel.description.endswith((".", ")"))
     assert re.search(r"(pdproxy_|vllm:|sglang:|\(up\)|alerts\.yaml)", panel.description), "names its metric"
     assert panel.unit
@@ -113,5 +113,5 @@ def test_a_panel_says_what_it_shows(panel: Any) -> None:
     assert not panel.runbook or panel.runbook in anchors(OPERATING)
 
 
-def test_the_words_for_states_are_those_of_the_metric() -> None:
+def test_names_of_states_are_those_of_the_metric() -> None:
     assert [word for word, _ in STATES] == list(HealthState)

@@ -1,4 +1,4 @@
-"""The names of metrics and labels in dashboards, rules and pages are those that the gateway has."""
+"""Metrics and labels in dashboards, rules and documents exist in the gateway."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 from lab.dashboards.__main__ import DASHBOARDS
 from proxy.common.terms import Stage
 from proxy.observe import metrics
-from tests.lab.dashboards.promql import asked
+from tests.lab.dashboards.promql import names_of_query
 from tests.metrics_page import series
 from tests.test_readme import OPERATING, PAGES, anchors
 
@@ -20,7 +20,7 @@ RULES = Path(__file__).parents[3] / "configs" / "prometheus"
 KNOWN = series()
 OF_PROMETHEUS = {"ALERTS": {"alertname", "alertstate"}, "up": set[str]()}
 TARGET = {"job", "instance"}
-# By hand, from vLLM 0.32 and SGLang 0.5.23; scripts/test-observability asks the simulated engines for them.
+# Copied by hand from vLLM 0.32 and SGLang 0.5.23. scripts/test-observability checks them with simulated engines.
 ENGINES = {
     "vllm": {"engine", "model_name", "source", "le"},
     "sglang": {"model_name", "mode", "le"},
@@ -37,7 +37,7 @@ ALERTS = {rule["alert"]: rule for rule in rules("alerts.yaml")}
 
 
 def labels_of(name: str) -> set[str]:
-    """Of a series that there is. The name of a recorded one begins with those that it is recorded by."""
+    """Return the labels of a series. The name of a recorded series begins with the labels that it is recorded by."""
     level = name.partition(":")[0]
     if name in RECORDED:
         return set(level.split("_"))
@@ -48,11 +48,11 @@ def labels_of(name: str) -> set[str]:
 
 
 def check(expr: str) -> None:
-    found = asked(expr)
+    found = names_of_query(expr)
     known = {name: labels_of(name) for name in found.names if name}
     for name, labels in found.selectors:
         assert labels <= known.get(name, TARGET), expr
-    # `instance` made of `address` by label_replace is one of the target, too.
+    # `label_replace` makes `instance` of `address`, and targets have that label, too.
     assert found.grouped <= set().union(*known.values()), expr
 
 
@@ -65,50 +65,50 @@ QUERIES = [
 
 
 @pytest.mark.parametrize(("expr", "legend"), QUERIES)
-def test_a_query_asks_for_what_there_is(expr: str, legend: str) -> None:
+def test_query_uses_existing_metrics_and_labels(expr: str, legend: str) -> None:
     check(expr)
     assert set(re.findall(r"{{(\w+)}}", legend)) <= set(re.findall(r"\w+", expr)), "the legend has other labels"
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_a_recorded_series_asks_for_what_there_is(name: str) -> None:
+def test_recording_rule_uses_existing_metrics_and_labels(name: str) -> None:
     check(RECORDED[name])
     outermost = re.search(r"by \(([^)]*)\)", RECORDED[name])
     assert outermost is None or set(re.findall(r"\w+", outermost[1])) - {"le"} == labels_of(name)
 
 
 @pytest.mark.parametrize("name", ALERTS)
-def test_an_alert_asks_for_what_there_is_and_tells_of_it(name: str) -> None:
+def test_alert_uses_existing_metrics_and_labels(name: str) -> None:
     rule = ALERTS[name]
     check(rule["expr"])
     told = set(re.findall(r"\$labels\.(\w+)", " ".join(rule["annotations"].values())))
-    assert told <= {label for series in asked(rule["expr"]).names for label in labels_of(series)}
+    assert told <= {label for series in names_of_query(rule["expr"]).names for label in labels_of(series)}
     assert rule["labels"]["severity"] in ("page", "ticket")
 
 
 @pytest.mark.parametrize("name", ALERTS)
-def test_an_alert_has_a_section_in_the_runbook(name: str) -> None:
+def test_alert_has_a_section_in_the_runbook(name: str) -> None:
     assert ALERTS[name]["annotations"]["runbook_url"] == f"OPERATING.md#{name.lower()}"
     assert f"\n### {name}\n" in OPERATING
     assert name.lower() in anchors(OPERATING)
 
 
-def test_the_runbook_has_no_section_for_an_alert_that_is_gone() -> None:
+def test_runbook_has_no_section_for_a_removed_alert() -> None:
     assert re.findall(r"^### (Pdproxy\w+)$", OPERATING, re.MULTILINE) == list(ALERTS)
 
 
-# promtool runs them, in scripts/test-observability.
-def test_every_alert_has_a_unit_test_in_which_it_is_silent_then_fires_and_is_over() -> None:
+# scripts/test-observability runs these tests by promtool.
+def test_alert_has_a_unit_test_with_silence_firing_and_end() -> None:
     tests = yaml.safe_load((RULES / "alerts_test.yaml").read_text(encoding="utf-8"))["tests"]
     for test in tests:
-        name = test["name"].partition(" ")[0]  # one that may fire for several reasons has a test for each
+        name = test["name"].partition(" ")[0]  # an alert with several causes has a test for each
         outcomes = [(e["expr"], e["exp_samples"][0]["value"]) for e in test["promql_expr_test"]]
         expr = f'count(ALERTS{{alertname="{name}",alertstate="firing"}}) or vector(0)'
         assert outcomes == [(expr, value) for value in (0, 1, 0)]
     assert {test["name"].partition(" ")[0] for test in tests} == set(ALERTS)
 
 
-def test_values_of_labels_in_rules_are_known() -> None:
+def test_label_values_in_rules_exist() -> None:
     known = {
         "result": {*metrics.HANDOVERS, *metrics.RELEASES, *metrics.CANARIES, "ok", "failed"},
         "side": {side for side, _ in metrics.BROKEN_STREAMS},
@@ -125,7 +125,7 @@ def test_values_of_labels_in_rules_are_known() -> None:
 
 
 @pytest.mark.parametrize("page", [name for name in PAGES if name != "CHANGELOG.md"])
-def test_a_page_names_metrics_and_labels_that_there_are(page: str) -> None:
+def test_page_names_existing_metrics_and_labels(page: str) -> None:
     families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in KNOWN} | {*KNOWN}
     for name, labels in re.findall(r"\b(pdproxy_\w+)(?:\{([^}`]*)\})?", PAGES[page]):
         assert name in families, name

@@ -1,4 +1,4 @@
-"""Mistakes are made in one place at a time, and where tests can see them."""
+"""Mutants change one place at a time, where tests can detect it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BEGIN = "def f(x, a=1):\n    "
 
 
 def texts(source: str) -> list[str]:
-    """What the body of a function could also have said."""
+    """Return the mutated texts of a function's body."""
     whole = (BEGIN + source).encode()
     return [mutant.of(whole).decode().removeprefix(BEGIN) for mutant in mutants(whole)]
 
@@ -35,7 +35,7 @@ def texts(source: str) -> list[str]:
         ("for x in y: break", ["for x in y: continue"]),
     ],
 )
-def test_a_mistake_is_a_small_one(source: str, others: list[str]) -> None:
+def test_mutant_is_a_small_change(source: str, others: list[str]) -> None:
     assert texts(source) == others
 
 
@@ -50,24 +50,24 @@ def test_a_mistake_is_a_small_one(source: str, others: list[str]) -> None:
         "return None",
     ],
 )
-def test_what_no_test_should_see_is_left_alone(source: str) -> None:
+def test_logging_and_annotations_have_no_mutants(source: str) -> None:
     assert texts(source) == []
 
 
-def test_what_happens_when_a_module_is_imported_is_left_alone() -> None:
+def test_module_level_code_has_no_mutants() -> None:
     assert mutants(b"A = 1\n@dataclass(slots=True)\nclass B:\n    c = 1\n") == []
 
 
-def test_a_place_is_known_by_the_function_around_it() -> None:
+def test_mutant_names_its_outermost_function() -> None:
     source = b"class A:\n    def b(self):\n        def c():\n            return 1\n"
     assert {(mutant.function, mutant.line) for mutant in mutants(source)} == {("A.b", 4)}
 
 
-def test_a_place_is_found_behind_other_alphabets() -> None:
+def test_mutant_has_byte_offsets_behind_other_alphabets() -> None:
     assert texts("x = 'ü日'; y = a < b") == ["x = 'ü日'; y = (a <= b)"]
 
 
-def test_a_mistake_over_several_lines_is_one() -> None:
+def test_mutant_may_span_several_lines() -> None:
     (first, *_) = mutants((BEGIN + "x = (\n    a\n    and b\n    )\n").encode())
     assert (first.line, first.last_line, first.before) == (3, 4, "a\n    and b")
 
@@ -85,7 +85,7 @@ def test_a_mistake_over_several_lines_is_one() -> None:
         "match x:\n        case 1: return 2",
     ],
 )
-def test_every_place_can_tell_when_it_is_reached(source: str) -> None:
+def test_recording_mutant_calls_the_probe(source: str) -> None:
     whole = (BEGIN + source + "\n").encode()
     for mutant in mutants(whole):
         told = mutant.recording(7).of(whole).decode()
@@ -93,7 +93,7 @@ def test_every_place_can_tell_when_it_is_reached(source: str) -> None:
         assert told.count("__reached__(7)") == 1
 
 
-def test_a_place_that_tells_says_what_it_said_before() -> None:
+def test_recording_mutant_keeps_the_result() -> None:
     whole = b"def f(x):\n    y = 0\n    y += x\n    return y if x > 1 else -y\n"
     for number, mutant in enumerate(mutants(whole)):
         reached: list[int] = []

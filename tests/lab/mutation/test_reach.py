@@ -1,4 +1,4 @@
-"""Tests that reach a place are known, and cheap ones that differ are tried first."""
+"""Records of tests that reach a place, and the order in which they are tried."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_a_place_has_the_tests_of_all_processes_every_function_before_any_has_another_turn(tmp_path: Path) -> None:
+def test_tests_of_a_place_alternate_between_functions(tmp_path: Path) -> None:
     here, there = (Place("proxy/a.py", mutant) for mutant in mutants(b"def f():\n    return 1\n"))
     write_places([here, there], tmp_path / "places")
     told = [("t::a[1]", 0.1, [0]), ("t::a[2]", 0.2, [0, 1]), ("t::a[3]", 0.3, [0])]

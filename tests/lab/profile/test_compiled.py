@@ -1,4 +1,4 @@
-"""What is read of perf's stacks."""
+"""Parsing perf's stacks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STACKS = """\
 """
 
 
-def test_a_sample_is_the_innermost_compiled_functions_or_the_interpreters_or_the_loops() -> None:
+def test_sample_belongs_to_innermost_compiled_function_or_interpreter_or_loop() -> None:
     assert list(samples(STACKS)) == [
         Sample("upstream.connection.EngineConnection.begin", is_kernel=True),
         Sample("interpreted code", is_kernel=False),
@@ -29,5 +29,5 @@ def test_a_sample_is_the_innermost_compiled_functions_or_the_interpreters_or_the
     ]
 
 
-def test_what_is_no_stack_is_no_sample() -> None:
+def test_text_without_a_stack_has_no_sample() -> None:
     assert list(samples("\n\n# nothing was recorded\n\n")) == []

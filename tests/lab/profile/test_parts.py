@@ -1,4 +1,4 @@
-"""To which part of the gateway a sample's frames are added."""
+"""Assignment of a sample's frames to parts of the gateway."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMED = [
 
 
 @pytest.mark.parametrize("path", NAMED)
-def test_what_a_part_names_is_there(path: str) -> None:
+def test_paths_of_parts_exist(path: str) -> None:
     assert (ROOT / path).is_dir() or (ROOT / f"{path}.py").is_file()
 
 
@@ -36,11 +36,11 @@ def test_what_a_part_names_is_there(path: str) -> None:
         (["main (proxy/__main__.py:1)"], "everything else"),
     ],
 )
-def test_a_frame_of_the_standard_library_belongs_to_its_caller(frames: list[str], part: str) -> None:
+def test_standard_library_frame_belongs_to_its_caller(frames: list[str], part: str) -> None:
     assert part_of(frames).startswith(part)
 
 
-def test_a_function_has_the_time_of_all_its_lines_and_of_what_it_calls_outside_of_the_gateway() -> None:
+def test_function_has_the_time_of_its_lines_and_foreign_calls() -> None:
     loop, begin = "run (asyncio/runners.py:118)", "begin (proxy/gateway/intake.py"
     stacks = [f"{loop};{begin}:7) 2", f"{loop};{begin}:8);loads (json/decoder.py:1) 1", f"{loop} 1"]
     assert functions(stacks, 100.0, 1) == "     75.0  begin (proxy/gateway/intake.py)\n"

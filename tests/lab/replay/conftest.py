@@ -1,4 +1,4 @@
-"""Fleets of engines that are quick to reckon with, and runs on them."""
+"""Fixtures: fleets of engines with simple costs, and replays on them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fleet() -> Fleet:
 
 @pytest.fixture
 def replayed(fleet: Fleet) -> Callable[..., Replay]:
-    """Of requests; the gateway's own least load unless another policy for prefillers is given."""
+    """Return a function that replays requests, by default with pdproxy's least load."""
 
     def replayed(
         requests: Sequence[Request], policy: MakePolicy | None = None, max_running_prefill: int | None = None

@@ -1,4 +1,4 @@
-"""An event loop in virtual time that stands still now and then, and the measurements of that."""
+"""An event loop in virtual time that stalls at times, and its measured lag."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from proxy.process.monitor import LoopLag
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-# A late loop stands still for so long, after it has run for so long.
+# Durations of stalls, and of the time between them.
 _STALLS: Final = (0.2, 1.0)
 _RUNS: Final = (0.5, 3.0)
 _TICK_SECONDS: Final = 0.25
 
 
 class _LateLoop(virtual_time.VirtualLoop):
-    """Now and then it stands still, and everything that was due in the meantime comes late."""
+    """A loop that stalls at times, so that timers are late."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -27,17 +27,16 @@ class _LateLoop(virtual_time.VirtualLoop):
         super().__init__()
 
     def jump(self, seconds: float) -> None:
-        """See VirtualLoop."""
         super().jump(seconds)
         if self.time() >= self._next_stall:
             stall = self._rng.uniform(*_STALLS)
             super().jump(stall)
-            # By the time that was meant: all runs of a world stand still at about the same times.
+            # Stalls depend on the intended time, so that all runs of a world stall at similar times.
             self._next_stall += stall + self._rng.uniform(*_RUNS)
 
 
 def run(course: Callable[[LoopLag | None], Coroutine[None, None, None]], *, is_late: bool, seed: int) -> None:
-    """Run a course to its end. It gets the measurements of how late its loop is; None: the loop is never late."""
+    """Run a course to its end. It gets the lag measurements of its loop, or None for a loop without stalls."""
     if not is_late:
         virtual_time.run(course(None), virtual_time.VirtualLoop())
         return
@@ -52,7 +51,7 @@ def run(course: Callable[[LoopLag | None], Coroutine[None, None, None]], *, is_l
 
 
 async def _measure(loop_lag: LoopLag) -> None:
-    """Measure how late the loop is, as proxy.process.monitor does."""
+    """Measure the lag as proxy.process.monitor does."""
     loop = asyncio.get_running_loop()
     while True:
         due = loop.time() + _TICK_SECONDS

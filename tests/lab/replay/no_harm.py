@@ -1,7 +1,7 @@
-"""Worlds in virtual time in which a policy that learns must not do worse than one that does not.
+"""Worlds in virtual time in which a learning policy must not be worse than `least_tokens`.
 
-A world says how the engines behave, how long the answers are, and when the requests come. `compared` runs it twice:
-with the policies under test, and with `least_tokens`, which learns nothing.
+A world defines engines, lengths of answers and arrivals. `compared` runs it with the policies under test, and with
+`least_tokens`, which learns nothing.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 LEARNS_NOTHING: Final = "least_tokens"
 
-# Seconds of a decoding step, and by which share each further answer makes it longer.
+# Seconds of a decoding step, and the relative growth per further answer.
 _STEP_SECONDS: Final = 0.02
 _LINEAR_SHARE: Final = 0.02
 _KNEED: Final = MACHINES["kimi-k2-thinking-a3"]
 _KV_TOKENS: Final = 10_000_000
 
-# The answers that a decoder writes at a time, on the average, where the engines have no saturation point.
+# Mean number of concurrent answers per decoder, if the engines have no saturation point.
 _ANSWERS: Final = 48
 
 LENGTHS: Final[Mapping[str, tuple[int, int]]] = {"equal": (128, 128), "similar": (115, 140), "mixed": (10, 500)}
-"""The least and the most tokens of an answer, drawn evenly."""
+"""Minimum and maximum tokens of an answer, drawn evenly."""
 ARRIVALS: Final = ("poisson", "closed loop", "bursts", "at once")
 STEPS: Final = ("constant", "linear", "kneed")
 _BURST: Final = 64
@@ -48,19 +48,19 @@ class World:
     """One kind of engines under one kind of load. Every field has the value of an ordinary benchmark."""
 
     step: str = "constant"
-    """How a decoding step grows with the answers of the decoder: one of STEPS."""
+    """Growth of a decoding step with the number of answers: one of STEPS."""
     lengths: str = "equal"
-    """Of answers: one of LENGTHS."""
+    """Lengths of answers: one of LENGTHS."""
     arrivals: str = "poisson"
-    """One of ARRIVALS. In a closed loop each client sends its next request after its answer."""
+    """Arrivals: one of ARRIVALS. In a closed loop each client sends its next request after its answer."""
     prefillers: int = 2
     decoders: int = 2
     is_late: bool = False
-    """The gateway's event loop stands still now and then."""
+    """The gateway's event loop stalls at times."""
     load: float = 0.7
-    """Where the engines have a saturation point: the share of the tokens per second there that requests ask for."""
+    """With a saturation point: requested tokens per second relative to those at that point."""
     max_answers: int = 512
-    """The most answers that an engine writes at a time."""
+    """Maximum number of concurrent answers of an engine."""
     prompt_tokens: int = 500
     block_tokens: int = BLOCK_TOKENS
     """Tokens in one block of the engines' KV cache."""
@@ -69,7 +69,7 @@ class World:
 
     @property
     def machine(self) -> Machine:
-        """All engines of this world. Prompts take next to no time."""
+        """Hardware of all engines. Prompts take almost no time."""
         kneed = _KNEED.cost
         slope = _STEP_SECONDS * _LINEAR_SHARE if self.step == "linear" else 0.0
         cost = Cost(prompt=0.002, prompt_token=1e-6, step=_STEP_SECONDS, step_sequence=slope)
@@ -89,7 +89,7 @@ class World:
 
     @property
     def answers(self) -> int:
-        """The answers that all decoders write at a time, on the average."""
+        """Mean number of concurrent answers of all decoders."""
         knee = self.machine.cost.knee
         return self.decoders * _ANSWERS if knee is None else max(1, round(self.decoders * knee * self.load))
 
@@ -102,7 +102,7 @@ class World:
         return self.answers / (tokens * cost.decode(_ANSWERS, 0))
 
     def requests_in_order(self) -> list[Request]:
-        """All requests, each at its time."""
+        """All requests in the order of their times."""
         rng = random.Random(self.seed)
         at = 0.0
         made = []
@@ -119,13 +119,13 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run. Times are means over the requests that were served, in seconds after their arrival."""
+    """Result of a run. Times are means in seconds after arrival, over served requests."""
 
     served: float
-    """The share of the requests that were not rejected."""
+    """Share of requests that were not rejected."""
     first_token_seconds: float
     answer_seconds: float
-    """Until the last token."""
+    """Time to the last token."""
 
 
 def outcome(world: World, prefill_policy: str, decode_policy: str) -> tuple[Outcome, Replay]:

@@ -1,7 +1,7 @@
-"""Worlds in virtual time in which a policy for prefillers must not do worse than one that learns nothing.
+"""Worlds in virtual time in which a prefill policy must not be worse than one that learns nothing.
 
-A world says how the prefillers compute, how long the prompts are, and when they come. Answers are short and decoders
-have room for all, so the time to the first token is that of the prefillers. No prompt is like another one.
+A world defines prefillers, lengths of prompts and arrivals. Answers are short and decoders have room for all, so the
+time to the first token depends on prefillers. No prompts share prefixes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PREFILLERS: Final[Mapping[str, Machine]] = {
     "cheap steps": _machine(_H200, 64, 16_384, prompt=0.005),
     "dear steps": _machine(_H200, 64, 16_384, prompt=0.3),
 }
-"""How prefillers compute: the prompts and tokens that fit into a step, and what a step takes besides its tokens."""
+"""Return a machine: prompts and tokens per step, and the constant time of a step."""
 
 LENGTHS: Final[Mapping[str, tuple[int, int]]] = {
     "short": (300, 300),
@@ -52,15 +52,14 @@ LENGTHS: Final[Mapping[str, tuple[int, int]]] = {
     "long": (15_000, 15_000),
     "mixed": (500, 8000),
 }
-"""The least and the most tokens of a prompt, drawn evenly."""
+"""Minimum and maximum tokens of a prompt, drawn evenly."""
 
 ARRIVALS: Final = ("poisson", "evenly", "bursts", "closed loop of few", "closed loop of many")
 _BURST: Final = 24
 RANKS_OF: Final = ("none", "told", "untold", "blind")
-"""Each prefiller is one engine, or several behind one address: they tell how many, or do not, or prompts are shared out
-at random besides."""
+"""Engines behind each address: one; several that report their number or do not; or several with random distribution."""
 _CLIENTS: Final[Mapping[str, int]] = {"closed loop of few": 2, "closed loop of many": 8}
-"""Clients for each engine. Each sends its next request after its answer."""
+"""Clients per engine. Each sends its next request after its answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,21 +73,21 @@ class PrefillWorld:
     arrivals: str = "poisson"
     """One of ARRIVALS."""
     count: int = 4
-    """Prefillers."""
+    """Number of prefillers."""
     load: float = 0.8
-    """The share of what the prefillers can compute with full steps that is asked for; not for closed loops."""
+    """Requested load relative to full steps of the prefillers. Unused in closed loops."""
     requests: int = 1000
     ranks: str = "none"
     """One of RANKS_OF."""
     workers: int = 1
-    """Of the gateway."""
+    """Workers of the gateway."""
     is_late: bool = False
-    """The gateway's event loop stands still now and then."""
+    """The gateway's event loop stalls at times."""
     seed: int = 1
 
     @property
     def machine(self) -> Machine:
-        """Each prefiller."""
+        """Hardware of each prefiller."""
         return PREFILLERS[self.prefillers]
 
     @property
@@ -108,19 +107,19 @@ class PrefillWorld:
 
     @property
     def engines(self) -> int:
-        """The engines behind all addresses."""
+        """Number of engines behind all addresses."""
         return self.count if self.ranks == "none" else self.count * RANKS
 
     @property
     def rate(self) -> float:
-        """Requests per second that are this load."""
+        """Requests per second for this load."""
         cost, shape = self.machine.cost, self.machine.prefill
         tokens = sum(LENGTHS[self.lengths]) / 2
         together = max(1.0, min(shape.max_num_seqs, shape.max_num_batched_tokens / tokens))
         return self.load * self.engines / (cost.chunk(round(tokens), 0) + cost.prompt / together)
 
     def requests_in_order(self) -> list[Request]:
-        """All requests, each at its time."""
+        """All requests in the order of their times."""
         rng = random.Random(self.seed)
         at = 0.0
         made = []
@@ -139,10 +138,10 @@ class PrefillWorld:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """What came of a world. Times are seconds from a request's arrival to its first token."""
+    """Result of a run. Times are seconds from arrival to first token."""
 
     served: float
-    """The share of the requests that were not rejected."""
+    """Share of requests that were not rejected."""
     mean: float
     p99: float
 

@@ -1,4 +1,4 @@
-"""Prefillers that are several engines behind one address, as those with data-parallel ranks are."""
+"""Prefillers with several engines behind one address, like data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RANKS = 4
 
 
 class Ranks:
-    """One prefiller. A prompt goes to the rank that has fewest; or to any, as behind a load balancer that asks none."""
+    """A prefiller with several ranks. A prompt goes to the rank with the fewest, or to a random one if `is_blind`."""
 
     def __init__(self, engines: Sequence[Engine], *, is_blind: bool) -> None:
         self._engines = engines
@@ -30,11 +30,10 @@ class Ranks:
 
     @property
     def batch(self) -> Any:
-        """What figures ask for."""
+        """The batch that figures read."""
         return SimpleNamespace(busy_seconds=sum(engine.batch.busy_seconds for engine in self._engines))
 
     async def prefill(self, prompt_tokens: int, names: Sequence[int]) -> Work:
-        """As Engine.prefill."""
         if self._blindly is not None:
             engine = self._blindly.choice(self._engines)
         else:
@@ -44,24 +43,21 @@ class Ranks:
         return work
 
     def give_back(self, work: Work) -> None:
-        """As Engine.give_back."""
         self._places.pop(work).give_back(work)
 
 
 @dataclass(frozen=True, slots=True)
 class FleetOfRanks(Fleet):
-    """All prefillers have so many."""
+    """A fleet whose prefillers have several ranks."""
 
     tells_ranks: bool = False
     is_blind: bool = False
 
     @property
     def prefiller_facts(self) -> EngineFacts:
-        """See Fleet."""
         return EngineFacts(ranks=RANKS if self.tells_ranks else None)
 
     def engines(self, role: Role) -> Iterator[Any]:
-        """See Fleet."""
         if role is Role.DECODE:
             yield from Fleet.engines(self, role)
             return

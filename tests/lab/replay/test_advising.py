@@ -1,4 +1,4 @@
-"""What another split would do to a trace."""
+"""Advice on another split of prefillers and decoders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lab.replay.fleet import Fleet, Replay
 
 
-def test_both_sides_are_as_busy_as_they_were(replayed: Callable[..., Replay], fleet: Fleet) -> None:
+def test_split_measures_how_busy_both_roles_are(replayed: Callable[..., Replay], fleet: Fleet) -> None:
     """Two prefillers with 1.1 s of work every 2 s; two decoders make 200 of 12,800 tokens a second."""
     run = replayed([Request(2.0 * number, 1000, 400, ()) for number in range(101)])
     split = split_of(run, fleet)
@@ -26,7 +26,7 @@ def test_both_sides_are_as_busy_as_they_were(replayed: Callable[..., Replay], fl
     assert split.decode_busy == pytest.approx(101 * 400 / 200 / (2 * 6400))
 
 
-def test_the_program_advises(tmp_path: Path) -> None:
+def test_program_prints_advice(tmp_path: Path) -> None:
     line = '{"timestamp": %d, "input_length": 20000, "output_length": 3}\n'
     (tmp_path / "trace.jsonl").write_text("".join(line % (100 * number) for number in range(60)))
     ran = subprocess.run(

@@ -1,4 +1,4 @@
-"""The choice that knows everything."""
+"""The clairvoyant policy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def seen(replayed: Callable[..., Replay], fleet: Fleet) -> Callable[[Sequence[Re
     return lambda requests: replayed(requests, policies(fleet, "least_tokens")[CLAIRVOYANT][0])
 
 
-def test_it_knows_what_is_cached_and_what_is_about_to_be(seen: Callable[..., Replay]) -> None:
+def test_clairvoyant_knows_cached_and_pending_blocks(seen: Callable[..., Replay]) -> None:
     """The second comes while the first is computed; the third finds both prefillers idle."""
     at = (0.0, 1.15, 20.0)
     courses = seen(
@@ -39,14 +39,14 @@ def test_it_knows_what_is_cached_and_what_is_about_to_be(seen: Callable[..., Rep
     assert len({course.prefiller for course in courses}) == 1
 
 
-def test_it_leaves_a_cache_whose_queue_is_longer_than_the_work(seen: Callable[..., Replay]) -> None:
+def test_clairvoyant_leaves_a_cache_with_a_long_queue(seen: Callable[..., Replay]) -> None:
     long = Request(9.9, 30_000, 1, tuple(range(100, 159)))
     first, other, again = seen([Request(0.0, 1100, 1, (1, 2, 3)), long, Request(10.0, 1100, 1, (1, 2, 9))]).courses
     assert other.prefiller == first.prefiller
     assert (again.prefiller == first.prefiller, again.cached_tokens) == (False, 0)
 
 
-def test_those_who_wait_are_computed_the_shortest_first(seen: Callable[..., Replay]) -> None:
+def test_shortest_queued_prompt_is_computed_first(seen: Callable[..., Replay]) -> None:
     long = [Request(0.0, 3000, 1, (n,) * 6) for n in (1, 2)]
     waiting = [Request(0.1, 2000, 1, (3,) * 4), Request(0.2, 500, 1, (4,)), Request(0.2, 600, 1, (5, 5))]
     courses = seen(long + waiting).courses
@@ -54,7 +54,7 @@ def test_those_who_wait_are_computed_the_shortest_first(seen: Callable[..., Repl
     assert [course.request.input_tokens for course in ended] == [500, 600, 2000]
 
 
-def test_a_decoder_has_no_room_past_its_knee_and_an_answer_goes_where_it_fits() -> None:
+def test_decoder_has_no_room_past_saturation_and_answers_need_memory() -> None:
     machine = replace(
         MACHINE, cost=replace(MACHINE.cost, step_sequence=0.001, knee=2), decode=replace(MACHINE.decode, kv_tokens=5000)
     )
@@ -75,7 +75,7 @@ def test_a_decoder_has_no_room_past_its_knee_and_an_answer_goes_where_it_fits() 
     assert not policy.has_room(candidates)
 
 
-def test_a_slow_prefiller_is_not_left_idle_while_all_are_busy(fleet: Fleet) -> None:
+def test_slow_prefiller_is_not_idle_while_others_are_busy(fleet: Fleet) -> None:
     """A share of 0.5 to 7 would be 43 requests; with all weight on the longer work it gets none."""
     slow = replace(fleet, prefillers=8, slow=0.5)
     rng = random.Random(1)

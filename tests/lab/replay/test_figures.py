@@ -1,4 +1,4 @@
-"""What runs are told by: shares, percentiles, and the load that a fleet sustains."""
+"""Figures of runs: shares, percentiles, and the sustained load."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def some(replayed: Callable[..., Replay], fleet: Fleet) -> Figures:
-    """Of a hundred requests, of which the last find a queue."""
+    """Return figures of a hundred requests, the last of which are queued."""
     calm = [Request(10.0 * number, 1000, 11, ()) for number in range(60)]
     burst = [Request(1000.0, 1000, 11, ()) for _ in range(40)]
     return figures(replayed(calm + burst), fleet, Slo())
 
 
-def test_the_first_tenth_does_not_count(some: Figures) -> None:
+def test_first_tenth_of_a_run_is_ignored(some: Figures) -> None:
     assert some.requests == 90
 
 
-def test_answers_in_time_are_those_within_a_multiple_of_their_own_work(some: Figures) -> None:
+def test_answer_is_in_time_within_a_multiple_of_its_prefill_time(some: Figures) -> None:
     """2 s and three times 1.1 s: the fourth round of two in the burst is in time, and the fifth is not."""
     assert some.in_time == pytest.approx((50 + 8) / 90)
     assert some.good == some.in_time
@@ -43,26 +43,26 @@ def test_answers_in_time_are_those_within_a_multiple_of_their_own_work(some: Fig
     assert some.served == 1.0
 
 
-def test_an_answer_whose_tokens_come_too_slowly_is_not_good(replayed: Callable[..., Replay], fleet: Fleet) -> None:
+def test_answer_with_slow_tokens_is_not_good(replayed: Callable[..., Replay], fleet: Fleet) -> None:
     replay = replayed([Request(10.0 * number, 1000, 11, ()) for number in range(10)])
     told = figures(replay, fleet, Slo(token_seconds=0.005))
     assert (told.in_time, told.good) == (1.0, 0.0)
 
 
-def test_refused_answers_are_not_in_time(replayed: Callable[..., Replay], fleet: Fleet) -> None:
+def test_rejected_requests_are_not_in_time(replayed: Callable[..., Replay], fleet: Fleet) -> None:
     replay = replayed([Request(0.0, 50_000, 1, ()) for _ in range(6)], max_running_prefill=1)
     told = figures(replay, fleet, Slo())
     assert (told.served, told.in_time) == (pytest.approx(4 / 6), pytest.approx(4 / 6))
 
 
-def test_means_leave_out_what_a_run_cannot_tell(some: Figures) -> None:
+def test_means_skip_missing_figures(some: Figures) -> None:
     both = mean([some, replace(some, mean=some.mean + 2, imbalance=float("nan"))])
     assert both.mean == pytest.approx(some.mean + 1)
     assert both.imbalance == some.imbalance
     assert isnan(mean([replace(some, p50=float("nan"))]).p50)
 
 
-def test_the_load_that_is_sustained_lies_between_those_that_were_run(some: Figures) -> None:
+def test_sustained_load_is_interpolated(some: Figures) -> None:
     def loads(*shares: float) -> dict[float, Figures]:
         return {0.8 + 0.1 * number: replace(some, in_time=share) for number, share in enumerate(shares)}
 
@@ -71,7 +71,7 @@ def test_the_load_that_is_sustained_lies_between_those_that_were_run(some: Figur
     assert sustained_load(loads(0.9, 0.96)) is None
 
 
-def test_the_report_has_a_line_for_each_policy_and_load_and_a_chart(some: Figures) -> None:
+def test_report_has_a_line_for_each_policy_and_load_and_a_chart(some: Figures) -> None:
     runs = [Run(Case("trace", "8P8D"), name, load, 1, some) for name in ("a<b", "c") for load in (0.8, 0.9)]
     assert [line.split()[:2] for line in table(runs).splitlines()[1:5]] == [
         *(["a<b", "0.8"], ["a<b", "0.9"], ["c", "0.8"], ["c", "0.9"])
@@ -80,7 +80,7 @@ def test_the_report_has_a_line_for_each_policy_and_load_and_a_chart(some: Figure
     assert len(drawn.findall("{*}polyline")) == 2
 
 
-def test_the_program_reads_a_trace_and_writes_table_json_and_chart(tmp_path: Path) -> None:
+def test_program_reads_a_trace_and_writes_table_json_and_chart(tmp_path: Path) -> None:
     line = '{"timestamp": %d, "input_length": 1000, "output_length": 3, "hash_ids": [1, 2]}\n'
     (tmp_path / "trace.jsonl").write_text("".join(line % (100 * number) for number in range(40)))
     command = [
@@ -107,7 +107,7 @@ def test_the_program_reads_a_trace_and_writes_table_json_and_chart(tmp_path: Pat
     assert (tmp_path / "chart.svg").read_text().startswith("<svg")
 
 
-def test_a_trace_that_is_none_is_told_in_a_line(tmp_path: Path) -> None:
+def test_invalid_trace_is_reported_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "trace.jsonl").write_text("no\n")
     ran = subprocess.run(
         [sys.executable, "-m", "lab.replay", "trace.jsonl"],

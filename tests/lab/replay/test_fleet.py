@@ -1,4 +1,4 @@
-"""A trace through the gateway's own balancer: when tokens come, what is given back, and that a run can be repeated."""
+"""Replays through the gateway's balancer: times of tokens, released state, and repeatability."""
 
 from __future__ import annotations
 
@@ -30,36 +30,36 @@ def drawn(count: int, seed: int = 1) -> list[Request]:
     ]
 
 
-def test_a_lone_request_takes_its_prefill_its_transfer_and_a_step(replayed: Callable[..., Replay]) -> None:
+def test_single_request_takes_prefill_transfer_and_a_step(replayed: Callable[..., Replay]) -> None:
     (course,) = replayed([Request(5.0, 1000, 11, ())]).courses
     assert course.first_token_seconds == pytest.approx(0.1 + 1.0 + 0.0028 + 0.01)
     assert course.token_seconds == pytest.approx(0.01)
 
 
-def test_two_requests_at_once_go_to_two_prefillers(replayed: Callable[..., Replay]) -> None:
+def test_two_concurrent_requests_use_two_prefillers(replayed: Callable[..., Replay]) -> None:
     courses = replayed([Request(0.0, 1000, 1, ()), Request(0.0, 1000, 1, ())]).courses
     assert len({course.prefiller for course in courses}) == 2
 
 
-def test_a_prompt_is_found_in_the_cache_of_the_prefiller_that_had_it(replayed: Callable[..., Replay]) -> None:
+def test_prompt_is_cached_at_its_prefiller(replayed: Callable[..., Replay]) -> None:
     again = [Request(10.0 * number, 1200, 1, (1, 2, 3)) for number in range(4)]
     courses = replayed(again).courses
     assert [course.cached_tokens for course in courses] == [0, 0, 1024, 1024], "least load takes turns"
 
 
-def test_with_a_limit_the_queue_is_in_the_gateway(replayed: Callable[..., Replay]) -> None:
+def test_running_limit_queues_requests_in_the_gateway(replayed: Callable[..., Replay]) -> None:
     requests = [Request(0.0, 1000, 1, ()) for _ in range(6)]
     assert Counter(course.first_token_seconds is not None for course in replayed(requests).courses) == {True: 6}
     limited = replayed(requests, max_running_prefill=1)
     assert max(course.first_token_seconds or 0.0 for course in limited.courses) == pytest.approx(3 * 1.1, abs=0.1)
 
 
-def test_those_who_wait_longer_than_admission_lets_them_are_refused(replayed: Callable[..., Replay]) -> None:
+def test_requests_are_rejected_after_the_admission_limit(replayed: Callable[..., Replay]) -> None:
     courses = replayed([Request(0.0, 50_000, 1, ()) for _ in range(6)], max_running_prefill=1).courses
     assert [course.first_token_at is None for course in courses] == [False] * 4 + [True] * 2
 
 
-def test_nothing_is_left_of_a_run(replayed: Callable[..., Replay]) -> None:
+def test_run_leaves_no_load(replayed: Callable[..., Replay]) -> None:
     replay = replayed(drawn(300))
     assert all(course.ended_at is not None for course in replay.courses)
     assert all(not engine.batch.running + engine.batch.blocks.used for engine in replay.engines.values())
@@ -69,7 +69,7 @@ def test_nothing_is_left_of_a_run(replayed: Callable[..., Replay]) -> None:
         assert {replay.load(backend) for backend in pool.backends()} == {Load()}
 
 
-def test_a_run_is_the_same_every_time_whatever_the_hashes() -> None:
+def test_run_is_repeatable_with_any_hash_seed() -> None:
     program = (
         "import sys; sys.path[:0] = ['scripts', '.']\n"
         "from tests.lab.replay.test_fleet import drawn\n"
@@ -100,11 +100,11 @@ def test_a_run_is_the_same_every_time_whatever_the_hashes() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "8P", "0P8D", "8P0D", "8D8P", "8P8D1", "8P8D:", "8P8D:0", "8P8D:-1", "8P8D:x"])
-def test_what_is_no_fleet_is_told(text: str) -> None:
+def test_invalid_fleet_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="8P8D"):
         parse_fleet(text)
 
 
-def test_a_fleet_is_so_many_prefillers_and_decoders() -> None:
+def test_fleet_text_has_prefillers_and_decoders() -> None:
     assert parse_fleet("2p16d") == (2, 16, None)
     assert parse_fleet("8P8D:0.5") == (8, 8, 0.5)

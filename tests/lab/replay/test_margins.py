@@ -1,4 +1,4 @@
-"""One policy beside others."""
+"""The table of one policy beside others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def run(replayed: Callable[..., Replay], fleet: Fleet) -> Callable[[str, float], Run]:
-    """One of a policy that has this share of answers in time."""
+    """Return a function that makes a run with this share of answers in time."""
 
     def run(policy: str, share: float) -> Run:
         late = round(100 * (1 - share))
@@ -30,7 +30,7 @@ def run(replayed: Callable[..., Replay], fleet: Fleet) -> Callable[[str, float],
     return run
 
 
-def test_a_line_names_the_best_peer_and_what_is_below(run: Callable[[str, float], Run]) -> None:
+def test_margin_line_names_best_peer_and_lost_figures(run: Callable[[str, float], Run]) -> None:
     runs = [run("least_load", 0.95), run("today", 0.9), run("dynamo", 1.0), run("llm-d", 0.93)]
     head, line, _, told = margins(runs, "least_load").splitlines()
     words = line.split()
@@ -40,7 +40,7 @@ def test_a_line_names_the_best_peer_and_what_is_below(run: Callable[[str, float]
     assert told.startswith("1 of 1 lines")
 
 
-def test_seeds_make_no_difference_that_counts(run: Callable[[str, float], Run]) -> None:
+def test_differences_of_seeds_are_within_the_slack(run: Callable[[str, float], Run]) -> None:
     runs = [run("least_load", 0.95), run("today", 0.95), run("dynamo", 0.95)]
     _, line, _, told = margins(runs, "least_load").splitlines()
     assert line.split()[-1] == "-"

@@ -1,4 +1,4 @@
-"""Policies that learn, beside one that does not: whatever the engines and the load, they do no harm.
+"""Learning policies do no harm on any engines and loads, compared with `least_tokens`.
 
 Equal answers with Poisson arrivals are `vllm bench serve --ignore-eos --request-rate`. Similar answers in a closed loop
 are `sglang.bench_serving --max-concurrency`, and all requests at once are its default.
@@ -15,7 +15,7 @@ from tests.lab.replay.no_harm import ARRIVALS, LENGTHS, Outcome, World, compared
 
 FLEETS = ((2, 2), (2, 8), (1, 1), (4, 1))
 AT_MOST = 1.1
-"""How many times as long as with `least_tokens` a mean may be."""
+"""Maximum ratio of a mean to that with `least_tokens`."""
 EQUAL_SECONDS = 0.005
 """Smaller differences of a mean do not count."""
 
@@ -72,7 +72,7 @@ def test_decode_policy_is_better_where_a_saturation_point_matters(lengths: str) 
 
 
 def test_decode_policy_keeps_its_throughput_while_many_requests_wait() -> None:
-    """Requests let go beyond the saturation point would make all others wait longer, which are let go in turn."""
+    """Requests beyond the saturation point would delay all others, which would be released in turn."""
     world = World(step="kneed", lengths="similar", max_answers=12, decoders=4, requests=1500, load=0.97)
     ours, plain = compared(world, decode="least_load")
     assert ours.served == plain.served == 1.0

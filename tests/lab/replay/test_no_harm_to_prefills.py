@@ -10,13 +10,13 @@ import pytest
 from tests.lab.replay.prefill_worlds import ARRIVALS, LENGTHS, PREFILLERS, RANKS_OF, PrefillWorld, prefilled
 
 AT_MOST = 1.1
-"""How many times as long as with `least_tokens` the mean time to the first token may be."""
+"""Maximum ratio of the mean time to the first token to that with `least_tokens`."""
 EQUAL_SECONDS = 0.005
 """Smaller differences of a mean do not count."""
 
 
 WORSE = {PrefillWorld(prefillers="small steps", arrivals="evenly"): 1.2}
-"""The world of all in which it is longer: prompts that come evenly, two to a step, of which turns make the best."""
+"""The only world with a longer time: evenly spaced prompts, two per step, for which turns are optimal."""
 
 
 def assert_no_harm(its: PrefillWorld) -> None:
@@ -32,7 +32,7 @@ def test_equal_prompts_on_batching_prefillers_wait_no_longer(load: float) -> Non
 
 
 def world(**fields: Any) -> PrefillWorld:
-    """A world with the load that its arrivals leave time for."""
+    """Return a world with a load that its arrivals permit."""
     return PrefillWorld(load=0.6 if fields["arrivals"] == "bursts" else 0.8, **fields)
 
 

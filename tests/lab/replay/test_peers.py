@@ -1,4 +1,4 @@
-"""Other gateways' rules, each by what sets it apart."""
+"""Selection rules of other gateways, each by its distinctive choice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PEERS = peers(MACHINE.cost)
 
 
 class Bench:
-    """Three idle prefillers, a policy that is told what they get, and what each is charged with."""
+    """Three idle prefillers, a policy, and the load of each prefiller."""
 
     def __init__(self, name: str) -> None:
         self.policy: Policy = PEERS[name][0](PolicyContext())
@@ -53,7 +53,7 @@ KNOWING = [name for name in PEERS if name not in ("round robin", "vllm-ascend ex
 
 
 @pytest.mark.parametrize("name", KNOWING)
-def test_a_prompt_goes_where_it_was_while_all_are_idle(name: str) -> None:
+def test_prompt_returns_to_its_prefiller_when_all_are_idle(name: str) -> None:
     bench = Bench(name)
     bench.send(1, prompt(1500, 1, 2, 3))
     bench.idle()
@@ -61,7 +61,7 @@ def test_a_prompt_goes_where_it_was_while_all_are_idle(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["round robin", "vllm-ascend example"])
-def test_some_do_not_look_at_prompts(name: str) -> None:
+def test_some_rules_ignore_prompts(name: str) -> None:
     bench = Bench(name)
     bench.send(1, prompt(1500, 1, 2, 3))
     bench.idle()
@@ -69,7 +69,7 @@ def test_some_do_not_look_at_prompts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["dynamo", "mooncake", "llm-d", "production-stack"])
-def test_a_queue_outweighs_a_cache(name: str) -> None:
+def test_queue_outweighs_a_cache(name: str) -> None:
     bench = Bench(name)
     for _ in range(8):
         bench.send(1, prompt(1500, 1, 2, 3))
@@ -77,7 +77,7 @@ def test_a_queue_outweighs_a_cache(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cache_aware", "cache_aware, new"])
-def test_cache_aware_follows_the_cache_up_to_sixty_four_requests(name: str) -> None:
+def test_cache_aware_follows_the_cache_up_to_64_requests(name: str) -> None:
     bench = Bench(name)
     for _ in range(64):
         bench.send(1, prompt(1500, 1, 2, 3))
@@ -86,7 +86,7 @@ def test_cache_aware_follows_the_cache_up_to_sixty_four_requests(name: str) -> N
     assert bench.chosen(prompt(1500, 1, 2, 4)) != 1
 
 
-def test_what_matches_nowhere_goes_to_the_smallest_tree_in_old_cache_aware_and_to_the_idle_in_new() -> None:
+def test_unmatched_prompt_goes_to_smallest_tree_or_fewest_requests() -> None:
     for name, place in (("cache_aware", 2), ("cache_aware, new", 0)):
         bench = Bench(name)
         bench.send(0, prompt(1500, 1, 2, 3))
@@ -96,7 +96,7 @@ def test_what_matches_nowhere_goes_to_the_smallest_tree_in_old_cache_aware_and_t
         assert bench.chosen(prompt(500, 9)) == place
 
 
-def test_mooncake_reckons_in_seconds_and_dynamo_in_tokens() -> None:
+def test_mooncake_counts_seconds_and_dynamo_tokens() -> None:
     """Eight short prompts have fewer tokens than one long one, but take longer."""
     chosen = {}
     for name in ("mooncake", "dynamo"):

@@ -1,4 +1,4 @@
-"""What could make a choice by seconds and caches worse than one that counts tokens, and does not."""
+"""Conditions under which predicted seconds must not be worse than token counts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BLOCK = 512
 
 
 def conversations(seed: int, count: int, requests_per_second: float) -> list[Request]:
-    """Turns of conversations, each of which goes on from the last one's prompt."""
+    """Return turns of conversations, each with the previous prompt as its prefix."""
     rng = random.Random(seed)
     open_ones: list[list[int]] = []
     names = iter(range(1, 10**9))
@@ -45,7 +45,7 @@ def _turn(rng: random.Random, open_ones: list[list[int]], names: Iterator[int]) 
 
 
 def unique(seed: int, count: int, requests_per_second: float) -> list[Request]:
-    """Prompts that have nothing in common."""
+    """Return prompts without common prefixes."""
     rng = random.Random(seed)
     names = iter(range(1, 10**9))
     return [
@@ -55,7 +55,7 @@ def unique(seed: int, count: int, requests_per_second: float) -> list[Request]:
 
 
 def hot(seed: int, count: int, requests_per_second: float) -> list[Request]:
-    """Nine of ten begin with the same 6,000 tokens."""
+    """Return prompts of which nine in ten begin with the same 6,000 tokens."""
     rng = random.Random(seed)
     names = iter(range(100, 10**9))
     return [
@@ -88,25 +88,25 @@ def run(
 
 
 def never_worse(requests: Sequence[Request], fleet: Fleet = FLEET, **options: Any) -> tuple[Figures, Figures]:
-    """Those of the choice by seconds, and of that by tokens."""
+    """Return the figures for predicted seconds and for token counts, which must not be better."""
     ours, today = (run(requests, policy, fleet, **options)[0] for policy in ("least_load", "least_tokens"))
     assert ours.good >= today.good - TOLERANCE, f"{ours.good:.3f} instead of {today.good:.3f}"
     return ours, today
 
 
-def test_with_caches_more_answers_are_in_time() -> None:
-    """What all the others are measured by: the load is one at which a choice matters."""
+def test_least_load_with_caches_has_more_answers_in_time() -> None:
+    """Check the baseline of all other tests: a load at which the choice matters."""
     ours, today = never_worse(conversations(1, 400, 1.1))
     assert ours.good > today.good + 0.1
     assert ours.mean < today.mean / 1.5
 
 
-def test_prefillers_that_do_not_tell_what_was_cached() -> None:
+def test_least_load_with_unreported_cached_tokens() -> None:
     ours, today = never_worse(conversations(2, 400, 0.95), tells_cached=False)
     assert ours.good > today.good
 
 
-def test_prefillers_that_cache_nothing() -> None:
+def test_least_load_with_prefillers_without_cache() -> None:
     def forget(replay: Replay) -> None:
         for engine in replay.engines.values():
             engine.batch.blocks.forget()
@@ -115,7 +115,7 @@ def test_prefillers_that_cache_nothing() -> None:
 
 
 def assert_never_worse_with(after_each: Callable[[Replay], None], requests: Sequence[Request]) -> None:
-    """`after_each` is called after every request."""
+    """Compare both policies. `after_each` is called after every request."""
     good = []
     for policy in ("least_load", "least_tokens"):
         replays: list[Replay] = []
@@ -131,14 +131,14 @@ def assert_never_worse_with(after_each: Callable[[Replay], None], requests: Sequ
 
 
 @pytest.mark.parametrize("kv_tokens", [40_960, 409_600])
-def test_caches_that_are_smaller_than_they_are_thought_to_be(kv_tokens: int) -> None:
-    """A million tokens are thought to fit in at first."""
+def test_least_load_with_smaller_caches_than_assumed(kv_tokens: int) -> None:
+    """Check that a policy adapts from an assumed cache of a million tokens."""
     small = replace(MACHINE, prefill=replace(MACHINE.prefill, kv_tokens=kv_tokens))
     never_worse(conversations(4, 400, 0.9), Fleet(4, 4, small, MACHINE))
 
 
-def test_kv_events_tell_at_once_what_fits_in_and_what_is_gone() -> None:
-    """Of prefillers whose caches are small, and emptied now and then."""
+def test_kv_events_report_cache_size_and_losses() -> None:
+    """Compare prefillers with small caches that are emptied at times, with and without KV events."""
     small = replace(MACHINE, prefill=replace(MACHINE.prefill, kv_tokens=81_920))
 
     def course(kv_events: bool) -> tuple[int, float]:
@@ -159,7 +159,7 @@ def test_kv_events_tell_at_once_what_fits_in_and_what_is_gone() -> None:
     assert mean < 1.03 * mean_without
 
 
-def test_a_prefiller_that_has_lost_its_cache_without_a_word() -> None:
+def test_least_load_with_silently_lost_cache() -> None:
     ended = 0
 
     def restart(replay: Replay) -> None:
@@ -172,35 +172,35 @@ def test_a_prefiller_that_has_lost_its_cache_without_a_word() -> None:
 
 
 @pytest.mark.parametrize("load", [conversations, unique])
-def test_a_prefiller_that_is_half_as_fast(load: Callable[..., list[Request]]) -> None:
+def test_least_load_with_a_prefiller_at_half_speed(load: Callable[..., list[Request]]) -> None:
     never_worse(load(6, 400, 0.9), replace(FLEET, slow=0.5))
 
 
 @pytest.mark.parametrize("load", [conversations, unique])
-def test_prefillers_that_are_several_engines_behind_one_address(load: Callable[..., list[Request]]) -> None:
+def test_least_load_with_several_engines_behind_one_address(load: Callable[..., list[Request]]) -> None:
     never_worse(load(14, 800, 0.6 * RANKS * 2 / 4), FleetOfRanks(2, 4, MACHINE, MACHINE))
 
 
 @pytest.mark.parametrize(("is_blind", "per_second"), [(False, 2.0), (True, 1.6)])
 @pytest.mark.parametrize("load", [conversations, unique])
-def test_near_saturation_nothing_is_held_back_from_ranks_that_do_not_tell(
+def test_requests_for_unreported_ranks_are_not_queued_near_saturation(
     load: Callable[..., list[Request]], is_blind: bool, per_second: float
 ) -> None:
     never_worse(load(14, 400, per_second), FleetOfRanks(2, 4, MACHINE, MACHINE, is_blind=is_blind))
 
 
-def test_near_saturation_it_is_worth_much_that_ranks_tell() -> None:
+def test_reported_ranks_improve_results_near_saturation() -> None:
     fleet = FleetOfRanks(2, 4, MACHINE, MACHINE, tells_ranks=True)
     both = [never_worse(unique(seed, 600, 3.0), fleet) for seed in (14, 15, 16)]
     assert sum(ours.good - today.good for ours, today in both) > 0.1 * len(both)
 
 
-def test_ranks_that_tell_and_share_out_blindly_are_found_out() -> None:
+def test_random_distribution_among_ranks_is_detected() -> None:
     never_worse(conversations(14, 400, 1.6), FleetOfRanks(2, 4, MACHINE, MACHINE, tells_ranks=True, is_blind=True))
 
 
 @pytest.mark.parametrize("slow", [None, 0.5])
-def test_what_prompts_take_that_are_computed_in_one_batch_is_predicted(slow: float | None) -> None:
+def test_time_of_batched_prompts_is_predicted(slow: float | None) -> None:
     machine = MACHINES["kimi-k2.5-h200"]
     figures, _ = run(conversations(15, 1000, 17.0), "least_load", Fleet(4, 4, machine, machine, slow))
     assert figures.off_p50 <= 0.08
@@ -208,31 +208,31 @@ def test_what_prompts_take_that_are_computed_in_one_batch_is_predicted(slow: flo
 
 
 @pytest.mark.parametrize("load", [conversations, unique])
-def test_gateways_that_know_nothing_of_each_other(load: Callable[..., list[Request]]) -> None:
+def test_least_load_with_gateways_that_share_nothing(load: Callable[..., list[Request]]) -> None:
     never_worse(load(7, 400, 0.7), gateways=3)
 
 
 @pytest.mark.parametrize("per_second", [0.9, 1.4])
-def test_prompts_that_have_nothing_in_common_and_flush_all_caches(per_second: float) -> None:
+def test_least_load_with_unique_prompts_that_flush_caches(per_second: float) -> None:
     never_worse(unique(8, 400, per_second))
 
 
-def test_a_prefix_that_nearly_all_have_is_soon_everywhere() -> None:
+def test_common_prefix_is_soon_cached_on_all_prefillers() -> None:
     requests = hot(9, 400, 3.0)
     never_worse(requests)
     assert run(requests, "least_load")[0].imbalance <= 1.15
 
 
-def test_several_workers_are_as_good_as_one() -> None:
-    # A single run of so few requests says little: either may be a tenth behind.
+def test_several_workers_equal_one() -> None:
+    # A single short run varies: either policy may be ten percent behind.
     traces = [conversations(seed, 400, 0.9) for seed in (10, 11, 12, 13)]
     one, four = ([run(requests, "least_load", workers=workers)[0] for requests in traces] for workers in (1, 4))
     assert sum(figures.mean for figures in four) <= 1.05 * sum(figures.mean for figures in one)
     assert sum(figures.good for figures in four) >= sum(figures.good for figures in one) - len(traces) * TOLERANCE
 
 
-def test_gateways_that_share_are_as_good_as_one() -> None:
-    # Seldom, as each look takes time even where time is virtual: prefills here take seconds.
+def test_sharing_gateways_equal_one() -> None:
+    # Lag is measured rarely, because prefills take seconds and each measurement takes real time.
     replicas = {"url": "redis://in-memory", "interval_seconds": 2.0, "ttl_seconds": 5.0, "news_seconds": 0.1}
     requests = conversations(10, 300, 0.9)
     one, alone, sharing = (

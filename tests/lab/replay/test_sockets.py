@@ -1,4 +1,4 @@
-"""Replays over real sockets: this gateway in front of the engines, and what the engines insist on."""
+"""Replays over real sockets: the gateway in front of the engines, and the engines' checks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FLEET = Fleet(2, 2, MACHINE, MACHINE, speed=50.0)
 AGAIN = [Request(0.05 * number, 1200, 40, (1, 2, 3)) for number in range(3)]
 
 
-def test_prompts_are_alike_as_far_as_their_blocks_are() -> None:
+def test_prompts_share_text_as_far_as_blocks() -> None:
     def text(*blocks: int, tokens: int = 1200) -> str:
         body = request_bytes(Request(0.0, tokens, 5, blocks), 7, 80).partition(b"\r\n\r\n")[2]
         told = orjson.loads(body)
@@ -38,7 +38,7 @@ def test_prompts_are_alike_as_far_as_their_blocks_are() -> None:
     assert text(-1)[:10] != text(-2)[:10]
 
 
-def test_the_gateway_serves_a_trace_and_courses_tell_of_it() -> None:
+def test_gateway_serves_a_trace_and_courses_record_it() -> None:
     options = Namespace(
         policies=["least_load"],
         decode_policy="least_load",
@@ -58,15 +58,15 @@ def test_the_gateway_serves_a_trace_and_courses_tell_of_it() -> None:
     assert replay.cpu_seconds > 0
 
 
-class Asked:
-    """Both engines of a small fleet, which are asked directly."""
+class DirectRequests:
+    """Direct requests to both engines of a small fleet."""
 
     def __init__(self, course: Course) -> None:
         self.course = course
         self.backends = [Backend(Role.PREFILL, HOST, 0, 0), Backend(Role.DECODE, HOST, 0, 1)]
 
     async def __call__(self, engines: Engines, place: int, **members: Any) -> tuple[bytes, bytes]:
-        """Head and body."""
+        """Return head and body of the answer."""
         body = orjson.dumps(
             {"seed": 0, "prompt": "x" * 4 * self.course.request.input_tokens, "stream": True, **members}
         )
@@ -82,12 +82,12 @@ class Asked:
 
 
 @pytest.fixture
-def run() -> Callable[[Callable[[Engines, Asked], Any]], Any]:
-    """What two engines and who asks them come to."""
+def run() -> Callable[[Callable[[Engines, DirectRequests], Any]], Any]:
+    """Run two engines and a client, and return the client's result."""
 
-    def run(asking: Callable[[Engines, Asked], Any]) -> Any:
+    def run(asking: Callable[[Engines, DirectRequests], Any]) -> Any:
         async def course() -> Any:
-            asked = Asked(Course(Request(0.0, 100, 40, ())))
+            asked = DirectRequests(Course(Request(0.0, 100, 40, ())))
             roles = [next(FLEET.engines(backend.role)) for backend in asked.backends]
             async with Engines(dict(zip(asked.backends, roles, strict=True)), [asked.course]) as engines:
                 told = await asking(engines, asked)
@@ -99,8 +99,8 @@ def run() -> Callable[[Callable[[Engines, Asked], Any]], Any]:
     return run
 
 
-def test_a_hand_over_works_once(run: Callable[..., Any]) -> None:
-    async def asking(engines: Engines, ask: Asked) -> None:
+def test_kv_parameters_work_once(run: Callable[..., Any]) -> None:
+    async def asking(engines: Engines, ask: DirectRequests) -> None:
         wanted = {"do_remote_decode": True}
         _, answer = await ask(engines, 0, max_tokens=1, stream=False, kv_transfer_params=wanted)
         params = orjson.loads(answer)["kv_transfer_params"]
@@ -113,8 +113,8 @@ def test_a_hand_over_works_once(run: Callable[..., Any]) -> None:
     run(asking)
 
 
-def test_two_legs_meet_in_a_room_whoever_comes_first(run: Callable[..., Any]) -> None:
-    async def asking(engines: Engines, ask: Asked) -> None:
+def test_two_legs_meet_in_a_room_in_any_order(run: Callable[..., Any]) -> None:
+    async def asking(engines: Engines, ask: DirectRequests) -> None:
         for order in ((0, 1), (1, 0)):
             asked = [asyncio.create_task(ask(engines, place, max_tokens=40, bootstrap_room=5)) for place in order]
             answers = dict(zip(order, await asyncio.gather(*asked), strict=True))
@@ -134,15 +134,15 @@ def test_two_legs_meet_in_a_room_whoever_comes_first(run: Callable[..., Any]) ->
         (0, {"seed": 1}),
     ],
 )
-def test_what_no_proxy_should_ask_is_refused(place: int, members: dict[str, Any], run: Callable[..., Any]) -> None:
-    async def asking(engines: Engines, ask: Asked) -> None:
+def test_invalid_requests_to_engines_are_rejected(place: int, members: dict[str, Any], run: Callable[..., Any]) -> None:
+    async def asking(engines: Engines, ask: DirectRequests) -> None:
         head, _ = await ask(engines, place, **members)
         assert head.startswith(b"HTTP/1.1 400")
 
     run(asking)
 
 
-def test_this_gateway_takes_part_by_each_policy_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gateway_runs_with_each_named_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Environment, "provide", lambda self, packages: False)
     options = Namespace(
         policies=["least_load", "random"],

@@ -1,4 +1,4 @@
-"""The loop whose clock jumps."""
+"""The event loop in virtual time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from lab.replay.virtual_time import Deadlock, VirtualLoop, run
 
 
-def test_hours_pass_at_once_and_in_order() -> None:
+def test_virtual_hours_pass_at_once_and_in_order() -> None:
     seen: list[tuple[str, float]] = []
 
     async def course() -> None:
@@ -29,7 +29,7 @@ def test_hours_pass_at_once_and_in_order() -> None:
     assert time.monotonic() - began < 600
 
 
-def test_a_wait_for_nothing_is_told() -> None:
+def test_deadlock_is_reported() -> None:
     async def course() -> None:
         await asyncio.get_running_loop().create_future()
 

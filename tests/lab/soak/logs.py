@@ -1,4 +1,4 @@
-"""Evidence of small soaks: one where everything went well, to be changed."""
+"""Evidence of a small soak without violations, to be modified."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ P, D = "127.0.0.1:7100", "127.0.0.1:7200"
 
 
 def answer(**fields: Any) -> Answer:
-    """A streamed chat that was answered between second 10 and 12."""
+    """Return a streamed chat that was answered between second 10 and 12."""
     values: dict[str, Any] = {
         "id": "soak-1.7",
         "began": 10.0,
@@ -34,7 +34,7 @@ def answer(**fields: Any) -> Answer:
 
 
 def line(**fields: Any) -> dict[str, Any]:
-    """Its access line."""
+    """Return its access log line."""
     values = {
         "logger": "proxy.access",
         "at": 12.0,
@@ -50,7 +50,7 @@ def line(**fields: Any) -> dict[str, Any]:
 
 
 def leg(stage: str = "prefill", **fields: Any) -> Leg:
-    """The prefill leg, from second 10 to 10.5, or the decode leg, from then to the end."""
+    """Return the prefill leg, from second 10 to 10.5, or the decode leg, from then to the end."""
     is_prefill = stage == "prefill"
     values: dict[str, Any] = {
         "instance": P if is_prefill else D,
@@ -70,7 +70,7 @@ def leg(stage: str = "prefill", **fields: Any) -> Leg:
 
 
 def sample(at: float = 20.0, **fields: Any) -> Sample:
-    """In quiet, after that request; `metrics` are more of them."""
+    """Return a sample without load after that request. `metrics` are added."""
     metrics: Mapping[Any, float] = {
         ("pdproxy_requests_total", (("api", "chat"), ("code", "200"))): 1.0,
         ("pdproxy_request_end_total", (("term", "--"),)): 1.0,
@@ -86,13 +86,13 @@ def sample(at: float = 20.0, **fields: Any) -> Sample:
 
 
 def fault(kind: str = "kill", target: str = f"decode {D}", **fields: Any) -> Fault:
-    """Begun at second 11, healed at 14."""
+    """Return a fault that began at second 11 and was healed at 14."""
     values: dict[str, Any] = {"kind": kind, "target": target, "began": 11.0, "ended": 14.0, "is_healed": True}
     return Fault(**values | fields)
 
 
 def evidence(**fields: Any) -> Evidence:
-    """Of one request, all well."""
+    """Return evidence of one request without violations."""
     values: dict[str, Any] = {
         "limits": Limits(health_seconds=0.5, handoff_seconds=4.0),
         "answers": [answer()],

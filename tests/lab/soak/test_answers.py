@@ -1,4 +1,4 @@
-"""Answers in one form, and what is found to be different."""
+"""Normalised answers and their differences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.conformance.resuming import WITH_USAGE, chat, completion, story, thou
 @pytest.mark.parametrize(
     "body", [chat(), completion(), thoughts(), story(), chat(n=2), completion(return_token_ids=True)]
 )
-async def test_a_stream_says_the_same_as_a_whole_answer(body: dict[str, Any]) -> None:
+async def test_stream_and_whole_answer_have_equal_content(body: dict[str, Any]) -> None:
     async with SimulatedEngine(tool_call_parser="kimi_k2") as engine, aiohttp.ClientSession() as session:
         whole = content((await ask(session, engine.url, body)).body, stream=False)
         streamed = content((await ask(session, engine.url, body | WITH_USAGE)).body, stream=True)
@@ -26,7 +26,7 @@ async def test_a_stream_says_the_same_as_a_whole_answer(body: dict[str, Any]) ->
 
 
 def message(content: str = "a b", **fields: Any) -> bytes:
-    """A whole answer."""
+    """Return an answer without a stream."""
     usage = b'{"prompt_tokens":1,"completion_tokens":2}'
     choice = b'{"index":%d,"message":{"content":"%b"},"finish_reason":"%b"}' % (
         fields.get("index", 0),
@@ -48,19 +48,19 @@ def message(content: str = "a b", **fields: Any) -> bytes:
         (message(usage=b"null"), ""),
     ],
 )
-def test_differences_are_told(answer: bytes, expected: str) -> None:
+def test_differences_are_reported(answer: bytes, expected: str) -> None:
     found = difference(content(answer, stream=False), content(message(), stream=False))
     assert found.startswith(expected)
     assert bool(found) == bool(expected)
 
 
-def test_usage_that_is_not_expected_is_not_compared() -> None:
+def test_unexpected_usage_is_not_compared() -> None:
     other = content(message(usage=b'{"prompt_tokens":1,"completion_tokens":3}'), stream=False)
     assert difference(other, content(message(), stream=False))
     assert not difference(other, content(message(), stream=False) | {"usage": None})
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"choices":[1]}'])
-def test_what_is_no_answer(body: bytes) -> None:
+def test_unreadable_answers_are_rejected(body: bytes) -> None:
     with pytest.raises(Unreadable):
         content(body, stream=False)

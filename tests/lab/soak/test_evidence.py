@@ -1,4 +1,4 @@
-"""What is read out of logs and samples, and the table that is made of it."""
+"""Parsing logs and samples, and the table of results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Fatal Python error: everything is lost
 """
 
 
-def test_a_log_is_read_whatever_is_in_it() -> None:
+def test_log_with_any_lines_is_read() -> None:
     lines = log_lines(LOG)
     assert [one["at"] for one in lines] == [10.5, 11.0, 12.25, 0.0]
     assert lines[3]["message"] == "Fatal Python error: everything is lost"
@@ -42,7 +42,7 @@ def test_samples_are_summed_and_grouped_by_labels() -> None:
     assert of_two.by("pdproxy_retries_total", "stage") == {("prefill",): 3.0}
 
 
-def test_the_table_says_what_counts() -> None:
+def test_table_has_all_results() -> None:
     of_failure = evidence(
         answers=[answer(), answer(id="soak-2.7", outcome=Outcome.CUT, problem="reset", ended=12.0, status=None)],
         lines=[line(), line(id="soak-2.7", code=502, term="SD", error="the engine is gone")],
@@ -58,7 +58,7 @@ def test_the_table_says_what_counts() -> None:
     assert "the engine is gone" in explained
 
 
-def test_a_line_about_lines_that_were_left_out_is_the_end_of_no_request() -> None:
+def test_line_of_suppressed_lines_ends_no_request() -> None:
     left_out = {"logger": "proxy.access", "at": 12.0, "message": "left out: request", "term": "PQ", "suppressed": 7}
     of_flood = evidence(lines=[line(), left_out])
     assert of_flood.ends == [line()]

@@ -12,7 +12,7 @@ from tests.lab.soak.logs import D, P, answer, evidence, fault, leg, line, sample
 
 
 def wrong(**fields: Any) -> dict[str, list[str]]:
-    """What is said about evidence that differs like this from one where all is well, by invariant."""
+    """Return the violations of evidence with these changes, by invariant."""
     return {one.name: texts for one, texts in judged(evidence(**fields)).items() if texts}
 
 
@@ -68,7 +68,7 @@ def test_names_and_explanations_are_complete() -> None:
         "busy", "a little more",
     ],
 )  # fmt: skip
-def test_what_is_well_is_not_complained_of(fields: dict[str, Any]) -> None:
+def test_correct_evidence_has_no_violations(fields: dict[str, Any]) -> None:
     assert wrong(**fields) == {}
 
 
@@ -118,16 +118,16 @@ def test_what_is_well_is_not_complained_of(fields: dict[str, Any]) -> None:
          {"samples": [sample(5.0 + 60 * m, rss_bytes=(60 + 2 * m) << 20) for m in range(20)]}),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_complained_of(name: str, text: str, fields: dict[str, Any]) -> None:
+def test_violation_is_reported(name: str, text: str, fields: dict[str, Any]) -> None:
     found = wrong(**fields)
     assert any(text in one for one in found.get(name, ())), found
 
 
-def test_a_fault_that_nobody_felt_is_no_violation() -> None:
+def test_fault_without_effect_is_no_violation() -> None:
     assert "I14" not in wrong(faults=[fault()], answers=CLEAN, lines=CLEAN_LINES)
 
 
-def test_what_died_with_its_worker_is_counted_apart() -> None:
+def test_answers_cut_by_a_killed_worker_are_counted_separately() -> None:
     cut = {"answers": [answer(**CUT)], "lines": []}
     assert "I1" in wrong(**cut)
     assert "I1" in wrong(**cut, faults=[fault("kill worker", began=13.0)])
@@ -138,7 +138,7 @@ def test_what_died_with_its_worker_is_counted_apart() -> None:
     assert "I1" in wrong(lines=[], faults=[fault("kill worker", began=12.2)], limits=workers(2))
 
 
-def test_an_answer_may_be_moved_or_repeated_as_it_ends() -> None:
+def test_answer_may_be_resumed_or_repeated_as_it_ends() -> None:
     def twice(sent: float, attempts: int) -> bool:
         legs = [leg("prefill"), leg("decode", ended=11.0), leg("decode", attempt="a2", sent=sent)]
         return "I5" in wrong(legs=legs, lines=[line(attempts=attempts)])
@@ -146,19 +146,19 @@ def test_an_answer_may_be_moved_or_repeated_as_it_ends() -> None:
     assert [twice(11.1, 2), twice(11.1, 1), twice(11.8, 2)] == [False, True, True]
 
 
-def test_some_cannot_be_judged_with_several_workers() -> None:
+def test_invariants_skip_loads_with_several_workers() -> None:
     not_judged = [one.name for one, verdict in judged(evidence(limits=workers(2))).items() if verdict is None]
     assert not_judged == ["I3"]
 
 
-def test_what_is_noted_late_is_no_violation() -> None:
+def test_late_record_is_no_violation() -> None:
     late = [leg("prefill", attempt="a2", sent=14.0), leg("decode")]
     assert "I8" in wrong(legs=late)
     assert "I8" not in wrong(legs=late, judges_lag_seconds=2.0)
     assert "I8" not in wrong(legs=late, samples=[sample(11.0, metrics=gauge("loop_lag_seconds", 2.0))])
 
 
-def test_a_busy_machine_answers_late_without_a_fault_too() -> None:
+def test_recovery_allows_for_a_busy_machine() -> None:
     late = [answer(id="soak-2.300", began=11.2, ended=13.0, is_clean=True, stream=False, is_done=False)]
     usual = [answer(id=f"soak-{n}.300", began=9.0, ended=10.5, is_clean=True) for n in range(3, 8)]
     assert "I14" in wrong(
@@ -182,7 +182,7 @@ def test_repeats_are_counted_against_the_budget() -> None:
     assert "I10" not in wrong(answers=answers, legs=legs + again, lines=lines, limits=workers(2))
 
 
-def test_only_an_answer_that_went_on_may_have_another_prompt() -> None:
+def test_only_a_resumed_answer_may_have_another_prompt() -> None:
     legs = [leg("decode"), leg("decode", attempt="a2", sent=11.0, edited=("prompt", "max_tokens"), is_finished=False)]
     assert "I12" in wrong(legs=legs)
     assert "I12" not in wrong(legs=legs, lines=[line(resumes=1)])

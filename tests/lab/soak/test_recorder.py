@@ -1,4 +1,4 @@
-"""What is read off the network between the gateway and an engine."""
+"""Recording legs from the network between the gateway and an engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Network:
-    """A connection with a recorder, and a clock that goes on by a second with everything that passes."""
+    """A connection with a recorder, and a clock that advances by a second with each write."""
 
     def __init__(self) -> None:
         self.legs: list[Leg] = []
@@ -53,7 +53,7 @@ def network() -> Network:
     return Network()
 
 
-def test_a_whole_answer_is_a_leg_with_its_times(network: Network) -> None:
+def test_complete_answer_is_a_leg_with_its_times(network: Network) -> None:
     network.ask(DECODE)
     network.answer(*WHOLE, DONE)
     [leg] = network.legs
@@ -84,7 +84,7 @@ def test_requests_follow_each_other_on_a_connection_in_any_pieces(network: Netwo
     ],
     ids=["cut", "without [DONE]", "without finish", "recomputed", "error"],
 )
-def test_what_is_not_a_success(network: Network, chunks: tuple[bytes, ...], ends: bool) -> None:
+def test_unsuccessful_answers_are_not_finished(network: Network, chunks: tuple[bytes, ...], ends: bool) -> None:
     network.ask(DECODE)
     network.answer(*chunks, ends=ends)
     network.recorder.on_close()
@@ -93,14 +93,14 @@ def test_what_is_not_a_success(network: Network, chunks: tuple[bytes, ...], ends
     assert leg.is_whole is ends
 
 
-def test_a_connection_that_is_lost_before_the_answer(network: Network) -> None:
+def test_connection_lost_before_the_answer_is_a_leg(network: Network) -> None:
     network.ask(DECODE)
     network.recorder.on_close()
     [leg] = network.legs
     assert (leg.answered, leg.status, leg.is_whole, leg.ended) == (None, None, False, 1.0)
 
 
-def test_what_an_engine_says_to_nobody_does_not_count(network: Network) -> None:
+def test_data_after_the_gateways_disconnect_is_ignored(network: Network) -> None:
     network.ask(DECODE)
     network.answer(WHOLE[0], ends=False)
     network.recorder.on_end(UP)
@@ -110,14 +110,14 @@ def test_what_an_engine_says_to_nobody_does_not_count(network: Network) -> None:
     assert (leg.ended, leg.is_whole, leg.is_finished) == (3.0, False, False)
 
 
-def test_a_release_is_told_apart(network: Network) -> None:
+def test_release_is_recognised(network: Network) -> None:
     network.ask(orjson.dumps({"model": RELEASE_MODEL, "prompt": "x", "kv_transfer_params": {}}))
     network.answer(b"{}", status="404 Not Found")
     [leg] = network.legs
     assert (leg.stage, leg.user, leg.status, leg.edited) == ("release", "", 404, ())
 
 
-def test_bytes_that_are_no_http_are_no_error_here(network: Network) -> None:
+def test_invalid_http_raises_no_error(network: Network) -> None:
     network.ask(DECODE)
     network.recorder.on_data(DOWN, b"\x00\x01\x02")
     network.recorder.on_close()
@@ -137,5 +137,5 @@ def test_bytes_that_are_no_http_are_no_error_here(network: Network) -> None:
         (b"", {"a", "b", "c"}),
     ],
 )
-def test_edits_are_found_whatever_the_space_between(engine: bytes, expected: set[str]) -> None:
+def test_edits_are_found_with_any_white_space(engine: bytes, expected: set[str]) -> None:
     assert edits(b'{"a": 1.0, "b": [1, {"x": 1, "y": 2}], "c": "\\u0041"}', engine) == expected

@@ -1,4 +1,4 @@
-"""What the soak's clients ask for."""
+"""Requests of the soak's clients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lab.soak.workload import request_number, user_name, workload
 from proxy.sim.engine import SimulatedEngine
 
 
-async def test_requests_get_the_status_they_deserve_of_an_engine_and_are_the_same_for_a_seed() -> None:
+async def test_workload_is_constant_for_a_seed_and_has_the_expected_statuses() -> None:
     requests = workload(7)
     assert [request.body("x") for request in requests] == [request.body("x") for request in workload(7)]
     assert requests != workload(8)

@@ -1,4 +1,4 @@
-"""What is read out of a page, and which outputs are alike."""
+"""Blocks of a page, and similarity of outputs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Drawn:
 """
 
 
-def test_a_page_has_blocks_of_all_kinds() -> None:
+def test_page_has_blocks_of_all_kinds() -> None:
     assert blocks("P.md", PAGE) == [
         Block(
             "P.md:5",
@@ -61,7 +61,7 @@ def test_a_page_has_blocks_of_all_kinds() -> None:
     ]
 
 
-def test_a_command_goes_on_in_the_next_line_and_ends_before_its_comment() -> None:
+def test_command_has_continuation_lines_and_no_comment() -> None:
     first, second = blocks("P.md", PAGE)[0].commands
     assert first == "pdproxy --prefill a:1 \\\n    --decode b:1"
     assert without_comment(second) == "curl localhost:1999/livez"
@@ -70,13 +70,13 @@ def test_a_command_goes_on_in_the_next_line_and_ends_before_its_comment() -> Non
 @pytest.mark.parametrize(
     "page", ["\n    kubectl apply -f x\n", "\n    keys:\n", "<!-- not run: -->\n    pdproxy\n", "```\nmake\n```"]
 )
-def test_what_is_of_no_kind_is_not_passed_over(page: str) -> None:
+def test_block_of_unknown_kind_is_rejected(page: str) -> None:
     with pytest.raises(PageError, match=r"P\.md:\d: "):
         blocks("P.md", page)
 
 
 @pytest.mark.parametrize("name", ["README.md", "OPERATING.md"])
-def test_every_block_of_the_pages_is_of_some_kind(name: str) -> None:
+def test_every_block_of_the_pages_has_a_kind(name: str) -> None:
     assert blocks(name, (ROOT / name).read_text(encoding="utf-8"))
 
 
@@ -90,6 +90,6 @@ def test_every_block_of_the_pages_is_of_some_kind(name: str) -> None:
         ("another line", False),
     ],
 )
-def test_outputs_are_alike_that_differ_in_numbers_and_addresses(printed: str, is_shown: bool) -> None:
+def test_outputs_match_with_other_numbers_and_addresses(printed: str, is_shown: bool) -> None:
     shown = "prefill  localhost:7100  up     13      5,500  0.0\nfirst token  p50 70 ms, p95 430 ms\n"
     assert missing_lines(f"\n{printed}\n", shown) == ([] if is_shown else [printed])

@@ -1,6 +1,4 @@
-"""What scripts/test-observability goes by, without Prometheus: which times are shortened, when a panel shows nothing,
-and that every alert has its fault.
-"""
+"""scripts/test-observability without Prometheus: shortened times, panels without data, and a fault for every alert."""
 
 from __future__ import annotations
 
@@ -23,24 +21,24 @@ def test_all_times_of_a_rule_are_shortened(name: str) -> None:
     assert times.sub("", shortened(text, 60)) == times.sub("", text), "and nothing else is changed"
 
 
-def test_a_time_is_shortened_by_so_much() -> None:
+def test_time_is_divided_by_the_factor() -> None:
     assert (
         shortened("rate(a[5m]) + rate(b[1h])\n  for: 30s\n", 60) == "rate(a[5000ms]) + rate(b[60000ms])\n  for: 500ms\n"
     )
 
 
-def test_every_alert_has_a_fault_and_only_one() -> None:
+def test_every_alert_has_exactly_one_fault() -> None:
     driven = [alert for fault in (*UNDER_LOAD, *IDLE) for alert in fault.alerts]
     assert sorted(driven) == sorted(alert_rules())
 
 
-def test_the_end_of_an_alert_is_where_it_pauses() -> None:
+def test_alert_ends_at_its_first_pause() -> None:
     assert first_end([]) is None
     assert first_end([5.0, 5.5, 6.0]) == 6.5
     assert first_end([5.0, 5.5, 9.0, 9.5]) == 6.0
 
 
-def test_a_query_is_asked_with_nothing_chosen() -> None:
+def test_query_is_substituted_without_selections() -> None:
     asked = substituted('sum(rate(a{job=~"$job"}[$__rate_interval])) + label_replace(b, "c", "$1", "d", "(.*)")')
     assert asked == 'sum(rate(a{job=~".+"}[5s])) + label_replace(b, "c", "$1", "d", "(.*)")'
 
@@ -54,11 +52,11 @@ def test_a_query_is_asked_with_nothing_chosen() -> None:
         ([Series({"a": "1"}, [(1.0, 2.0)]), Series({"a": "1", "b": "2"}, [(1.0, float("inf")), (2.0, 0.0)])], []),
     ],
 )
-def test_a_panel_without_a_number_or_a_label_of_its_legend_is_a_problem(given: list[Series], told: list[str]) -> None:
+def test_panel_without_number_or_legend_label_is_a_problem(given: list[Series], told: list[str]) -> None:
     assert problems(given, "{{a}} {{b}}", "q") == told
 
 
-def test_what_is_drawn_are_panels_that_there_are_whatever_they_show() -> None:
+def test_picture_draws_existing_panels_with_any_data() -> None:
     points = [(float(at), at % 3 if at != 5 else float("nan")) for at in range(300)]
     series = Series({"instance": "g", "role": "decode", "address": "<d&1>", "code": "200"}, points)
     shown = [

@@ -1,4 +1,4 @@
-"""What mypyc gets instead of the source does the same, and every line is where it was."""
+"""Rewritten classes behave as the source, and every line stays where it is."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class Base:
 
 
 def module(source: str) -> dict[str, Any]:
-    names: dict[str, Any] = {"__name__": __name__}  # where dataclasses look for what annotations name
+    names: dict[str, Any] = {"__name__": __name__}  # dataclasses resolve annotations there
     exec(compile(source, "written.py", "exec"), names)
     return names
 
 
-def test_a_dataclass_is_a_class_that_sets_the_same_fields() -> None:
+def test_rewritten_dataclass_sets_the_same_fields() -> None:
     names = module(compilable(SOURCE))
     order = names["Order"]("a", parts=["x"])
     assert (order.name, order.count, order.parts, order.sizes) == ("a", 1, ["x"], [0] * 3)
@@ -64,12 +64,12 @@ def test_a_dataclass_is_a_class_that_sets_the_same_fields() -> None:
         names["Order"]()
 
 
-def test_one_that_can_be_compared_still_can() -> None:
+def test_comparable_dataclass_stays_comparable() -> None:
     compared = module(compilable(SOURCE))["Compared"]
     assert compared(1) == compared(1) != compared(2)
 
 
-def test_every_line_is_where_it_was() -> None:
+def test_rewriting_keeps_line_numbers() -> None:
     before, after = SOURCE.splitlines(), compilable(SOURCE, {"Base"}).splitlines()
     assert len(before) == len(after)
     moved = [
@@ -78,39 +78,39 @@ def test_every_line_is_where_it_was() -> None:
     assert not moved
 
 
-def test_a_class_with_subclasses_elsewhere_is_open_to_them() -> None:
+def test_class_with_interpreted_subclasses_permits_them() -> None:
     text = compilable(SOURCE, {"Base", "Order"})
     assert text.count("@mypyc_attr(allow_interpreted_subclasses=True)\nclass ") == 2
     assert list(subclassed("class A(b.Base, Generic[T]): pass")) == ["Base", "Generic"]
 
 
-def test_what_mypyc_would_evaluate_in_vain_is_refused() -> None:
+def test_annotation_that_mypyc_cannot_evaluate_is_rejected() -> None:
     source = SOURCE.replace("    number: int", "    number: Sequence[int]")
     with pytest.raises(Refused, match="eq=False"):
         compilable(source)
 
 
-def test_a_union_in_a_struct_is_refused() -> None:
+def test_union_in_a_struct_is_rejected() -> None:
     source = "class Message(msgspec.Struct):\n    role: str | None = None\n"
     with pytest.raises(Refused, match=r"Message\.role"):
         compilable(source)
 
 
-def test_what_is_compiled_is_there_and_can_be() -> None:
+def test_compiled_modules_exist_and_can_be_rewritten() -> None:
     for path in MODULES:
         assert compilable(Path(path).read_text())
 
 
-def test_one_that_says_that_it_can_be_compared_still_can() -> None:
+def test_explicitly_comparable_dataclass_stays_comparable() -> None:
     compared = module(compilable(SOURCE.replace("eq=False", "eq=True")))["Order"]
     assert compared("a") == compared("a") != compared("b")
 
 
-def test_a_class_of_one_line_is_refused() -> None:
+def test_class_of_one_line_is_rejected() -> None:
     with pytest.raises(Refused, match="Compared"):
         compilable(SOURCE.replace("frozen=True, slots=True", "slots=True, eq=False"))
 
 
-def test_classes_may_have_subclasses_if_a_class_that_they_inherit_from_may() -> None:
+def test_subclasses_of_open_classes_are_open() -> None:
     sources = ["class Leaf(Middle): ...\nclass Other(Enum): ...", "class Middle(Open): ...\nclass Open: ..."]
     assert with_subclasses({"Open", "Enum"}, sources) == {"Open", "Enum", "Middle", "Leaf"}

@@ -1,4 +1,4 @@
-"""Everything that a plain request and its tokens run through is compiled, but for what cannot be."""
+"""Modules of a plain request and its tokens are compiled, except those that mypyc cannot compile."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOT_COMPILED: Final = {
     "proxy/listener/replies.py": "aiohttp sets an attribute of its middleware, which a compiled function does not have",
     "proxy/observe/instruments.py": "its classes have bases in prometheus-client, which is not compiled",
 }
-"""The modules that a plain request runs through and mypyc cannot compile, and why."""
+"""Modules on the path of a plain request that mypyc cannot compile, with the reason."""
 
 
 def interpreted(calls: Calls, count: int) -> Iterator[str]:
@@ -41,10 +41,10 @@ def interpreted(calls: Calls, count: int) -> Iterator[str]:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("connector", ["vllm_pull", "sglang_bootstrap"])
-async def test_a_plain_request_runs_through_compiled_modules(
+async def test_plain_request_runs_through_compiled_modules(
     deploy: Deploy, caplog: pytest.LogCaptureFixture, connector: str, stream: bool
 ) -> None:
-    caplog.set_level(logging.WARNING, "proxy")  # the tests' own handler would write the lines
+    caplog.set_level(logging.WARNING, "proxy")  # the handler of the tests would write the lines
     gateway = await deploy(connector=connector, decoder={"decode_step_ms": 1.0})
     observers, ended = gateway.worker.observers, Ended()
     observers.add(ended)
@@ -52,7 +52,7 @@ async def test_a_plain_request_runs_through_compiled_modules(
         await ask(lines, 2, stream=stream, max_tokens=16)
         with counting() as calls:
             await ask(lines, REQUESTS, stream=stream, max_tokens=16)
-        # All requests end again in one batch, so that what is done once in a batch does not count.
+        # All requests end in one batch, so that work per batch does not count.
         records = ended.records[-REQUESTS:]
         with observers.in_batches(lambda *_, **__: None), counting({BATCH}, None) as batch:
             for record in records:
@@ -62,7 +62,7 @@ async def test_a_plain_request_runs_through_compiled_modules(
     assert list(interpreted(calls, REQUESTS)) == []
 
 
-async def test_a_look_at_silent_streams_runs_through_compiled_modules(deploy: Deploy) -> None:
+async def test_sweep_of_silent_streams_runs_through_compiled_modules(deploy: Deploy) -> None:
     gateway = await deploy()
     upstream = gateway.worker.upstream
     async with connected(gateway, STREAMS) as lines:
@@ -73,13 +73,13 @@ async def test_a_look_at_silent_streams_runs_through_compiled_modules(deploy: De
                 await line.has(b"data: ")
             upstream.sweep()
             with counting({SWEEP}, None) as calls:
-                upstream.sweep()  # nothing can have arrived since the last one
+                upstream.sweep()  # no data has arrived since the last look
             assert upstream.busy_connections == STREAMS
         for line in lines:
             await line.has(b"data: [DONE]")
     assert list(interpreted(calls, STREAMS)) == []
 
 
-def test_modules_that_are_excepted_are_not_compiled() -> None:
+def test_excluded_modules_are_not_compiled() -> None:
     assert not set(NOT_COMPILED).intersection(MODULES)
     assert all(Path(path).is_file() for path in NOT_COMPILED)

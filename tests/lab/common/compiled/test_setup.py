@@ -1,4 +1,4 @@
-"""What was compiled is installed as it is."""
+"""Compiled modules are installed unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """One that looks as if scripts/compile had made it."""
+    """Return a directory like one of scripts/compile."""
     for name in ("pyproject.toml", "README.md", "LICENSE", "scripts/lab/common/compiled/setup.py"):
         shutil.copy(name, tmp_path)
     (tmp_path / "proxy").mkdir()
@@ -34,7 +34,7 @@ def wheel_of(directory: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
 
 
-def test_a_wheel_has_what_was_compiled(directory: Path) -> None:
+def test_wheel_has_the_compiled_modules(directory: Path) -> None:
     done = wheel_of(directory)
     assert done.returncode == 0, done.stderr
     (wheel,) = (directory / "dist").iterdir()
@@ -44,7 +44,7 @@ def test_a_wheel_has_what_was_compiled(directory: Path) -> None:
             assert packed.read(name).decode() == name
 
 
-def test_what_was_compiled_for_another_python_is_not_installed(directory: Path) -> None:
+def test_modules_for_another_python_are_not_installed(directory: Path) -> None:
     (directory / f"all{SUFFIX}").rename(directory / "all.cpython-27-other.so")
     done = wheel_of(directory)
     assert done.returncode == 1

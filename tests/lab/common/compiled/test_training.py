@@ -1,4 +1,4 @@
-"""What the gateway is asked before it is compiled is answered."""
+"""All requests of the training succeed."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from pathlib import Path
 from lab.common.compiled.training import train
 
 
-def test_all_that_is_asked_in_training_is_answered() -> None:
+def test_all_requests_of_the_training_succeed() -> None:
     train(Path.cwd(), rounds=1)
