@@ -62,7 +62,7 @@ def opponent(name: str, called_from: Path, directory: Path, connector: str) -> P
 def _haproxy(directory: Path) -> Peer:
     """Return HAProxy, the lower bound: a relay in C that only forwards to decoders."""
     if shutil.which(HAPROXY) is None:
-        sys.exit("--duel haproxy: there is no haproxy on the PATH (Debian: apt-get install haproxy)")
+        sys.exit("--duel haproxy: haproxy is not on the PATH (Debian: apt-get install haproxy)")
 
     # HAProxy takes two descriptors per connection, and does not start if it may not open as many.
     most = min(20_000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 - 100)

@@ -38,7 +38,7 @@ class Sample(NamedTuple):
 def table(seconds: float, count: int) -> str:
     """Return µs of CPU by function for each scenario, for at most `count` functions."""
     if shutil.which("perf") is None:
-        sys.exit("--compiled: package is no perf on the PATH (Debian: apt-get install linux-perf)")
+        sys.exit("--compiled: perf is not on the PATH (Debian: apt-get install linux-perf)")
     try:
         package = compiled()
     except NotCompiled as error:

@@ -28,7 +28,7 @@ _totals: Final = re.compile(r"^totals: (\d+)$", re.MULTILINE)
 def table(seconds: float) -> str:
     """Return thousands of instructions per request, for each scenario."""
     if shutil.which("valgrind") is None:
-        sys.exit("--instructions: there is no valgrind on the PATH (Debian: apt-get install valgrind)")
+        sys.exit("--instructions: valgrind is not on the PATH (Debian: apt-get install valgrind)")
     lines = [f"{scenario}: {_per_request(scenario, seconds) / 1000:,.0f} k instructions" for scenario in _SCENARIOS]
     return "\n".join(lines)
 
