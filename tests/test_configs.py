@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 import yaml
 
+from proxy.process.configuration import FIXED
 from proxy.settings import OPTIONS, Settings, load
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.openai import Api
@@ -41,6 +42,12 @@ def test_full_configuration_has_the_models_help_of_every_option() -> None:
     said = " ".join(line.strip().removeprefix("#").strip() for line in lines)
     descriptions = [" ".join((field.description or "").split()) for field in OPTIONS.values()]
     assert [description for description in descriptions if description not in said] == []
+
+
+def test_options_that_cannot_be_reloaded_are_documented_as_requiring_a_restart() -> None:
+    assert [
+        name for name in FIXED if "Requires a restart." not in " ".join((OPTIONS[name].description or "").split())
+    ] == []
 
 
 # Prefillers and decoders, one for each data-parallel rank that has an endpoint.

@@ -211,7 +211,7 @@ def test_check_config_warns_of_probable_mistakes(
     out, err = capsys.readouterr()
     assert "warning" not in out
     assert err.splitlines() == [
-        "pdproxy: warning: --port is given 2 times, and only the last one counts",
+        "pdproxy: warning: --port is given 2 times: the last value applies",
         "pdproxy: warning: PROXY_WORKER is no option and is ignored: did you mean PROXY_WORKERS?",
     ]
 

@@ -1,7 +1,7 @@
-"""The command line: flat flags, those of vLLM-Ascend's example proxies among them with the same meaning.
+"""The command line: flags for common options, with the names and meanings of vLLM-Ascend's example proxies.
 
-Values stay text here; the model judges them, as it does those of the other sources. Secrets have no flag, because
-anybody on the host can read a command line.
+Values stay text here; the model validates them, as it does for the other sources. Secrets have no flag, because every
+user on the host can read a command line.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Flag → the options it sets. A later line overrides an earlier one.
+# Options that each flag sets. A later flag of this table overrides an earlier one.
 _FLAGS: Final = {
     "--host": ["listen.host"],
     "--port": ["listen.port"],
@@ -50,10 +50,10 @@ _FLAGS: Final = {
     "--log-format": ["log.format"],
 }
 
-# The option, the noun, and the port of a host that is given without ports.
+# Option, noun in flags, and default port of a host.
 _ROLES: Final = (("prefill", "prefiller", 8001), ("decode", "decoder", 8002), ("encode", "encoder", 8003))
 
-# What the examples for engines that do both stages, and for encoders, call our flags.
+# Flags of the examples for engines that do both stages, and for encoders, with our names for them.
 _ALIASES: Final = {
     **{f"--{noun}-{what}": f"--decoder-{what}" for noun in ("pd", "server") for what in ("hosts", "ports")},
     **{f"--{role}-servers-urls": f"--{role}" for role, _, _ in _ROLES},
@@ -62,13 +62,13 @@ _BOTH_STAGES: Final = ("--pd-hosts", "--pd-ports", "--server-hosts", "--server-p
 """Flags of engines that prefill and decode."""
 _OTHER_SPELLINGS: Final = """\
 --pd-hosts, --pd-ports, --server-hosts, --server-ports: --decoder-hosts and --decoder-ports, with --connector plain;
---encode-servers-urls, --prefill-servers-urls (or `disable`) and --decode-servers-urls take URLs with commas between."""
+--encode-servers-urls, --prefill-servers-urls (or `disable`) and --decode-servers-urls take comma-separated URLs."""
 _NO_PREFILLERS: Final = ("disable", "none")
-"""What the encoders' example is told instead of prefillers if engines do both stages."""
+"""Values of the encoder example's --prefill-servers-urls if engines do both stages."""
 _LENGTH_GROUPS: Final = "--enable-dynamic-bucket"
 _DISPATCH_MODE: Final = "--encoder-dispatch-mode"
 
-_OF_OTHER_EXAMPLES: Final = (
+_FLAGS_OF_OTHER_EXAMPLES: Final = (
     *_ALIASES,
     *("--server-group-threshold", "--max-request-tokens", _LENGTH_GROUPS, _DISPATCH_MODE),
 )
@@ -76,26 +76,26 @@ _OF_OTHER_EXAMPLES: Final = (
 _REPEATABLE: Final = tuple(f"--{role}" for role, _, _ in _ROLES)
 
 _DESCRIPTION: Final = """\
-One OpenAI-compatible endpoint in front of engines that prefill and engines that decode.
-Every option can also be set in the environment (PROXY_LISTEN__PORT) or in the --config file, which have more options
-than there are flags: see configs/full.yaml. A flag beats the environment, the environment beats the file."""
+OpenAI-compatible gateway for engines that prefill and engines that decode.
+All options can be set in the environment (PROXY_LISTEN__PORT) or in the --config file; see configs/full.yaml. The
+most common ones have flags. Flags override the environment, and the environment overrides the file."""
 
 _WITH_THESE_FLAGS: Final = {
     "print-config": "print the effective options and where each came from",
-    "check-config": "say whether the configuration is in order",
-    "health": "ask the gateway on this host whether it is alive",
+    "check-config": "check the configuration",
+    "health": "check whether the gateway on this host is alive",
 }
 _WITH_OTHERS: Final = {
-    "doctor": "ask every instance what it is, hand over a prompt in every pair, and say what does not fit",
-    "top": "show what a running gateway does",
-    "advise": "watch a running gateway's metrics, and say whether prefillers or decoders are the bottleneck",
-    "launch": "make the commands of every node and the configuration of one description of the fleet",
-    "roll": "restart the instances of a role one after the other, while gateways serve",
+    "doctor": "test every instance and the KV handoff of every pair, and report incompatibilities",
+    "top": "show the activity of a running gateway",
+    "advise": "find out from a running gateway's metrics whether prefillers or decoders are the bottleneck",
+    "launch": "generate the commands of every node and the gateway configuration from a description of the fleet",
+    "roll": "restart the instances of a role one by one while gateways serve",
     "mock-engine": "run a simulated engine",
-    "completion": "print a script by which bash or zsh completes all of this",
+    "completion": "print a shell completion script for bash or zsh",
 }
 COMMANDS: Final = {**_WITH_THESE_FLAGS, **_WITH_OTHERS}
-"""The sub-commands, and what each does."""
+"""Sub-commands with their descriptions."""
 
 
 def _listed(commands: Mapping[str, str]) -> str:
@@ -103,43 +103,50 @@ def _listed(commands: Mapping[str, str]) -> str:
 
 
 _EPILOG: Final = (
-    f"sub-commands, as the first word, with the same flags:{_listed(_WITH_THESE_FLAGS)}\n"
-    f"and with flags of their own besides:{_listed(_WITH_OTHERS)}\n"
-    "Each of them tells its flags after --help."
+    f"sub-commands with the same flags:{_listed(_WITH_THESE_FLAGS)}\n"
+    f"sub-commands with additional flags:{_listed(_WITH_OTHERS)}\n"
+    "Run `pdproxy COMMAND --help` for details."
 )
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of a sub-command, whose mistakes are SettingsErrors."""
+    """Argument parser that raises SettingsError for an invalid command line."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises SettingsError."""
+        """Raise SettingsError with this message."""
         raise SettingsError(message.removeprefix("argument "))
 
 
 @dataclass(frozen=True, slots=True)
 class CommandLine:
-    """What the flags say."""
+    """Options and warnings of a parsed command line."""
 
     values: dict[str, Sourced]
-    """The options that were given as flags."""
+    """Options that were set by flags, by name."""
     config: str | None
-    """The path after --config."""
+    """Path from --config; None: the flag is missing."""
     warnings: tuple[str, ...]
-    """A sentence for each flag that was given again, of which only the last one counts."""
+    """One sentence for each flag that was given more than once or has no effect."""
 
 
 def parse(argv: Sequence[str], command: str | None = None) -> CommandLine:
-    """Read the words behind the program's name, or behind that of a sub-command. Raises SettingsError.
+    """Parse the arguments of the program or of a sub-command.
 
     `--help` and `--version` print and raise SystemExit.
+
+    Args:
+        argv: The arguments without the names of the program and the sub-command.
+        command: Name of the sub-command; None: the program itself.
+
+    Raises:
+        SettingsError: A flag or an argument is invalid.
     """
     parser, known_flags = _parser(command)
     spelled = _in_full(argv, known_flags)
     in_full = [_translated(word) for word in spelled]
     found, unknown = parser.parse_known_args(in_full)
     if unknown:
-        # Only the flag: what follows it, or its =, may be a secret.
+        # Show only the flag: its value may be a secret.
         for word in unknown:
             if word.startswith("-"):
                 flag = word.partition("=")[0]
@@ -155,7 +162,7 @@ def parse(argv: Sequence[str], command: str | None = None) -> CommandLine:
     both_stages = [flag for flag in map(_flag_of, spelled) if flag in _BOTH_STAGES]
     if given["--prefill"] and given["--prefill"][0] in _NO_PREFILLERS:
         if len(given["--prefill"]) > 1:
-            raise SettingsError(f"--prefill {given['--prefill'][0]} stands for no prefillers, and others are given")
+            raise SettingsError(f"--prefill {given['--prefill'][0]} means no prefillers and excludes other values")
         both_stages.append("--prefill-servers-urls")
         given["--prefill"] = None
     if both_stages:
@@ -172,34 +179,35 @@ def parse(argv: Sequence[str], command: str | None = None) -> CommandLine:
             if hosts or ports:
                 urls.insert(0, _paired(noun, hosts or ["localhost"], ports or [range(default_port, default_port + 1)]))
             values[role] = Sourced([endpoint for several in urls for endpoint in several], origin)
-    warnings = list(_given_again(in_full, known_flags))
+    warnings = list(_repeated_flags(in_full, known_flags))
     if given[_DISPATCH_MODE] == "single":
-        warnings.append(f"{_DISPATCH_MODE} single: here each item goes to an encoder by itself, as with fanout")
+        warnings.append(f"{_DISPATCH_MODE} single is ignored: each media item is sent to one encoder, as with fanout")
     return CommandLine(values, given["--config"], tuple(warnings))
 
 
 def _in_full(argv: Sequence[str], known_flags: Sequence[str]) -> list[str]:
-    """The words, with each flag spelled out: its beginning is enough where no other flag begins so.
+    """Return the arguments with all abbreviated flags written out.
 
-    That is what argparse does with the example's flags, and guides write `--prefiller-port`; those of the other
-    examples come second, as they would make its flags ambiguous. Raises SettingsError.
+    argparse accepts unambiguous abbreviations of the example's flags, and guides write `--prefiller-port`. The flags
+    of the other examples are considered only if no other flag matches, because they would make some ambiguous.
+    Raises SettingsError for an ambiguous abbreviation.
     """
-    first = [flag for flag in known_flags if flag not in _OF_OTHER_EXAMPLES]
+    first = [flag for flag in known_flags if flag not in _FLAGS_OF_OTHER_EXAMPLES]
     words = []
     for word in argv:
         flag, equals, value = word.partition("=")
         if flag.startswith("--") and flag != "--" and flag not in (*known_flags, *_ALIASES):
             meant = [known for known in first if known.startswith(flag)]
-            meant = meant or [known for known in _OF_OTHER_EXAMPLES if known.startswith(flag)]
+            meant = meant or [known for known in _FLAGS_OF_OTHER_EXAMPLES if known.startswith(flag)]
             if len(meant) > 1:
-                raise SettingsError(f"{flag} is short for {' and '.join(meant)}: write out which one")
+                raise SettingsError(f"{flag} is ambiguous: use {' or '.join(meant)}")
             flag = meant[0] if meant else flag
         words.append(f"{flag}{equals}{value}")
     return words
 
 
 def _translated(word: str) -> str:
-    """Our flag for one of another example's."""
+    """Replace a flag of another example by ours."""
     flag = _flag_of(word)
     return _ALIASES.get(flag, flag) + word[len(flag) :]
 
@@ -208,12 +216,12 @@ def _flag_of(word: str) -> str:
     return word.partition("=")[0]
 
 
-def _given_again(words: Sequence[str], known_flags: Sequence[str]) -> Iterator[str]:
-    """The words are flags in full and their values."""
+def _repeated_flags(words: Sequence[str], known_flags: Sequence[str]) -> Iterator[str]:
+    """Yield a warning for each flag that is repeated although only its last value applies."""
     flags = [_flag_of(word) for word in words]
     for flag in known_flags:
         if flags.count(flag) > 1 and flag not in _REPEATABLE:
-            yield f"{flag} is given {flags.count(flag)} times, and only the last one counts"
+            yield f"{flag} is given {flags.count(flag)} times: the last value applies"
 
 
 def _each(flag: str, convert: Callable[[str], T], words: Sequence[str] | None) -> list[T]:
@@ -224,16 +232,14 @@ def _each(flag: str, convert: Callable[[str], T], words: Sequence[str] | None) -
 
 
 def _host_alone(word: str, url_flag: str) -> str:
-    """Raises ValueError, which says where an address goes that has a port."""
+    """Return a host name. Raises ValueError for a URL or an address with a port."""
     if "://" in word or re.fullmatch(r"[^:]+:[0-9-]+|\[.*\]:[0-9-]+", word):
-        raise ValueError(f"{shown(word.rpartition('@')[2])} is not just a host: {url_flag} takes URLs and host:port")
+        raise ValueError(f"{shown(word.rpartition('@')[2])} is not a host name: use {url_flag} for URLs and host:port")
     return plain_host(word)
 
 
 def _addresses(words: Sequence[str], *, has_bootstrap_ports: bool) -> list[str]:
-    """Each address with the words behind it that tell more of it: its bootstrap port, a word of its own as SGLang's
-    router has it, and its models.
-    """
+    """Join each address with the bootstrap port (as in SGLang's router) and the models that follow it."""
     joined: list[str] = []
     for word in words:
         if joined and (is_model(word) or (has_bootstrap_ports and is_bootstrap_port(word))):
@@ -251,28 +257,37 @@ def _paired(noun: str, hosts: Sequence[str], ports: Sequence[range]) -> tuple[En
 
 
 def _parser(command: str | None) -> tuple[Parser, list[str]]:
-    """The parser, whose results are named like their flags, and all flags."""
+    """Return the parser and all flags. Each result of the parser is named like its flag."""
     parser = Parser(
         prog="pdproxy",
         description=_DESCRIPTION if command is None else f"{COMMANDS[command].capitalize()}.",
         epilog=_EPILOG if command is None else None,
         usage=f"pdproxy {'[sub-command]' if command is None else command} [flags]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # done here before, so that a value behind `=`, which may be a secret, is in no sentence
+        # `_in_full` handles abbreviations, because argparse would show the value after `=`, which may be a secret.
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=BUILD)
     flags = ["--help", "--version", "--config"]
-    parser.add_argument("--config", dest="--config", metavar="FILE.yaml", help="YAML file; also PROXY_CONFIG")
+    parser.add_argument(
+        "--config",
+        dest="--config",
+        metavar="FILE.yaml",
+        help="Path of the YAML configuration file. Can also be set by PROXY_CONFIG.",
+    )
     for role, noun, default_port in _ROLES:
         group = parser.add_argument_group(f"{noun}s")
         texts = {
             f"--{role}": (
                 "URL",
-                "http://host:port, host:port or host:7100-7115, IPv6 in brackets; repeatable"
-                + ("; an URL may be followed by its bootstrap port" if role == "prefill" else ""),
+                "Addresses as http://host:port, host:port or host:7100-7115, IPv6 in brackets. Repeatable."
+                + (" A bootstrap port may follow an address." if role == "prefill" else ""),
             ),
-            f"--{noun}-hosts": ("HOST", "hosts, in step with the ports (localhost)"),
-            f"--{noun}-ports": ("PORT", f"ports or ranges like 7100-7115; one range serves all hosts ({default_port})"),
+            f"--{noun}-hosts": ("HOST", "Host names, paired with the ports. Default: localhost."),
+            f"--{noun}-ports": (
+                "PORT",
+                f"Ports or ranges like 7100-7115. A single range applies to all hosts. Default: {default_port}.",
+            ),
         }
         for flag, (metavar, text) in texts.items():
             action = "extend" if flag in _REPEATABLE else "store"
@@ -281,20 +296,23 @@ def _parser(command: str | None) -> tuple[Parser, list[str]]:
     group = parser.add_argument_group("other options")
     for flag, options in _FLAGS.items():
         group.add_argument(flag, dest=flag, metavar="VALUE", help=_help(options))
-    group = parser.add_argument_group("as vLLM-Ascend's other examples have it", _OTHER_SPELLINGS)
-    group.add_argument(_LENGTH_GROUPS, dest=_LENGTH_GROUPS, action="store_true", help="--decode-policy length_groups")
+    group = parser.add_argument_group("flags of vLLM-Ascend's other examples", _OTHER_SPELLINGS)
+    group.add_argument(
+        _LENGTH_GROUPS, dest=_LENGTH_GROUPS, action="store_true", help="Same as --decode-policy length_groups."
+    )
     group.add_argument(
         _DISPATCH_MODE,
         dest=_DISPATCH_MODE,
         choices=("single", "fanout"),
-        help="always fanout: each item goes to an encoder by itself",
+        help="Accepted for compatibility. Each media item is always sent to one encoder (fanout).",
     )
     return parser, [*flags, *_FLAGS, _LENGTH_GROUPS, _DISPATCH_MODE]
 
 
 def _help(options: Sequence[str]) -> str:
     if len(options) > 1:
-        return f"sets {' and '.join(options)}"
+        return f"Sets {' and '.join(options)}."
     field = OPTIONS[options[0]]
     default = field.get_default(call_default_factory=False)
-    return f"{field.description} ({default})".replace("%", "%%")
+    shown_default = "" if default is None else f" Default: {default}."
+    return f"{field.description}{shown_default}".replace("%", "%%")

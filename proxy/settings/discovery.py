@@ -81,27 +81,26 @@ Servers = Annotated[
 
 
 class Discovery(Section):
-    """Sources of instances that may come and go while the gateway runs, besides those that are configured."""
+    """Sources of instances that join and leave while the gateway runs, in addition to the configured instances."""
 
     files: FilePatterns = ()
-    """Watched files with instances, in the format of Prometheus' file_sd_configs (JSON or YAML); * and ? in a path
-    stand for anything. The label role of a group is prefill, decode or encode, bootstrap_port is what it says of
-    prefillers, and model what all of them serve. A relative path is relative to the directory of the configuration file
-    that has it."""
+    """Paths of watched files with instances, in the format of Prometheus' file_sd_configs (JSON or YAML). * and ? are
+    wildcards. Labels of a group: role (prefill, decode or encode), bootstrap_port (of its prefillers) and model (served
+    by all of its instances). A relative path is relative to the directory of the configuration file that names it."""
     prefill_dns: DnsNames = ()
-    """DNS names of prefillers, looked up again as their records expire: name:port or name:first-last, each of whose
-    addresses (A, or AAAA if there are none) is an instance, or _service._tcp.name, whose SRV records have hosts and
-    ports. A bootstrap port and models may follow, as for prefill. Needs the extra dns."""
+    """DNS names of prefillers. name:port or name:first-last: each address of the name (A, or AAAA if there is no A
+    record) is an instance. _service._tcp.name: the SRV records contain hosts and ports. A bootstrap port and models may
+    follow, as for prefill. Names are resolved again when their records expire. Requires the extra dns."""
     decode_dns: DnsNames = ()
-    """DNS names of decoders, likewise."""
+    """DNS names of decoders. See prefill_dns."""
     encode_dns: DnsNames = ()
-    """DNS names of encoders, likewise."""
+    """DNS names of encoders. See prefill_dns."""
     dns_servers: Servers = ()
-    """Name servers to ask, as address:port; none: those of /etc/resolv.conf."""
+    """DNS servers, as address:port. If empty, the servers of /etc/resolv.conf are used."""
     dns_min_seconds: Seconds = 5.0
-    """Least time between two look-ups of a name, however soon its records expire."""
+    """Minimum time between two look-ups of a name, in seconds, even if its records expire earlier."""
     dns_max_seconds: Seconds = 60.0
-    """Longest time between two look-ups of a name, however late its records expire."""
+    """Maximum time between two look-ups of a name, in seconds, even if its records expire later."""
 
     @model_validator(mode="after")
     def _dns_is_in_order(self) -> Self:

@@ -26,30 +26,31 @@ def _server(url: str) -> str:
 
 
 class Kubernetes(Section):
-    """Instances from EndpointSlices, which Kubernetes keeps for services. The gateway's service account must be allowed
-    to list and watch them (configs/kubernetes/components/discovery).
+    """Instances from the EndpointSlices of Kubernetes services.
+
+    The gateway's service account must be allowed to list and watch them (configs/kubernetes/components/discovery).
     """
 
     prefill_selector: str | None = None
-    """Labels of the EndpointSlices whose endpoints are prefillers, such as kubernetes.io/service-name=prefill, or those
-    of the service itself; null: none."""
+    """Label selector of the EndpointSlices of prefillers, for example kubernetes.io/service-name=prefill. Labels of the
+    service work, too. null disables it."""
     decode_selector: str | None = None
-    """Labels of the EndpointSlices whose endpoints are decoders."""
+    """Label selector of the EndpointSlices of decoders."""
     encode_selector: str | None = None
-    """Labels of the EndpointSlices whose endpoints are encoders."""
+    """Label selector of the EndpointSlices of encoders."""
     namespace: Annotated[str, AfterValidator(_namespace)] | None = None
-    """Namespace of the services; null: the gateway's own."""
+    """Namespace of the services. null uses the gateway's own namespace."""
     port_name: str | None = None
-    """Names of the services' ports at which engines listen, with * and ?: each port is an instance, as for
-    data-parallel ranks; null: the only port, or the one that is called http. A port that is called bootstrap, or else
-    the annotation or label sglang.ai/bootstrap-port of the slice, is the bootstrap port of prefillers; what is
-    served is its annotation or label pdproxy/model."""
+    """Names of the service ports of the engines, with the wildcards * and ?. Each port is an instance, as for
+    data-parallel ranks. null selects the only port, or the port named http. The bootstrap port of prefillers is the
+    port named bootstrap, or the annotation or label sglang.ai/bootstrap-port of the slice. The annotation or label
+    pdproxy/model names the served models."""
     api_server: Annotated[str, AfterValidator(_server)] | None = None
-    """Address of the API server; null: that of the cluster the gateway runs in."""
+    """URL of the API server. null uses the cluster that the gateway runs in."""
     token_file: FilePath = None
-    """File with the token that is sent there; null: that of the pod's service account."""
+    """Path of a file with the token for the API server. null uses the pod's service account."""
     ca_file: FilePath = None
-    """File with the certificates of its authority; null: that of the pod's service account."""
+    """Path of a file with the CA certificates of the API server. null uses the pod's service account."""
 
     @model_validator(mode="after")
     def _namespace_is_known(self) -> Self:

@@ -35,21 +35,25 @@ def port_at(endpoint: str, port: int) -> int:
 
 
 class KvEvents(Section):
-    """KV events: engines tell at once what is in their prefix caches and what is evicted, so that the gateway need not
-    learn it. Needs the extra events: pip install 'pdproxy[events]'. With endpoint auto the others do not count.
+    """KV events: engines publish changes of their prefix caches, so the gateway does not have to infer them.
+
+    Requires the extra events: pip install 'pdproxy[events]'. With endpoint auto, the other options of this section are
+    ignored.
     """
 
     endpoint: Annotated[str | None, BeforeValidator(empty_is_none), AfterValidator(_endpoint)] = None
-    """Where engines publish: the endpoint of their --kv-events-config, as tcp://*:5557; tcp://*:+1000: the instance's
-    port and 1000, where several are on one host; auto: each is asked (vLLM from 0.32 on and SGLang tell); null: no
-    events are heard."""
+    """Endpoint at which engines publish KV events, as in their --kv-events-config. tcp://*:5557: this port.
+    tcp://*:+1000: the port of the instance plus 1000, for several instances on one host. auto: pdproxy asks each engine
+    (vLLM 0.32 and later, and SGLang). null disables KV events. Requires a restart."""
     replay_endpoint: Annotated[str | None, BeforeValidator(empty_is_none), AfterValidator(_tcp)] = None
-    """The replay_endpoint of their --kv-events-config, where lost events are asked for; null: there is none.
-    Not needed with endpoint auto."""
+    """Endpoint for the replay of lost events, as replay_endpoint of the engines' --kv-events-config. null disables the
+    replay. Not needed with endpoint auto. Requires a restart."""
     topic: str = ""
-    """Only events whose topic begins with this are heard; empty: all. With endpoint auto engines tell it."""
+    """Prefix of the topics that pdproxy subscribes to. If empty, it subscribes to all topics. With endpoint auto,
+    engines report it. Requires a restart."""
     ranks: Positive = 1
-    """Data-parallel ranks of an instance, which publish at ports one behind the other; with auto they tell them."""
+    """Number of data-parallel ranks of an instance. They publish at consecutive ports. With endpoint auto, engines
+    report them. Requires a restart."""
 
     @property
     def tellers(self) -> int:

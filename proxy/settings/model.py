@@ -48,57 +48,59 @@ MAX_BACKENDS: Final = 1024
 
 
 class Listen(Section):
-    """The address that clients connect to, and limits on what a client may use."""
+    """The address that clients connect to, and limits on client requests."""
 
     host: Host = "127.0.0.1"
-    """Host name or address to listen on; 0.0.0.0 means every IPv4 interface, :: every interface."""
+    """Host name or IP address to listen on. 0.0.0.0 listens on all IPv4 interfaces, :: on all interfaces. Requires a
+    restart."""
     port: ListenPort = 1999
-    """TCP port to listen on; 0 takes any free one."""
+    """TCP port to listen on. 0 selects a free port. Requires a restart."""
     max_body_bytes: Positive = 64 * 1024 * 1024
-    """Largest request body in bytes; a larger one is refused with status 413."""
+    """Maximum size of a request body, in bytes. Larger bodies are rejected with status 413."""
     max_body_elements: Positive = 4 * 1024 * 1024
-    """Most elements of a JSON request body; one with more is refused with status 413 before it is parsed. Numbers and
-    literals count 1 each, strings and names 8, arrays and objects 16, escapes in strings 1. Parsing a million of them
-    takes up to 30 ms, during which no other request is served."""
+    """Maximum number of elements in a JSON request body. Bodies with more elements are rejected with status 413 before
+    they are parsed. A number or literal counts as 1, a string or name as 8, an array or object as 16, and an escape in
+    a string as 1. Parsing one million elements takes up to 30 ms, and no other request is served during that time."""
     header_seconds: Seconds = 10.0
-    """Deadline for the headers of a request, from its first byte or from the opening of the connection."""
+    """Deadline for the headers of a request, in seconds. It starts with the first byte of the request, or when the
+    connection opens."""
     body_seconds: Seconds = 60.0
-    """Deadline for the body of a request."""
+    """Deadline for the body of a request, in seconds."""
     body_bytes_per_second: Natural = 1024
-    """Least average rate of a request body after its first 5 seconds; a slower one is refused with status 408; 0: no
-    such limit."""
+    """Minimum average rate of a request body, in bytes per second. The first 5 seconds are not checked. Slower bodies
+    are rejected with status 408. 0 disables the check."""
     max_connections: Positive | None = None
-    """Most client connections of a worker; further ones are answered with status 503; null: 45 % of the file
-    descriptors that the process may have open."""
+    """Maximum number of client connections per worker. Requests on further connections are rejected with status 503.
+    null allows 45 % of the process's file descriptor limit."""
     keepalive_seconds: Seconds = 75.0
-    """An idle client connection is closed after this long."""
+    """Time after which an idle client connection is closed, in seconds."""
     write_timeout_seconds: Seconds = 60.0
-    """A client that reads nothing of its answer for this long is disconnected."""
+    """Time after which a client that does not read its answer is disconnected, in seconds."""
     cors_origins: Origins = ()
-    """Origins of web pages that may use the clients' routes from a browser, like https://chat.example.com; * allows
-    every page. Administration is never open to web pages."""
+    """Origins of web pages that may call the client routes from a browser, for example https://chat.example.com. *
+    allows all pages. Administration is never available to web pages."""
     backlog: Positive = 4096
-    """Connections that the kernel queues until they are accepted."""
+    """Maximum number of connections that the kernel queues before pdproxy accepts them. Requires a restart."""
     fast_path: bool = True
-    """Whether the gateway's own reader reads plain requests, at a fraction of the price of aiohttp's. With false,
-    aiohttp reads all requests. Deprecated: both readers lead to the same answers."""
+    """Whether pdproxy's own HTTP reader handles plain requests, at a fraction of the CPU time of aiohttp's reader.
+    false sends all requests to aiohttp's reader. Deprecated: both readers give the same answers."""
 
 
 class Admin(Section):
-    """The routes for operators, and what may be done there."""
+    """Administration and metrics."""
 
     host: Host = "127.0.0.1"
-    """Host name or address of the listeners on admin.port and admin.probe_port."""
+    """Host name or IP address of the listeners on admin.port and admin.probe_port. Requires a restart."""
     port: ListenPort | None = None
-    """TCP port of a separate listener for operators: administration and metrics are then only there, and the routes for
-    probes on both; null: everything is on the clients' port."""
+    """TCP port of a separate listener for administration and metrics, which are then not available on the client port.
+    The probe routes are available on both. null serves all routes on the client port. Requires a restart."""
     probe_port: ListenPort | None = None
-    """TCP port on which a separate thread answers /livez and /readyz, which a busy event loop cannot delay; null: no
-    such port."""
+    """TCP port of a separate thread that answers /livez and /readyz even while the event loop is busy. null disables
+    it. Requires a restart."""
     trust_local: bool = False
-    """Whether programs of all users on this host may administer without a key on the clients' listener, if that is on a
-    loopback address. By default only programs of the gateway's own user may, as a reverse proxy passes on requests of
-    others. Only set it if no program on this host does that."""
+    """Whether programs of all users on this host may administer without a key through the client listener, if it
+    listens on a loopback address. By default only programs of the gateway's own user may. Do not enable it if a reverse
+    proxy on this host forwards requests of other hosts."""
     networks: Networks = (
         *("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"),
         *("::1/128", "fc00::/7"),
@@ -106,63 +108,66 @@ class Admin(Section):
     """Networks in which instances may be added at run time. Link-local, multicast and unspecified addresses and the
     metadata services of clouds are never allowed."""
     receipts_bytes: Natural = 4 * 1024 * 1024
-    """Memory of each worker for what /admin/requests tells of requests that are over, one or two KiB each; a quarter
-    of it is for those that something went wrong with; 0: nothing is kept."""
+    """Memory per worker for the history of finished requests in /admin/requests, in bytes. One request takes 1 to 2
+    KiB. A quarter of the memory is reserved for failed requests. 0 disables the history. Requires a restart."""
 
 
 class Models(Section):
-    """What clients call models."""
+    """Names of models."""
 
     aliases: ModelAliases = ()
-    """Names that clients may use for models that engines call otherwise, as name=served name; the first that fits
-    counts. In a name * and ? stand for anything, so claude-*=kimi sends all of Claude Code's models to kimi, and *=kimi
-    every name that is not the served name of an alias. Aliases hold on every route. Answers that generate have the name
-    that was asked for; those that are passed through, such as embeddings, have the served one."""
+    """Names that clients may use for models, as name=served name. The first match applies. * and ? in a name are
+    wildcards: claude-*=kimi maps all models of Claude Code to kimi, and *=kimi maps every name that is not the served
+    name of an alias. Aliases apply to all routes. Generated answers contain the name from the request; forwarded
+    answers, such as embeddings, contain the served name."""
     system_first: Names = ()
-    """Served names, with * and ?, of models whose chat template takes a message of the system at the beginning only:
-    what messages and responses have of them later is joined to the first, at the cost of the prefix cache."""
+    """Served names, with the wildcards * and ?, of models whose chat template accepts a system message only at the
+    beginning. pdproxy appends later system messages of the messages and responses APIs to the first one. This reduces
+    prefix cache hits."""
 
 
 class Admission(Section):
-    """How many requests are admitted. Those that no instance has room for wait in a queue for a while."""
+    """Limits on running, queued and buffered requests. Requests that no instance has room for wait in a queue."""
 
     max_running_prefill: Positive | None = None
-    """Most requests in flight at a prefiller; null: what the engine reports (max_num_seqs), or no limit if it reports
-    nothing."""
+    """Maximum number of requests in flight at a prefiller. null uses the engine's max_num_seqs, or no limit if the
+    engine does not report it."""
     max_running_decode: Positive | None = None
-    """Most requests in flight at a decoder; null: what the engine reports (max_num_seqs), or no limit if it reports
-    nothing."""
+    """Maximum number of requests in flight at a decoder. null uses the engine's max_num_seqs, or no limit if the engine
+    does not report it."""
     max_waiting: Natural = 1024
-    """Most requests that wait in the queue of a worker; further ones are refused with status 503."""
+    """Maximum number of requests in the queue of a worker. Further requests are rejected with status 503."""
     wait_seconds: Seconds = 60.0
-    """Longest wait in the queue; then the request is refused with status 503. Requests wait as long for instances that
-    were up and refuse connections, since these may only be restarting. So do releases of KV for
-    decoders."""
+    """Maximum time in the queue, in seconds. After this time the request is rejected with status 503. The same limit
+    applies to requests, and to releases of KV cache, that wait for instances that were up and now refuse connections,
+    for example during a restart."""
     max_predicted_wait_seconds: Seconds | None = None
-    """Longest wait that is predicted: a request that would probably wait longer, or too long for its header
-    x-ttft-deadline-ms, is refused at once with status 429 and told when it would not. null: none is refused early."""
+    """Maximum predicted time in the queue, in seconds. Requests that would probably wait longer, or miss the deadline
+    in their x-ttft-deadline-ms header, are rejected immediately with status 429 and a Retry-After header. null disables
+    the prediction."""
     max_buffered_bytes: Positive = 1024 * 1024 * 1024
-    """Most memory for all request bodies that a worker holds, with what their elements take if parsed; requests
-    beyond it are refused with status 503."""
+    """Maximum memory of a worker for request bodies, in bytes, including the memory of their parsed elements. Further
+    requests are rejected with status 503."""
 
 
 class Balance(Section):
-    """How an instance is chosen among the eligible ones."""
+    """How pdproxy chooses an instance."""
 
     # Not in a docstring, which could not tell what is in the table.
     prefill_policy: PolicyName = Field(default="least_load", description=f"Policy for prefillers: {policy_names()}.")
     decode_policy: PolicyName = Field(default="least_load", description=f"Policy for decoders: {policy_names()}.")
     prefill_dp_ranks: Positive = 1
-    """Data-parallel ranks behind the address of each vLLM prefiller, among which the gateway spreads its requests by
-    the header X-data-parallel-rank; 1: the engine spreads them itself. Not needed with connector mooncake_bootstrap,
-    whose engines report their ranks."""
+    """Number of data-parallel ranks behind the address of each vLLM prefiller. pdproxy selects a rank with the
+    X-data-parallel-rank header. With 1, the engine distributes requests itself. Not needed with connector
+    mooncake_bootstrap, whose engines report their ranks."""
     decode_dp_ranks: Positive = 1
-    """Data-parallel ranks behind the address of each vLLM decoder; see prefill_dp_ranks."""
+    """Number of data-parallel ranks behind the address of each vLLM decoder. See prefill_dp_ranks."""
     long_prompt_tokens: Positive = 32 * 1024
-    """Policy length_groups: estimated tokens from which a prompt belongs to the second half of the instances."""
+    """Policy length_groups: number of estimated tokens from which a prompt belongs to the group of long prompts, which
+    the second half of the instances serves."""
     longest_prompt_tokens: Positive = 128 * 1024
-    """Policy length_groups: the longest prompt there may be. How near a prompt's length is to those of the other half
-    decides how much freer that half must be for the prompt to go there."""
+    """Policy length_groups: maximum prompt length, in tokens. It determines when a prompt may overflow into the other
+    group: the closer its length is to that group, the less idle the other group has to be."""
 
     @model_validator(mode="after")
     def _long_is_below_longest(self) -> Self:
@@ -175,37 +180,39 @@ class Balance(Section):
 
 
 class Cost(Section):
-    """How the load of a request is estimated before its tokens are known."""
+    """How the load of a request is estimated before the engine reports its tokens."""
 
     bytes_per_token: Positive = 4
-    """Bytes of UTF-8 text that count as one token."""
+    """Number of bytes of UTF-8 text that count as one token."""
     image_tokens: Natural = 1024
-    """Estimated tokens of an image, whatever its size."""
+    """Estimated number of tokens of an image of any size."""
     audio_tokens: Natural = 512
-    """Estimated tokens of a piece of audio, whatever its length."""
+    """Estimated number of tokens of an audio input of any length."""
     default_output_tokens: Natural = 256
-    """Output tokens assumed for a request that sets no limit."""
+    """Estimated number of output tokens of a request without a limit."""
 
 
 class Retry(Section):
-    """What happens when an instance fails before the client has any of the answer."""
+    """Retries after an instance fails before the client has received any part of the answer."""
 
     max_attempts: Attempts = 3
-    """Most attempts per stage (prefill, decode), the first one included; 0 counts as 1. With 1 a client also gets an
-    engine's 429 or 503 at once, without waiting in the queue."""
+    """Maximum number of attempts per stage (prefill, decode), including the first. 0 counts as 1. With 1, an engine's
+    429 or 503 is returned to the client without waiting in the queue."""
     base_delay_seconds: Delay = 0.025
-    """Longest wait before the second attempt. It doubles with each further attempt, and the actual wait is a random
-    part of it."""
+    """Maximum delay before the second attempt, in seconds. It doubles with each further attempt. The actual delay is a
+    random part of it."""
     max_delay_seconds: Delay = Field(default_factory=lambda earlier: max(0.25, earlier["base_delay_seconds"]))
-    """Longest wait before any attempt; by default 0.25, or base_delay_seconds if that is larger."""
+    """Maximum delay before any attempt, in seconds. The default is 0.25, or base_delay_seconds if that is larger."""
     budget_share: Ratio = 0.2
-    """Retry budget: share of the requests in flight that may be repeated or continued elsewhere at the same time;
-    others wait for their turn. An attempt that could not even connect is repeated without it."""
+    """Retry budget: maximum share of the requests in flight that may be in a retry or continuation at the same time,
+    from 0 to 1. Further requests wait for a place. A retry after a failed connection attempt does not use the
+    budget."""
     budget_least: Positive = 3
-    """Requests that may be repeated or continued at the same time even if budget_share allows fewer."""
+    """Number of retries and continuations that are always allowed at the same time, even if budget_share allows
+    fewer."""
     budget_wait_seconds: Delay = 5.0
-    """Longest wait of a request for a place in the retry budget; then it fails. An answer that had begun may wait for
-    resume.deadline_seconds."""
+    """Maximum time that a request waits for a place in the retry budget, in seconds. After this time it fails. An
+    answer that has begun may wait for resume.deadline_seconds."""
 
     @model_validator(mode="after")
     def _cap_is_not_below_base(self) -> Self:
@@ -217,40 +224,43 @@ class Retry(Section):
 
 
 class Timeouts(Section):
-    """How long to wait for an engine. Only progress counts: parts of an incomplete answer and the comments, heartbeats
-    and empty chunks of a stream extend no deadline.
+    """Deadlines for engines.
+
+    Only progress counts: parts of an incomplete answer and the comments, heartbeats and empty chunks of a stream do not
+    extend a deadline.
     """
 
     connect_seconds: Seconds = 2.0
-    """Deadline for opening a connection to an engine."""
+    """Deadline for opening a connection to an engine, in seconds."""
     prefill_seconds: Seconds = 300.0
-    """Deadline for a prefiller's answer, apart from prefill_seconds_per_1k_tokens."""
+    """Deadline for a prefiller's answer, in seconds. prefill_seconds_per_1k_tokens is added to it."""
     prefill_seconds_per_1k_tokens: Delay = 1.0
-    """Added to prefill_seconds for every 1,000 tokens of the prompt."""
+    """Time added to prefill_seconds per 1,000 tokens of the prompt, in seconds."""
     handoff_seconds: Seconds = 60.0
-    """Deadline from the prefiller's answer to the first bytes of the decoder's; at most half the time for which the
-    prefiller keeps the KV cache."""
+    """Deadline from the prefiller's answer to the first bytes of the decoder's answer, in seconds. The effective
+    deadline is at most half the time for which the prefiller keeps the KV cache."""
     first_token_seconds: Seconds = 300.0
-    """Deadline for the beginning of a decoder's streamed answer, which includes fetching the KV cache."""
+    """Deadline for the start of a decoder's streamed answer, in seconds. It includes the transfer of the KV cache."""
     answer_seconds: Seconds = 3600.0
-    """Deadline for a decoder's answer that is not streamed, of which engines send nothing before its end. At most
-    first_token_seconds plus one second for each token that the request allows."""
+    """Deadline for a decoder's answer that is not streamed, in seconds. Engines send such an answer only when it is
+    complete. The effective deadline is at most first_token_seconds plus one second per token that the request
+    allows."""
     idle_seconds: Seconds = 300.0
-    """Deadline between two parts of a decoder's streamed answer."""
+    """Deadline between two parts of a decoder's streamed answer, in seconds."""
 
 
 class Streaming(Section):
-    """Streamed answers that are silent for a while. Proxies in front of the gateway cut connections without bytes,
-    often after 50 to 60 seconds.
+    """Keep-alive messages in streamed answers.
+
+    Proxies in front of the gateway close connections that carry no bytes, often after 50 to 60 seconds.
     """
 
     keep_alive_after_seconds: Seconds | None = None
-    """Silence before the first byte of a streamed answer, after which the status 200 is sent with a comment, or with a
-    ping event in messages; null: never. A request that fails after that gets an error event and no error status. Some
-    load generators take the comment for the first token."""
+    """Time before the first byte of a streamed answer after which pdproxy sends status 200 and a comment, in seconds.
+    The messages API gets a ping event instead of a comment. A request that fails later gets an error event instead of
+    an error status. Some load generators count the comment as the first token. null disables it."""
     keep_alive_seconds: Seconds | None = None
-    """Silence in a streamed answer whose status was sent, after which a comment or ping is sent, each time; null:
-    never."""
+    """Interval of comments or ping events while a started stream has no output, in seconds. null disables them."""
 
     @property
     def keeps_alive(self) -> bool:
@@ -259,259 +269,278 @@ class Streaming(Section):
 
 
 class Kv(Section):
-    """The hand-over of the KV cache from prefiller to decoder."""
+    """The KV handoff from prefiller to decoder."""
 
     on_missing: Literal["retry_prefill", "local", "error"] = "retry_prefill"
-    """What to do when a prefiller answers without KV parameters: retry_prefill asks another one, then lets the decoder
-    compute a prompt of up to local_max_tokens by itself; local always lets the decoder compute it; error fails the
-    request."""
+    """Action when a prefiller answers without KV parameters. retry_prefill: ask another prefiller; if that fails, too,
+    the decoder recomputes prompts of at most local_max_tokens. local: the decoder always recomputes the prompt. error:
+    the request fails."""
     local_max_tokens: Natural = 2048
-    """Most tokens of a prompt that a decoder may compute by itself when on_missing is retry_prefill and asking another
-    prefiller did not help, and with skip_prefill."""
+    """Maximum length of a prompt that a decoder may compute, in tokens. Applies to on_missing: retry_prefill and to
+    skip_prefill."""
     prefill_min_tokens: Natural = 0
-    """Prompts estimated to have fewer tokens than this are sent to a decoder alone, which computes them by itself; with
-    connectors vllm_pull and vllm_store."""
+    """Minimum estimated length of a prompt that is sent to a prefiller, in tokens. Decoders compute shorter prompts.
+    Only with connectors vllm_pull and vllm_store."""
     skip_prefill: bool = False
-    """Whether a decoder computes a prompt by itself where that is predicted to be sooner than prefill and hand-over:
-    short prompts, and those that it has nearly all of in its cache, as the next turn of a loop of tool calls; with
-    connectors vllm_pull and vllm_store, and policy least_load for prefillers. Answers that are being written there wait
-    meanwhile, so a decoder that is as busy as it should be is left alone."""
+    """Whether a decoder computes a prompt if that is predicted to be faster than prefill and handoff. This applies to
+    short prompts and to prompts that are mostly in the decoder's cache, such as the next turn of a tool-call loop.
+    Decoders under full load are skipped, because computing a prompt delays their running answers. Only with connectors
+    vllm_pull and vllm_store and prefill policy least_load."""
     on_unsupported: Literal["error", "local"] = "error"
-    """What to do with requests that no hand-over can serve, with vLLM's connectors: beam search, best_of larger than n,
-    and log probabilities of the prompt (echo with logprobs, prompt_logprobs) with more than one token to generate.
-    error refuses them with status 400; local has a decoder serve them alone. With at most one token to generate, a
-    prefiller serves log probabilities of the prompt alone."""
+    """Action for requests that vLLM's connectors cannot disaggregate: beam search, best_of > n, and prompt logprobs
+    (echo with logprobs, prompt_logprobs) with more than one output token. error: reject with status 400. local: a
+    decoder serves the whole request. With at most one output token, a prefiller serves prompt logprobs alone."""
     release: Literal["auto", "never"] = "auto"
-    """What to do with KV cache that no decoder fetched, because the request failed or the client left: auto asks a
-    decoder to release it if the engines are able to; never leaves it to the prefiller, which frees it after
-    pin_seconds."""
+    """Action for KV cache that no decoder fetched because the request failed or the client disconnected. auto: pdproxy
+    asks a decoder to release it, if the engines support that. never: the prefiller frees it after pin_seconds."""
     pin_seconds: Seconds | None = None
-    """How long prefillers keep KV cache that is not fetched, which the gateway accounts for when it chooses among them;
-    null: the default of their version and KV connector (30 with NixlConnector since vLLM 0.23, otherwise 480)."""
+    """Time for which prefillers keep KV cache that no decoder fetches, in seconds. pdproxy counts this cache when it
+    chooses a prefiller. null uses the default of the engine's version and KV connector: 30 with NixlConnector since
+    vLLM 0.23, otherwise 480."""
 
 
 class Sglang(Section):
-    """SGLang engines, with connector sglang_bootstrap."""
+    """Options for SGLang engines (connector sglang_bootstrap)."""
 
     dp_size: Positive = 1
-    """Data-parallel ranks of a prefiller (its --dp-size), among which the gateway spreads requests by load; 1: they are
-    chosen at random."""
+    """Number of data-parallel ranks of a prefiller (its --dp-size). pdproxy distributes requests to the ranks by load.
+    With 1, ranks are chosen at random."""
     chat_sampling: Sampling = ()
-    """What chats are sampled by that do not say so themselves, as name=number for temperature, top_p, top_k and min_p:
-    what the model's generation_config.json says, and 1, 1, -1 and 0 where it says nothing. If anything is named, chats
-    of Kimi K2 models are asked for as completions, whose streams tell token ids, so that they go on exactly when their
-    decoder is lost; []: they stay chats."""
+    """Default sampling parameters of chats, as name=number for temperature, top_p, top_k and min_p. Use the values of
+    the model's generation_config.json, and 1, 1, -1 and 0 for missing values. If set, chats of Kimi K2 models are sent
+    as completions. Their streams contain token IDs, so the answers resume exactly after a decoder is lost. If empty,
+    chats are sent as chats."""
 
 
 class Layerwise(Section):
-    """Where decoders call the gateway back, with connector ascend_layerwise. Each worker has its own port."""
+    """The address that decoders call back (connector ascend_layerwise). Each worker has its own port."""
 
     host: Host | None = None
-    """Host name or address to listen on for callbacks; null: listen.host."""
+    """Host name or IP address of the listener for callbacks. null uses listen.host. Requires a restart."""
     port: ListenPort = 0
-    """TCP port of the first worker; the other workers take the ports that follow; 0: each worker takes any free one."""
+    """TCP port of the first worker for callbacks. The other workers use the next ports. 0 selects a free port for each
+    worker. Requires a restart."""
     advertised_host: Host | None = None
-    """Host name or address at which decoders reach this gateway; null: layerwise.host, or else listen.host."""
+    """Host name or IP address under which decoders reach this gateway. null uses layerwise.host, or listen.host if that
+    is null, too. Requires a restart."""
     callback_seconds: Seconds = 60.0
-    """Deadline for the decoder's callback, which it sends when it has room for the KV cache."""
+    """Deadline for the decoder's callback, in seconds. A decoder sends it when it has room for the KV cache."""
 
 
 class Mooncake(Section):
-    """Prefillers that run vLLM's own MooncakeConnector, with connector mooncake_bootstrap."""
+    """Options for vLLM's own MooncakeConnector (connector mooncake_bootstrap)."""
 
     bootstrap_port: ListenPort = Field(default=8998, ge=1)
-    """TCP port of the bootstrap server of prefillers (their VLLM_MOONCAKE_BOOTSTRAP_PORT); a port behind the address of
-    a prefiller takes precedence."""
+    """TCP port of the bootstrap server of prefillers (their VLLM_MOONCAKE_BOOTSTRAP_PORT). A port after a prefiller's
+    address takes precedence."""
 
 
 class Resume(Section):
-    """What happens when a decoder is lost in the middle of an answer, or asks for recomputation."""
+    """How an answer continues after its decoder is lost or asks for recomputation."""
 
     mode: Literal["off", "restart-only", "exact"] = "exact"
-    """exact continues an answer at the token where it broke off, if the engines are able to; restart-only only repeats
-    an answer of which the client has nothing yet; off does neither."""
+    """How answers continue after a failure. exact: at the token where the answer broke off, if the engines support
+    that. restart-only: an answer restarts only if the client has not received any part of it. off: answers are not
+    continued."""
     max_attempts: Natural = 3
-    """How often one answer may be continued."""
+    """Maximum number of times that one answer is continued."""
     deadline_seconds: Seconds = 30.0
-    """How long to look for instances that can continue an answer."""
+    """Maximum time to search for instances that can continue an answer, in seconds."""
     chats: Literal["auto", "native", "ascend_private", "completions"] = "auto"
-    """How chats are continued from token ids: native uses kv_transfer_params.prompt_token_ids of vLLM 0.27 on, or
-    input_ids of an SGLang whose chats tell token ids; ascend_private the key of a vllm-ascend 0.26 patch; completions
-    sends the ids to /v1/completions of vLLM, and the gateway parses the text; auto chooses by the engines' version."""
+    """How chats continue from token IDs. native: kv_transfer_params.prompt_token_ids (vLLM 0.27 and later), or
+    input_ids (SGLang versions whose chats report token IDs). ascend_private: the key of a vllm-ascend 0.26 patch.
+    completions: pdproxy sends the IDs to vLLM's /v1/completions and parses the text. auto: selected by the engines'
+    version."""
     repeat_up_to_tokens: Natural = 32
-    """An answer that is not streamed and cannot be longer than this many tokens is repeated as a whole if its decoder
-    is lost; longer ones are watched token by token and continued; 0: all are watched."""
+    """Maximum length of an answer that is repeated as a whole after its decoder is lost, in tokens. Applies to answers
+    that are not streamed. Longer answers are tracked token by token and continued. With 0, all answers are tracked."""
     pressure_seconds: Delay = 5.0
-    """A decoder that asked for recomputation gets no new requests for this long if there is another one."""
+    """Time for which a decoder gets no new requests after it asked for recomputation, in seconds. Applies only if
+    another decoder is available."""
 
 
 class HealthChecks(Section):
-    """How the health of instances is checked, and when they are ejected."""
+    """Health checks, ejection and quarantine of instances."""
 
     interval_seconds: Seconds = 5.0
-    """Time between two health checks of an instance."""
+    """Interval between two health checks of an instance, in seconds."""
     timeout_seconds: Seconds = 5.0
-    """A health check that takes longer than this has failed."""
+    """Deadline for a health check, in seconds."""
     fall: Positive = 3
-    """Failed health checks in a row after which an instance is down."""
+    """Number of consecutive failed health checks after which an instance is down."""
     rise: Positive = 2
-    """Passed health checks in a row after which an instance is up again."""
+    """Number of consecutive successful health checks after which an instance is up again."""
     jitter: Ratio = 0.2
-    """Random share by which each interval is lengthened or shortened, so that checks do not coincide."""
+    """Random share by which each interval is extended or shortened, from 0 to 1. It prevents simultaneous health
+    checks."""
     changing_interval_seconds: Seconds = 1.0
-    """Time between two health checks of an instance whose state is about to change."""
+    """Interval between two health checks of an instance whose state is about to change, in seconds."""
     path: AbsolutePath = "/health"
-    """Path that health checks request; status 200 passes."""
+    """HTTP path of health checks. Status 200 is a success."""
     eject_after: Positive = 5
-    """Failed requests in a row after which an instance is ejected, whatever its health checks say."""
+    """Number of consecutive failed requests after which an instance is ejected, whatever its health checks report."""
     eject_seconds: Seconds = 30.0
-    """Length of the first ejection of an instance; the n-th in a row lasts n times as long, each with some jitter. Then
-    one request is tried."""
+    """Duration of the first ejection of an instance, in seconds. The n-th consecutive ejection lasts n times as long,
+    with jitter. After an ejection, one trial request decides whether the instance returns."""
     max_eject_seconds: Seconds = Field(default_factory=lambda earlier: max(300.0, earlier["eject_seconds"]))
-    """Length of the longest ejection; by default 300, or eject_seconds if that is larger."""
+    """Maximum duration of an ejection, in seconds. The default is 300, or eject_seconds if that is larger."""
     max_ejected_share: Ratio = 0.5
-    """Largest share of the instances of a role that may be ejected; the last one never is."""
+    """Maximum share of the instances of a role that may be ejected, from 0 to 1. The last available instance is never
+    ejected."""
     stall_seconds: Seconds = 30.0
-    """An instance that sends nothing for this long on any of its streams, while others of its role do, is ejected, and
-    its answers are continued elsewhere. The time is longer for an instance that has recovered from a longer silence
-    before."""
+    """Time without bytes on all streams of an instance after which it is ejected, while other instances of its role
+    send bytes, in seconds. Its answers continue on other instances. The time is longer for an instance that has
+    recovered from a longer silence before."""
     silence_seconds: Delay = 10.0
-    """Silence in the middle of an answer, in seconds, after which the instance's /metrics are read. If they show no
-    progress, its answers are continued by another instance. The silence must also be 20 times as long as the instance
-    usually takes between tokens. After 5 times as long, and at least a second, the instance is connected to; its silent
-    answers are lost if it refuses. 0: silences are not looked into."""
+    """Time without bytes within an answer after which pdproxy reads the instance's /metrics, in seconds. If the metrics
+    show no progress, other instances continue its answers. The silence must also be 20 times as long as the instance's
+    usual time between tokens. After 5 times that time, and at least one second, pdproxy opens a connection to the
+    instance; if it refuses, its silent answers are considered lost. 0 disables the check."""
     slow_start_seconds: Delay = 30.0
-    """An instance that came back, or was added, reaches its full share of requests after this long; it begins with a
-    tenth."""
+    """Time in which a new or recovered instance reaches its full share of requests, in seconds. It starts with 10 % of
+    its share."""
     quarantine_after: Positive = 2
-    """Failed hand-overs in a row between a prefiller and a decoder after which the two are kept apart for
-    quarantine_seconds."""
+    """Number of consecutive failed handoffs between a prefiller and a decoder after which pdproxy does not combine the
+    two for quarantine_seconds."""
     quarantine_seconds: Seconds = 60.0
-    """How long a prefiller and a decoder are kept apart after failed hand-overs; longer if they fail again."""
+    """Duration of the quarantine of a prefiller and a decoder after failed handoffs, in seconds. It is longer if they
+    fail again."""
     models_interval_seconds: Delay = 30.0
-    """Least time between two looks at the models and adapters that a healthy engine lists, besides that when it comes
-    up; 0: there are no others."""
+    """Minimum time between two requests for the models and adapters of a healthy engine, in seconds. pdproxy also
+    requests them when the engine comes up. 0 disables the repetition."""
     transfer_interval_seconds: Delay = 15.0
-    """Least time between two readings of a decoder's /metrics, which follow hand-overs and show whether it fetches the
-    KV cache or computes prompts once more; four times as long while all is well, and for prefillers, which with
-    vllm_pull are read to see whether leases expire; 0: not read for that."""
+    """Minimum time between two reads of a decoder's /metrics after handoffs, in seconds. They show whether the decoder
+    fetches the KV cache or recomputes prompts. The time is four times as long while no problem is found, and for
+    prefillers. With vllm_pull, the metrics of prefillers show expired leases. 0 disables the reads."""
 
 
 class Doctor(Section):
-    """Test prompts of the gateway's own, as `pdproxy doctor` sends them, through each pair of a prefiller and a decoder
-    while it serves.
+    """Canary prompts, sent through each pair of a prefiller and a decoder while pdproxy serves.
+
+    They are the same prompts that `pdproxy doctor` sends.
     """
 
     every_seconds: Delay = 0.0
-    """Time in which each pair gets one such prompt, one pair after the other, and each decoder one alone; 0: none are
-    sent."""
+    """Time in which each pair gets one canary prompt and each decoder gets one alone, in seconds. Pairs are tested one
+    after the other. 0 disables canary prompts."""
     canary_tokens: Positive = 2048
-    """About how long such a prompt is, in tokens; at least kv.prefill_min_tokens."""
+    """Approximate length of a canary prompt, in tokens. The effective length is at least kv.prefill_min_tokens."""
     canary_seconds: Seconds = 60.0
-    """Deadline for its answer."""
+    """Deadline for the answer to a canary prompt, in seconds."""
 
 
 class Joining(Section):
-    """Instances that are added at run time and do not answer yet."""
+    """How pdproxy connects to instances that are added at run time."""
 
     max_attempts: Attempts = 3
-    """How often an added instance is asked before it is given up; 0 counts as 1."""
+    """Number of connection attempts before an added instance is abandoned. 0 counts as 1."""
     interval_seconds: Seconds = 10.0
-    """Time between two attempts to reach an added instance."""
+    """Interval between two connection attempts to an added instance, in seconds."""
 
 
 class Leaving(Section):
-    """Instances that are removed, by an administrator or from the configuration, or say that they are leaving."""
+    """What happens to the requests of an instance that is removed or shuts down."""
 
     evacuate_after_seconds: Delay | None = None
-    """Requests that are still in flight at a removed instance after this long are continued by others, as if it had
-    failed; null: they may end there, however long that takes. evacuate_after of /instances/remove takes precedence."""
+    """Time after the removal of an instance at which other instances continue its running requests as after a failure,
+    in seconds. null lets the requests finish. The evacuate_after parameter of /instances/remove takes precedence."""
     evacuate_on_503: bool = True
-    """An instance that is down because its health checks are answered with 503 (health.fall of them in a row) says that
-    it is leaving, as SGLang does after SIGTERM: what it still works on is continued by others at once; false: it may
-    end there. Not for engines whose health checks say 503 when they are merely busy."""
+    """Whether other instances immediately continue the running requests of an instance that is down because its health
+    checks return 503 (health.fall times in a row). SGLang returns 503 after SIGTERM. Disable it for engines that return
+    503 when they are busy."""
 
 
 class Fanout(Section):
-    """Requests with several prompts or samples, which are split into single units."""
+    """Requests with several prompts or samples. pdproxy splits them into single units."""
 
     max_units: Positive = 1024
-    """Most units that a request may be split into; one with more is refused with status 400."""
+    """Maximum number of units of a request. Requests with more units are rejected with status 400."""
     concurrency: Positive = 64
-    """Most units of one request that run at the same time, and most items of a unit that are encoded at the same
-    time."""
+    """Maximum number of units of a request that run at the same time. The same limit applies to the media items of a
+    unit that are encoded at the same time."""
 
 
 class Drain(Section):
     """What happens after SIGTERM."""
 
     not_ready_seconds: Delay = 5.0
-    """How long new requests are still accepted while /readyz already fails, so that load balancers can notice."""
+    """Time for which pdproxy still accepts requests while /readyz already fails, in seconds. Load balancers use this
+    time to remove the gateway."""
     streams_seconds: Seconds = 300.0
-    """How long requests in flight may then take to finish; those that remain end with an error."""
+    """Maximum time for running requests to finish after that, in seconds. The remaining requests end with an error."""
 
 
 class Auth(Section):
-    """Keys. They come from the environment or from files, never from the command line. A relative path is relative to
-    the directory of the configuration file that has it, or to the working directory if the environment has it.
+    """Keys. They come from the environment or from files, never from the command line.
+
+    A relative path is relative to the directory of the configuration file that names it, or to the working directory if
+    it comes from the environment.
     """
 
     engine_api_key: Secret = None
-    """Key that engines are sent as a bearer token; by default the environment's OPENAI_API_KEY; empty: none."""
+    """Key that pdproxy sends to engines as a bearer token. The default is the environment variable OPENAI_API_KEY. If
+    empty, no key is sent."""
     engine_api_key_file: FilePath = None
-    """File that holds engine_api_key."""
+    """Path of a file that contains engine_api_key."""
     admin_key: Secret = None
-    """Key for administration from anywhere; none: only programs on this host may administer, and only if the listener
-    is on a loopback address."""
+    """Key for administration. Without a key, only programs on this host may administer, and only if the listener uses a
+    loopback address."""
     admin_key_file: FilePath = None
-    """File that holds admin_key."""
+    """Path of a file that contains admin_key."""
     client_keys_file: FilePath = None
-    """YAML file with the keys of clients and their limits, loaded again when it changes; none: clients need no key."""
+    """Path of a YAML file with the keys of clients and their limits. pdproxy reads it again when it changes. Without a
+    file, clients need no key."""
 
 
 class Log(Section):
-    """The program's log."""
+    """The log."""
 
     level: LogLevel = "INFO"
-    """Lowest level that is logged: DEBUG, INFO, WARNING, ERROR or CRITICAL."""
+    """Minimum level of logged messages: DEBUG, INFO, WARNING, ERROR or CRITICAL."""
     format: Literal["auto", "text", "json"] = "auto"
-    """Format of the lines: text, json, or auto, which is text on a terminal and json elsewhere."""
+    """Format of log lines: text, json or auto. auto selects text on a terminal and json otherwise. Requires a
+    restart."""
 
 
 class Tracing(Section):
-    """Spans of requests for a collector of OpenTelemetry. Needs the extra otel: pip install 'pdproxy[otel]'."""
+    """OpenTelemetry spans of requests. Requires the extra otel: pip install 'pdproxy[otel]'."""
 
     endpoint: CollectorUrl = None
-    """URL that a collector takes traces at by OTLP over HTTP, such as http://localhost:4318/v1/traces; by default what
-    OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT say; none: nothing is traced."""
+    """URL of a collector that accepts traces by OTLP over HTTP, for example http://localhost:4318/v1/traces. The
+    default is OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT. If empty, tracing is disabled.
+    Requires a restart."""
     sample_ratio: Ratio | None = None
-    """Share of the requests that is traced, of those whose clients do not say whether they are; null: what
-    OTEL_TRACES_SAMPLER says, or else all."""
+    """Share of requests that are traced, from 0 to 1. The decision of a client that sends one takes precedence. null
+    uses OTEL_TRACES_SAMPLER, or traces all requests. Requires a restart."""
 
 
 class Settings(Section):
-    """All options. Loading them from the command line, the environment and a file is `proxy.settings.load`."""
+    """All options. `proxy.settings.load` reads them from the command line, the environment and a file."""
 
     prefill: Endpoints = ()
-    """Prefillers, as host:port or host:first-last; none with connector plain. One with sglang_bootstrap or
-    mooncake_bootstrap may be followed by its bootstrap port, as in `10.0.0.1:30000 8998`, and each by what it serves,
-    as in `10.0.0.1:7100 model=kimi`; otherwise its engine is asked."""
+    """Addresses of prefillers, as host:port or host:first-last. Leave empty with connector plain. With sglang_bootstrap
+    or mooncake_bootstrap, a bootstrap port may follow the address, as in `10.0.0.1:30000 8998`. Models may follow, too,
+    as in `10.0.0.1:7100 model=kimi`; without them pdproxy asks the engine."""
     decode: Endpoints = ()
-    """Decoders, as host:port or host:first-last, perhaps with what they serve."""
+    """Addresses of decoders, as host:port or host:first-last. Models may follow the address, as for prefill."""
     encode: Endpoints = ()
-    """Encoders, as host:port or host:first-last: vLLM engines that first encode the images, audio and video of a chat
-    and share the results with the others (--ec-transfer-config); none: prefillers encode them."""
+    """Addresses of encoders, as host:port or host:first-last. Encoders are vLLM engines that encode the images, audio
+    and video of a chat and share the results with the other engines (--ec-transfer-config). If empty, prefillers encode
+    them. Adding the first or removing the last encoder requires a restart."""
     connector: ConnectorName = "vllm_pull"
-    """How the KV cache travels: vllm_pull (the decoder fetches it), vllm_store (through a store that engines share),
-    mooncake_bootstrap (vLLM's own MooncakeConnector; the legs meet at the prefiller's bootstrap server),
-    sglang_bootstrap (SGLang; likewise), ascend_layerwise (the prefiller sends it after the decoder has called back) or
-    plain (every engine does both stages); auto asks the engines what they are, once, at the start."""
+    """Protocol of the KV handoff. vllm_pull: the decoder fetches the KV cache. vllm_store: the engines share a store.
+    mooncake_bootstrap: vLLM's own MooncakeConnector; both legs meet at the prefiller's bootstrap server.
+    sglang_bootstrap: the same for SGLang. ascend_layerwise: the prefiller sends the KV cache after the decoder has
+    called the gateway back. plain: every engine does both stages. auto: pdproxy asks the engines once, at startup.
+    Requires a restart."""
     workers: Workers = 1
-    """Number of processes that serve requests; auto: one per core."""
+    """Number of processes that serve requests. auto starts one per core. Requires a restart."""
     worker_timeout_seconds: Seconds | None = 30.0
-    """A worker that has stood still for this long is killed and replaced, if there are several; null: never."""
+    """Time that the event loop of a worker may be blocked, in seconds. After this time the supervisor kills and
+    replaces the worker. Applies only with several workers. null disables the check. Requires a restart."""
     passthrough: RouteGroups = ("tokenizer", "pooling")
-    """Groups of routes that are passed through to one engine: tokenizer (/tokenize …), pooling (/v1/embeddings …)."""
+    """Groups of routes that pdproxy forwards to one engine without changes: tokenizer (/tokenize …) and pooling
+    (/v1/embeddings …). Requires a restart."""
     listen: Listen = Listen()
     admin: Admin = Admin()
     models: Models = Models()

@@ -36,27 +36,32 @@ def _group(name: str) -> str:
 
 
 class Replicas(Section):
-    """Several gateways in front of the same engines that tell each other their loads, through Redis or Valkey. Needs
-    the extra redis: pip install 'pdproxy[redis]'.
+    """Several gateways in front of the same engines that share their loads through Redis or Valkey.
+
+    Requires the extra redis: pip install 'pdproxy[redis]'.
     """
 
     url: Annotated[str | None, BeforeValidator(empty_is_none), AfterValidator(_url)] = None
-    """Where the store is: redis://10.0.0.9:6379/0, rediss://… for TLS, unix:///path; a user may stand before the host,
-    as in redis://user@host; null: nothing is shared."""
+    """URL of the store: redis://10.0.0.9:6379/0, rediss://… for TLS, or unix:///path. A user may precede the host, as
+    in redis://user@host. null disables sharing. Requires a restart."""
     password: Secret = None
-    """Password for the store; null: none is needed."""
+    """Password of the store. Requires a restart."""
     password_file: FilePath = None
-    """File that holds password."""
+    """Path of a file that contains the password of the store. Requires a restart."""
     group: Annotated[str, AfterValidator(_group)] = "default"
-    """Name that the gateways in front of the same engines have in common, and no others."""
+    """Name of the group of gateways in front of the same engines. Other gateways must use another name. Requires a
+    restart."""
     interval_seconds: Seconds = 0.1
-    """Time between two exchanges of all that there is."""
+    """Interval between two exchanges of the complete state, in seconds. Requires a restart."""
     news_seconds: Seconds | None = 0.005
-    """What changes is told at once, by as many messages as this time between two allows; null: only by exchanges."""
+    """Minimum time between two messages about changes, in seconds. null shares changes only in the exchanges of the
+    complete state."""
     ttl_seconds: Seconds = 1.0
-    """What another gateway has told counts for this long; at least twice interval_seconds."""
+    """Time for which the state of another gateway is valid, in seconds. At least twice interval_seconds. Requires a
+    restart."""
     key_limits: bool = False
-    """Limits of client keys (auth.client_keys_file) hold over all gateways of the group together; false: for each."""
+    """Whether the limits of client keys (auth.client_keys_file) apply to all gateways of the group together. With false
+    they apply to each gateway. Requires a restart."""
 
     @model_validator(mode="after")
     def _some_exchange_may_fail(self) -> Self:

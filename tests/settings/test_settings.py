@@ -128,7 +128,7 @@ def test_another_connector_for_engines_that_do_both_stages_is_the_operators() ->
 def test_items_are_never_encoded_as_one_request() -> None:
     line = "--encode e:1 --prefill p:1 --decode d:1 --encoder-dispatch-mode"
     (warning,) = loaded(f"{line} single").warnings
-    assert warning.endswith("each item goes to an encoder by itself, as with fanout")
+    assert warning.endswith("each media item is sent to one encoder, as with fanout")
     assert not loaded(f"{line} fanout").warnings
 
 
@@ -190,8 +190,8 @@ def test_a_flag_that_is_given_again_is_warned_about_and_the_last_one_counts() ->
     assert found.settings.listen.port == 3
     assert texts(found.settings.prefill) == ["b:8001", "p:1"]
     assert found.warnings == (
-        "--prefiller-hosts is given 2 times, and only the last one counts",
-        "--port is given 3 times, and only the last one counts",
+        "--prefiller-hosts is given 2 times: the last value applies",
+        "--port is given 3 times: the last value applies",
     )
 
 
@@ -400,19 +400,19 @@ def test_hosts_are_paired_with_ports_in_order(hosts: str, ports: str, endpoints:
         ("--decode x", "--decode: 'x' has no port: write it as host:port"),
         (
             "--prefiller-hosts http://127.0.0.1",
-            "--prefiller-hosts: 'http://127.0.0.1' is not just a host: --prefill takes URLs and host:port",
+            "--prefiller-hosts: 'http://127.0.0.1' is not a host name: use --prefill for URLs and host:port",
         ),
         (
             "--decoder-hosts a 127.0.0.1:7100",
-            "--decoder-hosts: '127.0.0.1:7100' is not just a host: --decode takes URLs and host:port",
+            "--decoder-hosts: '127.0.0.1:7100' is not a host name: use --decode for URLs and host:port",
         ),
         (
             "--encoder-hosts [::1]:7100",
-            "--encoder-hosts: '[::1]:7100' is not just a host: --encode takes URLs and host:port",
+            "--encoder-hosts: '[::1]:7100' is not a host name: use --encode for URLs and host:port",
         ),
         (
             "--decoder-hosts http://me:hush@a:1",
-            "--decoder-hosts: 'a:1' is not just a host: --decode takes URLs and host:port",
+            "--decoder-hosts: 'a:1' is not a host name: use --decode for URLs and host:port",
         ),
     ],
 )
@@ -575,7 +575,7 @@ def test_a_variable_that_is_almost_an_option_is_warned_about(name: str, meant: s
 def test_a_mistake_is_told_with_what_was_ignored_which_may_be_its_cause() -> None:
     assert mistake("--decode d:1 --port 1 --port 2", {"PROXY_CONECTOR": "plain"}) == (
         "no prefiller given: use --prefill, PROXY_PREFILL or a --config file;"
-        " --port is given 2 times, and only the last one counts;"
+        " --port is given 2 times: the last value applies;"
         " PROXY_CONECTOR is no option and is ignored: did you mean PROXY_CONNECTOR?"
     )
 
@@ -632,13 +632,13 @@ def test_a_mistake_in_the_environment_names_the_variable(name: str, value: str, 
     [
         (
             "--prefill-servers-urls disable --prefill a:1 --decode b:1",
-            "--prefill disable stands for no prefillers, and others are given",
+            "--prefill disable means no prefillers and excludes other values",
         ),
         ("--prot 1", "unknown flag --prot (did you mean --port?)"),
         ("--frobnicate", "unknown flag --frobnicate"),
         ("--api-key=hush", "unknown flag --api-key"),
-        ("--prefiller a", "--prefiller is short for --prefiller-hosts and --prefiller-ports: write out which one"),
-        ("--log=hush", "--log is short for --log-level and --log-format: write out which one"),
+        ("--prefiller a", "--prefiller is ambiguous: use --prefiller-hosts or --prefiller-ports"),
+        ("--log=hush", "--log is ambiguous: use --log-level or --log-format"),
         ("--admin-key hush", "unknown flag --admin-key"),
         ("serve", "unexpected argument 'serve'"),
         ("--port", "--port: expected one argument"),

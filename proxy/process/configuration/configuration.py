@@ -29,7 +29,7 @@ FIXED: Final = (
     *("layerwise.host", "layerwise.port", "layerwise.advertised_host"),
     *("log.format", "tracing.endpoint", "tracing.sample_ratio"),
     *("replicas.url", "replicas.password", "replicas.group", "replicas.interval_seconds", "replicas.ttl_seconds"),
-    "replicas.key_limits",
+    *("replicas.news_seconds", "replicas.key_limits"),
     *("kv_events.endpoint", "kv_events.replay_endpoint", "kv_events.topic", "kv_events.ranks"),
 )
 """Options that a running gateway is built on: its processes, sockets, routes and memory, the form of its log, and who
