@@ -55,7 +55,7 @@ class Replicas(Section):
     """Interval between two exchanges of the complete state, in seconds. Requires a restart."""
     news_seconds: Seconds | None = 0.005
     """Minimum time between two messages about changes, in seconds. null shares changes only in the exchanges of the
-    complete state."""
+    complete state. Requires a restart."""
     ttl_seconds: Seconds = 1.0
     """Time for which the state of another gateway is valid, in seconds. At least twice interval_seconds. Requires a
     restart."""
