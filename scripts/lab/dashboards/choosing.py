@@ -85,7 +85,7 @@ _REQUESTS: Final = rate("pdproxy_instance_requests_total", by="role", of=INSTANC
 
 
 def _spread(metric: str, where: str = "") -> str:
-    """Standard deviation over mean, among the instances of each role that are up."""
+    """Return a query for the standard deviation over the mean, among the healthy instances of each role."""
     loads = gauge(metric, where, by="role, address", of=INSTANCES)
     up = f"({gauge('pdproxy_instance_up', by='role, address', of=INSTANCES, over='max')} == 1)"
     of_those_up = f"({loads} and {up})"

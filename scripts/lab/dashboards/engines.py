@@ -1,5 +1,6 @@
-"""The engines' own metrics beside what the gateway believes of them. Prometheus has to scrape the engines, too, at the
-addresses under which the gateway knows them.
+"""The engines' metrics beside the gateway's view of them.
+
+Prometheus must scrape the engines under the addresses that the gateway uses.
 """
 
 from __future__ import annotations

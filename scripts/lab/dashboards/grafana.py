@@ -1,7 +1,7 @@
-"""What a dashboard consists of, and the JSON that Grafana 11 and 12 import.
+"""The parts of a dashboard, and the JSON that Grafana 11 and 12 import.
 
-Nothing is fixed to one installation: the data source is a variable, and dashboards have no `uid` and find each other by
-their tag.
+No part depends on an installation: the data source is a variable, and dashboards have no `uid` and are linked by their
+tag.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ class Query:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One picture. `unit` is Grafana's id of it; `runbook` the anchor of a heading in OPERATING.md; `thresholds` the
-    values from which on a colour holds; `states` the words for values, each with its colour. `width` is of 24 columns;
-    None: the row's.
+    """A panel.
+
+    `unit` is Grafana's id of the unit, `runbook` the anchor of a heading in OPERATING.md, `thresholds` the values at
+    which a colour begins, and `states` the words and colours for values. `width` is in 24 columns. None: the row's
+    width.
     """
 
     title: str
@@ -89,7 +91,7 @@ class Dashboard:
 
 
 def as_json(dashboard: Dashboard) -> dict[str, Any]:
-    """The model that Grafana imports."""
+    """Return the model that Grafana imports."""
     return {
         "id": None,
         "title": dashboard.title,
@@ -120,7 +122,7 @@ def _alerts() -> dict[str, Any]:
 
 
 def _fixed_variables() -> list[dict[str, Any]]:
-    """Where the series are, and where the runbook is: OPERATING.md, at whatever address a team keeps it."""
+    """Return the variables for the data source and for the runbook, a team's address of OPERATING.md."""
     datasource = {"type": "datasource", "name": "datasource", "label": "Data source", "query": "prometheus"}
     runbook = {"type": "textbox", "name": "runbook", "label": "Runbook", "query": "OPERATING.md"}
     return [
@@ -160,7 +162,7 @@ def _laid_out(rows: Sequence[Row]) -> list[dict[str, Any]]:
         made.append(head)
         top += 1
         left = line = 0
-        # What is folded belongs to its row; what is not follows it.
+        # Panels of a collapsed row are part of it, and others follow it.
         inside: list[dict[str, Any]] = head["panels"] if row.is_folded else made  # type: ignore[assignment]
         for panel in row.panels:
             width, height = panel.width or row.width, panel.height or row.height
@@ -220,7 +222,7 @@ def _defaults(panel: Panel) -> dict[str, Any]:
 
 
 def _overrides(panel: Panel) -> list[dict[str, Any]]:
-    """The unit of each column of a table."""
+    """Return the units of a table's columns."""
     return [
         {"matcher": {"id": "byName", "options": query.column}, "properties": [{"id": "unit", "value": query.unit}]}
         for query in panel.queries

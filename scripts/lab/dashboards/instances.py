@@ -1,4 +1,4 @@
-"""Every instance by itself: its state, its traffic, its load and its failures."""
+"""State, traffic, load and failures of each instance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is it well, what does it serve, and how fast?"""
+"""Health, traffic and latency of the gateway."""
 
 from __future__ import annotations
 

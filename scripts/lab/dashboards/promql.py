@@ -27,32 +27,32 @@ def rate(metric: str, where: str = "", *, by: str = "", of: str = GATEWAY) -> st
 
 
 def gauge(metric: str, where: str = "", *, by: str = "", of: str = GATEWAY, over: str = "sum") -> str:
-    """A gauge, taken together by `over`."""
+    """Return a gauge, aggregated by `over`."""
     return f"{over}{f' by ({by})' if by else ''} ({metric}{{{matching(of, where)}}})"
 
 
 def share(part: str, whole: str) -> str:
-    """Part of a whole; nothing where the whole is nothing."""
+    """Return the ratio of a part to a whole, without data if the whole is 0."""
     return f"{part} / ({whole} > 0)"
 
 
 def mean(histogram: str, *, by: str = "") -> str:
-    """Of what a histogram saw."""
+    """Return the mean of a histogram."""
     return share(rate(f"{histogram}_sum", by=by), rate(f"{histogram}_count", by=by))
 
 
 def quantile(of: float, histogram: str, where: str = "", *, by: str = "") -> str:
-    """Estimated within a bucket."""
+    """Return a quantile, estimated within a bucket."""
     return f"histogram_quantile({of}, {rate(f'{histogram}_bucket', where, by=matching('le', by))})"
 
 
 def percentiles(histogram: str, where: str = "") -> list[Query]:
-    """The usual three."""
+    """Return queries for the percentiles 50, 95 and 99."""
     return [Query(quantile(percent / 100, histogram, where), f"p{percent}") for percent in (50, 95, 99)]
 
 
 def buckets(histogram: str, where: str = "") -> list[Query]:
-    """For a heat map: how many fell into each bucket."""
+    """Return the counts of each bucket, for a heat map."""
     increase = f"increase({histogram}_bucket{{{matching(GATEWAY, where)}}}[$__rate_interval])"
     return [Query(f"sum by (le) ({increase})")]
 

@@ -1,4 +1,4 @@
-"""Where the time of a request goes between prefillers and decoders, and what becomes of its KV cache."""
+"""Time of a request between prefillers and decoders, and the state of its KV cache."""
 
 from __future__ import annotations
 
