@@ -68,7 +68,7 @@ class Attempt:
         """The `prompt_tokens_details` that an engine reported and that are true; None if no engine has."""
         return self.timeline.usage.prompt_details
 
-    def saw_usage(self, usage: Any) -> None:
+    def note_usage(self, usage: Any) -> None:
         """Record the `usage` of the decoder's answer.
 
         Its counts of the prompt are used only if the decoder computed the prompt: decoders report KV cache that was

@@ -1,12 +1,12 @@
-"""Changes of a request before it reaches the queue and the engines: model names, priorities, messages of the system.
+"""Changes of a request before it reaches the queue and the engines: model names, priorities, system messages.
 
-* ModelNames: what clients call models that engines call otherwise (`models.aliases`).
-* bound_priority: the priority that a request asks for, bounded by its client key.
-* SystemFirst: chat templates that take a message of the system at the beginning only, as some of Qwen's do
-  (`models.system_first`). In APIs that are translated to chats clients send further ones later, as Claude Code does.
-  vLLM tries its template and, if it must, joins them to the first (`_detect_merge_inline_system`); engines do not
-  report what the template takes. It is not done for all models, because each new message changes the beginning of the
-  prompt, and then no prefix cache has the rest.
+* ModelNames replaces the client's name of a model by the engines' name (`models.aliases`).
+* bound_priority limits the priority of a request to that of its client key.
+* SystemFirst joins all system messages into the first message (`models.system_first`), because some chat templates,
+  such as some of Qwen's, accept none later. Clients of the translated APIs, such as Claude Code, do send later ones.
+  vLLM tries its template and joins the messages if it must (`_detect_merge_inline_system`), but engines do not report
+  what a template accepts. Other models keep their messages in place: each joined message would change the beginning of
+  the prompt, and the prefix cache would not have the rest.
 """
 
 from __future__ import annotations
@@ -29,43 +29,48 @@ _PRIORITY: Final = "priority"
 
 
 class ModelNames:
-    """`aliases`: `what clients say=what engines serve`. The first that fits a name counts, and those without wildcards
-    come before all others. A name that engines serve, since some alias stands for it, is itself.
+    """Maps the clients' names of models to the engines' names.
+
+    Aliases without wildcards are looked up first, then the first pattern that matches. A name that some alias maps to
+    stays as it is.
+
+    Args:
+        aliases: Entries of the form `client's name=engines' name`. The client's name may have wildcards.
     """
 
     def __init__(self, aliases: Sequence[str]) -> None:
-        pairs = [(said, served) for said, _, served in (alias.rpartition("=") for alias in aliases)]
-        self.exact: Mapping[str, str] = {said: served for said, served in pairs if _WILDCARDS.isdisjoint(said)}
-        """Aliases without wildcards, which can be listed."""
-        self._patterns = [(said, served) for said, served in pairs if said not in self.exact]
+        pairs = [(alias, served) for alias, _, served in (entry.rpartition("=") for entry in aliases)]
+        self.exact: Mapping[str, str] = {alias: served for alias, served in pairs if _WILDCARDS.isdisjoint(alias)}
+        """The engines' names by the aliases without wildcards, which `GET /v1/models` can list."""
+        self._patterns = [(alias, served) for alias, served in pairs if alias not in self.exact]
         self._served = frozenset(served for _, served in pairs)
         self.has_aliases = bool(pairs)
 
     def served(self, name: str) -> str:
-        """Return the name by which engines know a model."""
+        """Return the engines' name of a model."""
         if name in self.exact or name in self._served:
             return self.exact.get(name, name)
         return next((served for pattern, served in self._patterns if fnmatchcase(name, pattern)), name)
 
     def translated(self, call: Call) -> Call:
         """Return the call with the engines' name of its model. Its answer has the client's name."""
-        said = call.values.get("model")
-        if not self._served or not isinstance(said, str) or (served := self.served(said)) == said:
+        alias = call.values.get("model")
+        if not self._served or not isinstance(alias, str) or (served := self.served(alias)) == alias:
             return call
         call.document.values.update({"model": served})
-        return replace(call, changes={**call.changes, "model": served}, alias=said)
+        return replace(call, changes={**call.changes, "model": served}, alias=alias)
 
 
 def bound_priority(call: Call, least: int, *, lower_first: bool) -> Call:
-    """Return the call with a priority, in its body and headers, that does not go before `least`.
+    """Return the call with its priority, in body and headers, limited to `least`.
 
-    A request that asks for none reaches engines without one, since vLLM refuses any number but 0 unless its scheduling
-    policy is `priority`.
+    A request without a priority stays without one, because vLLM rejects any number but 0 unless its scheduling policy
+    is `priority`.
 
     Args:
-        call: What the client asks for.
-        least: The client key's priority, of which lower goes first.
-        lower_first: Whether engines serve a lower member `priority` first.
+        call: The client's call.
+        least: The priority of the client key. Lower values go first, and requests cannot go lower than this.
+        lower_first: Whether engines serve lower values of the member `priority` first.
     """
     asked_in_header = call.headers.get(PRIORITY_HEADER)
     if asked_in_header is None and (call.is_ordinary or _PRIORITY not in call.values):
@@ -74,7 +79,8 @@ def bound_priority(call: Call, least: int, *, lower_first: bool) -> Call:
     headers = call.headers
     if asked_in_header is not None:
         headers = {name: value for name, value in headers.items() if name != PRIORITY_HEADER}
-        with suppress(ValueError):  # then it is dropped: an engine might read a number where this gateway reads none
+        # A value that is no number here is dropped, because an engine might read it as one.
+        with suppress(ValueError):
             headers[PRIORITY_HEADER] = str(max(least, int(asked_in_header)))
     if not changes:
         return replace(call, headers=headers)
@@ -83,23 +89,27 @@ def bound_priority(call: Call, least: int, *, lower_first: bool) -> Call:
 
 
 def priority_change(asked: object, least: int, *, lower_first: bool) -> Mapping[str, Any]:
-    """Return the change of the member `priority` of a body, `asked`; empty if it may stay as it is."""
+    """Return the change of the body's member `priority`, whose value is `asked`; empty if it may stay as it is."""
     try:
         number: Any = whole_number(asked)
     except ValueError:
-        return {}  # neither is it a number for engines
+        return {}  # engines do not read it as a number either
     allowed = max(least, number) if lower_first else min(-least, number)
     return {} if allowed is asked else {_PRIORITY: allowed}
 
 
 class SystemFirst:
-    """`models`: names that engines serve, with wildcards."""
+    """Joins the system messages of chats whose model accepts only one, at the beginning.
+
+    Args:
+        models: Engines' names of such models, with wildcards.
+    """
 
     def __init__(self, models: Sequence[str]) -> None:
         self._models = models
 
     def arranged(self, call: Call) -> Call:
-        """Return the call as the engines of such a model accept it."""
+        """Return the call with its system messages joined if its model needs that."""
         changes = self.changes(call.values)
         if not changes:
             return call
@@ -107,19 +117,19 @@ class SystemFirst:
         return call.part(changes)
 
     def changes(self, chat: Mapping[str, Any]) -> dict[str, object]:
-        """Return the members that differ; none if the chat's model accepts the chat as it is."""
+        """Return the changed members of a chat; empty if its model accepts it as it is."""
         model, messages = chat.get("model"), chat["messages"]
         if not any(fnmatchcase(str(model), pattern) for pattern in self._models):
             return {}
-        said = [message["content"] for message in messages if message["role"] == "system"]
-        if len(said) == 0 or (len(said) == 1 and messages[0]["role"] == "system"):
+        contents = [message["content"] for message in messages if message["role"] == "system"]
+        if len(contents) == 0 or (len(contents) == 1 and messages[0]["role"] == "system"):
             return {}
         others = [message for message in messages if message["role"] != "system"]
-        return {"messages": [{"role": "system", "content": "".join(map(_text, said))}, *others]}
+        return {"messages": [{"role": "system", "content": "".join(map(_text, contents))}, *others]}
 
 
 def _text(content: object) -> str:
-    """Return the text of a message of the system."""
+    """Return the text of a system message."""
     if isinstance(content, list):
         return "".join(str(part.get("text") or "") for part in content)
     return str(content)

@@ -24,135 +24,146 @@ if TYPE_CHECKING:
 
 
 class EngineAnswer(Protocol):
-    """It makes the error for itself when it cannot be used; `upstream.Response` is one."""
+    """Makes the errors of one engine's answer. `upstream.Response` implements it."""
 
     def fail(self, failure: Failure, message: str) -> UpstreamError:
-        """The error for an answer that arrived but cannot be used."""
+        """Return the error for an answer that arrived but cannot be used."""
 
     def unreadable(self, message: str) -> UpstreamError:
-        """The error for an answer that was complete, and has members that cannot be read; see UpstreamError."""
+        """Return the error for a complete answer with members that cannot be read; see UpstreamError."""
 
     def refuse(self, message: str, status: int, body: bytes | None, headers: Mapping[str, str]) -> UpstreamError:
-        """The error for an engine's own refusal, which reaches the client in its own words."""
+        """Return the error for an engine's refusal, whose status and body the client gets unchanged."""
 
 
 class PrefillAnswer(Protocol):
-    """A prefiller's answer, which may come later than the decoder's first words."""
+    """A prefiller's answer, which may arrive after the decoder's first output."""
 
     @property
     def so_far(self) -> bytes | None:
-        """The whole body; None until it has come."""
+        """The whole body; None until it has arrived."""
 
     async def whole(self) -> bytes:
-        """Wait for it. Raises UpstreamError."""
+        """Wait for the whole body and return it. Raises UpstreamError."""
 
 
 class AnsweredAttempt(Protocol):
-    """What is known of one try at a call beside the decoder's answer; `connectors.base.Attempt` is one."""
+    """Facts about one try at a call, besides the decoder's answer. `connectors.legs.Attempt` implements it."""
 
     @property
     def kv_handed_over(self) -> bool:
-        """The decoder got its KV cache from a prefiller, so its own details of the prompt are wrong."""
+        """Whether the decoder got its KV cache from a prefiller. Its own details of the prompt are wrong then."""
 
     @property
     def prompt_tokens(self) -> int | None:
-        """How many tokens the prompt has, as far as an engine has told; None while none has."""
+        """The number of tokens in the prompt; None until an engine reports it."""
 
     @property
     def prompt_details(self) -> dict[str, Any] | None:
-        """The engine's `prompt_tokens_details` that are true; None if no engine has told."""
+        """The `prompt_tokens_details` that an engine reported and that are true; None if no engine has."""
 
     @property
     def prefill_answer(self) -> PrefillAnswer | None:
-        """None where the prefiller adds nothing to what the decoder tells, or is the only engine."""
+        """The prefiller's answer; None if the client needs nothing of it, or if the prefiller is the only engine."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """One prompt and one sample of a client request. `index` is the choice's index in the client's answer."""
+    """One prompt and one sample of a client request."""
 
     call: Call
     index: int
+    """The index of its choice in the client's answer."""
     is_first_sample: bool
-    """The first sample of its prompt: the one whose prompt tokens count in the merged usage."""
+    """Whether it is the first sample of its prompt. Only that one's prompt tokens count in the merged usage."""
 
 
 class Whole(Protocol):
     """One unit's answer that is not streamed."""
 
     def body(self) -> bytes:
-        """JSON, as far as possible in the engine's own bytes."""
+        """Return the JSON body, as far as possible in the engine's own bytes."""
 
     def values(self) -> dict[str, Any]:
-        """The body as Python objects. Long members may be `orjson.Fragment`, which only orjson can write."""
+        """Return the body as Python objects. Long members may be `orjson.Fragment`, which only orjson can write."""
 
 
 class WatchedWhole(Protocol):
-    """Puts an answer together from the payloads of a watched stream."""
+    """Assembles an answer from the payloads of a watched stream."""
 
     def add(self, payload: dict[str, Any]) -> bytes:
-        """Take the next one; nothing of it goes to the client yet."""
+        """Add the next payload. Returns no bytes, because the client gets the answer at its end."""
 
     def cut(self, tokens: int) -> None:
-        """Forget what belongs to tokens behind the first `tokens`."""
+        """Remove everything that belongs to later tokens than the first `tokens`."""
 
     def values(self) -> dict[str, Any]:
-        """The answer so far."""
+        """Return the answer so far."""
 
 
 class UnitRendering(Protocol):
     """Writes the client's events of one unit's streams."""
 
     def begin(self, attempt: AnsweredAttempt, *, goes_on: bool) -> None:
-        """Another decoder begins to answer: what waited of the one before is not for the client. `goes_on`: it
-        continues the answer. Otherwise the client has nothing of it yet, whatever was rendered.
+        """Begin with another decoder's answer. Events that wait from the previous decoder are dropped.
+
+        Args:
+            attempt: The attempt of the decoder.
+            goes_on: Whether it continues the answer. Otherwise the client has no part of the answer, even if events
+                were rendered.
         """
 
     def render(self, payload: dict[str, Any]) -> bytes:
-        """The client's bytes for one parsed event of the engines' API; empty if there is nothing in it for the client,
-        or not yet. Usage comes with `ending`.
+        """Return the client's bytes for one parsed event of the engines' API.
+
+        Empty if the event has nothing for the client, or nothing yet. Usage comes with `ending`.
         """
 
     async def rest(self) -> bytes:
-        """What still waits for other engines when the decoder's stream has ended. Raises UpstreamError."""
+        """Return the events that still wait for other engines at the end of the stream. Raises UpstreamError."""
 
 
 class Rendering(Protocol):
-    """How the answer to one streamed client request is written, from the streams of all its units."""
+    """Writes the answer to one streamed client request from the streams of all its units."""
 
     def unit(self, unit: Unit) -> UnitRendering | None:
-        """What writes the events of one unit. None: the client gets the engine's events byte for byte."""
+        """Return the writer of one unit's events. None: the client gets the engine's events byte for byte."""
 
     def ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
-        """What follows the streams of all units, before `Dialect.done_event`: `usages` of them in their order, None
-        where an engine told none; `last_payload` is the last event that the client was given of the last unit.
+        """Return the events after the streams of all units and before `Dialect.done_event`.
+
+        Args:
+            usages: The usage of each unit, in their order; None if its engine reported none.
+            last_payload: The last event of the last unit that the client got.
         """
 
     def error_event(self, error: GatewayError) -> bytes:
-        """The event that tells a client in the middle of a stream that the answer is not complete."""
+        """Return the event of an error in the middle of a stream: the answer is not complete."""
 
 
 class Dialect(ABC):
-    """An API that clients speak. The engines are asked through `api`: calls are of that, and so are the payloads that
-    are rendered, also of an answer that was put together from the streams of several decoders.
+    """An API that clients speak.
+
+    Calls and rendered payloads belong to the engines' API `api`, even if an answer was assembled from the streams of
+    several decoders.
     """
 
     api: ClassVar[Api]
-    """The engines' API that serves it."""
+    """The engines' API that serves this one."""
     path: ClassVar[str]
     """The route on the gateway."""
     label: ClassVar[str]
-    """The metric label, and `api` in the access log."""
+    """The label in metrics, and the value of `api` in the access log."""
     methods: ClassVar[Sequence[str]] = ("POST",)
     """HTTP methods of its requests."""
     request_id_header: ClassVar[str] = "X-Request-Id"
     """The header in which its clients look for the id of their request."""
     speaks_as_engines: ClassVar[bool] = False
-    """Whether requests and single answers pass as they are."""
+    """Whether requests and single answers pass unchanged."""
     done_event: ClassVar[bytes] = DONE_EVENT
     """The last bytes of a complete stream."""
     keep_alive: ClassVar[bytes] = b": keep-alive\n\n"
-    """The event that is sent in a silent stream; see KeepAlive."""
+    """The event that keeps a silent stream open; see KeepAlive."""
 
     # Requests
 
@@ -162,20 +173,20 @@ class Dialect(ABC):
 
     @abstractmethod
     def split(self, call: Call, cost: Cost, max_units: int) -> list[Unit]:
-        """The units of a call in the order of their indexes. Raises BadRequest when there are more than `max_units`."""
+        """Return the units of a call, ordered by index. Raises BadRequest for more than `max_units`."""
 
     @abstractmethod
     def is_single(self, call: Call) -> bool:
-        """Whether the answer is one choice, with one sequence of tokens behind it."""
+        """Return whether the answer is one choice that comes from one sequence of tokens."""
 
     # Answers of engines
 
     def new_segment(self) -> Segment:
-        """The reader of one engine's stream."""
+        """Return the reader of one engine's stream."""
         return Segment()
 
     def watched_segment(self) -> Segment:
-        """Likewise, of an answer that is watched: its payloads are chunks of a completion or a chat in any case."""
+        """Return the reader of a watched stream. Its payloads are always chunks of a completion or a chat."""
         return self.new_segment()
 
     def watched_rendering(self, call: Call) -> UnitRendering | None:
@@ -183,43 +194,39 @@ class Dialect(ABC):
         return None
 
     def watched_whole(self, call: Call) -> WatchedWhole | None:
-        """What puts a watched answer together that is not streamed; None: it is a chat's or a completion's."""
+        """Return the assembler of a watched answer that is not streamed. None: it is that of a chat or a completion."""
         return None
 
     @abstractmethod
     def check_answer(self, response: EngineAnswer, values: dict[str, Any]) -> None:
-        """Raise UpstreamError for an engine's whole answer that is broken, incomplete or reports a failure."""
+        """Raise UpstreamError if an engine's whole answer is broken, is incomplete or reports a failure."""
 
     @abstractmethod
     def usage(self, values: dict[str, Any]) -> Any:
-        """The usage object in an engine's whole answer, as OpenAI's; whatever it really is."""
+        """Return the usage in an engine's whole answer, in OpenAI's form. Its type is not checked."""
 
     @abstractmethod
     def corrected(self, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
-        """Return the members of an engine's whole answer that the client gets otherwise, REMOVED for those it does not
-        get.
-        """
+        """Return the changed members of an engine's whole answer; REMOVED for members that the client does not get."""
 
     def waits_for_prefiller(self, call: Call) -> bool:
-        """Return whether an answer has parts of the prefiller's, which may come later than the decoder's."""
+        """Return whether the answer needs members of the prefiller's answer, which may arrive after the decoder's."""
         return False
 
     async def completed(self, call: Call, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
-        """Return what `corrected` does for an answer that waits for the prefiller. Raises UpstreamError."""
+        """Return the changed members as `corrected` does, after waiting for the prefiller. Raises UpstreamError."""
         return self.corrected(values, attempt)
 
     # Answers to clients
 
     @abstractmethod
     def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[Whole]) -> bytes:
-        """The JSON body of an answer that is not streamed. The units' answers are in their order."""
+        """Return the JSON body of an answer that is not streamed. `answers` are in the order of `units`."""
 
     @abstractmethod
     def rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
         """Return the writer of events of one streamed client request."""
 
     def error_body(self, error: GatewayError) -> bytes | None:
-        """Return the JSON body of an error on this route, of the gateway or of an engine. None: OpenAI's body, or the
-        engine's, byte for byte.
-        """
+        """Return the JSON body of an error on this route. None: OpenAI's body, or the engine's, byte for byte."""
         return None

@@ -1,4 +1,4 @@
-"""Call: one parsed client request, immutable, which knows what it costs. The dialects make them."""
+"""The Call: one parsed client request, immutable, with its estimated cost. The dialects make them."""
 
 from __future__ import annotations
 
@@ -20,110 +20,112 @@ if TYPE_CHECKING:
     from proxy.settings import Cost
     from proxy.wire.document import Body, Document
 
-# What a request costs a prefiller besides its tokens. vllm-ascend's example estimates a prefill as
-# 0.0345 ms per token + 120 ms, and 120.0745 / 0.0345 = 3480 tokens.
+# The fixed cost of a request for a prefiller, in tokens. vllm-ascend's example estimates a prefill as 0.0345 ms per
+# token plus 120 ms, and 120.0745 / 0.0345 = 3480 tokens.
 PREFILL_OVERHEAD_TOKENS: Final = 3480
 
 _load: Final[Callable[[tuple[int, int]], Load]] = partial(tuple.__new__, Load)
-"""Of its compute and kv. Its own constructor is written in Python: each request makes two."""
+"""Makes a Load of compute and kv. The constructor of a NamedTuple is slower, and each request makes two."""
 
-# A client's limit beyond this says nothing about its answer, and must not weigh as load.
+# A larger limit says nothing about the length of the answer, and must not count as load.
 MAX_OUTPUT_TOKENS: Final = 1 << 20
 
-# What one more sequence in the batch costs a decoder besides the cache it holds: with it short prompts are spread by
-# number and long ones by memory.
+# The cost of one more sequence in a decoder's batch, besides its KV cache. It makes policies spread short prompts by
+# number and long prompts by memory.
 DECODE_OVERHEAD_TOKENS: Final = 256
 
-# Whose trace a request belongs to (W3C Trace Context).
 CONTEXT_HEADERS: Final = ("traceparent", "tracestate")
+"""Headers that name the trace of a request (W3C Trace Context)."""
 
-# How soon the client wants the first token, in milliseconds: for policies, and passed on.
 FIRST_TOKEN_HEADER: Final = "x-ttft-deadline-ms"
+"""Time within which the client wants the first token, in milliseconds. Used by policies and sent to engines."""
 
-# How urgent a request is, for the queue, whatever engines make of the member `priority`; lower goes first.
 PRIORITY_HEADER: Final = "x-request-priority"
+"""Priority in the queue; lower values go first, whatever engines make of the body's `priority`."""
 
-# What the client calls a conversation, see Call.session.
 SESSION_HEADER: Final = "x-session-id"
+"""The client's name for a conversation; see Call.session."""
 
 PASSED_ON: Final = (*CONTEXT_HEADERS, FIRST_TOKEN_HEADER, PRIORITY_HEADER, SESSION_HEADER)
-"""Request headers that mean the same to the engines, beside the client's credential. Everything else is rebuilt or
-dropped: hop-by-hop headers, and those that steer an engine, such as X-data-parallel-rank, which an endpoint per rank
-answers with 400."""
+"""Request headers that are sent to the engines, besides the client's credential. All others are rebuilt or dropped:
+hop-by-hop headers, and headers that control an engine, such as X-data-parallel-rank, which an endpoint per rank answers
+with 400."""
 
 
 @dataclass(slots=True, eq=False)
 class Call:
     """One unit of work for the engines: a single prompt and a single sample once its dialect has split it.
 
-    Nothing of it is ever set again. It is not frozen because each of its fields would cost a call then.
+    It is immutable, but not a frozen dataclass, because setting a field of those costs a call.
     """
 
     api: Api
     document: Document
     prompt_tokens: int
-    """Estimated from the text's bytes, exact for token ids; images and audio count a fixed number each."""
+    """Length of the prompt: estimated from the text's bytes, exact for token ids, a fixed number per image or audio."""
     output_tokens: int
-    """The client's limit, or the configured guess."""
+    """Expected length of the answer: the client's limit, or the configured default."""
     stream: bool
     include_usage: bool
-    """The client asked for a usage chunk at the end of the stream."""
+    """Whether the client asked for a usage chunk at the end of the stream."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Request headers that are passed on to the engines."""
     changes: Mapping[str, object] = field(default_factory=dict)
     """Members of the document that are replaced or REMOVED on every leg."""
     prompt: Prompt | None = None
-    """What the client wants answered, shared with the other units of one prompt and kept when the answer is resumed.
-    None: not known."""
+    """The prompt, shared by all units of one prompt and kept when the answer is resumed; None if it is not known."""
     output_limit: int | None = None
-    """The client's own limit on output tokens; None when it gave none, or the engine alone knows it."""
+    """The client's limit on output tokens; None if it gave none, or if only the engine reads it."""
     is_ordinary: bool = False
-    """The client's fields are among `ORDINARY_FIELDS`, so there is nothing rare to look for."""
+    """Whether all of the client's fields are among `ORDINARY_FIELDS`, so that checks for rare ones can be skipped."""
     kv_params: Mapping[str, object] = field(default_factory=dict)
     """Members added to the `kv_transfer_params` of every leg."""
     alias: str | None = None
-    """What the client calls the model, if engines call it otherwise."""
-    asked: Any = None
-    """What its dialect keeps of the client's own words for the answer; None where it needs nothing."""
+    """The client's name of the model, if engines use another name; None otherwise."""
+    answer_context: Any = None
+    """Facts about the client's request that its dialect needs to write the answer; None if it needs none."""
     left_out: Sequence[str] = ()
     """Kinds of tools and content that its dialect has left out, because no engine can serve them."""
     values: Mapping[str, Any] = field(init=False, repr=False, compare=False)
-    """The client's fields, as engines take them: the document's."""
+    """The members of the document, as engines read them."""
 
     def __post_init__(self) -> None:
         self.values = self.document.values
 
     @property
     def is_all_prompt(self) -> bool:
-        """At most one token is to be generated, so an engine that prefills has done it all. 0 is what completions that
-        only echo their prompt may ask for.
+        """Whether at most one token is generated, so that a prefiller can serve the whole call.
+
+        Completions that only echo their prompt may ask for 0.
         """
         values = self.values
         limit = values.get("max_completion_tokens") if self.api is Api.CHAT else None
         return (values.get("max_tokens") if limit is None else limit) in (0, 1)
 
     def pick_request(self, avoid: Collection[Backend] = (), prefer: Backend | None = None) -> PickRequest:
-        """What an attempt at it wants backends for; see PickRequest.
+        """Return the load of an attempt and its constraints on backends; see PickRequest.
 
-        A prefiller has the compute until it answers, and kv until the decoder's first token; a decoder has both until
-        the answer has ended.
+        A prefiller is charged compute until it answers, and kv until the decoder's first token. A decoder is charged
+        both until the answer has ended.
         """
         tokens = self.prompt_tokens
         prefill = _load((tokens + PREFILL_OVERHEAD_TOKENS, tokens))
         decode = _load((DECODE_OVERHEAD_TOKENS, tokens + self.output_tokens))
         return PickRequest(prefill, decode, self, avoid, prefer)
 
-    # What policies may ask; see pick.Subject.
+    # The interface for policies; see pick.Subject.
 
     @property
     def prefix_keys(self) -> PrefixKeys:
-        """What the prompt's prefixes are called; empty where the request has no single prompt."""
+        """The keys of the prompt's prefixes; empty if the request has no single prompt."""
         return NO_KEYS if self.prompt is None else self.prompt.keys
 
     @property
     def session(self) -> str | None:
-        """The header `x-session-id`, or else OpenAI's `prompt_cache_key`, `session_id` as some clients send it,
-        `metadata.user_id` (which Claude Code makes of its session), or `user`, which `prompt_cache_key` replaces.
+        """The id of the conversation; None if the request has none.
+
+        Taken from the header `x-session-id`, or from the first member of OpenAI's `prompt_cache_key`, `session_id`,
+        `metadata.user_id` (where Claude Code puts its session) and `user` (the older name of `prompt_cache_key`).
         """
         values = self.values
         metadata = values.get("metadata")
@@ -138,7 +140,7 @@ class Call:
 
     @property
     def first_token_seconds(self) -> float | None:
-        """The client's header `x-ttft-deadline-ms`; None without one, or where it is no positive number."""
+        """The header `x-ttft-deadline-ms` in seconds; None if it is missing or not a positive number."""
         try:
             seconds = float(self.headers[FIRST_TOKEN_HEADER]) / 1000
         except (KeyError, ValueError):
@@ -146,8 +148,10 @@ class Call:
         return seconds if 0 < seconds < math.inf else None
 
     def priority(self, *, lower_first: bool) -> int | None:
-        """The client's header `x-request-priority`, or else the body's `priority`, which vLLM serves lower first
-        (vllm/entrypoints/openai, `priority`), and SGLang higher first (`--schedule-low-priority-values-first`).
+        """Return the header `x-request-priority`, or else the body's `priority`; None if there is neither.
+
+        vLLM serves lower values of the body's member first (vllm/entrypoints/openai, `priority`), SGLang higher values
+        (`--schedule-low-priority-values-first`). `lower_first` says which; the result is lower for earlier requests.
         """
         try:
             return int(self.headers[PRIORITY_HEADER])
@@ -157,34 +161,32 @@ class Call:
             return None
         return asked if lower_first else -asked
 
-    # What the client asks for
+    # The client's options
 
     @property
     def model(self) -> object:
-        """The name of the model, as the client says it, whatever that is; None when it says none."""
+        """The client's name of the model, of any JSON type; None if the request has none."""
         return self.values.get("model") if self.alias is None else self.alias
 
     @property
     def served_model(self) -> object:
-        """The name of the model as engines get it, with the aliases of the settings applied; None: there is none."""
+        """The engines' name of the model, after the aliases of the settings; None if the request has none."""
         return self.changes.get("model", self.values.get("model"))
 
     def members(self, names: Collection[str]) -> dict[str, Any]:
-        """The members of the body that have one of these names, with the values that engines get; absent ones are left
-        out.
-        """
+        """Return the members of the body with these names, with the values that engines get, without missing ones."""
         changes = {name: value for name, value in self.changes.items() if name in names}
         values = self.document.values
         return {name: values[name] for name in names if name in values} | changes
 
     @property
     def samples(self) -> int:
-        """`n`: how many answers are wanted for each prompt."""
+        """The number of answers wanted for each prompt (`n`)."""
         return self.values.get("n") or 1
 
     @property
     def sampling(self) -> Mapping[str, Any]:
-        """What says how tokens are chosen and when to stop: of SGLang's own API `sampling_params`."""
+        """The members that control sampling and stopping: the body, or `sampling_params` in SGLang's own API."""
         if self.api is not Api.GENERATE:
             return self.values
         params = self.changes.get("sampling_params", self.values.get("sampling_params"))
@@ -200,21 +202,21 @@ class Call:
 
     @property
     def wants_ids(self) -> bool:
-        """Is the client to be told token ids?"""
+        """Whether the client asks for token ids."""
         return self.api is Api.GENERATE or bool(self.values.get("return_token_ids"))
 
     @property
     def shows_single_tokens(self) -> bool:
-        """Does the client see token ids, or log probabilities, of which there is one for each?"""
-        logprobs = self.values.get("logprobs")  # of a completion 0 asks for those of the answer's own tokens
+        """Whether the client sees data for each token: token ids or log probabilities."""
+        logprobs = self.values.get("logprobs")  # 0 in a completion asks for those of the answer's own tokens
         return self.wants_ids or (logprobs is not None and logprobs is not False)
 
     def body(self, changes: Mapping[str, object]) -> Body:
-        """The JSON body of one leg: the client's bytes with this call's and the leg's changes."""
+        """Return the JSON body of one leg: the client's bytes with this call's and the leg's changes."""
         return self.document.with_both(self.changes, changes)
 
     def body_with_kv(self, params: bytes) -> Body:
-        """The JSON body of one leg with these `kv_transfer_params` and this call's changes."""
+        """Return the JSON body of one leg with these `kv_transfer_params` and this call's changes."""
         return self.document.with_written(self.changes, "kv_transfer_params", params)
 
     def changed(
@@ -225,10 +227,16 @@ class Call:
         prompt: Prompt | None = None,
         stream: bool | None = None,
     ) -> Call:
-        """The same call with more members changed, a new cost where the prompt has grown, another prompt, and the
-        answer streamed or not whatever the client asked for.
+        """Return the same call with more changed members.
+
+        Args:
+            changes: Members of the body that are replaced, or REMOVED.
+            prompt_tokens: The new length of the prompt; None: unchanged.
+            prompt: The new prompt; None: unchanged.
+            stream: Whether the answer is streamed; None: as the client asked.
         """
-        return Call(  # by position, as names take twice the time, and each request takes one of these
+        # By position, because names take twice the time, and every request makes one of these.
+        return Call(
             self.api,
             self.document,
             self.prompt_tokens if prompt_tokens is None else prompt_tokens,
@@ -242,24 +250,27 @@ class Call:
             self.is_ordinary,
             self.kv_params,
             self.alias,
-            self.asked,
+            self.answer_context,
         )
 
     def in_context(self, context: Mapping[str, str]) -> Call:
-        """The same call in the trace that these headers tell of, whatever its client said."""
+        """Return the same call with the trace context of these headers in place of its client's."""
         others = {name: value for name, value in self.headers.items() if name not in CONTEXT_HEADERS}
         return replace(self, headers={**others, **context})
 
     def part(self, changes: Mapping[str, object], prompt_tokens: int | None = None) -> Call:
-        """The call for one prompt and one sample of this one. `changes`: members of the body that are replaced, see
-        `changed`. `prompt_tokens`: of its prompt; None: as many as this call has.
+        """Return the call for one prompt and one sample of this one.
+
+        Args:
+            changes: Members of the body that are replaced; see `changed`.
+            prompt_tokens: The length of its prompt; None: that of this call.
         """
         prompt = None if self.prompt is None else self.prompt.changed(changes)
         return self.changed(changes, prompt_tokens=prompt_tokens, prompt=prompt)
 
 
 def measured_prompt(document: Document, cost: Cost) -> tuple[int, Prompt]:
-    """Estimated prompt length in tokens, at least 1, and the prompt."""
+    """Return the estimated prompt length in tokens, at least 1, and the prompt."""
     messages, length = document.excerpt("messages")
     total, has_reasoning, has_media = _measured_messages(messages, cost, length)
     values = document.values
@@ -275,7 +286,7 @@ def measured_prompt(document: Document, cost: Cost) -> tuple[int, Prompt]:
 
 
 def _measured_messages(messages: object, cost: Cost, length: Callable[[str], int]) -> tuple[int, bool, bool]:
-    """Their estimated tokens, and whether they hold reasoning, or more than text."""
+    """Return the messages' estimated tokens, whether they hold reasoning, and whether they hold more than text."""
     total, bytes_per_token = 0, cost.bytes_per_token
     has_reasoning = has_media = False
     for message in messages if isinstance(messages, list) else ():
@@ -294,7 +305,10 @@ def _measured_messages(messages: object, cost: Cost, length: Callable[[str], int
 
 
 def text_tokens(prompt: object, cost: Cost, length: Callable[[str], int] = text_bytes) -> int:
-    """Tokens of a `prompt`: text, token ids, or a list of either. `length` is that of a text in bytes."""
+    """Return the estimated tokens of a `prompt`: text, token ids, or a list of either.
+
+    `length` returns the length of a text in bytes.
+    """
     if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)):
         return sum(_single_prompt_tokens(item, cost, length) for item in prompt)
     return _single_prompt_tokens(prompt, cost, length)
@@ -307,7 +321,7 @@ def _single_prompt_tokens(prompt: object, cost: Cost, length: Callable[[str], in
 
 
 def _part_tokens(part: Mapping[str, Any], cost: Cost, length: Callable[[str], int]) -> int:
-    """Tokens of a part of a message's content. The bytes of an image say nothing about its tokens."""
+    """Return the estimated tokens of a part of a message's content. An image's bytes say nothing about its tokens."""
     kind = part.get("type")
     if kind == "text" or "text" in part:
         return text_tokens(part.get("text"), cost, length)
@@ -324,7 +338,10 @@ def _objects(value: object) -> list[dict[str, Any]]:
 
 
 def output_limit(values: Mapping[str, Any]) -> int | None:
-    """The client's own limit on output tokens; chat prefers `max_completion_tokens` as vLLM does."""
+    """Return the client's limit on output tokens; None if it gave none.
+
+    As in vLLM, `max_completion_tokens` goes first.
+    """
     limit = values.get("max_completion_tokens")
     if type(limit) is not int or limit <= 0:
         limit = values.get("max_tokens")

@@ -1,7 +1,7 @@
 """Requests for several samples or several prompts: split into single units, and their answers merged again.
 
-One prefill answer carries the KV parameters of one sequence (vLLM returns those of the first only), so with a hand-over
-`n > 1` and lists of prompts would pin cache that nobody pulls, or decode every prompt on the first one's cache.
+A prefill answer carries the KV parameters of one sequence (vLLM returns those of the first only). So a handoff of
+several would pin KV cache that no decoder pulls, or decode every prompt with the KV cache of the first one.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from proxy.settings import Cost
 
 
-# vLLM takes it for no seed (`SamplingParams.__post_init__`).
+# vLLM treats this value as no seed (`SamplingParams.__post_init__`).
 _NO_SEED: Final = -1
 
 
 def split(call: Call, cost: Cost, max_units: int) -> list[Unit]:
-    """The units of a call, in the order of their indexes, `prompt index * n + sample index` as in the engines.
+    """Return the units of a call, ordered by index: `prompt index * n + sample index`, as in the engines.
 
-    Raises BadRequest when there would be more than `max_units`.
+    Raises BadRequest for more than `max_units`.
     """
     prompts, samples = _prompts(call), call.samples
     if len(prompts) * samples > max_units:
@@ -48,7 +48,7 @@ def split(call: Call, cost: Cost, max_units: int) -> list[Unit]:
         for sample in range(samples):
             changes: dict[str, object] = {"n": REMOVED, "best_of": REMOVED}
             if isinstance(seed, int) and seed != _NO_SEED and sample:
-                # Engines that take n themselves give sample i the seed `seed + i`. It is a signed 64-bit number.
+                # An engine that gets n gives sample i the seed `seed + i`. It is a signed 64-bit number.
                 changes["seed"] = (seed + sample + 2**63) % 2**64 - 2**63
             tokens = None
             if prompt is not None:
@@ -59,7 +59,7 @@ def split(call: Call, cost: Cost, max_units: int) -> list[Unit]:
 
 
 def is_single(call: Call) -> bool:
-    """Whether the answer is one choice, with one sequence of tokens behind it."""
+    """Return whether the answer is one choice that comes from one sequence of tokens."""
     values = call.values
     return (
         _prompts(call) == [None] and call.samples == 1 and not (values.get("use_beam_search") or values.get("best_of"))
@@ -67,7 +67,7 @@ def is_single(call: Call) -> bool:
 
 
 def _prompts(call: Call) -> list[Any]:
-    """The prompts of a list; [None] for a single prompt, which stays as it is."""
+    """Return the prompts of a list; [None] for a single prompt, which stays as it is."""
     if call.api is not Api.COMPLETIONS or not call.document.is_list_of_prompts("prompt"):
         return [None]
     prompts: list[Any] = call.values["prompt"]
@@ -81,7 +81,7 @@ def _is_single_prompt(prompt: object) -> bool:
 
 
 def merge_answers(units: Sequence[Unit], answers: Sequence[dict[str, Any]], alias: str | None = None) -> bytes:
-    """One answer out of the units' answers, which are in the order of the units. `alias`: see Call."""
+    """Return one answer made of the units' answers, which are in the order of the units. `alias`: see Call."""
     choices = [
         {**choice, "index": unit.index}
         for unit, answer in zip(units, answers, strict=True)
@@ -90,19 +90,19 @@ def merge_answers(units: Sequence[Unit], answers: Sequence[dict[str, Any]], alia
     usage = merge_usage(units, [answer.get("usage") for answer in answers])
     changes: dict[str, Any] = {} if alias is None else {"model": alias}
     if "metrics" in answers[0]:
-        changes["metrics"] = None  # they are those of one sequence, and vLLM tells none where there are several
+        changes["metrics"] = None  # they belong to one sequence, and vLLM reports none for several
     return dumps({**answers[0], **changes, "choices": choices, "usage": usage})
 
 
 def merge_usage(units: Sequence[Unit], usages: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """The sum of the units' usage, each prompt counted once; None when an engine reported none."""
+    """Return the sum of the units' usage, with each prompt counted once; None if an engine reported none."""
     objects = [usage for usage in usages if isinstance(usage, dict)]
     if len(objects) < len(units):
         return None
-    known = [counts(usage) for usage in objects]
-    firsts = [told for unit, told in zip(units, known, strict=True) if unit.is_first_sample]
-    prompt = sum(told.prompt or 0 for told in firsts)
-    completion = sum(told.completion or 0 for told in known)
+    unit_counts = [counts(usage) for usage in objects]
+    firsts = [each for unit, each in zip(units, unit_counts, strict=True) if unit.is_first_sample]
+    prompt = sum(each.prompt or 0 for each in firsts)
+    completion = sum(each.completion or 0 for each in unit_counts)
     merged: dict[str, Any] = {
         "prompt_tokens": prompt,
         "total_tokens": prompt + completion,
@@ -110,24 +110,29 @@ def merge_usage(units: Sequence[Unit], usages: Sequence[dict[str, Any] | None]) 
     }
     of_firsts = [usage for unit, usage in zip(units, objects, strict=True) if unit.is_first_sample]
     if _all_have(of_firsts, "prompt_tokens_details"):
-        merged["prompt_tokens_details"] = {"cached_tokens": sum(told.cached or 0 for told in firsts)}
+        merged["prompt_tokens_details"] = {"cached_tokens": sum(each.cached or 0 for each in firsts)}
     if _all_have(objects, "completion_tokens_details"):
-        merged["completion_tokens_details"] = {"reasoning_tokens": sum(told.reasoning or 0 for told in known)}
+        merged["completion_tokens_details"] = {"reasoning_tokens": sum(each.reasoning or 0 for each in unit_counts)}
     return merged
 
 
 def _all_have(usages: Sequence[dict[str, Any]], member: str) -> bool:
-    """Whether each has an object there that is not empty."""
+    """Return whether this member of each usage is an object that is not empty."""
     return all(isinstance(usage.get(member), dict) and usage[member] for usage in usages)
 
 
 class MergedStreams:
-    """Makes the chunks of several streams look like those of one. Owns the common id, taken from the first chunk."""
+    """Makes the chunks of several streams look like those of one, with the id of the first chunk.
 
-    def __init__(self, units: Sequence[Unit], *, tells_usage: bool, alias: str | None = None) -> None:
-        """`tells_usage`: the client asked for the usage chunk. `alias`: see Call."""
+    Args:
+        units: The units of the request.
+        has_usage_chunk: Whether the client asked for the usage chunk.
+        alias: See Call.
+    """
+
+    def __init__(self, units: Sequence[Unit], *, has_usage_chunk: bool, alias: str | None = None) -> None:
         self._units = units
-        self._tells_usage = tells_usage
+        self._has_usage_chunk = has_usage_chunk
         self._common: dict[str, Any] = {} if alias is None else {"model": alias}
 
     def unit(self, unit: Unit) -> UnitRendering:
@@ -135,8 +140,8 @@ class MergedStreams:
         return _MergedUnit(self._common, unit.index)
 
     def ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
-        """The usage chunk of the whole; empty when it is not wanted, or an engine reported no usage."""
-        usage = merge_usage(self._units, usages) if self._tells_usage else None
+        """Return the usage chunk of all units; empty if it is not wanted, or if an engine reported no usage."""
+        usage = merge_usage(self._units, usages) if self._has_usage_chunk else None
         if usage is None:
             return b""
         return data_event({**last_payload, **self._common, "choices": [], "usage": usage})
@@ -152,7 +157,7 @@ class _MergedUnit:
         self._index = index
 
     def begin(self, attempt: AnsweredAttempt, *, goes_on: bool) -> None:
-        """Nothing waits."""
+        """See UnitRendering. No event waits here."""
 
     def render(self, payload: dict[str, Any]) -> bytes:
         """Return the payload with the members that all chunks have in common."""
@@ -162,5 +167,5 @@ class _MergedUnit:
         return data_event({**payload, **self._common, "choices": choices})
 
     async def rest(self) -> bytes:
-        """Nothing waits."""
+        """See UnitRendering. No event waits here."""
         return b""

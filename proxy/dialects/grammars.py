@@ -1,4 +1,21 @@
-"""How families of models write reasoning and tool calls, which continuing their answers needs."""
+"""How families of models write reasoning and tool calls. Continuing an answer requires its Grammar.
+
+A Grammar has no state and does no IO; an AnswerParser is the state of one answer. Each family has one Grammar, and
+ThinkTags is that of all models that no other Grammar recognises.
+
+The Kimi K2 family puts reasoning, content and tool calls between markers:
+
+    reasoning</think>content<|tool_calls_section_begin|><|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>
+    {"query": "…"}<|tool_call_end|><|tool_calls_section_end|>
+
+KimiParser follows vLLM's streaming parser (0.32, `parser/kimi_k2.py` and `parser/engine/`): after every token it has
+returned at least the text that vLLM has sent, and the same at the end. It differs in three ways:
+
+* A marker that the model spelled out in ordinary tokens is a marker, because only the text is known here.
+* Special tokens that are no markers are text.
+* A call with arguments but without a proper id is not reported, even if a member "name" of its arguments makes vLLM
+  report one.
+"""
 
 from __future__ import annotations
 
@@ -12,68 +29,71 @@ if TYPE_CHECKING:
 
 
 class AnswerParser(ABC):
-    """Makes chat deltas of one answer's text, however that is cut, as the engines' parser does."""
+    """Turns one answer's text into chat deltas, as the engines' parser does, however the text is cut."""
 
     __slots__ = ()
 
     reads_markers: ClassVar[bool] = True
-    """It needs the text with its special tokens, exactly as the model wrote them."""
+    """Whether it needs the text with its special tokens, exactly as the model wrote them."""
 
     @property
     @abstractmethod
-    def unsaid(self) -> str:
-        """The part of the present text that is read and not yet in a delta, such as half a marker."""
+    def held_text(self) -> str:
+        """Text that was read and is not in a delta yet, such as half a marker."""
 
     @property
     @abstractmethod
     def in_tools(self) -> bool:
-        """The text so far ends inside the part of an answer that calls tools."""
+        """Whether the text so far ends inside the part of an answer that calls tools."""
 
     @abstractmethod
     def feed(self, text: str, *, finished: bool = False) -> dict[str, Any]:
-        """Take the next text and return what it says: an OpenAI chat delta, {} for nothing. `finished`: no text will
-        follow.
-        """
+        """Read the next text and return its OpenAI chat delta; {} if it has none. `finished`: no text will follow."""
 
 
 class Grammar(ABC):
-    """How a family of models writes. It is recognised by the prompt, before a model has written anything."""
+    """The markers of a family of models. The family is recognised by the prompt, before any answer."""
 
     reasoning_end_ids: ClassVar[Sequence[int]] = ()
-    """Token ids of the markers that end reasoning; empty where they are not known."""
+    """Token ids of the markers that end reasoning; empty if they are not known."""
     tools_begin_ids: ClassVar[Sequence[int]] = ()
-    """Token ids of the markers that begin tool calls; empty where they are not known."""
+    """Token ids of the markers that begin tool calls; empty if they are not known."""
     has_tools: ClassVar[bool] = True
-    """Its parser reads tool calls."""
+    """Whether its parser reads tool calls."""
 
     @abstractmethod
     def recognises(self, prompt_tail: Sequence[int]) -> bool:
-        """Return whether the last token ids of a prompt are of this family's tokenizer and chat template."""
+        """Return whether the last token ids of a prompt belong to this family's tokenizer and chat template."""
 
     @abstractmethod
     def opens_reasoning(self, prompt_tail: str) -> bool | None:
-        """Whether an answer behind this end of a prompt begins in reasoning; None: nothing in it tells. Special tokens
-        are in the text.
+        """Return whether an answer after this end of a prompt begins in reasoning; None if the text has no marker.
+
+        The text includes special tokens.
         """
 
     @abstractmethod
     def parser(
-        self, *, in_reasoning: bool, calls_tools: bool, shows_blanks: bool, tells_half_calls: bool, one_call: bool
+        self, *, in_reasoning: bool, calls_tools: bool, shows_blanks: bool, reports_half_calls: bool, one_call: bool
     ) -> AnswerParser:
-        """For one answer. `in_reasoning`: it begins there. `calls_tools`: the request has tools; otherwise their
-        markers are text. `shows_blanks`: engines show white space at the end of reasoning and before the first content
-        at once. `tells_half_calls`: a call whose name is not complete at the end of the answer is told. `one_call`:
-        further ones are not told.
+        """Return the parser of one answer.
+
+        Args:
+            in_reasoning: Whether the answer begins in reasoning.
+            calls_tools: Whether the request has tools. Otherwise the markers of tool calls are text.
+            shows_blanks: Whether white space at the end of reasoning and before the first content is sent at once.
+            reports_half_calls: Whether a call whose name is incomplete at the end of the answer is reported.
+            one_call: Whether only the first call is reported.
         """
 
 
 class Verbatim(AnswerParser):
-    """The parser of answers whose engines have none: all text is content."""
+    """The parser of answers whose engines have no parser: all text is content."""
 
     __slots__ = ()
 
     reads_markers = False
-    unsaid = ""
+    held_text = ""
     in_tools = False
 
     def feed(self, text: str, *, finished: bool = False) -> dict[str, Any]:
@@ -102,20 +122,20 @@ _CALL_ID: Final = re.compile(r".+:\d+")
 
 
 class KimiPhase(Enum):
-    """What text is at a place of an answer."""
+    """The section of an answer that text belongs to."""
 
     REASONING = auto()
     CONTENT = auto()
     SECTION = auto()
     """Inside a tool section, outside a call: text is suppressed."""
     NAME = auto()
-    """Between the beginning of a call and that of its arguments: the id, which has the name in it."""
+    """The id of a call, which contains its name: between the beginning of the call and that of its arguments."""
     ARGUMENTS = auto()
     AFTER = auto()
-    """Behind a tool section: text is suppressed, but more calls may come."""
+    """After a tool section: text is suppressed, but more calls may follow."""
 
 
-# A marker that is not listed for a phase is a piece of text there.
+# In a phase for which a marker is not listed, the marker is text.
 _NEXT: Final = {
     (KimiPhase.REASONING, THINK): KimiPhase.REASONING,
     (KimiPhase.REASONING, THINK_END): KimiPhase.CONTENT,
@@ -136,25 +156,23 @@ _NEXT_WITHOUT_TOOLS: Final = {key: phase for key, phase in _NEXT.items() if key[
 
 
 class KimiParser(AnswerParser):
-    """Reads one answer, however its text is cut.
+    """Reads one answer of the Kimi K2 family, however its text is cut.
 
-    `in_reasoning`: the prompt ends inside reasoning. `calls_tools`: the request has tools, otherwise the markers of
-    calls are text. Before vLLM had its parser engine (0.27) it `shows_blanks`: white space at the end of reasoning and
-    before the first content, like any text; and not `tells_half_calls`, whose id is not complete at the end of the
-    answer. `one_call`: further ones are not told.
+    See Grammar.parser for the parameters. Before vLLM had its parser engine (0.27) it behaved as with `shows_blanks`
+    and without `reports_half_calls`.
     """
 
     __slots__ = (
         "_calls",
         "_half_marker",
         "_ids_made_up",
-        "_is_told",
+        "_is_reported",
         "_kept",
         "_next",
         "_one_call",
         "_phase",
         "_shows_blanks",
-        "_tells_half_calls",
+        "_reports_half_calls",
     )
 
     def __init__(
@@ -163,156 +181,158 @@ class KimiParser(AnswerParser):
         in_reasoning: bool,
         calls_tools: bool = True,
         shows_blanks: bool = False,
-        tells_half_calls: bool = True,
+        reports_half_calls: bool = True,
         one_call: bool = False,
     ) -> None:
         self._phase = KimiPhase.REASONING if in_reasoning else KimiPhase.CONTENT
         self._next = _NEXT if calls_tools else _NEXT_WITHOUT_TOOLS
         self._shows_blanks = shows_blanks
-        self._tells_half_calls = tells_half_calls
+        self._reports_half_calls = reports_half_calls
         self._one_call = one_call
         self._half_marker = ""
-        self._kept: list[str] = []  # white space that is shown if text follows, or the id of a call that is not told
+        self._kept: list[str] = []
+        """White space that is sent if text follows, or the id of a call that is not reported yet."""
         self._calls = 0
-        self._is_told = False  # the last call
+        self._is_reported = False
+        """Whether the last call was reported."""
         self._ids_made_up = 0
 
     @property
     def phase(self) -> KimiPhase:
-        """The part of an answer in which the text so far ends; half a marker at its end does not count."""
+        """The section in which the text so far ends; half a marker at its end does not count."""
         return self._phase
 
     @property
     def calls(self) -> int:
-        """Tool calls that have begun: the index of the next one."""
+        """The number of tool calls that have begun, which is the index of the next one."""
         return self._calls
 
     @property
-    def unsaid(self) -> str:
-        """The part of the present text that is read and not yet in a delta: white space at its end, half a marker."""
+    def held_text(self) -> str:
+        """Text that was read and is not in a delta yet: white space at its end, or half a marker."""
         return "".join(self._kept) + self._half_marker
 
     @property
     def in_tools(self) -> bool:
-        """Inside a tool section."""
+        """Whether the text so far ends inside a tool section."""
         return self._phase in (KimiPhase.SECTION, KimiPhase.NAME, KimiPhase.ARGUMENTS)
 
     def feed(self, text: str, *, finished: bool = False) -> dict[str, Any]:
-        """Take the next text and return what it says: an OpenAI chat delta, {} for nothing.
+        """Read the next text and return its OpenAI chat delta; {} if it has none.
 
         `reasoning` and `content` are never empty. `tool_calls` has an entry with index, id, type and name for each call
-        that opens, and after it entries with index and arguments. What may be half a marker is held back, as is white
-        space that is shown only if text follows. `finished`: no text will follow.
+        that opens, and after it entries with index and arguments. Possible halves of markers are held back, and so is
+        white space that is sent only if text follows. `finished`: no text will follow.
         """
         text = self._half_marker + text
         tail = text[text.rfind("<") :] if "<" in text else ""
         self._half_marker = tail if tail in _HALF_MARKERS else ""
-        said: dict[str, list[Any]] = {}
+        pieces: dict[str, list[Any]] = {}
         run = []
         for piece in _MARKER.split(text[: len(text) - len(self._half_marker)]):
             following = self._next.get((self._phase, piece))
             if following is None:
                 run.append(piece)
             else:
-                self._take("".join(run), said)
-                self._enter(following, said)
+                self._take("".join(run), pieces)
+                self._enter(following, pieces)
                 run.clear()
-        self._take("".join(run), said)
+        self._take("".join(run), pieces)
         if finished:
-            self._finish(said)
-        if self._one_call and "tool_calls" in said:
-            said["tool_calls"] = [part for part in said["tool_calls"] if part["index"] == 0]
-        return {name: parts if name == "tool_calls" else "".join(parts) for name, parts in said.items() if parts}
+            self._finish(pieces)
+        if self._one_call and "tool_calls" in pieces:
+            pieces["tool_calls"] = [part for part in pieces["tool_calls"] if part["index"] == 0]
+        return {name: parts if name == "tool_calls" else "".join(parts) for name, parts in pieces.items() if parts}
 
-    def _take(self, text: str, said: dict[str, list[Any]]) -> None:
-        """Text of the present phase."""
+    def _take(self, text: str, pieces: dict[str, list[Any]]) -> None:
+        """Add text of the current phase to the delta."""
         if not text:
             return
         match self._phase:
             case KimiPhase.REASONING:
                 shown = text if self._shows_blanks else text.rstrip()
                 if shown:
-                    said.setdefault("reasoning", []).extend((*self._kept, shown))
+                    pieces.setdefault("reasoning", []).extend((*self._kept, shown))
                     self._kept.clear()
                 self._kept.append(text[len(shown) :])
             case KimiPhase.CONTENT:
                 self._kept.append(text)
                 if self._shows_blanks or not text.isspace():
-                    self._shows_blanks = True  # only those before the first content are doubtful
-                    self._show_kept(said)
+                    self._shows_blanks = True  # only white space before the first content is held back
+                    self._show_kept(pieces)
             case KimiPhase.NAME:
                 self._kept.append(text)
-            case KimiPhase.ARGUMENTS if self._is_told:
+            case KimiPhase.ARGUMENTS if self._is_reported:
                 part = {"index": self._calls - 1, "function": {"arguments": text}}
-                said.setdefault("tool_calls", []).append(part)
+                pieces.setdefault("tool_calls", []).append(part)
             case KimiPhase.ARGUMENTS:
-                self._kept.clear()  # an id of another form hides a call that has arguments
+                self._kept.clear()  # a call with arguments and a malformed id is not reported
             case KimiPhase.SECTION | KimiPhase.AFTER:
                 pass
 
-    def _enter(self, phase: KimiPhase, said: dict[str, list[Any]]) -> None:
+    def _enter(self, phase: KimiPhase, pieces: dict[str, list[Any]]) -> None:
         match phase:
             case KimiPhase.CONTENT | KimiPhase.SECTION if self._phase is KimiPhase.REASONING:
                 self._kept.clear()
             case KimiPhase.NAME:
                 self._kept.clear()
                 self._calls += 1
-                self._is_told = False
+                self._is_reported = False
             case KimiPhase.ARGUMENTS:
-                self._open(said)
+                self._open(pieces)
             case KimiPhase.SECTION | KimiPhase.AFTER if self._phase is KimiPhase.ARGUMENTS:
-                self._close(said)
+                self._close(pieces)
         self._phase = phase
 
-    def _open(self, said: dict[str, list[Any]]) -> None:
-        """Tell the call if what stands before its arguments is an id."""
+    def _open(self, pieces: dict[str, list[Any]]) -> None:
+        """Report the call if the text before its arguments is an id."""
         match = _CALL_ID.match("".join(self._kept).strip())
         name = match[0].split(":")[0].removeprefix("functions.") if match else ""
         if match and name:
-            self._tell(match[0], name, said)
+            self._report_call(match[0], name, pieces)
 
-    def _close(self, said: dict[str, list[Any]]) -> None:
-        """Without arguments anything is the name of a call, and vLLM makes up an id. So it does for half an id too."""
+    def _close(self, pieces: dict[str, list[Any]]) -> None:
+        """Report a call without arguments. Any text is its name then, and its id is made up, as in vLLM."""
         name = "".join(self._kept)
         if name:
-            self._tell(f"functions.{name}:{self._ids_made_up}", name, said)
+            self._report_call(f"functions.{name}:{self._ids_made_up}", name, pieces)
             self._ids_made_up += 1
 
-    def _tell(self, call_id: str, name: str, said: dict[str, list[Any]]) -> None:
+    def _report_call(self, call_id: str, name: str, pieces: dict[str, list[Any]]) -> None:
         function = {"name": name, "arguments": ""}
         opener = {"index": self._calls - 1, "id": call_id, "type": "function", "function": function}
-        said.setdefault("tool_calls", []).append(opener)
+        pieces.setdefault("tool_calls", []).append(opener)
         self._kept.clear()
-        self._is_told = True
+        self._is_reported = True
 
-    def _finish(self, said: dict[str, list[Any]]) -> None:
+    def _finish(self, pieces: dict[str, list[Any]]) -> None:
         half_marker, self._half_marker = self._half_marker, ""
         if self._phase is KimiPhase.REASONING:
             self._kept.clear()  # as vLLM does, even if half a marker follows
-        self._take(half_marker, said)
+        self._take(half_marker, pieces)
         match self._phase:
             case KimiPhase.CONTENT | KimiPhase.SECTION | KimiPhase.AFTER:
-                self._show_kept(said)
-            case KimiPhase.NAME if self._tells_half_calls:
-                self._open(said)
-                self._close(said)
+                self._show_kept(pieces)
+            case KimiPhase.NAME if self._reports_half_calls:
+                self._open(pieces)
+                self._close(pieces)
             case KimiPhase.ARGUMENTS:
-                self._close(said)
+                self._close(pieces)
 
-    def _show_kept(self, said: dict[str, list[Any]]) -> None:
+    def _show_kept(self, pieces: dict[str, list[Any]]) -> None:
         if self._kept:
-            said.setdefault("content", []).extend(self._kept)
+            pieces.setdefault("content", []).extend(self._kept)
             self._kept.clear()
 
 
 class Kimi(Grammar):
-    """See Grammar."""
+    """The Kimi K2 family."""
 
     reasoning_end_ids = (THINK_END_ID, SECTION_BEGIN_ID)
     tools_begin_ids = (SECTION_BEGIN_ID,)
 
     def recognises(self, prompt_tail: Sequence[int]) -> bool:
-        """The header of the assistant's turn is `<|im_assistant|>assistant<|im_middle|>`."""
+        """See Grammar. The header of the assistant's turn is `<|im_assistant|>assistant<|im_middle|>`."""
         return ASSISTANT_ID in prompt_tail and MIDDLE_ID in prompt_tail
 
     def opens_reasoning(self, prompt_tail: str) -> bool | None:
@@ -322,30 +342,30 @@ class Kimi(Grammar):
         return None if opened == closed else opened > closed
 
     def parser(
-        self, *, in_reasoning: bool, calls_tools: bool, shows_blanks: bool, tells_half_calls: bool, one_call: bool
+        self, *, in_reasoning: bool, calls_tools: bool, shows_blanks: bool, reports_half_calls: bool, one_call: bool
     ) -> KimiParser:
         """See Grammar."""
         return KimiParser(
             in_reasoning=in_reasoning,
             calls_tools=calls_tools,
             shows_blanks=shows_blanks,
-            tells_half_calls=tells_half_calls,
+            reports_half_calls=reports_half_calls,
             one_call=one_call,
         )
 
 
 class ThinkTags(Grammar):
-    """Reasoning stands, if anywhere, between the tags of most models.
+    """Models that put reasoning between `<think>` and `</think>`, and all models that are not recognised.
 
-    There are no token ids, which are different ones in each tokenizer, and no tool calls. What a client has is compared
-    with what this makes of the answer, so a model that writes otherwise is not continued as a completion; it is never
-    continued wrongly.
+    Token ids are not known, because each tokenizer has different ones, and tool calls are not read. The client's text
+    is compared with the parsed answer. So the answer of a model with other markers is not continued as a completion,
+    but it is never continued wrongly.
     """
 
     has_tools = False
 
     def recognises(self, prompt_tail: Sequence[int]) -> bool:
-        """Everything."""
+        """See Grammar. Always true."""
         return True
 
     def opens_reasoning(self, prompt_tail: str) -> bool | None:
@@ -354,27 +374,27 @@ class ThinkTags(Grammar):
         return None if opened == closed else opened > closed
 
     def parser(
-        self, *, in_reasoning: bool, calls_tools: bool, shows_blanks: bool, tells_half_calls: bool, one_call: bool
+        self, *, in_reasoning: bool, calls_tools: bool, shows_blanks: bool, reports_half_calls: bool, one_call: bool
     ) -> AnswerParser:
-        """See Grammar. Between these tags the Kimi K2 family reasons, too."""
+        """See Grammar. The Kimi K2 family uses the same tags for reasoning."""
         return KimiParser(in_reasoning=in_reasoning, calls_tools=False, shows_blanks=shows_blanks)
 
 
 GRAMMARS: Final[Sequence[Grammar]] = (Kimi(),)
-"""The first that recognises the prompt is the answer's."""
+"""The known grammars. The first that recognises the prompt is used."""
 
 UNRECOGNISED: Final = ThinkTags()
 
 PROMPT_TAIL_TOKENS: Final = 64
-"""Tokens at the end of a prompt that have the header of the assistant's turn, also with long templates."""
-# They are that long if a tokenizer has 2**32 ids, and each is written behind a comma and a space.
+"""Number of tokens at the end of a prompt that contain the header of the assistant's turn, even in long templates."""
+# Their maximum length: each id has at most ten digits, and a comma and a space before it.
 _PROMPT_TAIL_BYTES: Final = 12 * PROMPT_TAIL_TOKENS
 
 _numbers: Final = re.compile(rb"[0-9]+").findall
 
 
 def grammar_of(prompt_ids: bytes | None) -> Grammar:
-    """The grammar of the answer to this prompt: its token ids, a JSON array; None where they are not known."""
+    """Return the grammar of the answer to a prompt. `prompt_ids`: a JSON array of token ids; None if not known."""
     if prompt_ids is None:
         return UNRECOGNISED
     tail = [int(number) for number in _numbers(prompt_ids[-_PROMPT_TAIL_BYTES:])[-PROMPT_TAIL_TOKENS:]]

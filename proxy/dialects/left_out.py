@@ -1,7 +1,7 @@
-"""Parts of a request that no engine can serve: the text that takes their place, and their kinds for the log.
+"""Parts of a request that no engine can serve: the text that replaces them, and their kinds for the log.
 
-A client cannot change the conversation that it sends again with each turn, nor the tools of its default configuration.
-So what cannot be served is left out, and the request is answered without it.
+Clients send the whole conversation again with each turn, and tools that they are configured with. They cannot change
+either, so unservable parts are left out and the request is answered without them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _MAX_KINDS: Final = 16
 """Kinds of one request that are logged."""
 
 _MEDIA: Final = {"application/pdf": "PDF", "image": "image", "audio": "audio", "video": "video"}
-"""By media type, or by its first half."""
+"""Names of files by media type, or by the part of it before the slash."""
 
-# Members that say nothing to a model: ids, marks for another service, and what only that service can read.
+# Members without meaning for a model: ids, flags for another service, and data that only that service can read.
 _OPAQUE: Final = frozenset({"type", "id", "call_id", "tool_use_id", "status", "signature", "cache_control", "caller"})
 _ENCRYPTED: Final = "encrypted"
-# A string without a space that is this long is encoded bytes, such as an image, and no words.
+# A longer string without a space is encoded bytes, such as an image, rather than words.
 _MAX_WORD: Final = 512
 _MAX_DEPTH: Final = 16
 
@@ -38,56 +38,54 @@ class LeftOut:
         self._kinds: dict[str, None] = {}
 
     def add(self, what: str, kind: object) -> None:
-        """Note a `tool`, an `item` or `content` of some kind."""
+        """Record a part that was left out. `what` is `tool`, `item` or `content`."""
         if len(self._kinds) < _MAX_KINDS:
             self._kinds[f"{what} {kind_name(kind)}"] = None
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Their kinds, each once, such as `tool web_search`."""
+        """The kinds that were left out, each once, such as `tool web_search`."""
         return tuple(self._kinds)
 
 
 def kind_name(kind: object) -> str:
-    """The name of a kind that can be shown; `of an unknown type` for anything else than a short name."""
+    """Return a kind if it is a short name; otherwise `of an unknown type`."""
     return kind if isinstance(kind, str) and _is_kind(kind) else "of an unknown type"
 
 
 def note(what: str, *, name: object = None, size_bytes: int | None = None) -> str:
-    """The text in place of content that the model cannot read, such as `[PDF, 12,345 bytes: not readable by this
-    model]`.
-    """
+    """Return the text that replaces unreadable content, such as `[PDF, 12,345 bytes: not readable by this model]`."""
     named = f" {name}" if isinstance(name, str) and 0 < len(name) <= _MAX_WORD else ""
     size = "" if size_bytes is None else f", {size_bytes:,} bytes"
     return f"[{what}{named}{size}: not readable by this model]"
 
 
 def media_name(media_type: object) -> str:
-    """The word for files of a media type."""
+    """Return the word for files of a media type, such as `PDF`."""
     if not isinstance(media_type, str):
         return "file"
     return _MEDIA.get(media_type.lower()) or _MEDIA.get(media_type.partition("/")[0].lower()) or "file"
 
 
 def base64_bytes(data: str) -> int:
-    """The number of bytes that a base64 text stands for."""
+    """Return the number of bytes that a base64 text encodes."""
     return len(data) * 3 // 4 - (data.endswith("=") + data.endswith("=="))
 
 
 def described(kind: object, members: Mapping[str, Any]) -> str | None:
-    """The readable members of an object as text, such as `[web_search_call] {"query": "…"}`; None: there are none."""
-    told = readable(members)
-    return f"[{kind_name(kind)}] {json.dumps(told, ensure_ascii=False)}" if told else None
+    """Return an object's readable members as text, such as `[web_search_call] {"query": "…"}`; None if it has none."""
+    shown = readable(members)
+    return f"[{kind_name(kind)}] {json.dumps(shown, ensure_ascii=False)}" if shown else None
 
 
 def readable(members: Mapping[str, Any]) -> dict[str, Any]:
-    """The members of an object that a model can read."""
-    told: dict[str, Any] = _readable(members, 0)
-    return told
+    """Return the members of an object that a model can read."""
+    shown: dict[str, Any] = _readable(members, 0)
+    return shown
 
 
 def _readable(value: Any, depth: int) -> Any:
-    """A value without members that a model cannot read; None, or something empty: nothing is left."""
+    """Return a value without the members that a model cannot read; None or an empty value if nothing is left."""
     if depth == _MAX_DEPTH:
         return None
     if isinstance(value, dict):
@@ -109,10 +107,10 @@ def _is_nothing(value: Any) -> bool:
 
 
 def lines(texts: Iterable[str]) -> str:
-    """Texts that are not empty, one below the other."""
+    """Join the texts that are not empty by line breaks."""
     return "\n".join(filter(None, texts))
 
 
 def joined(parts: Sequence[Mapping[str, Any]]) -> str:
-    """The texts of parts of a chat's message; other parts as notes, where there can be text only."""
+    """Join the parts of a chat message to one text, with notes in place of images."""
     return lines(part["text"] if part["type"] == "text" else note("image") for part in parts)

@@ -1,4 +1,7 @@
-"""POST /v1/messages, Anthropic's Messages API."""
+"""POST /v1/messages, Anthropic's Messages API: the dialect, and answers whole and as events.
+
+Events follow docs.anthropic.com, "Streaming messages", and errors follow "Errors" there.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Messages(Translated):
-    """A message is a chat's answer, and its content blocks are the parts of that."""
+    """Anthropic's Messages API. A message is the answer of a chat, and content blocks are its parts."""
 
     path = "/v1/messages"
     label = "messages"
@@ -73,7 +76,7 @@ _ERROR_TYPES: Final[Mapping[int, str]] = {
 
 
 def message(call: Call, completion: Completion) -> dict[str, Any]:
-    """An answer that is not streamed."""
+    """Return the message of a chat completion that is not streamed."""
     content: list[dict[str, Any]] = []
     if completion.reasoning:
         content.append({"type": "thinking", "thinking": completion.reasoning, "signature": new_id()})
@@ -101,21 +104,23 @@ class MessageEvents(Parts):
         self._call = call
         self._prompt_usage: dict[str, Any] = {}
         self._arguments: str | None = None
-        """The arguments of the last tool call that has ended; None: no call has ended."""
+        """The arguments of the last tool call that has ended; None if no call has ended."""
         self._legal: LegalStrings | None = None
-        """Of the tool call that is open."""
+        """Escapes the arguments of the open tool call; None if no call has begun."""
 
-    def anew(self, attempt: AnsweredAttempt) -> None:
-        """Begin anew with another attempt, and note the prompt tokens for `message_start`: as the prefiller told them,
-        otherwise as they were estimated; the usage at the end has the true ones.
+    def restart(self, attempt: AnsweredAttempt) -> None:
+        """See Parts. Sets the prompt tokens of `message_start`: as the prefiller reported them, otherwise the estimate.
+
+        The usage at the end has the true number.
         """
         self._arguments = None
         tokens = attempt.prompt_tokens
-        known = self._call.prompt_tokens if tokens is None else tokens
-        self._prompt_usage = {"prompt_tokens": known, "prompt_tokens_details": attempt.prompt_details}
+        if tokens is None:
+            tokens = self._call.prompt_tokens
+        self._prompt_usage = {"prompt_tokens": tokens, "prompt_tokens_details": attempt.prompt_details}
 
-    def started(self, payload: dict[str, Any]) -> bytes:
-        """`message_start`."""
+    def start_events(self, payload: dict[str, Any]) -> bytes:
+        """Return `message_start`."""
         usage = {**_usage(self._prompt_usage), "output_tokens": 0}
         unknown: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return event(
@@ -123,8 +128,8 @@ class MessageEvents(Parts):
             {"type": "message_start", "message": {**_head(self._call, CompletionHead.read(payload)), **unknown}},
         )
 
-    def opened(self, part: AnswerPart) -> bytes:
-        """`content_block_start`."""
+    def open_events(self, part: AnswerPart) -> bytes:
+        """Return `content_block_start`."""
         if part.kind is PartKind.CALL:
             self._legal = LegalStrings(part.written)
             block = _tool_use(part.id, part.name)
@@ -134,8 +139,8 @@ class MessageEvents(Parts):
             "content_block_start", {"type": "content_block_start", "index": part.index, "content_block": block}
         )
 
-    def said(self, part: AnswerPart, text: str) -> bytes:
-        """`content_block_delta`."""
+    def text_events(self, part: AnswerPart, text: str) -> bytes:
+        """Return `content_block_delta`."""
         match part.kind:
             case PartKind.REASONING:
                 return _delta(part, {"type": "thinking_delta", "thinking": text})
@@ -145,17 +150,17 @@ class MessageEvents(Parts):
                 assert self._legal is not None
                 return _delta(part, {"type": "input_json_delta", "partial_json": self._legal.escaped(text)})
 
-    def closed(self, part: AnswerPart) -> bytes:
-        """`content_block_stop`; thinking is signed before."""
-        signed = b""
+    def close_events(self, part: AnswerPart) -> bytes:
+        """Return `content_block_stop`, after a signature if the block is thinking."""
+        signature = b""
         if part.kind is PartKind.CALL:
             self._arguments = part.text
         if part.kind is PartKind.REASONING:
-            signed = _delta(part, {"type": "signature_delta", "signature": new_id()})
-        return signed + event("content_block_stop", {"type": "content_block_stop", "index": part.index})
+            signature = _delta(part, {"type": "signature_delta", "signature": new_id()})
+        return signature + event("content_block_stop", {"type": "content_block_stop", "index": part.index})
 
     def ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
-        """`message_delta` and `message_stop`."""
+        """Return `message_delta` and `message_stop`."""
         (usage,) = usages
         events: list[bytes] = []
         self._advance(events, at_end=True)
@@ -163,11 +168,11 @@ class MessageEvents(Parts):
             events.append(self.open(AnswerPart(-1, PartKind.TEXT)))
         events.append(self.close())
         ending = _Ending(self._call, self.finish_reason or "", self.matched_stop, self._arguments, usage)
-        told = {"type": "message_delta", "delta": ending.stop(), "usage": _usage(usage or self._prompt_usage)}
-        return b"".join((*events, event("message_delta", told), _STOPPED))
+        delta = {"type": "message_delta", "delta": ending.stop(), "usage": _usage(usage or self._prompt_usage)}
+        return b"".join((*events, event("message_delta", delta), _STOPPED))
 
     def error_event(self, error: GatewayError) -> bytes:
-        """`error`, in place of the end."""
+        """Return `error`, which replaces the end of the stream."""
         return b"".join((*self.unsent, event("error", error_object(error))))
 
 
@@ -180,7 +185,11 @@ def _tool_use(name: str, function: str) -> dict[str, Any]:
 
 
 class _Ending:
-    """Why a message ends. `arguments`: those of its last tool call, None if it has none. Raises UnknownFinish."""
+    """The reason for the end of a message.
+
+    `arguments`: those of its last tool call; None if it has none. `matched`: the stop string or token id at which the
+    engine stopped. Raises UnknownFinish for an unknown finish reason.
+    """
 
     def __init__(
         self,
@@ -196,18 +205,21 @@ class _Ending:
         self._stop = matched if isinstance(matched, str) and matched in call.stops else None
         self._has_calls = arguments is not None
         self.is_cut_off = False
-        """The last tool call ended before its arguments did, so it must not be run and the client gets none of them."""
+        """Whether the last tool call was cut off in its arguments. The client gets none of them, so as not to run it.
+        """
         if arguments and not is_object(arguments):
             completion, limit = counts(usage).completion, call.output_limit
-            # Old engines finish with "tool_calls" where the limit or a stop string cut the call off. Models also write
-            # arguments that are not JSON, and nothing was cut off then.
+            # Old engines report "tool_calls" even if the limit or a stop string cut the call off. But a model may also
+            # have written arguments that are not JSON, and then nothing was cut off.
             is_at_limit = completion is not None and limit is not None and completion >= limit
             is_odd_end = finish_reason != "tool_calls" and not _is_closed(arguments)
             self.is_cut_off = self._reason is not None or self._stop is not None or is_at_limit or is_odd_end
 
     def stop(self) -> dict[str, str | None]:
-        """The members of a message. The calls in it count: a chat that had to call a tool of a name ends like one that
-        called none.
+        """Return the members `stop_reason` and `stop_sequence` of a message.
+
+        Whether it has tool calls matters, because a chat that was forced to call a certain tool ends like one without
+        calls.
         """
         reason = self._reason
         if reason is None and self._has_calls and not self.is_cut_off:
@@ -224,14 +236,14 @@ def _is_closed(arguments: str) -> bool:
 
 
 def _usage(usage: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Those of the prompt that were cached are counted apart."""
-    told = counts(usage)
-    cached = told.cached or 0
+    """Return Anthropic's usage, which counts the cached tokens of the prompt separately."""
+    tokens = counts(usage)
+    cached = tokens.cached or 0
     return {
-        "input_tokens": max(0, (told.prompt or 0) - cached),
+        "input_tokens": max(0, (tokens.prompt or 0) - cached),
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
-        "output_tokens": told.completion or 0,
+        "output_tokens": tokens.completion or 0,
     }
 
 

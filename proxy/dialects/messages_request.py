@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     Part = dict[str, Any]
 
 
-# Claude Code's begins with it; it is another one in each request, and no prefix cache would have what is behind it.
+# The beginning of a system block of Claude Code that differs in each request, so no prefix cache would match after it.
 _BILLING_HEADER: Final = "x-anthropic-billing-header"
-# Claude Code calls some of its users otherwise (vLLM `normalize_role`).
+# Claude Code has further names for users (vLLM `normalize_role`).
 _ROLES: Final = {"user": "user", "assistant": "assistant", "system": "system", "ctx": "user", "msg": "user"}
-# What both APIs call the same, and what engines add to this one themselves.
+# Members with the same name in both APIs, and members that the engines themselves add to this API.
 _SAME: Final = (
     *("model", "stream", "temperature", "top_p", "top_k", "chat_template_kwargs", "cache_salt", "vllm_xargs"),
     *("kv_transfer_params", "priority", "seed", "min_p", "min_tokens", "repetition_penalty", "thinking_token_budget"),
 )
-# What templates call the switch: those of Kimi and DeepSeek, and those of Qwen and GLM.
+# Names of the switch for thinking in chat templates: those of Kimi and DeepSeek, and those of Qwen and GLM.
 _THINKING: Final = ("thinking", "enable_thinking")
 
 
 def chat_of(values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
-    """The body of the chat that asks for the same. Raises BadRequest.
+    """Return the body of the equivalent chat. Raises BadRequest.
 
     Tools and content that only Anthropic's own service can serve are added to `left_out`.
     """
@@ -63,7 +63,7 @@ def chat_of(values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
 
 
 def _conversation(values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
-    """What the prompt is made of: `messages`, `tools` and what says how they may be used. Raises BadRequest."""
+    """Return the members of the prompt: `messages`, `tools` and the choice of tools. Raises BadRequest."""
     messages = values.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages must be a list that is not empty", param="messages")
@@ -101,8 +101,8 @@ def _turns(messages: list[Any], left_out: LeftOut) -> Iterator[dict[str, Any]]:
             raise BadRequest("the role of a message must be user, assistant or system", param="messages")
         content = message.get("content")
         if role == "system":
-            # In place, where vLLM joins them to the first if the template wants that: a reminder at the end would
-            # change the prompt's beginning.
+            # They stay in place. vLLM joins them to the first one if the template requires that, but then a reminder at
+            # the end would change the beginning of the prompt.
             yield from _reminder(content, left_out)
         elif isinstance(content, str):
             yield {"role": role, "content": content}
@@ -115,7 +115,7 @@ def _turns(messages: list[Any], left_out: LeftOut) -> Iterator[dict[str, Any]]:
 
 
 def _reminder(content: object, left_out: LeftOut) -> list[dict[str, Any]]:
-    """What the system says in between."""
+    """Return a system message between other messages, without its changes of tools; empty if nothing is left."""
     if isinstance(content, str):
         content = [{"text": content}]
     if isinstance(content, list):
@@ -124,7 +124,7 @@ def _reminder(content: object, left_out: LeftOut) -> list[dict[str, Any]]:
 
 
 def _user(blocks: Sequence[dict[str, Any]], left_out: LeftOut) -> Iterator[dict[str, Any]]:
-    """Results of tools first, as messages of their own; their images go before what else the user says."""
+    """Yield the results of tools as separate messages, then their images and the user's other content."""
     parts: list[dict[str, Any]] = []
     images: list[dict[str, Any]] = []
     for block in blocks:
@@ -181,17 +181,17 @@ def _assistant(blocks: Sequence[dict[str, Any]], left_out: LeftOut) -> dict[str,
 
 
 def _call(block: dict[str, Any]) -> dict[str, Any]:
-    # Clients that could not read what the model wrote give it back as text.
-    told = block.get("input") or {}
-    arguments = arguments_text(told)
-    if not isinstance(told, dict):
+    # Clients send arguments back as text if they could not parse them.
+    given = block.get("input") or {}
+    arguments = arguments_text(given)
+    if not isinstance(given, dict):
         arguments = as_object(arguments)
     function = {"name": str(block.get("name") or ""), "arguments": arguments}
     return {"id": str(block.get("id") or ""), "type": "function", "function": function}
 
 
 def _content(parts: list[dict[str, Any]]) -> Any:
-    """Text alone is told as text, and none as none."""
+    """Return the content of a message: a text if there is only text, otherwise a list of parts."""
     parts = [part for part in parts if part.get("text") != ""]
     if not parts:
         return ""
@@ -199,8 +199,9 @@ def _content(parts: list[dict[str, Any]]) -> Any:
 
 
 def _is_begun(messages: Sequence[dict[str, Any]]) -> bool:
-    """The client has begun the answer itself, which the model is to go on with, as Anthropic's do. vLLM's begin anew,
-    though they go on with a begun answer of the Responses API.
+    """Return whether the client has begun the answer, which the model then continues, as Anthropic's models do.
+
+    vLLM starts a new answer instead, although it continues a begun answer of the Responses API.
     """
     last = messages[-1] if messages else {}
     return last.get("role") == "assistant" and "tool_calls" not in last and bool(last.get("content"))
@@ -210,8 +211,10 @@ def _is_begun(messages: Sequence[dict[str, Any]]) -> bool:
 
 
 def _thinking(values: Mapping[str, Any]) -> dict[str, bool]:
-    """Switches for the template. The budget is left to the engine, since most refuse one unless they are set up for it;
-    who has set them up says `thinking_token_budget`. Nothing: the model does what it does by default.
+    """Return the template's switches for thinking; empty: the model's default applies.
+
+    The budget is not translated, because most engines reject one unless they are configured for it. Clients of such
+    engines can send `thinking_token_budget`.
     """
     kind = object_in(values, "thinking").get("type")
     if kind not in (None, "enabled", "disabled", "adaptive"):
@@ -221,7 +224,7 @@ def _thinking(values: Mapping[str, Any]) -> dict[str, bool]:
 
 def _output(values: Mapping[str, Any]) -> dict[str, Any]:
     config = object_in(values, "output_config")
-    form = config.get("format") or values.get("output_format")  # which was its name in a beta
+    form = config.get("format") or values.get("output_format")  # its name in a beta
     wanted: dict[str, Any] = {}
     if form is not None:
         if not isinstance(form, dict) or form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
@@ -233,19 +236,19 @@ def _output(values: Mapping[str, Any]) -> dict[str, Any]:
     return wanted
 
 
-# Nobody but Anthropic can read them, or they are for the model that wrote them; references mean something in results.
+# Blocks that are dropped. Only Anthropic or the model that wrote them can read them. References count in results only.
 _SILENT: Final = frozenset({"thinking", "redacted_thinking", "tool_reference"})
 # Anthropic's blocks hold others two levels deep; without a bound one body could use up the stack.
 _MAX_DEPTH: Final = 4
 
 
 def text_part(text: str) -> Part:
-    """A part that is text."""
+    """Return a text part of a chat message."""
     return {"type": "text", "text": text}
 
 
 def parts_of(block: Mapping[str, Any], left_out: LeftOut, depth: int = 0) -> list[Part]:
-    """The parts, text and images, that tell a model what a block says. Raises BadRequest for a block that is broken.
+    """Return the text and image parts that carry a block's content to a model. Raises BadRequest for a malformed block.
 
     `depth`: the number of blocks around it.
     """
@@ -266,7 +269,7 @@ def parts_of(block: Mapping[str, Any], left_out: LeftOut, depth: int = 0) -> lis
 
 
 def text_of(block: Mapping[str, Any]) -> str:
-    """The text of a text block. Raises BadRequest."""
+    """Return the text of a text block. Raises BadRequest."""
     text = block.get("text")
     if not isinstance(text, str):
         raise BadRequest("a text block must have text", param="messages")
@@ -287,13 +290,13 @@ def _image(block: Mapping[str, Any], left_out: LeftOut) -> Part:
 
 
 def _document(block: Mapping[str, Any], left_out: LeftOut, depth: int) -> list[Part]:
-    """A document whose text is there is told in full, with its title and context."""
+    """Return a document as parts: its title, context and full text if it has text, otherwise a note."""
     source = object_in(block, "source")
     title, context = (str(block.get(name) or "") for name in ("title", "context"))
-    read = _parts_in(source.get("content"), left_out, depth) if source.get("type") == "content" else _read(source)
-    if read is not None:
+    parts = _parts_in(source.get("content"), left_out, depth) if source.get("type") == "content" else _read(source)
+    if parts is not None:
         heading = lines((title, context))
-        return [text_part(heading), *read] if heading else read
+        return [text_part(heading), *parts] if heading else parts
     left_out.add("content", "document")
     data = source.get("data")
     size_bytes = base64_bytes(data) if isinstance(data, str) else None
@@ -304,7 +307,7 @@ def _document(block: Mapping[str, Any], left_out: LeftOut, depth: int) -> list[P
 
 
 def _read(source: Mapping[str, Any]) -> list[Part] | None:
-    """Return the text of a document's source; None: it is no text."""
+    """Return the text of a document's source as parts; None if it is not text."""
     data, media_type = source.get("data"), source.get("media_type")
     if not isinstance(data, str):
         return None
@@ -319,26 +322,26 @@ def _read(source: Mapping[str, Any]) -> list[Part] | None:
 
 
 def _other(kind: object, block: Mapping[str, Any], left_out: LeftOut, depth: int) -> list[Part]:
-    """A block of any other kind: the text and images in its content, or its readable members, or a note."""
+    """Return a block of any other kind: the text and images in its content, or its readable members, or a note."""
     content = block.get("content")
     if isinstance(content, str) or (isinstance(content, list) and _has_blocks(content)):
         parts = _parts_in(content, left_out, depth)
         if parts:
             return parts
-    told = described(kind, block)
-    if told is None:
+    text = described(kind, block)
+    if text is None:
         left_out.add("content", kind)
-        told = note(f"content {kind_name(kind)}")
-    return [text_part(told)]
+        text = note(f"content {kind_name(kind)}")
+    return [text_part(text)]
 
 
 def _has_blocks(content: list[Any]) -> bool:
-    """Whether these are blocks that a user may send, and not results in the words of another service."""
+    """Return whether all blocks are of types that users send, rather than another service's results."""
     return all(isinstance(each, dict) and each.get("type") in ("text", "image", "document") for each in content)
 
 
 def _parts_in(content: object, left_out: LeftOut, depth: int) -> list[Part]:
-    """The parts of content inside a block, which is text or a list of blocks."""
+    """Return the parts of content inside a block, which is text or a list of blocks."""
     if isinstance(content, str):
         return [text_part(content)]
     if depth == _MAX_DEPTH:
@@ -355,7 +358,11 @@ def changes_tools(block: Mapping[str, Any]) -> bool:
 
 
 def tools_of(values: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], left_out: LeftOut) -> dict[str, Any]:
-    """`tools`, and what says how they may be used. Raises BadRequest."""
+    """Return `tools` and the members that control their use; empty without usable tools. Raises BadRequest.
+
+    A conversation may add and remove tools, which a chat cannot. The model gets those in effect at the end, as in vLLM
+    (`_resolve_tools`).
+    """
     tools = _left(objects(values.get("tools") or [], "tools"), list(_changes(messages)), left_out)
     functions = [function for tool in tools if (function := _function(tool, left_out)) is not None]
     choice = object_in(values, "tool_choice")
@@ -384,27 +391,27 @@ def _changes(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _left(tools: list[dict[str, Any]], changes: Sequence[Mapping[str, Any]], left_out: LeftOut) -> list[dict[str, Any]]:
-    """Those in effect at the end. One that is added by its name is no longer to be loaded later."""
+    """Return the tools in effect at the end. A tool that is added by its name is no longer loaded later."""
     if not changes:
         return tools
-    known = {str(tool.get("name")): tool for tool in tools}
+    by_name = {str(tool.get("name")): tool for tool in tools}
     removed: set[str] = set()
     for change in changes:
-        told, kind = object_in(change, "tool"), change["type"]
-        if told.get("type") == "tool_definition" and kind == "tool_addition":
-            told = object_in(told, "definition")
-            known[str(told.get("name"))] = told
-        elif told.get("type") != "tool_reference" or str(told.get("name")) not in known:
+        tool, kind = object_in(change, "tool"), change["type"]
+        if tool.get("type") == "tool_definition" and kind == "tool_addition":
+            tool = object_in(tool, "definition")
+            by_name[str(tool.get("name"))] = tool
+        elif tool.get("type") != "tool_reference" or str(tool.get("name")) not in by_name:
             left_out.add("content", kind)  # of a tool that another service defines
             continue
         elif kind == "tool_addition":
-            known[str(told["name"])] = {**known[str(told["name"])], "defer_loading": None}
-        (removed.add if kind == "tool_removal" else removed.discard)(str(told.get("name")))
-    return [tool for name, tool in known.items() if name not in removed]
+            by_name[str(tool["name"])] = {**by_name[str(tool["name"])], "defer_loading": None}
+        (removed.add if kind == "tool_removal" else removed.discard)(str(tool.get("name")))
+    return [tool for name, tool in by_name.items() if name not in removed]
 
 
 def _function(tool: dict[str, Any], left_out: LeftOut) -> dict[str, Any] | None:
-    """The function that a tool is; None for one that Anthropic defines, which is added to `left_out`."""
+    """Return a tool as a function; None for one that Anthropic defines, which is added to `left_out`."""
     kind, name, schema = tool.get("type"), tool.get("name"), tool.get("input_schema")
     if not isinstance(name, str) or not isinstance(schema, dict):
         if kind in (None, "custom", "function"):

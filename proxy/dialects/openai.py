@@ -1,4 +1,4 @@
-"""OpenAI's chat completions and completions: what the engines speak themselves, so answers pass as they are."""
+"""OpenAI's chat completions and completions. The engines speak both, so answers pass unchanged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from proxy.common.errors import BadRequest, Failure
 from proxy.dialects import fanout
 from proxy.dialects.base import Dialect
 from proxy.dialects.call import Call, measured_prompt, output_limit
-from proxy.dialects.requests import FLAG, WHOLE_NUMBER, boolean, spelled_otherwise, without_reserved
+from proxy.dialects.requests import FLAG, WHOLE_NUMBER, boolean, coerced_members, without_reserved
 from proxy.wire import openai
 from proxy.wire.document import REMOVED
 from proxy.wire.engine_members import ENGINE_MEMBERS
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 _LIMITS: Final[Mapping[str, Reading]] = dict.fromkeys(("max_tokens", "max_completion_tokens"), WHOLE_NUMBER)
-"""All that is acted on of ordinary requests."""
+"""Members of ordinary requests that the gateway reads."""
 _READINGS: Final[Mapping[str, Reading]] = {
     **_LIMITS,
     **dict.fromkeys(
@@ -42,17 +42,17 @@ _READINGS: Final[Mapping[str, Reading]] = {
     ),
 }
 _SEVERAL: Final = frozenset({"n", "use_beam_search", "best_of"})
-"""What may ask for several sequences."""
+"""Members that may ask for several sequences."""
 _CHAT_READINGS: Final[Mapping[str, Reading]] = {**_READINGS, "logprobs": FLAG}
 _COMPLETION_READINGS: Final[Mapping[str, Reading]] = {**_READINGS, "logprobs": WHOLE_NUMBER}
 
 
 class OpenAi(Dialect):
-    """What both have in common."""
+    """The base of both: OpenAI's request and answer formats."""
 
     speaks_as_engines = True
     readings: ClassVar[Mapping[str, Reading]]
-    """Of the fields that the gateway acts on."""
+    """How to read the members that the gateway uses."""
 
     def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
         """See Dialect."""
@@ -65,7 +65,7 @@ class OpenAi(Dialect):
                 raise BadRequest("stream_options must be an object", param="stream_options")
             if options and not stream:
                 raise BadRequest("stream_options is only allowed when stream is true", param="stream_options")
-        changes = spelled_otherwise(values, _LIMITS if is_ordinary else self.readings)
+        changes = coerced_members(values, _LIMITS if is_ordinary else self.readings)
         if changes:
             values.update(changes)
         if not is_ordinary:
@@ -74,8 +74,8 @@ class OpenAi(Dialect):
             changes.update(without_reserved(values, RESERVED_FIELDS))
         include_usage = options is not None and boolean(options, "include_usage")
         if stream and not include_usage:
-            # The gateway counts tokens by the usage chunk, and takes it out again for clients that did not ask for it.
-            # What else stands in their options (continuous_usage_stats) means nothing without it.
+            # The gateway counts tokens by the usage chunk, and removes it for clients that did not ask for it. The
+            # client's other option (continuous_usage_stats) has no effect without it.
             changes["stream_options"] = {"include_usage": True}
         tokens, prompt = measured_prompt(document, cost)
         limit = output_limit(values)
@@ -86,7 +86,7 @@ class OpenAi(Dialect):
         )
 
     def split(self, call: Call, cost: Cost, max_units: int) -> list[Unit]:
-        """A unit for each prompt and sample."""
+        """Return a unit for each prompt and sample."""
         return fanout.split(call, cost, max_units)
 
     def is_single(self, call: Call) -> bool:
@@ -94,13 +94,13 @@ class OpenAi(Dialect):
         return fanout.is_single(call)
 
     def check_answer(self, response: EngineAnswer, values: dict[str, Any]) -> None:
-        """Each choice must have ended, and not because the engine gave it up."""
+        """Raise UpstreamError unless each choice has ended and the engine did not give it up."""
         choices = values.get("choices")
         if not isinstance(choices, list) or not choices:
             raise response.fail(Failure.BAD_ANSWER, "the answer has no choices")
         for choice in choices:
             if not isinstance(choice, dict):
-                raise response.fail(Failure.BAD_ANSWER, "a choice of the answer is no object")
+                raise response.fail(Failure.BAD_ANSWER, "a choice of the answer is not an object")
             if choice.get("stop_reason") == "recomputed":
                 raise response.fail(Failure.RECOMPUTED, "gave up the request for lack of KV memory")
             if not choice.get("finish_reason"):
@@ -109,11 +109,11 @@ class OpenAi(Dialect):
                 raise response.fail(Failure.ABORTED, "stopped working on the answer")
 
     def usage(self, values: dict[str, Any]) -> Any:
-        """As it stands there."""
+        """Return the member `usage`."""
         return values.get("usage")
 
     def corrected(self, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
-        """Leave out members for engines, and take the prompt's cached tokens from the prefiller. See Dialect."""
+        """Remove members that are meant for engines, and use the prefiller's count of cached tokens. See Dialect."""
         corrections: dict[str, Any] = {name: REMOVED for name in ENGINE_MEMBERS if name in values}
         usage = values.get("usage")
         if attempt.kv_handed_over and isinstance(usage, dict):
@@ -123,17 +123,17 @@ class OpenAi(Dialect):
         return corrections
 
     def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[Whole]) -> bytes:
-        """A single unit's own, or one answer with the choices of all."""
+        """Return the answer of a single unit, or one answer with the choices of all units."""
         if len(units) > 1:
             return fanout.merge_answers(units, [answer.values() for answer in answers], call.alias)
         (answer,) = answers
         return answer.body() if call.alias is None else dumps({**answer.values(), "model": call.alias})
 
     def rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
-        """A single stream passes as it is, unless the client calls the model otherwise."""
+        """Return the writer of events. A single stream passes unchanged unless the model has an alias."""
         if len(units) == 1 and call.alias is None:
-            return _AsItIs()
-        return fanout.MergedStreams(units, tells_usage=call.include_usage, alias=call.alias)
+            return _Unchanged()
+        return fanout.MergedStreams(units, has_usage_chunk=call.include_usage, alias=call.alias)
 
 
 class ChatCompletions(OpenAi):
@@ -161,15 +161,15 @@ class Completions(OpenAi):
     readings = _COMPLETION_READINGS
 
 
-class _AsItIs:
-    """The rendering of a single stream."""
+class _Unchanged:
+    """The rendering of a single stream, which passes byte for byte."""
 
     def unit(self, unit: Unit) -> UnitRendering | None:
-        """The engine's own bytes."""
+        """Return None: the client gets the engine's own bytes."""
         return None
 
     def ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
-        """The stream has it."""
+        """Return nothing, because the stream has its own usage chunk."""
         return b""
 
     def error_event(self, error: GatewayError) -> bytes:

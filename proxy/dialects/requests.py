@@ -1,7 +1,6 @@
 """Functions with which all dialects read a request.
 
-Only what the gateway decides by is read and checked; every other field is the engine's business and reaches it with the
-bytes the client sent.
+The gateway reads and checks only the members that it decides by. Engines get all others in the client's bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ if TYPE_CHECKING:
 
 WHOLE_NUMBER: Final = (whole_number, "a whole number", int)
 FLAG: Final = (flag, "true or false", bool)
-"""How engines read a field that the gateway acts on, what it is to be, and values of which type are as they are."""
+"""How to read a member as engines do: a function, the expected value for error messages, and the type that needs no
+conversion."""
 
 
 def read(raw: bytes) -> Document:
@@ -30,7 +30,7 @@ def read(raw: bytes) -> Document:
         raise BadRequest(str(error), code="invalid_json") from None
 
 
-def spelled_otherwise(values: Mapping[str, Any], readings: Mapping[str, Reading]) -> dict[str, object]:
+def coerced_members(values: Mapping[str, Any], readings: Mapping[str, Reading]) -> dict[str, object]:
     """Return the members whose JSON type engines coerce (`"5"` for 5), with the coerced value.
 
     Raises BadRequest for a value that engines cannot read.
@@ -41,18 +41,18 @@ def spelled_otherwise(values: Mapping[str, Any], readings: Mapping[str, Reading]
         if value is None or type(value) is plain:
             continue
         try:
-            meant = read(value)
+            coerced = read(value)
         except ValueError:
             raise BadRequest(f"{name} must be {what}", param=name) from None
-        if meant is not value:
-            changes[name] = meant
+        if coerced is not value:
+            changes[name] = coerced
     return changes
 
 
 def without_reserved(values: Mapping[str, Any], reserved: Set[str]) -> dict[str, object]:
-    """Changes that take the reserved fields away, wherever engines read them.
+    """Return the changes that remove the reserved members wherever engines read them.
 
-    vLLM puts the members of `vllm_xargs` where it puts `kv_transfer_params`, too (`to_sampling_params`).
+    vLLM merges the members of `vllm_xargs` with `kv_transfer_params` (`to_sampling_params`).
     """
     changes: dict[str, object] = {}
     if not reserved.isdisjoint(values):
@@ -64,7 +64,7 @@ def without_reserved(values: Mapping[str, Any], reserved: Set[str]) -> dict[str,
 
 
 def boolean(values: Mapping[str, Any], name: str) -> bool:
-    """Return a flag that the gateway uses: it must not guess what `"yes"` means to an engine. Raises BadRequest."""
+    """Return a flag that the gateway uses. Raises BadRequest for `"yes"`, which engines read in different ways."""
     value = values.get(name)
     if value not in (None, 0, 1):  # True is 1, and engines take 1 for true
         raise BadRequest(f"{name} must be true or false", param=name)
@@ -72,7 +72,7 @@ def boolean(values: Mapping[str, Any], name: str) -> bool:
 
 
 def at_least_one(values: Mapping[str, Any], name: str) -> object:
-    """Return a limit, in any spelling. Raises BadRequest for a value that is no whole number of at least 1."""
+    """Return a limit, also if it is spelled as text. Raises BadRequest unless it is a whole number of at least 1."""
     value = values.get(name)
     try:
         number: Any = whole_number(value)
@@ -84,7 +84,7 @@ def at_least_one(values: Mapping[str, Any], name: str) -> object:
 
 
 def object_in(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a member that is an object; an empty one if it is not there. Raises BadRequest."""
+    """Return a member that is an object; an empty object if it is missing. Raises BadRequest."""
     value = values.get(name)
     if value is not None and not isinstance(value, dict):
         raise BadRequest(f"{name} must be an object", param=name)

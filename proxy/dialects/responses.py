@@ -1,4 +1,4 @@
-"""POST /v1/responses."""
+"""POST /v1/responses, OpenAI's Responses API without storage: the dialect, and answers whole and as events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Responses(Translated):
-    """A response is a chat's answer, and its output items are the parts of that. Nothing is kept."""
+    """OpenAI's Responses API. A response is the answer of a chat, and output items are its parts. Nothing is stored."""
 
     path = "/v1/responses"
     label = "responses"
@@ -33,80 +33,83 @@ class Responses(Translated):
         """See Translated."""
         return chat_of(values, left_out)
 
-    def asked(self, values: Mapping[str, Any]) -> KeptRequest:
+    def answer_context(self, values: Mapping[str, Any]) -> KeptRequest:
         """Return the members that the response repeats."""
         return KeptRequest(values)
 
     def answer(self, call: Call, completion: Completion) -> dict[str, Any]:
         """See Translated."""
-        return response(call, call.asked, completion)
+        return response(call, call.answer_context, completion)
 
     def rendering(self, call: Call, units: Sequence[Unit]) -> Rendering:
         """See Dialect."""
-        return ResponseEvents(call, call.asked)
+        return ResponseEvents(call, call.answer_context)
 
     def error_body(self, error: GatewayError) -> bytes | None:
-        """See Dialect. Engines' errors have the form of this API's, but not the pages of proxies in front of them."""
-        told = error.body if isinstance(error, UpstreamError) else None
-        if told is None or is_error_body(told):
+        """See Dialect. Engines' errors have this API's form already. Error pages of proxies before them do not."""
+        body = error.body if isinstance(error, UpstreamError) else None
+        if body is None or is_error_body(body):
             return None
-        said = {"message": words(error), "type": error_type(error.status), "param": None, "code": error.code}
-        return dumps({"error": said})
+        members = {"message": words(error), "type": error_type(error.status), "param": None, "code": error.code}
+        return dumps({"error": members})
 
 
 _INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_filter", "repetition": "repetition"}
 _MAX_REASON: Final = 64
 
 
-def response(call: Call, asked: KeptRequest, completion: Completion) -> dict[str, Any]:
-    """An answer that is not streamed."""
+def response(call: Call, request: KeptRequest, completion: Completion) -> dict[str, Any]:
+    """Return the response of a chat completion that is not streamed."""
     parts: list[AnswerPart] = []
     for kind, text in ((PartKind.REASONING, completion.reasoning), (PartKind.TEXT, completion.content)):
         if text:
             parts.append(AnswerPart(len(parts), kind, written=bytearray(utf8(text))))
     for each in completion.calls:
         parts.append(AnswerPart(len(parts), PartKind.CALL, each, call_id(each), each.name, each.written))
-    items = _Items(asked)
+    items = _Items(request)
     is_cut = _why_incomplete(completion.finish_reason) is not None
     output = [items.item(part, is_cut=is_cut and part is parts[-1]) for part in parts]
-    return {**_head(call, asked, completion.head), **_outcome(completion.finish_reason, output, completion.usage)}
+    return {**_head(call, request, completion.head), **_outcome(completion.finish_reason, output, completion.usage)}
 
 
 class ResponseEvents(Parts):
-    """The events of one response, which are numbered."""
+    """The numbered events of one response."""
 
-    def __init__(self, call: Call, asked: KeptRequest) -> None:
+    def __init__(self, call: Call, request: KeptRequest) -> None:
         super().__init__()
         self._call = call
-        self._asked = asked
+        self._request = request
         self._begin()
 
     def _begin(self) -> None:
-        self._items = _Items(self._asked)
+        self._items = _Items(self._request)
         self._number = 0
         self._head: dict[str, Any] = {}
         self._output: list[dict[str, Any]] = []
 
-    def anew(self, attempt: AnsweredAttempt) -> None:
-        """Nothing was sent."""
+    def restart(self, attempt: AnsweredAttempt) -> None:
+        """See Parts."""
         self._begin()
 
-    def started(self, payload: dict[str, Any]) -> bytes:
-        """The response as far as it is known."""
-        self._head = _head(self._call, self._asked, CompletionHead.read(payload))
+    def start_events(self, payload: dict[str, Any]) -> bytes:
+        """Return `response.created` and `response.in_progress`."""
+        self._head = _head(self._call, self._request, CompletionHead.read(payload))
         unknown = {**self._head, "status": "in_progress", "output": [], "error": None, "incomplete_details": None}
         unknown |= {"usage": None, "completed_at": None}
         return self._event("response.created", response=unknown) + self._event("response.in_progress", response=unknown)
 
-    def opened(self, part: AnswerPart) -> bytes:
-        """An item is added, and the only part of its content."""
+    def open_events(self, part: AnswerPart) -> bytes:
+        """Return the events that add an item and the only part of its content."""
         added = self._event(
             "response.output_item.added", output_index=part.index, item=self._items.item(part, is_begun=True)
         )
         return added if part.kind is PartKind.CALL else added + self._of_content("response.content_part.added", part)
 
-    def said(self, part: AnswerPart, text: str) -> bytes:
-        """A delta. The input of a custom tool is JSON until it is complete, so it comes in one piece."""
+    def text_events(self, part: AnswerPart, text: str) -> bytes:
+        """Return a delta; empty for a custom tool or a search.
+
+        Their input arrives as JSON and can be converted only when it is complete.
+        """
         if part.call is None:
             part.written += utf8(text)
         match part.kind:
@@ -114,13 +117,13 @@ class ResponseEvents(Parts):
                 return self._about("response.reasoning_text.delta", part, content_index=0, delta=text)
             case PartKind.TEXT:
                 return self._about("response.output_text.delta", part, content_index=0, delta=text, logprobs=[])
-            case PartKind.CALL if self._asked.kind_of(part.name) is not ToolKind.FUNCTION:
+            case PartKind.CALL if self._request.kind_of(part.name) is not ToolKind.FUNCTION:
                 return b""
             case PartKind.CALL:
                 return self._about("response.function_call_arguments.delta", part, delta=text)
 
-    def closed(self, part: AnswerPart) -> bytes:
-        """The events that end a part: its whole text or arguments, and its complete output item."""
+    def close_events(self, part: AnswerPart) -> bytes:
+        """Return the events that end a part: its whole text or arguments, and its complete output item."""
         is_cut = self.finish_reason is not None and _why_incomplete(self.finish_reason) is not None
         item = self._items.item(part, is_cut=is_cut)
         self._output.append(item)
@@ -132,39 +135,39 @@ class ResponseEvents(Parts):
             case PartKind.TEXT:
                 done = self._about("response.output_text.done", part, content_index=0, text=text, logprobs=[])
                 done += self._of_content("response.content_part.done", part)
-            case PartKind.CALL if self._asked.kind_of(part.name) is ToolKind.SEARCH:
+            case PartKind.CALL if self._request.kind_of(part.name) is ToolKind.SEARCH:
                 done = b""
-            case PartKind.CALL if self._asked.kind_of(part.name) is ToolKind.CUSTOM:
+            case PartKind.CALL if self._request.kind_of(part.name) is ToolKind.CUSTOM:
                 done = self._about("response.custom_tool_call_input.delta", part, delta=item["input"])
                 done += self._about("response.custom_tool_call_input.done", part, input=item["input"])
             case PartKind.CALL:
-                told = {"name": item["name"], "arguments": item["arguments"]}
-                done = self._about("response.function_call_arguments.done", part, **told)
+                members = {"name": item["name"], "arguments": item["arguments"]}
+                done = self._about("response.function_call_arguments.done", part, **members)
         return done + self._event("response.output_item.done", output_index=part.index, item=item)
 
     def ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
-        """`response.completed` or `response.incomplete`."""
+        """Return `response.completed` or `response.incomplete`."""
         (usage,) = usages
         events: list[bytes] = []
         self._advance(events, at_end=True)
         events.append(self.close())
-        told = {**self._head, **_outcome(self.finish_reason, self._output, usage)}
-        return b"".join(events) + self._event(f"response.{told['status']}", response=told)
+        whole = {**self._head, **_outcome(self.finish_reason, self._output, usage)}
+        return b"".join(events) + self._event(f"response.{whole['status']}", response=whole)
 
     def error_event(self, error: GatewayError) -> bytes:
-        """`response.failed`."""
+        """Return `response.failed`."""
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         failed = {"status": "failed", "error": {"code": code, "message": words(error)}, "output": self._output}
-        head = self._head or _head(self._call, self._asked, CompletionHead.read({}))
+        head = self._head or _head(self._call, self._request, CompletionHead.read({}))
         last = self._event("response.failed", response={**head, **failed, "usage": None})
         return b"".join((*self.unsent, last))
 
     # Writing
 
     def _event(self, kind: str, **members: Any) -> bytes:
-        told = event(kind, {"type": kind, "sequence_number": self._number, **members})
+        numbered = event(kind, {"type": kind, "sequence_number": self._number, **members})
         self._number += 1
-        return told
+        return numbered
 
     def _about(self, kind: str, about: AnswerPart, /, **members: Any) -> bytes:
         return self._event(kind, item_id=self._items.id_of(about), output_index=about.index, **members)
@@ -174,45 +177,45 @@ class ResponseEvents(Parts):
 
 
 class _Items:
-    """Writes parts as output items. Owns their ids, which are the same wherever an item is told."""
+    """Writes parts as output items. An item has the same id in all events."""
 
-    def __init__(self, asked: KeptRequest) -> None:
-        self._asked = asked
+    def __init__(self, request: KeptRequest) -> None:
+        self._request = request
         self._ids: list[str] = []
 
     def id_of(self, part: AnswerPart) -> str:
-        """Drawn when it is first asked for; parts come one after the other."""
+        """Return the id of a part's item. It is drawn when first needed; parts come in order."""
         if part.index == len(self._ids):
             prefix = {PartKind.REASONING: "rs", PartKind.TEXT: "msg", PartKind.CALL: "fc"}[part.kind]
             self._ids.append(f"{prefix}_{new_id()}")
         return self._ids[part.index]
 
     def item(self, part: AnswerPart, *, is_begun: bool = False, is_cut: bool = False) -> dict[str, Any]:
-        """Return the item so far. `is_begun`: it has no content yet; `is_cut`: it ends too soon."""
+        """Return the item so far. `is_begun`: it has no content yet. `is_cut`: the answer ended inside it."""
         status = "in_progress" if is_begun else "incomplete" if is_cut else "completed"
         item: dict[str, Any] = {"id": self.id_of(part)}
         match part.kind:
             case PartKind.REASONING:
                 thoughts = part.text
-                seal = sealed(thoughts) if self._asked.wants_sealed and not is_begun else None
+                seal = sealed(thoughts) if self._request.wants_sealed and not is_begun else None
                 content = [] if is_begun else [_content(part)]
                 item |= {"type": "reasoning", "summary": [], "content": content, "encrypted_content": seal}
             case PartKind.TEXT:
                 item |= {"type": "message", "role": "assistant", "content": [] if is_begun else [_content(part)]}
-            case PartKind.CALL if self._asked.kind_of(part.name) is ToolKind.SEARCH:
+            case PartKind.CALL if self._request.kind_of(part.name) is ToolKind.SEARCH:
                 arguments = {} if is_begun else as_search(part.text)
                 item |= {"type": "tool_search_call", "call_id": part.id, "execution": "client", "arguments": arguments}
-            case PartKind.CALL if self._asked.kind_of(part.name) is ToolKind.CUSTOM:
+            case PartKind.CALL if self._request.kind_of(part.name) is ToolKind.CUSTOM:
                 item |= {"type": "custom_tool_call", **self._call(part), "input": as_text(part.text)}
             case PartKind.CALL:
-                # Arguments that never began are told as none, but not before they are known not to begin.
+                # A call without arguments gets an empty object, but only at its end.
                 written = part.text or ("" if is_begun else "{}")
                 item |= {"type": "function_call", **self._call(part), "arguments": written}
         return {**item, "status": status}
 
     def _call(self, part: AnswerPart) -> dict[str, str]:
-        """Of what it is one, in the client's words."""
-        tool = self._asked.tools.get(part.name)
+        """Return the members that identify a call: its id, and the client's name and namespace of its tool."""
+        tool = self._request.tools.get(part.name)
         if tool is None:
             return {"call_id": part.id, "name": part.name}
         inside = {} if tool.namespace is None else {"namespace": tool.namespace}
@@ -226,15 +229,15 @@ def _content(part: AnswerPart) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _head(call: Call, asked: KeptRequest, head: CompletionHead) -> dict[str, Any]:
+def _head(call: Call, request: KeptRequest, head: CompletionHead) -> dict[str, Any]:
     model = call.model or head.model
-    return {"id": f"resp_{head.name}", "object": "response", "created_at": head.created, "model": model, **asked.echo}
+    return {"id": f"resp_{head.name}", "object": "response", "created_at": head.created, "model": model, **request.echo}
 
 
 def _why_incomplete(finish_reason: object) -> str | None:
-    """Return why a response that ended so is incomplete; None: it is complete.
+    """Return the reason why a response is incomplete; None if it is complete.
 
-    A reason that no engine is known to give is named as the engine did.
+    An unknown finish reason is reported in the engine's words.
     """
     if is_whole(finish_reason):
         return _INCOMPLETE.get(str(finish_reason))
@@ -255,12 +258,12 @@ def _outcome(
 
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
-    told = counts(usage)
-    prompt, completion = told.prompt or 0, told.completion or 0
+    tokens = counts(usage)
+    prompt, completion = tokens.prompt or 0, tokens.completion or 0
     return {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": told.cached or 0, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": tokens.cached or 0, "cache_write_tokens": 0},
         "output_tokens": completion,
-        "output_tokens_details": {"reasoning_tokens": told.reasoning or 0},
+        "output_tokens_details": {"reasoning_tokens": tokens.reasoning or 0},
         "total_tokens": prompt + completion,
     }

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence, Set
 
 
-# What both APIs call the same, and what engines add to this one themselves.
+# Members with the same name in both APIs, and members that the engines themselves add to this API.
 _SAME: Final = (
     *("model", "stream", "temperature", "top_p", "top_k", "parallel_tool_calls", "prompt_cache_key", "user", "seed"),
     *("stop", "chat_template_kwargs", "cache_salt", "vllm_xargs", "kv_transfer_params", "priority", "min_tokens"),
@@ -28,24 +28,24 @@ _SAME: Final = (
 _CALLED: Final = ("function", "custom", "tool_search")
 """The types of tools that a tool_choice can name."""
 _STATE: Final = {
-    "previous_response_id": "responses are not kept here: send the whole conversation as input, with store false",
-    "conversation": "conversations are not kept here: send the whole conversation as input",
-    "background": "nothing is answered in the background here: leave it out, and stream",
-    "prompt": "prompts are not kept here: send their text as instructions and input",
+    "previous_response_id": "responses are not stored here: send the whole conversation as input, with store false",
+    "conversation": "conversations are not stored here: send the whole conversation as input",
+    "background": "background responses are not supported: leave this out, and stream",
+    "prompt": "prompts are not stored here: send their text as instructions and input",
 }
 
 
 def chat_of(values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
-    """The body of the chat that asks for the same. Raises BadRequest.
+    """Return the body of the equivalent chat. Raises BadRequest.
 
-    Tools, items and content that only OpenAI's own service can serve are added to `left_out`. A request that needs a
-    response or conversation that is kept there is refused: without it the model would answer another question.
+    Tools, items and content that only OpenAI's own service can serve are added to `left_out`. A request that refers to
+    a stored response or conversation is rejected, because without it the model would answer another question.
     """
     for name, words in _STATE.items():
         if values.get(name):
             raise BadRequest(words, param=name)
     if "message.output_text.logprobs" in _included(values) or values.get("top_logprobs"):
-        raise BadRequest("log probabilities are told by /v1/chat/completions only", param="top_logprobs")
+        raise BadRequest("log probabilities are not supported here: use /v1/chat/completions", param="top_logprobs")
     chat: dict[str, Any] = {name: values[name] for name in _SAME if values.get(name) is not None}
     chat["messages"] = conversation(values.get("instructions"), values.get("input"), left_out)
     if values.get("max_output_tokens") is not None:
@@ -61,8 +61,9 @@ def chat_of(values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
 
 
 def _is_begun(given: Any) -> bool:
-    """The last item is an answer that is not complete, such as one that was cut off, which the model is to go on with
-    (vLLM `should_continue_final_message`).
+    """Return whether the last item is an incomplete answer, which the model is to continue.
+
+    An answer that was cut off is one (vLLM `should_continue_final_message`).
     """
     last = given[-1] if isinstance(given, list) and given else {}
     is_answer = last.get("type", "message") == "message" and last.get("role") == "assistant"
@@ -91,7 +92,7 @@ def _tools(values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
 
 
 def _chosen_of(choice: Mapping[str, Any], functions: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], Any]:
-    """The functions that the model may call, and how it may call them."""
+    """Return the functions that the model may call, and the chat's `tool_choice`."""
     match choice.get("type"):
         case "tool_search" if not any(function["function"]["name"] == SEARCH for function in functions):
             raise _not_served("tool_search")
@@ -126,7 +127,7 @@ def _not_served(kind: object) -> BadRequest:
     )
 
 
-# How it is to be answered
+# Output
 
 
 def _format(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,8 +139,8 @@ def _format(values: Mapping[str, Any]) -> dict[str, Any]:
             return {"response_format": {"type": "json_object"}}
         case {"type": "json_schema", "schema": dict(schema)}:
             named = {key: form[key] for key in ("description", "strict") if form.get(key) is not None}
-            told = {"name": form.get("name") or "output", "schema": schema, **named}
-            return {"response_format": {"type": "json_schema", "json_schema": told}}
+            members = {"name": form.get("name") or "output", "schema": schema, **named}
+            return {"response_format": {"type": "json_schema", "json_schema": members}}
     raise BadRequest("text.format must be text, json_object, or json_schema with its schema", param="text")
 
 
@@ -174,12 +175,12 @@ class KeptRequest:
         }
         """Members that a response repeats."""
         self.tools: Mapping[str, Tool] = {tool.function_name: tool for tool in tools_of(values, LeftOut())}
-        """The tools, by the names that the model knows."""
+        """The tools, by the names of their functions in the chat."""
         self.wants_sealed = "reasoning.encrypted_content" in _included(values)
-        """The client gives reasoning back only as something that it cannot read."""
+        """Whether the client wants reasoning sealed, because it sends back only what it cannot read."""
 
     def kind_of(self, function: str) -> ToolKind:
-        """How the client is told of calls of a function; as of a function, if it is not known."""
+        """Return the kind of tool as which the client gets calls of a function; FUNCTION if the tool is unknown."""
         tool = self.tools.get(function)
         return ToolKind.FUNCTION if tool is None else tool.kind
 
@@ -197,9 +198,10 @@ _SEAL: Final = "pdproxy:"
 
 
 def conversation(instructions: object, given: object, left_out: LeftOut) -> list[dict[str, Any]]:
-    """The messages. What developers and the system say at the beginning is one message. Raises BadRequest.
+    """Return the messages of a chat. Raises BadRequest.
 
-    Items and parts that no model can read are added to `left_out`.
+    Instructions and the developer and system messages at the beginning are joined to one message. Items and parts that
+    no model can read are added to `left_out`.
     """
     if instructions is not None and not isinstance(instructions, str):
         raise BadRequest("instructions must be text", param="instructions")
@@ -211,17 +213,17 @@ def conversation(instructions: object, given: object, left_out: LeftOut) -> list
     count = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
     first = [instructions or "", *(_as_text(message["content"]) for message in messages[:count])]
     system = "\n\n".join(filter(None, first))
-    told = [{"role": "system", "content": system}] if system else []
-    if not (told or messages):
+    opening = [{"role": "system", "content": system}] if system else []
+    if not (opening or messages):
         raise BadRequest("input must not be empty", param="input")
-    return [*told, *messages[count:]]
+    return [*opening, *messages[count:]]
 
 
 def _messages(items: Sequence[Mapping[str, Any]], left_out: LeftOut) -> Iterator[dict[str, Any]]:
-    """What the assistant thinks, says and calls is one message, until somebody else says something."""
+    """Yield the messages. Consecutive reasoning, text and calls of the assistant become one message."""
     turn: dict[str, Any] = {}
     images: list[dict[str, Any]] = []
-    called: set[str] = set()  # ids of the calls that are calls of a chat, too
+    called: set[str] = set()  # ids of the calls that became calls of the chat
     for item in items:
         kind = _kind(item, called)
         if kind == "tools":
@@ -262,16 +264,16 @@ def _messages(items: Sequence[Mapping[str, Any]], left_out: LeftOut) -> Iterator
 
 
 def _kind(item: Mapping[str, Any], called: Set[str]) -> str:
-    """What an item becomes: a `message`, `reasoning`, a `call` of a tool or its `output`, or text (`other`).
+    """Return the translation of an item: `message`, `reasoning`, `call`, `output`, `tools` or `other`.
 
-    `tools` are items that only declare tools. A call that has an id and its output can be told as those of a function,
-    whatever tool it is of. Raises BadRequest.
+    `call` and `output` are a tool call and its result. A call of any tool becomes one of a function if it has an id.
+    Items that only declare tools are `tools`. `other` becomes text. Raises BadRequest.
     """
     kind, call_id = str(item.get("type") or "message"), item.get("call_id")
     if kind in ("message", "reasoning"):
         return kind
     if kind == "item_reference":
-        raise BadRequest("items are not kept here: send them in full, with store false", param="input")
+        raise BadRequest("items are not stored here: send them in full, with store false", param="input")
     is_answer = isinstance(call_id, str) and call_id in called
     if kind == "additional_tools" or (kind == "tool_search_output" and not is_answer):
         return "tools"
@@ -283,7 +285,7 @@ def _kind(item: Mapping[str, Any], called: Set[str]) -> str:
 
 
 def _begins_anew(turn: Mapping[str, Any], kind: str) -> bool:
-    """Templates write a message's reasoning first, then its text, then its calls."""
+    """Return whether an item starts a new message. Templates write reasoning, then text, then calls of a message."""
     if kind == "reasoning":
         return "content" in turn or "tool_calls" in turn
     return kind in ("message", "other") and "tool_calls" in turn
@@ -297,7 +299,7 @@ def _role(item: Mapping[str, Any]) -> str:
 
 
 def _content(content: object, left_out: LeftOut) -> Any:
-    """Text alone is told as text."""
+    """Return the content of a message: a text if there is only text, otherwise a list of parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
@@ -307,7 +309,7 @@ def _content(content: object, left_out: LeftOut) -> Any:
 
 
 def _part(part: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
-    """A part of a chat's message: text, an image, audio, or a note in place of a part that no model can read."""
+    """Return a part of a chat message: text, an image, audio, or a note in place of an unreadable part."""
     kind = str(part.get("type"))
     if kind in _TEXTS and isinstance(text := part.get(_TEXTS[kind]), str):
         return {"type": "text", "text": text}
@@ -317,19 +319,18 @@ def _part(part: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
     if kind == "input_audio" and isinstance(part.get("input_audio"), dict):
         return {"type": "input_audio", "input_audio": part["input_audio"]}
     if kind in _IMAGES:
-        told = None
-        words = note("image", name=part.get("file_id"))
+        text, replacement = None, note("image", name=part.get("file_id"))
     elif kind == "input_file":
-        told, words = _file(part)
+        text, replacement = _file(part)
     else:
-        told, words = described(kind, part), note(f"content {kind_name(kind)}")
-    if told is None:
+        text, replacement = described(kind, part), note(f"content {kind_name(kind)}")
+    if text is None:
         left_out.add("content", kind)
-    return {"type": "text", "text": words if told is None else told}
+    return {"type": "text", "text": replacement if text is None else text}
 
 
 def _file(part: Mapping[str, Any]) -> tuple[str | None, str]:
-    """The text of a file, None if it is not there or no text; and the note in its place."""
+    """Return the text of a file, None if it has none, and the note that replaces it."""
     data = part.get("file_data")
     head, _, encoded = data.partition(",") if isinstance(data, str) else ("", "", "")
     media_type = head.removeprefix("data:").partition(";")[0]
@@ -346,20 +347,20 @@ def _file(part: Mapping[str, Any]) -> tuple[str | None, str]:
 
 
 def _as_text(content: Any) -> str:
-    """The texts in a row, where there can be nothing else; notes stand for images."""
+    """Join the parts of content to one text, with notes in place of images."""
     if isinstance(content, str):
         return content
     return "".join(part["text"] if part["type"] == "text" else note("image") for part in content)
 
 
 def _other(item: Mapping[str, Any], left_out: LeftOut) -> str:
-    """An item that only another service can produce, as text."""
+    """Return an item that only another service can produce as text."""
     kind = item.get("type")
-    told = described(kind, item)
-    if told is None:
+    text = described(kind, item)
+    if text is None:
         left_out.add("item", kind)
-        told = note(f"item {kind_name(kind)}")
-    return told
+        text = note(f"item {kind_name(kind)}")
+    return text
 
 
 def _call(item: Mapping[str, Any]) -> dict[str, Any]:
@@ -368,19 +369,19 @@ def _call(item: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "custom_tool_call":
         given = as_arguments(item.get("input"))
     elif kind != "function_call":
-        # A call of a tool that OpenAI defines, by its type: its members are its arguments.
+        # A call of a tool that OpenAI defines. Its type is the name, and its members are the arguments.
         name = item.get("name") or kind.removesuffix("_call")
         members = given if isinstance(given, dict) else readable(item)
         given = json.dumps(members, ensure_ascii=False)
     if not (isinstance(given, str) and isinstance(name, str)):
         raise BadRequest("a call must have a name, and arguments that are text", param="input")
-    # Engines and chat templates want an object, and clients give back whatever the model wrote.
+    # Engines and chat templates need an object, but clients send back whatever the model wrote.
     function = {"name": function_name(name, item.get("namespace")), "arguments": as_object(given)}
     return {"id": _call_id(item), "type": "function", "function": function}
 
 
 def _result(item: Mapping[str, Any], images: list[dict[str, Any]], left_out: LeftOut) -> dict[str, Any]:
-    """Its images go to the next message of a user."""
+    """Return the message of a tool's result. Its images are added to `images`, for the next message of the user."""
     output = item.get("output")
     if item["type"] == "tool_search_output":
         names = [tool.function_name for tool in tools_of({"input": [item]}, left_out)]
@@ -403,7 +404,7 @@ def _call_id(item: Mapping[str, Any]) -> str:
 
 
 def _thoughts(item: Mapping[str, Any]) -> str:
-    """As they were told: in full, or sealed for clients that give them back only so; a summary is better than none."""
+    """Return the text of a reasoning item: its content, or else its sealed text, or else its summary."""
     sealed = item.get("encrypted_content")
     for name in ("content", "summary"):
         parts = item.get(name)
@@ -415,12 +416,12 @@ def _thoughts(item: Mapping[str, Any]) -> str:
 
 
 def sealed(thoughts: str) -> str:
-    """Reasoning that its client is to give back, and not to read. It is no secret: the answer tells it, too."""
+    """Return reasoning in a form that clients send back unread. It is not secret: the answer has it in plain text."""
     return _SEAL + b64encode(utf8(thoughts)).decode()
 
 
 def _unsealed(content: str) -> str:
-    """Return the reasoning; empty if another service has sealed it."""
+    """Return the sealed reasoning as text; empty if another service sealed it."""
     try:
         return utf8_text(b64decode(content.removeprefix(_SEAL), validate=True)) if content.startswith(_SEAL) else ""
     except (NoBase64, UnicodeDecodeError):
@@ -428,31 +429,33 @@ def _unsealed(content: str) -> str:
 
 
 _INPUT: Final = "input"
-"""The only parameter of the function that a custom tool becomes."""
+"""The only parameter of the function that represents a custom tool."""
 SEARCH: Final = "tool_search"
-"""The function that a client's search for tools becomes."""
+"""The name of the function that represents a client's search for tools."""
 _TOOLS_IN_ITEMS: Final = ("additional_tools", "tool_search_output")
 """Items of the input that declare tools."""
 
 
 class ToolKind(Enum):
-    """How the client describes a tool, and how a call is reported to it."""
+    """The client's kind of a tool, which decides the form of its calls."""
 
     FUNCTION = "function"
     CUSTOM = "custom"
-    """It takes text instead of JSON."""
+    """A tool that takes text instead of JSON."""
     SEARCH = "tool_search"
-    """It finds tools, which the client adds to the conversation (Codex)."""
+    """A search for tools, which the client then adds to the conversation (Codex)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tool:
-    """A tool that the client runs. `told`: as the client described it."""
+    """A tool that the client runs."""
 
     name: str
     namespace: str | None
+    """The namespace that contains the tool; None if it has none."""
     kind: ToolKind
-    told: Mapping[str, Any]
+    declaration: Mapping[str, Any]
+    """The tool as the client declared it."""
 
     @property
     def function_name(self) -> str:
@@ -460,25 +463,27 @@ class Tool:
         return function_name(self.name, self.namespace)
 
     def function(self) -> dict[str, Any]:
-        """Return the tool as that of a chat."""
+        """Return the tool as a function of a chat, which has no custom tools and no namespaces."""
         described: dict[str, Any] = {"name": self.function_name}
         if self.kind is ToolKind.CUSTOM:
             text = {_INPUT: {"type": "string", "description": "The input of this tool, as plain text."}}
-            described["description"] = _with_grammar(self.told)
+            described["description"] = _with_grammar(self.declaration)
             described["parameters"] = {"type": "object", "properties": text, "required": [_INPUT]}
         else:
             members = ("description", "parameters", "strict")
-            described |= {member: self.told[member] for member in members if self.told.get(member) is not None}
+            described |= {
+                member: self.declaration[member] for member in members if self.declaration.get(member) is not None
+            }
         return {"type": "function", "function": described}
 
 
 def function_name(name: str, namespace: object) -> str:
-    """In a chat there is one space of names, without dots (OpenAI's pattern for them)."""
+    """Return the name of a tool's function. A chat has one namespace, and OpenAI allows no dots in names."""
     return f"{namespace}__{name}" if isinstance(namespace, str) else name
 
 
 def tools_of(values: Mapping[str, Any], left_out: LeftOut) -> list[Tool]:
-    """The tools of a request, also those that items of its input declare; a later one replaces one of the same name.
+    """Return the tools of a request and of its input items. A later tool replaces one of the same name.
 
     Tools that only OpenAI's own service or its models can use are added to `left_out`. Raises BadRequest.
     """
@@ -510,35 +515,39 @@ def _read(tool: Mapping[str, Any], namespace: str | None, left_out: LeftOut) -> 
 
 
 def _is_clients(search: Mapping[str, Any]) -> bool:
-    """Whether the client runs a search for tools: it says so, or gives the parameters, which a server's has not."""
+    """Return whether the client runs a search for tools: it says so, or declares parameters, unlike the server's."""
     execution = search.get("execution")
     return execution == "client" or (execution is None and isinstance(search.get("parameters"), dict))
 
 
 def _with_grammar(tool: Mapping[str, Any]) -> str:
-    """If the text must keep to one: no engine can bind one argument of a call to it, so the model is told."""
+    """Return a custom tool's description with its grammar, if it has one.
+
+    No engine can enforce a grammar for one argument of a call, so the description asks the model to follow it.
+    """
     form = tool.get("format")
     if form is not None and not isinstance(form, dict):
         raise BadRequest("the format of a custom tool must be an object", param="tools")
-    words = str(tool.get("description") or "")
+    description = str(tool.get("description") or "")
     if form is not None and form.get("type") == "grammar":
-        return f"{words}\n\nThe input must follow this {form.get('syntax')} grammar:\n{form.get('definition')}".strip()
-    return words
+        grammar = f"The input must follow this {form.get('syntax')} grammar:\n{form.get('definition')}"
+        return f"{description}\n\n{grammar}".strip()
+    return description
 
 
 def as_arguments(text: object) -> str:
-    """The text of a custom tool's call as a function's arguments."""
+    """Return the text of a custom tool's call as the arguments of a function."""
     return dumps({_INPUT: text or ""}).decode()
 
 
 def as_text(arguments: str) -> str:
-    """And back; arguments that are something else, or are cut off, as they stand."""
+    """Return the text in a function's arguments; the arguments themselves if they are malformed or cut off."""
     read = as_search(arguments)
     text = read.get(_INPUT) if isinstance(read, dict) else None
     return text if isinstance(text, str) else arguments
 
 
 def as_search(arguments: str) -> object:
-    """The arguments of a search as the client reads them; text that is no JSON object as it stands."""
+    """Return the arguments of a search as an object; the text itself if it is not a JSON object."""
     read = read_object(arguments)
     return arguments if read is None else read

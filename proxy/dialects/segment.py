@@ -1,8 +1,8 @@
-"""One decoder's stream: what each of its events means for the client. No IO.
+"""Reads one decoder's stream and gives each event a meaning. No IO.
 
-An answer is complete only when every choice has a finish reason and the stream said `[DONE]`. vLLM 0.18 to 0.30 ends a
-choice that was preempted or failed before its first token without any finish chunk, so a clean end of the HTTP body
-proves nothing.
+An answer is complete only if every choice has a finish reason and the stream ended with `[DONE]`. vLLM 0.18 to 0.30
+ends a choice that was preempted, or that failed before its first token, without any finish chunk. So a clean end of the
+HTTP body proves nothing.
 """
 
 from __future__ import annotations
@@ -24,24 +24,33 @@ if TYPE_CHECKING:
 _BLANK: Final = 0x20
 
 PROMPT_IDS: Final = b'"prompt_token_ids":['
-"""What the token ids of the prompt stand behind. It cannot be inside a JSON string, where quotes are escaped."""
+"""The bytes before the token ids of the prompt. They cannot occur inside a JSON string, where quotes are escaped."""
 
 
 class Meaning(Enum):
     """The meaning of an event for the relay."""
 
-    OTHER = auto()  # a comment or an object nobody here knows: passed on untouched
-    OPENING = auto()  # the role chunk: nothing of the answer yet
-    CONTENT = auto()  # part of the answer
-    USAGE = auto()  # the usage chunk, without choices
-    DONE = auto()  # `[DONE]`
-    ERROR = auto()  # the engine's error event
-    RECOMPUTED = auto()  # the decoder gives up and asks for a new prefill; not a finish, whatever finish_reason says
-    ABORTED = auto()  # the decoder stopped working on the answer, because it is being stopped itself, or paused
-    MALFORMED = auto()  # data that cannot be read: it may hold a part of the answer
+    OTHER = auto()
+    """A comment or an unknown object, which is forwarded unchanged."""
+    OPENING = auto()
+    """The role chunk, which has no part of the answer."""
+    CONTENT = auto()
+    """A part of the answer."""
+    USAGE = auto()
+    """The usage chunk, without choices."""
+    DONE = auto()
+    """The end mark `[DONE]`."""
+    ERROR = auto()
+    """The engine's error event."""
+    RECOMPUTED = auto()
+    """The decoder gave up and asks for a new prefill. The answer is not finished, whatever `finish_reason` says."""
+    ABORTED = auto()
+    """The decoder stopped working on the answer, because it is being stopped or paused."""
+    MALFORMED = auto()
+    """Data that cannot be read, which may hold a part of the answer."""
 
 
-# Each event reads several of them, and a member takes longer to read off its class than a constant.
+# Each event reads several of them, and a constant is faster to read than a member of a class.
 OTHER: Final = Meaning.OTHER
 OPENING: Final = Meaning.OPENING
 CONTENT: Final = Meaning.CONTENT
@@ -54,10 +63,10 @@ MALFORMED: Final = Meaning.MALFORMED
 
 
 class Segment:
-    """State of one decoder stream; one choice, or the several an engine streams side by side."""
+    """The state of one decoder's stream of one or more choices."""
 
     has_usage_chunk: ClassVar[bool] = True
-    """Whether usage comes in a separate chunk, and not with each event."""
+    """Whether usage comes in a separate chunk instead of with each event."""
 
     __slots__ = (
         "data",
@@ -73,33 +82,33 @@ class Segment:
 
     def __init__(self) -> None:
         self.payload: Any = None
-        """The parsed data of the last event read; None when it was not JSON. Without the prompt's token ids."""
+        """The parsed data of the last event, without the prompt's token ids; None if it was not JSON."""
         self.data: bytes | None = None
         """The bytes of that data, also without the prompt's token ids."""
         self.prompt_ids: bytes | None = None
-        """The token ids of the prompt as the JSON array that the engine wrote; None until it does."""
+        """The token ids of the prompt, as the engine's JSON array; None until they arrive."""
         self.has_engine_members = False
-        """The last event has members that are not for clients. Its payload is without them."""
+        """Whether the last event had members that are not for clients. They are removed from `payload`."""
         self.finish_reasons: dict[int, str] = {}
         self.open_choices: set[int] = set()
         self.usage: dict[str, Any] | None = None
         """The last usage seen."""
         self.done = False
         self.is_mute = False
-        """The last chunk had neither text nor token ids nor a finish, nor anything else of an answer."""
+        """Whether the last chunk had no part of the answer: no text, no token ids, no finish."""
 
     @property
     def is_finished(self) -> bool:
-        """Every choice that began has finished, and at least one did."""
+        """Whether every choice that began has finished, and at least one has."""
         return bool(self.finish_reasons) and not self.open_choices
 
     @property
     def is_complete(self) -> bool:
-        """It is finished, and the stream said so."""
+        """Whether the answer is finished and the stream ended with `[DONE]`."""
         return self.done and self.is_finished
 
     def read(self, event: Event) -> Meaning:
-        """Take the next event."""
+        """Read the next event and return its meaning."""
         self.payload = None
         self.has_engine_members = False
         self.data = data = event.data
@@ -108,11 +117,10 @@ class Segment:
         if data == END_MARK:
             self.done = True
             return DONE
-        if not data or (data[0] <= _BLANK and data.isspace()):  # some proxies keep a stream alive like this
+        if not data or (data[0] <= _BLANK and data.isspace()):  # some proxies send these to keep a stream open
             return OTHER
         if self.prompt_ids is None and (begin := data.find(PROMPT_IDS)) >= 0:
-            # As long as the prompt, and needed only if the decoder is lost: cut out unparsed. The bytes cannot occur
-            # inside a JSON string, where the quotes would be escaped.
+            # The ids are as long as the prompt and needed only if the decoder is lost, so they are not parsed.
             begin += len(PROMPT_IDS) - 1
             end = data.find(b"]", begin) + 1
             if end:
@@ -144,7 +152,7 @@ class Segment:
         return USAGE if has_usage else OTHER
 
     def forget_event(self) -> None:
-        """What the last event read was is not asked for any more."""
+        """Drop the last event, which is no longer needed."""
         self.payload = self.data = None
 
     def _read_choices(self, choices: list[dict[str, Any]]) -> Meaning:
@@ -155,7 +163,7 @@ class Segment:
             reason = choice.get("finish_reason")
             if choice.get("stop_reason") == "recomputed":
                 return RECOMPUTED
-            if reason is not None and not reason:  # some engines write "" until the answer ends
+            if reason is not None and not reason:  # some engines send "" until the answer ends
                 reason = choice["finish_reason"] = None
             if reason is not None:
                 if is_given_up(reason):

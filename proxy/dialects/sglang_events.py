@@ -1,4 +1,4 @@
-"""The events of SGLang's `/generate`: each has the answer so far."""
+"""Reads the events of SGLang's `/generate`, each of which has the whole answer so far."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from proxy.wire.sse import Event
 
 _FIRST_PAIR: Final = 0x10000
-"""The first character that takes a pair of surrogates."""
+"""The first character that UTF-16 writes as a pair of surrogates."""
 _OF_THE_PROMPT: Final = ("id", "prompt_tokens", "cached_tokens")
 
 
 class Events(Segment):
-    """A stream whose every event has the answer so far, and the last one the reason for its end."""
+    """The reader of a stream in which each event has the answer so far, and the last one its finish reason."""
 
     has_usage_chunk = False
 
     __slots__ = ()
 
     def read(self, event: Event) -> Meaning:
-        """Take the next event."""
+        """Read the next event and return its meaning."""
         self.payload, self.data = None, event.data
         if event.data is None:
             return Meaning.OTHER
@@ -45,8 +45,8 @@ class Events(Segment):
             self.payload = payload = loads(event.data)
         except orjson.JSONDecodeError:
             return Meaning.MALFORMED
-        if told := error_of(payload):
-            self.payload, self.data = loads(told.body), told.body
+        if error := error_of(payload):
+            self.payload, self.data = loads(error.body), error.body
             return Meaning.ERROR
         usage = sglang.usage_of(payload)
         if usage is None:
@@ -62,8 +62,9 @@ class Events(Segment):
 
 
 class WatchedEvents(Events):
-    """The same, with what each event adds to the answer in the shape of a completion's chunk: `meta_info`, and the log
-    probabilities of the tokens, lists that grow likewise, are in its only choice.
+    """The reader of a watched stream. Each payload is a completion's chunk with the new part of the answer.
+
+    The only choice of the chunk also has `meta_info` and the log probabilities of the new tokens.
     """
 
     __slots__ = ("_ids", "_is_half", "_text")
@@ -72,10 +73,10 @@ class WatchedEvents(Events):
         super().__init__()
         self._text = self._ids = 0
         self._is_half = False
-        """The text so far ends in the first half of a surrogate pair."""
+        """Whether the text so far ends in the first half of a surrogate pair."""
 
     def read(self, event: Event) -> Meaning:
-        """See Segment. An event without the whole answer cannot be read, as it does not say what it adds."""
+        """See Segment. An event without the whole answer is malformed, because its new part is unknown."""
         meaning = super().read(event)
         if meaning not in (Meaning.CONTENT, Meaning.ABORTED):
             return meaning
@@ -87,21 +88,23 @@ class WatchedEvents(Events):
             self.is_mute = True
             self.payload = _chunk(meta, "", [], {})
             return meaning
-        told = {name: meta[name][self._ids :] for name in sglang.OUTPUT_LOGPROBS if isinstance(meta.get(name), list)}
-        self.payload = _chunk(meta, self._other_half(text) + text[self._text :], ids[self._ids :], told)
+        logprobs = {
+            name: meta[name][self._ids :] for name in sglang.OUTPUT_LOGPROBS if isinstance(meta.get(name), list)
+        }
+        self.payload = _chunk(meta, self._other_half(text) + text[self._text :], ids[self._ids :], logprobs)
         self.is_mute = len(text) == self._text and len(ids) == self._ids
         self._text, self._ids, self._is_half = len(text), len(ids), _ends_in_half(text)
         return meaning
 
     def _other_half(self, text: str) -> str:
-        """Return what makes one character of the half that was read last; empty if there is none."""
+        """Return the second half of the surrogate pair whose first half was read last; empty if there is none."""
         if not self._is_half or (character := ord(text[self._text - 1])) < _FIRST_PAIR:
             return ""
         return chr(0xDC00 + (character - _FIRST_PAIR) % 0x400)
 
 
 def _chunk(meta: dict[str, Any], text: str, ids: list[Any], logprobs: dict[str, list[Any]]) -> dict[str, Any]:
-    """Return what an event adds to an answer in the shape of a completion's chunk."""
+    """Return the new part of an answer as a completion's chunk."""
     reason = meta.get("finish_reason")
     reason = reason if isinstance(reason, dict) else {}
     choice = {
@@ -122,7 +125,7 @@ def _ends_in_half(text: str) -> bool:
 
 
 class AnswerSoFar:
-    """What a client of `/generate` is told, from the chunks of a watched answer: one event has all of it."""
+    """The whole answer so far for a client of `/generate`, assembled from the chunks of a watched answer."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -137,7 +140,7 @@ class AnswerSoFar:
         self._ids += choice.get("token_ids") or ()
         for name, entries in (choice.get("logprobs") or {}).items():
             self._logprobs.setdefault(name, []).extend(entries)
-        # What is told of the prompt is the first engine's: another one has a part of the answer in its prompt.
+        # Keep the first engine's facts about the prompt: a later engine has a part of the answer in its prompt.
         first: dict[str, Any] = {name: self._meta[name] for name in _OF_THE_PROMPT if name in self._meta}
         self._meta = {**self._meta, **choice.get("meta_info", {}), **first, "completion_tokens": len(self._ids)}
         reason = choice.get("finish_reason")
@@ -150,7 +153,7 @@ class AnswerSoFar:
         return b""
 
     def cut(self, tokens: int) -> None:
-        """See WatchedWhole. Text is not taken back, unless all is: what is generated again is not told again."""
+        """See WatchedWhole. Text is removed only if all tokens are, because the text of repeated tokens is skipped."""
         if not tokens:
             self._text, self._meta = "", {}
         del self._ids[tokens:]
@@ -164,6 +167,6 @@ class AnswerSoFar:
 
 
 def finish_of(payload: dict[str, Any]) -> Any:
-    """Why an answer has ended; None while it goes on."""
+    """Return the reason for the end of an answer; None while it goes on."""
     meta = payload.get("meta_info")
     return (meta.get("finish_reason") or None) if isinstance(meta, dict) else None

@@ -1,8 +1,8 @@
-"""SGLang's own API, POST /generate: one event has the answer so far, and a list of prompts gets a list of answers.
+"""SGLang's native API, POST /generate: each event has the answer so far, and a list of prompts gets a list of answers.
 
-A request for several answers is split like any other, because each sequence needs a bootstrap room of its own; so each
-has its own backends, retries and place in the queue, and one engine's failure does not end them all. What only the
-prefiller knows of the prompt is put into the decoder's answer.
+A request for several answers is split into units, because each sequence needs a separate bootstrap room. Each unit has
+its own backends, retries and place in the queue. Facts about the prompt that only the prefiller reports are merged into
+the decoder's answer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from proxy.common.errors import Failure
 from proxy.dialects.base import Dialect, Unit
 from proxy.dialects.call import MAX_OUTPUT_TOKENS, Call, text_tokens
-from proxy.dialects.requests import WHOLE_NUMBER, boolean, spelled_otherwise, without_reserved
+from proxy.dialects.requests import WHOLE_NUMBER, boolean, coerced_members, without_reserved
 from proxy.dialects.sglang_events import AnswerSoFar, Events, WatchedEvents, finish_of
 from proxy.wire import openai, sglang
 from proxy.wire.finish import is_given_up
@@ -34,7 +34,7 @@ _READINGS: Final[Mapping[str, Reading]] = dict.fromkeys(sglang.WHOLE_NUMBERS, WH
 
 
 class SglangGenerate(Dialect):
-    """Only where engines speak it."""
+    """SGLang's `/generate`. Served if the connector's engines speak it."""
 
     api = Api.GENERATE
     path = Api.GENERATE.path
@@ -47,8 +47,8 @@ class SglangGenerate(Dialect):
         changes: dict[str, object] = {}
         params = values.get("sampling_params")
         for each in params if isinstance(params, list) else [params]:
-            if isinstance(each, dict) and (meant := spelled_otherwise(each, _READINGS)):
-                each.update(meant)
+            if isinstance(each, dict) and (coerced := coerced_members(each, _READINGS)):
+                each.update(coerced)
                 changes["sampling_params"] = params
         rows = sglang.embeddings(values)
         tokens = text_tokens(sglang.prompt_of(values), cost) if rows is None else rows
@@ -67,7 +67,7 @@ class SglangGenerate(Dialect):
         )
 
     def split(self, call: Call, cost: Cost, max_units: int) -> list[Unit]:
-        """A unit for each prompt and sample; their prompts count the same number of tokens."""
+        """Return a unit for each prompt and sample. The prompt tokens are divided equally among them."""
         items = sglang.items_of(call.values, max_units)
         tokens = max(1, call.prompt_tokens // sum(item.is_first for item in items))
         return [
@@ -97,8 +97,8 @@ class SglangGenerate(Dialect):
 
     def check_answer(self, response: EngineAnswer, values: dict[str, Any]) -> None:
         """Raise UpstreamError if the whole answer of an engine is an error, or has no finish reason."""
-        if told := error_of(values):
-            raise response.refuse("reported an error", told.status, told.body, ERROR_HEADERS)
+        if error := error_of(values):
+            raise response.refuse("reported an error", error.status, error.body, ERROR_HEADERS)
         finish = finish_of(values)
         if finish is None:
             raise response.fail(Failure.BROKEN, "the answer ended without a finish reason")
@@ -106,11 +106,11 @@ class SglangGenerate(Dialect):
             raise response.fail(Failure.ABORTED, "stopped working on the answer")
 
     def usage(self, values: dict[str, Any]) -> Any:
-        """What `meta_info` counts."""
+        """Return the counts in `meta_info` as usage."""
         return sglang.usage_of(values)
 
     def corrected(self, values: dict[str, Any], attempt: AnsweredAttempt) -> dict[str, Any]:
-        """See Dialect. The decoder's answer has all that is asked for."""
+        """See Dialect. The decoder's answer needs no changes here."""
         return {}
 
     def waits_for_prefiller(self, call: Call) -> bool:
@@ -126,13 +126,13 @@ class SglangGenerate(Dialect):
         return {name: value for name, value in completed.items() if value is not values.get(name)}
 
     def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[Whole]) -> bytes:
-        """A list gets a list, also one of one prompt."""
+        """Return the answer; a list of answers for a list of prompts, even for a list of one."""
         if not sglang.is_batch(call.values):
             return answers[0].body()
         return b"[%b]" % b",".join(answer.body() for answer in answers)
 
     def rendering(self, call: Call, units: Sequence[Unit]) -> _Rendering:
-        """Events with the index of their answer, and with the prefiller's parts."""
+        """Return the writer of events with the index of their answer and with the prefiller's parts."""
         return _Rendering(is_batch=sglang.is_batch(call.values))
 
 
@@ -143,13 +143,13 @@ class _Rendering:
         self._is_batch = is_batch
 
     def unit(self, unit: Unit) -> UnitRendering | None:
-        """None where the engine's events are what the client is to have."""
+        """Return the writer of one unit's events. None: the client gets the engine's events unchanged."""
         if not self._is_batch and not _needs_prefiller(unit.call):
             return None
         return _UnitRendering(unit.call, unit.index if self._is_batch else None)
 
     def ending(self, usages: Sequence[dict[str, Any] | None], last_payload: dict[str, Any]) -> bytes:
-        """Usage is part of every event."""
+        """Return nothing, because every event has the usage."""
         return b""
 
     def error_event(self, error: GatewayError) -> bytes:
@@ -158,7 +158,7 @@ class _Rendering:
 
 
 class _UnitRendering:
-    """One unit's events. What the decoder says before the prefiller's answer has come waits for that."""
+    """Writes one unit's events. Events of the decoder wait until the prefiller's answer has arrived."""
 
     def __init__(self, call: Call, index: int | None) -> None:
         self._call = call
@@ -166,7 +166,7 @@ class _UnitRendering:
         self._parts: _PrefillerParts | _LonePrefiller | None = None
         self._waiting: list[dict[str, Any]] = []
         self._so_far = AnswerSoFar()
-        """Of a watched answer, which waits for no prefiller."""
+        """The answer so far, if it is watched. A watched answer needs nothing of the prefiller."""
 
     def begin(self, attempt: AnsweredAttempt, *, goes_on: bool) -> None:
         """See UnitRendering."""
@@ -176,7 +176,7 @@ class _UnitRendering:
             self._so_far = AnswerSoFar()
 
     def render(self, payload: dict[str, Any]) -> bytes:
-        """Take an event; what can be sent now."""
+        """Add an event and return the events that can be sent now."""
         if "choices" in payload:
             self._so_far.add(payload)
             payload = self._so_far.values()
@@ -200,7 +200,7 @@ class _UnitRendering:
 
 
 class _PrefillerParts:
-    """The prefiller's parts of one answer, once they have come."""
+    """The prefiller's parts of one answer, once they have arrived."""
 
     def __init__(self, answer: PrefillAnswer) -> None:
         self._answer = answer
@@ -208,14 +208,14 @@ class _PrefillerParts:
 
     @property
     def so_far(self) -> sglang.PrefilledParts | None:
-        """The prefiller's parts if its answer has arrived by now; None: it has not."""
+        """The prefiller's parts; None until its answer has arrived."""
         answer = self._answer.so_far
         if self._parts is None and answer is not None:
             self._parts = sglang.PrefilledParts(answer)
         return self._parts
 
     async def whole(self) -> sglang.PrefilledParts:
-        """Wait for them. Raises UpstreamError."""
+        """Wait for the prefiller's parts and return them. Raises UpstreamError."""
         await self._answer.whole()
         parts = self.so_far
         assert parts is not None
@@ -223,7 +223,7 @@ class _PrefillerParts:
 
 
 class _LonePrefiller:
-    """In place of them where there is no decoder: the prefiller's answer is all there is."""
+    """The prefiller's parts of an answer that a prefiller serves alone."""
 
     def __init__(self, call: Call) -> None:
         params = call.changes.get("sampling_params", call.values.get("sampling_params"))
@@ -234,7 +234,7 @@ class _LonePrefiller:
 
 
 def _parts(call: Call, attempt: AnsweredAttempt) -> _PrefillerParts | _LonePrefiller | None:
-    """None when the decoder's answer has all that is asked for."""
+    """Return the prefiller's parts of an answer; None if the decoder's answer needs none."""
     if not _needs_prefiller(call):
         return None
     return _LonePrefiller(call) if attempt.prefill_answer is None else _PrefillerParts(attempt.prefill_answer)
@@ -245,7 +245,7 @@ def _needs_prefiller(call: Call) -> bool:
 
 
 def _media(value: object) -> int:
-    """How many pictures or sounds there are: one, or a list, or a list of lists."""
+    """Return the number of images or sounds in a member: a single one, a list, or a list of lists."""
     if isinstance(value, list):
         return sum(map(_media, value))
     return int(value is not None)

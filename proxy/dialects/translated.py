@@ -1,4 +1,4 @@
-"""What APIs have in common that are translated to chats: a body becomes a chat's, and chat chunks become parts."""
+"""The base of APIs that are translated to chats: bodies become chat bodies, and chat chunks become parts."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ if TYPE_CHECKING:
 _OF_THE_PROMPT: Final = (
     *("model", "messages", "tools", "chat_template_kwargs", "continue_final_message", "add_generation_prompt"),
 )
-# Of an engine's words that are no JSON.
+# Bytes of an engine's error body that is not JSON.
 _MAX_WORDS: Final = 1000
 _MAX_REASON: Final = 64
-# Of the year 9999, in seconds.
+# The end of the year 9999, in seconds since 1970.
 _LAST_SECOND: Final = 253_402_300_800
 
 
 class Translated(ChatCompletions):
-    """An API whose requests are chats in other words, with one answer each."""
+    """An API whose requests are translated to chats with one answer each."""
 
     speaks_as_engines = False
-    done_event = b""  # they have last events of their own
+    done_event = b""  # each API's `ending` writes the last event
 
     def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
-        """The chat that engines are asked for; see Dialect."""
+        """Return the call of the translated chat; see Dialect."""
         left_out = LeftOut()
         chat = self.chat(document.values, left_out)
-        asked = self.asked(document.values)
+        context = self.answer_context(document.values)
         for name, value in chat.items():
             if isinstance(value, float) and not math.isfinite(value):  # JSON has no such number, and would lose it
                 raise BadRequest(f"{name} must be a finite number", param=name)
@@ -65,24 +65,22 @@ class Translated(ChatCompletions):
         except orjson.JSONEncodeError:
             raise BadRequest("the body is nested too deeply", code="invalid_json") from None
         call = super().parse(Document(raw), cost, headers)
-        return replace(call, asked=asked, left_out=left_out.kinds)
+        return replace(call, answer_context=context, left_out=left_out.kinds)
 
     @abstractmethod
     def chat(self, values: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
-        """The body of a chat completion that asks for the same. Raises BadRequest.
+        """Return the body of the equivalent chat completion. Raises BadRequest.
 
         Kinds of tools and content that cannot be served are added to `left_out`.
         """
 
     def prompt(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The members of that chat which make its prompt, as vLLM's tokenizer takes them (TokenizeChatRequest). Raises
-        BadRequest.
-        """
+        """Return the members of the chat that make its prompt, as in vLLM's TokenizeChatRequest. Raises BadRequest."""
         chat = self.chat(values, LeftOut())
         return {name: chat[name] for name in _OF_THE_PROMPT if name in chat}
 
-    def asked(self, values: Mapping[str, Any]) -> Any:
-        """Return the parts of the body that the answer needs; see Call."""
+    def answer_context(self, values: Mapping[str, Any]) -> Any:
+        """Return the facts about the body that the answer needs; see Call."""
         return None
 
     def check_answer(self, response: EngineAnswer, values: dict[str, Any]) -> None:
@@ -100,22 +98,22 @@ class Translated(ChatCompletions):
 
     @abstractmethod
     def answer(self, call: Call, completion: Completion) -> dict[str, Any]:
-        """A chat completion in the words of this API."""
+        """Return a chat completion as an answer of this API."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionHead:
-    """The members of a chat completion that say which one it is. One of another type counts as missing."""
+    """The identity of a chat completion. A member of the wrong type counts as missing."""
 
     name: str
-    """The engine's id without its prefix, which its log has, too; drawn here if it gave none."""
+    """The engine's id without its prefix, which the engine also logs; a random one if the engine sent none."""
     model: str | None
     created: int
-    """The time of the answer, in seconds since 1970; 0: the engine did not report it."""
+    """The time of the answer, in seconds since 1970; 0 if the engine did not report it."""
 
     @classmethod
     def read(cls, payload: Mapping[str, Any]) -> CompletionHead:
-        """Of a chat completion or one of its chunks."""
+        """Read the head of a chat completion or of one of its chunks."""
         name, model, created = payload.get("id"), payload.get("model"), payload.get("created")
         return cls(
             name=name.removeprefix("chatcmpl-") if isinstance(name, str) and name else new_id(),
@@ -126,7 +124,7 @@ class CompletionHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """A chat completion with one choice, whose members have the types that they should have."""
+    """A chat completion with one choice, with the types of its members checked."""
 
     head: CompletionHead
     reasoning: str
@@ -135,19 +133,19 @@ class Completion:
     finish_reason: str
     matched_stop: object
     usage: dict[str, Any] | None
-    """Not read yet; None: the engine told none."""
+    """The usage as the engine sent it; None if it sent none."""
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Completion:
         """Read an engine's answer. Raises UnreadableMember."""
         choice = _only_choice(values)
-        told = object_of(choice.get("message"), "message")
+        message = object_of(choice.get("message"), "message")
         usage = values.get("usage")
         return cls(
             head=CompletionHead.read(values),
-            reasoning=reasoning_of(told),
-            content=text_of(told.get("content"), "content"),
-            calls=whole_calls(told.get("tool_calls")),
+            reasoning=reasoning_of(message),
+            content=text_of(message.get("content"), "content"),
+            calls=whole_calls(message.get("tool_calls")),
             finish_reason=_finish_reason(choice),
             matched_stop=matched_stop(choice),
             usage=usage if isinstance(usage, dict) else None,
@@ -157,18 +155,18 @@ class Completion:
 def _only_choice(payload: Mapping[str, Any]) -> dict[str, Any]:
     choices = payload.get("choices")
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise UnreadableMember("choices is no list of one object")
+        raise UnreadableMember("choices is not a list of one object")
     return choices[0]
 
 
 def _finish_reason(choice: Mapping[str, Any]) -> str:
-    """The reason for the end of an answer. One that is not text is not known, and must be named."""
+    """Return the reason for the end of an answer. A reason that is not text is converted, so that it can be named."""
     reason = choice.get("finish_reason")
     return reason if isinstance(reason, str) else str(reason)[:_MAX_REASON]
 
 
 def call_id(call: ToolCall) -> str:
-    """The id of a call for its client, which needs one to name the result."""
+    """Return the id of a tool call. Clients need one to name the result, so a missing id is drawn."""
     return call.id or f"call_{new_id()}"
 
 
@@ -182,10 +180,10 @@ class PartKind(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class AnswerPart:
-    """A stretch of an answer that is of one kind, or one tool call."""
+    """A stretch of reasoning or text of an answer, or one tool call."""
 
     index: int
-    """Its place in the answer; -1 before it begins there."""
+    """Its position among the parts of the answer; -1 until it begins."""
     kind: PartKind
     call: ToolCall | None = None
     """The tool call, as far as the engine has written it; None for the other kinds."""
@@ -193,9 +191,9 @@ class AnswerPart:
     """The id of a tool call."""
     name: str = ""
     written: bytearray = field(default_factory=bytearray)
-    """Its text, or the arguments of a tool call, UTF-8. Text is left out where it is needed only once."""
+    """Its text, or the arguments of a tool call, in UTF-8. Dialects that need text only once do not fill it."""
     held: list[str] = field(default_factory=list)
-    """Text that waits because an earlier part has not ended."""
+    """Text that waits for the end of an earlier part."""
     has_ended: bool = False
 
     @property
@@ -205,16 +203,15 @@ class AnswerPart:
 
 
 class Parts(ABC):
-    """Cuts a stream of chat chunks into parts, one after the other: the Rendering of a single unit, and its
-    UnitRendering.
+    """Cuts a stream of chat chunks into parts. It is the Rendering of a single unit and its UnitRendering.
 
-    A part that begins before a tool call has all of its arguments waits for the end of the call.
+    Parts follow each other: a part that begins before a tool call has all of its arguments waits for that call.
     """
 
     def __init__(self) -> None:
         self.finish_reason: str | None = None
         self.matched_stop: object = None
-        """The reason that the engine gives for its stop, such as a stop string."""
+        """The stop string or token id at which the engine stopped; None if there is none."""
         self._forget()
 
     def _forget(self) -> None:
@@ -226,19 +223,19 @@ class Parts(ABC):
         self._parts_of_calls: list[AnswerPart] = []
         self.has_begun = False
         self.unsent: Sequence[bytes] = ()
-        """The events of a chunk before its member that cannot be read, which belong before the error event."""
+        """Events of a chunk from before its unreadable member. They go before the error event."""
 
     # Rendering
 
     def unit(self, unit: Unit) -> UnitRendering | None:
-        """There is only one."""
+        """Return this object: there is only one unit."""
         return self
 
     def begin(self, attempt: AnsweredAttempt, *, goes_on: bool) -> None:
         """See UnitRendering."""
         if not goes_on:
             self._forget()
-            self.anew(attempt)
+            self.restart(attempt)
 
     def render(self, payload: dict[str, Any]) -> bytes:
         """See UnitRendering. Raises UnreadableMember."""
@@ -249,12 +246,12 @@ class Parts(ABC):
             if not self.has_begun:
                 self._first = self._first or payload
             if text := delta.get("reasoning") or delta.get("reasoning_content"):
-                self._say(PartKind.REASONING, text if type(text) is str else text_of(text, "reasoning"), events)
+                self._add_text(PartKind.REASONING, text if type(text) is str else text_of(text, "reasoning"), events)
             if text := delta.get("content"):
-                self._say(PartKind.TEXT, text if type(text) is str else text_of(text, "content"), events)
+                self._add_text(PartKind.TEXT, text if type(text) is str else text_of(text, "content"), events)
             if calls := delta.get("tool_calls"):
                 for fragment in objects_of(calls, "tool_calls"):
-                    self._say_of_call(fragment, events)
+                    self._add_to_call(fragment, events)
             if choice.get("finish_reason") is not None:
                 self.finish_reason = _finish_reason(choice)
                 self.matched_stop = matched_stop(choice)
@@ -266,7 +263,7 @@ class Parts(ABC):
         return b"".join(events)
 
     async def rest(self) -> bytes:
-        """Nothing waits for other engines."""
+        """Return nothing, because no event waits for another engine."""
         return b""
 
     @abstractmethod
@@ -280,61 +277,62 @@ class Parts(ABC):
     # Events of an API
 
     @abstractmethod
-    def anew(self, attempt: AnsweredAttempt) -> None:
-        """An engine begins to answer, and the client has nothing."""
+    def restart(self, attempt: AnsweredAttempt) -> None:
+        """Begin the answer from its start: an engine begins to answer, and the client has nothing yet."""
 
     @abstractmethod
-    def started(self, payload: dict[str, Any]) -> bytes:
-        """Return the events before all parts; the first chunk is given."""
+    def start_events(self, payload: dict[str, Any]) -> bytes:
+        """Return the events before all parts. `payload` is the first chunk."""
 
     @abstractmethod
-    def opened(self, part: AnswerPart) -> bytes:
-        """The events that begin a part."""
+    def open_events(self, part: AnswerPart) -> bytes:
+        """Return the events that begin a part."""
 
     @abstractmethod
-    def said(self, part: AnswerPart, text: str) -> bytes:
-        """The events for more text of the part that is open, or more of its arguments if it is a tool call, whose
-        `written` has them already.
+    def text_events(self, part: AnswerPart, text: str) -> bytes:
+        """Return the events for more text of the open part, or more arguments of its tool call.
+
+        `part.written` of a tool call already contains the new arguments.
         """
 
     @abstractmethod
-    def closed(self, part: AnswerPart) -> bytes:
-        """The events that end a part. Each part that was opened is closed before the next one is opened."""
+    def close_events(self, part: AnswerPart) -> bytes:
+        """Return the events that end a part. Each part is closed before the next one is opened."""
 
     def close(self) -> bytes:
-        """The last part is complete."""
+        """End the open part and return its events; empty if no part is open."""
         part, self._open = self._open, None
         if part is None:
             return b""
         part.has_ended = True
-        return self.closed(part)
+        return self.close_events(part)
 
     def open(self, part: AnswerPart) -> bytes:
-        """Another part begins, which ends the one before."""
+        """End the open part, begin another one, and return the events of both."""
         before = self._start() + self.close()
         part.index = self._next_index
         self._next_index += 1
         self._open = part
-        return before + self.opened(part)
+        return before + self.open_events(part)
 
     def _start(self) -> bytes:
-        """Once, and not before there is something that the client gets at once."""
+        """Return the events before all parts, once, when the first part begins."""
         first, self._first = self._first, None
         if self.has_begun or first is None:
             return b""
         self.has_begun = True
-        return self.started(first)
+        return self.start_events(first)
 
     @property
     def is_empty(self) -> bool:
-        """No part has begun."""
+        """Whether no part has begun."""
         return self._next_index == 0
 
-    def _say(self, kind: PartKind, text: str, events: list[bytes]) -> None:
+    def _add_text(self, kind: PartKind, text: str, events: list[bytes]) -> None:
         part = self._open
         if part is not None and part.kind is kind and not self._waiting:
             if text:
-                events.append(self.said(part, text))
+                events.append(self.text_events(part, text))
             return
         if not text:
             return
@@ -343,7 +341,7 @@ class Parts(ABC):
         self._waiting[-1].held.append(text)
         self._advance(events)
 
-    def _say_of_call(self, fragment: dict[str, Any], events: list[bytes]) -> None:
+    def _add_to_call(self, fragment: dict[str, Any], events: list[bytes]) -> None:
         call, text = self._calls.take(fragment)
         if call.number == len(self._parts_of_calls):
             part = AnswerPart(-1, PartKind.CALL, call, written=call.written)
@@ -358,12 +356,12 @@ class Parts(ABC):
         if part is not self._open:
             part.held.append(text)
         elif text:
-            events.append(self.said(part, text))
+            events.append(self.text_events(part, text))
         if self._waiting:
             self._advance(events)
 
     def _advance(self, events: list[bytes], *, at_end: bool = False) -> None:
-        """Give out the parts that wait, up to one that cannot end or begin yet. Raises UnreadableMember."""
+        """Add the events of waiting parts, up to one that cannot begin or end yet. Raises UnreadableMember."""
         waiting = self._waiting
         while waiting:
             part, before = waiting[0], self._open
@@ -378,29 +376,29 @@ class Parts(ABC):
             waiting.popleft()
             events.append(self.open(part))
             if text := "".join(part.held):
-                events.append(self.said(part, text))
+                events.append(self.text_events(part, text))
             part.held.clear()
 
 
 def matched_stop(choice: Mapping[str, Any]) -> object:
-    """Why the engine stopped: a stop string, a token id, or None; vLLM and SGLang call it differently."""
+    """Return the stop string or token id at which the engine stopped, or None. vLLM and SGLang name it differently."""
     return choice.get("stop_reason") or choice.get("matched_stop")
 
 
 def event(name: str, data: Mapping[str, Any]) -> bytes:
-    """A named event."""
+    """Return a named server-sent event."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), dumps(data))
 
 
 def words(error: GatewayError) -> str:
-    """Return the message of an error, or that of the engine."""
-    told = error.body if isinstance(error, UpstreamError) else None
-    if told is None:
+    """Return the message of an error: that of the engine's error body if it has one."""
+    body = error.body if isinstance(error, UpstreamError) else None
+    if body is None:
         return error.message
     try:
-        said = loads(told)
+        message = loads(body)
     except orjson.JSONDecodeError:
-        return told[:_MAX_WORDS].decode("utf-8", "replace") or error.message
-    said = said.get("error", said) if isinstance(said, dict) else said
-    said = said.get("message") if isinstance(said, dict) else said
-    return said if isinstance(said, str) and said else error.message
+        return body[:_MAX_WORDS].decode("utf-8", "replace") or error.message
+    message = message.get("error", message) if isinstance(message, dict) else message
+    message = message.get("message") if isinstance(message, dict) else message
+    return message if isinstance(message, str) and message else error.message

@@ -207,7 +207,7 @@ class EngineBody(Answer):
             self._answer = parse_answer(Document, response, raw)
         values = dict(self._answer.values)
         dialect.check_answer(response, values)
-        attempt.saw_usage(dialect.usage(values))
+        attempt.note_usage(dialect.usage(values))
         if not dialect.waits_for_prefiller(self.call):
             self._corrections = dialect.corrected(values, attempt)
 
@@ -287,11 +287,11 @@ class _Relayed(Answer):
             raise relay.error
         delivery, segment = self.delivery, relay.segment
         if not segment.has_usage_chunk:
-            attempt.saw_usage(delivery.of_all(segment.usage))
+            attempt.note_usage(delivery.of_all(segment.usage))
             return
         if delivery.is_stopped or delivery.usage is None:
             self._end(attempt.timeline)
-        attempt.saw_usage(delivery.usage)
+        attempt.note_usage(delivery.usage)
 
     async def settle(self, attempt: Attempt) -> None:
         """See Answer. Nothing comes from other engines."""

@@ -106,7 +106,7 @@ class ChatPrompt:
             in_reasoning=self.in_reasoning,
             calls_tools=calls_tools(chat),
             shows_blanks=False,
-            tells_half_calls=True,
+            reports_half_calls=True,
             one_call=False,
         )
         field = self.engine.reasoning_field

@@ -49,7 +49,7 @@ def from_tokens(
     room = None if situation.max_model_len is None else situation.max_model_len - len(prompt)
     left = None if limit is None else limit - kept
     is_over = (left is not None and left <= 0) or (room is not None and room <= 0)
-    late = 0 if parser is None else len(parser.unsaid)
+    late = 0 if parser is None else len(parser.held_text)
     guard = None if is_over else _guard(situation, cut, late or len(cut.deferred))
     if guard is None and cut.held:
         pending = {**(pending or {}), cut.channel: cut.held}

@@ -318,8 +318,8 @@ class SglangEngine(Engine):
         """
         if sampling is None:
             raise CannotResume("what SGLang samples a chat by is not known")
-        unsaid = [name for name in _SAMPLED_BY if call.values.get(name) is None]
-        return {name: sampling.get(name, REMOVED) for name in unsaid if name in sampling or name in call.values}
+        unset = [name for name in _SAMPLED_BY if call.values.get(name) is None]
+        return {name: sampling.get(name, REMOVED) for name in unset if name in sampling or name in call.values}
 
     def whole_choice(self, text: Mapping[str, Any], ending: Mapping[str, Any], prompt_ids: Any) -> dict[str, Any]:
         """See Engine. Only clients that asked for ids get them."""

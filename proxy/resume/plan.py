@@ -91,9 +91,9 @@ def _continue_chat(situation: Situation) -> Steps[Resumption]:
 
     def compare(text: str) -> tuple[dict[str, Any], str]:
         parser, new, _ = _parsed(situation, text, in_reasoning)
-        if parser.in_tools or parser.unsaid.strip():
+        if parser.in_tools or parser.held_text.strip():
             raise Mismatch
-        return new, parser.unsaid
+        return new, parser.held_text
 
     # A token may end in white space that the engine shows only if the reasoning goes on.
     may_lag = channel != "content" and not situation.shows_blanks
@@ -175,7 +175,7 @@ def _parsed(
             in_reasoning=in_reasoning,
             calls_tools=calls_tools(situation.call),
             shows_blanks=shows_blanks,
-            tells_half_calls=not situation.shows_blanks,
+            reports_half_calls=not situation.shows_blanks,
             # vLLM `maybe_filter_parallel_tool_calls`.
             one_call=situation.call.values.get("parallel_tool_calls") is False,
         )

@@ -266,7 +266,7 @@ def data_of(event: bytes) -> Any:
 
 def test_merged_chunks_look_like_those_of_one_stream() -> None:
     first, second = split_up(chat(n=2))
-    merged = MergedStreams([first, second], tells_usage=True)
+    merged = MergedStreams([first, second], has_usage_chunk=True)
     rewrite_first, rewrite_second = merged.unit(first).render, merged.unit(second).render
     chunks = [
         data_of(rewrite_second(payload("b", "x"))),
@@ -284,13 +284,13 @@ def test_merged_chunks_look_like_those_of_one_stream() -> None:
 def test_rewriting_leaves_the_payload_alone() -> None:
     units = split_up(chat(n=2))
     before = payload("a", "x")
-    MergedStreams(units, tells_usage=True).unit(units[1]).render(before)
+    MergedStreams(units, has_usage_chunk=True).unit(units[1]).render(before)
     assert before == payload("a", "x")
 
 
 def test_the_usage_chunk_belongs_to_the_merged_stream() -> None:
     units = split_up(chat(n=2))
-    merged = MergedStreams(units, tells_usage=True)
+    merged = MergedStreams(units, has_usage_chunk=True)
     merged.unit(units[0]).render(payload("a", "x"))
     chunk = data_of(merged.ending([usage(10, 1), usage(10, 2)], payload("b", "y")))
     assert (chunk["id"], chunk["created"], chunk["model"], chunk["choices"]) == ("chatcmpl-a", ord("a"), "m", [])
@@ -299,4 +299,4 @@ def test_the_usage_chunk_belongs_to_the_merged_stream() -> None:
 
 def test_without_all_usages_there_is_no_usage_chunk() -> None:
     units = split_up(chat(n=2))
-    assert MergedStreams(units, tells_usage=True).ending([usage(1, 1), None], payload("a", "x")) == b""
+    assert MergedStreams(units, has_usage_chunk=True).ending([usage(1, 1), None], payload("a", "x")) == b""

@@ -153,10 +153,14 @@ async def test_what_is_left_out_is_logged_once_for_each_key(deploy: Deploy, capl
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation as input"),
         ({"conversation": "conv_1"}, "conversation", "send the whole conversation as input"),
-        ({"background": True}, "background", "leave it out"),
+        ({"background": True}, "background", "leave this out"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt", "as instructions and input"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice", "demands a tool of type web_search"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "items are not kept here: send them in full"),
+        (
+            {"input": [{"type": "item_reference", "id": "msg_1"}]},
+            "input",
+            "items are not stored here: send them in full",
+        ),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

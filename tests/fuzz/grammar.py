@@ -39,7 +39,7 @@ def check_grammar(data: bytes) -> None:
 
 
 def _read(pieces: list[str], in_reasoning: bool, is_old: bool) -> Said:
-    parser = KimiParser(in_reasoning=in_reasoning, shows_blanks=is_old, tells_half_calls=not is_old)
+    parser = KimiParser(in_reasoning=in_reasoning, shows_blanks=is_old, reports_half_calls=not is_old)
     return added_up([*map(parser.feed, pieces), parser.feed("", finished=True)])
 
 

@@ -50,8 +50,8 @@ class _TaggedParser(AnswerParser):
         self._half_tag = ""
 
     @property
-    def unsaid(self) -> str:
-        return self._parser.unsaid + self._half_tag
+    def held_text(self) -> str:
+        return self._parser.held_text + self._half_tag
 
     @property
     def in_tools(self) -> bool:

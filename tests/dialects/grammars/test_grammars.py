@@ -46,7 +46,7 @@ def test_most_models_reason_between_the_same_tags(prompt: str, opens: bool | Non
 
 def test_markers_of_other_families_are_text() -> None:
     parser = UNRECOGNISED.parser(
-        in_reasoning=True, calls_tools=True, shows_blanks=False, tells_half_calls=True, one_call=False
+        in_reasoning=True, calls_tools=True, shows_blanks=False, reports_half_calls=True, one_call=False
     )
     assert parser.feed("a</think>b<|tool_calls_section_begin|>c", finished=True) == {
         "reasoning": "a",
