@@ -205,11 +205,11 @@ class Deployment:
 
     def broken_promises(self) -> list[str]:
         """Return violations: an attempt's id or KV parameters used twice, and unexpected errors."""
-        handed_over = Counter(name for seen in generations(*self.decoders) for name in _kv_names(seen))
+        handed_over = Counter(name for request in generations(*self.decoders) for name in _kv_names(request))
         sent = Counter(
-            (seen.headers.get("x-request-id", ""), engine.url)
+            (request.headers.get("x-request-id", ""), engine.url)
             for engine in self.engines
-            for seen in generations(engine)
+            for request in generations(engine)
         )
         return [
             *(f"KV {name} was sent to decoders {times} times" for name, times in handed_over.items() if times > 1),
@@ -226,37 +226,37 @@ def generations(*engines: SimulatedEngine) -> list[Seen]:
     """Return the generation requests of engines, without health checks and releases."""
     paths = {api.path for api in OPENAI_APIS}
     return [
-        seen
+        request
         for engine in engines
-        for seen in engine.requests
-        if seen.path in paths and not _is_release(seen) and not _is_question(seen)
+        for request in engine.requests
+        if request.path in paths and not _is_release(request) and not _is_question(request)
     ]
 
 
 def releases(*engines: SimulatedEngine) -> list[Seen]:
     """Return the requests that engines reject to release KV."""
-    return [seen for engine in engines for seen in engine.requests if _is_release(seen)]
+    return [request for engine in engines for request in engine.requests if _is_release(request)]
 
 
-def _is_release(seen: Seen) -> bool:
-    return isinstance(seen.body, dict) and seen.body.get("model") == RELEASE_MODEL
+def _is_release(request: Seen) -> bool:
+    return isinstance(request.body, dict) and request.body.get("model") == RELEASE_MODEL
 
 
-def _is_question(seen: Seen) -> bool:
+def _is_question(request: Seen) -> bool:
     """Return whether a request is the probe that SGLang rejects at its start."""
-    return isinstance(seen.body, dict) and seen.body.get("temperature") == -1
+    return isinstance(request.body, dict) and request.body.get("temperature") == -1
 
 
-def kv_params(seen: Seen) -> Any:
+def kv_params(request: Seen) -> Any:
     """Return the KV parameters of a decode request that fetches KV, or None."""
-    params = seen.body.get("kv_transfer_params") if isinstance(seen.body, dict) else None
+    params = request.body.get("kv_transfer_params") if isinstance(request.body, dict) else None
     return params if params and params.get("do_remote_prefill") else None
 
 
-def _kv_names(seen: Seen) -> list[object]:
+def _kv_names(request: Seen) -> list[object]:
     """Return the identifiers of the KV that a decode request fetches. Each is valid once."""
-    params = kv_params(seen) or {}
-    rooms = seen.body.get("bootstrap_room") if isinstance(seen.body, dict) else None
+    params = kv_params(request) or {}
+    rooms = request.body.get("bootstrap_room") if isinstance(request.body, dict) else None
     names = [
         params.get("remote_request_id"),
         params.get("transfer_id"),

@@ -117,13 +117,13 @@ def _name(family: Metric) -> str:
 
 def _labels(metrics: Metrics, families: Sequence[Metric]) -> Mapping[str, Sequence[str]]:
     """Return the names of each metric's labels, which prometheus-client keeps private."""
-    known = {_name(family): tuple(getattr(family, "_labelnames", ())) for family in families}
+    names_by_metric = {_name(family): tuple(getattr(family, "_labelnames", ())) for family in families}
     for attribute in dir(metrics):
         collector = getattr(metrics, attribute)
         if hasattr(collector, "describe"):
             (described,) = collector.describe()
-            known[_name(described)] = tuple(collector._labelnames)
-    return known
+            names_by_metric[_name(described)] = tuple(collector._labelnames)
+    return names_by_metric
 
 
 def _label_rows(families: Sequence[Metric], labels: Mapping[str, Sequence[str]]) -> Sequence[str]:

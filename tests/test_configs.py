@@ -39,9 +39,9 @@ def test_the_full_configuration_holds_every_option_with_its_default() -> None:
 
 def test_full_configuration_has_the_models_help_of_every_option() -> None:
     lines = (CONFIGS / "full.yaml").read_text(encoding="utf-8").splitlines()
-    said = " ".join(line.strip().removeprefix("#").strip() for line in lines)
+    comment = " ".join(line.strip().removeprefix("#").strip() for line in lines)
     descriptions = [" ".join((field.description or "").split()) for field in OPTIONS.values()]
-    assert [description for description in descriptions if description not in said] == []
+    assert [description for description in descriptions if description not in comment] == []
 
 
 def test_options_that_cannot_be_reloaded_are_documented_as_requiring_a_restart() -> None:

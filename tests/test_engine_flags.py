@@ -85,9 +85,9 @@ def test_engines_listen_at_the_gateways_addresses(section: str) -> None:
 
 @pytest.mark.parametrize("section", SECTIONS[:3])
 def test_transfer_config_is_of_the_gateways_connector(section: str) -> None:
-    known = CONNECTOR_TRAITS[gateway(section).connector].kv_connectors
+    kv_connectors = CONNECTOR_TRAITS[gateway(section).connector].kv_connectors
     for line in lines(section):
-        assert line.transfer["kv_connector"] in known
+        assert line.transfer["kv_connector"] in kv_connectors
         assert line.transfer["kv_role"] == KV_ROLES[line.role]
 
 
@@ -107,9 +107,11 @@ def test_lines_have_what_real_engines_are_started_with(section: str, tmp_path: P
 @pytest.mark.parametrize("section", ["vLLM with MooncakeConnector", "SGLang"])
 def test_bootstrap_port_is_the_one_that_the_gateway_names(section: str) -> None:
     prefill = lines(section)[0]
-    told = prefill.environment.get("VLLM_MOONCAKE_BOOTSTRAP_PORT") or prefill.flags["--disaggregation-bootstrap-port"]
+    bootstrap_flag = (
+        prefill.environment.get("VLLM_MOONCAKE_BOOTSTRAP_PORT") or prefill.flags["--disaggregation-bootstrap-port"]
+    )
     (endpoint,) = gateway(section).prefill
-    assert told == str(endpoint.bootstrap_port)
+    assert bootstrap_flag == str(endpoint.bootstrap_port)
 
 
 def test_ascend_engines_have_ids_ports_and_sizes_as_launch_renders_them() -> None:

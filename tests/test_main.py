@@ -193,8 +193,8 @@ def test_check_config_prints_access_rules(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert main(["check-config", "--prefill", "p:1", "--decode", "d:1", "--host", host]) == 0
-    told = capsys.readouterr().out.splitlines()[1:]
-    assert [re.split("[:,]", line.removeprefix("note: "))[0] for line in told] == notes
+    output = capsys.readouterr().out.splitlines()[1:]
+    assert [re.split("[:,]", line.removeprefix("note: "))[0] for line in output] == notes
 
 
 def test_check_config_reports_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:

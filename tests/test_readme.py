@@ -195,5 +195,5 @@ def test_every_letter_of_a_term_is_explained() -> None:
 
 def test_every_incompatibility_and_resume_action_is_explained() -> None:
     assert names(section("## Warnings about instances")) == set(MisfitKind)
-    told = re.findall(r"\| `(\w+)`(?::| at| \|)", section("### When a decoder is lost"))
-    assert set(told) == set(Action)
+    documented = re.findall(r"\| `(\w+)`(?::| at| \|)", section("### When a decoder is lost"))
+    assert set(documented) == set(Action)

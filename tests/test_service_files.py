@@ -92,11 +92,11 @@ def test_network_policies_select_only_the_gateway(file: str, selector: str) -> N
 
 def test_autoscaler_uses_existing_metrics() -> None:
     metrics = (ROOT / "METRICS.md").read_text()
-    asked = set()
+    metric_names = set()
     for path in COMPONENTS.glob("autoscaling/*.yaml"):
-        asked |= set(re.findall(r"\bpdproxy_\w+", path.read_text()))
-    assert asked
-    assert [name for name in asked if f"`{name}`" not in metrics] == []
+        metric_names |= set(re.findall(r"\bpdproxy_\w+", path.read_text()))
+    assert metric_names
+    assert [name for name in metric_names if f"`{name}`" not in metrics] == []
 
 
 def test_an_autoscaler_adds_no_engine_that_the_configuration_does_not_list() -> None:

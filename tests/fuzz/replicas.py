@@ -19,10 +19,10 @@ WORDS: Final = words(
 def check_replicas(data: bytes) -> None:
     """Check that a message is read completely and written as it was, or is rejected without an exception."""
     raw = spelled(data, WORDS)
-    told = decode(raw)
-    if told is not None:
-        assert decode(encode(told)) == told
-        assert added([told.instances, {}]) == told.instances
+    message = decode(raw)
+    if message is not None:
+        assert decode(encode(message)) == message
+        assert added([message.instances, {}]) == message.instances
     news = decode_news(raw)
     if news is not None:
         assert decode_news(encode_news(news)) == news

@@ -290,12 +290,12 @@ def _beyond_budget(evidence: Evidence) -> list[str]:
 def _repeats(evidence: Evidence) -> Iterator[Leg]:
     """Yield prefill legs of repeated attempts, for requests of one sequence."""
     single = {answer.id for answer in evidence.answers if answer.units == 1}
-    seen: set[str] = set()
+    users: set[str] = set()
     for leg in sorted(evidence.legs, key=lambda leg: leg.sent):
         if leg.stage == "prefill" and leg.user in single:
-            if leg.user in seen:
+            if leg.user in users:
                 yield leg
-            seen.add(leg.user)
+            users.add(leg.user)
 
 
 def handed_over_in_time(evidence: Evidence) -> list[str]:

@@ -80,8 +80,8 @@ async def tab(browser: Browser, url: str, size: str = "wide", scheme: Scheme = "
         page = await context.new_page()
         opened_tab = Tab(page)
         page.on("pageerror", lambda error: opened_tab.complaints.append(f"error: {error}"))
-        page.on("console", lambda said: _note(opened_tab, said.text))
-        page.on("request", lambda asked: _check_origin(opened_tab, asked.url, url))
+        page.on("console", lambda message: _note(opened_tab, message.text))
+        page.on("request", lambda request: _check_origin(opened_tab, request.url, url))
         await page.goto(url + "/")
         await page.wait_for_selector("#pools table")
         yield opened_tab
@@ -89,14 +89,14 @@ async def tab(browser: Browser, url: str, size: str = "wide", scheme: Scheme = "
         await context.close()
 
 
-def _note(opened_tab: Tab, said: str) -> None:
-    if not said.startswith(_EXPECTED):
-        opened_tab.complaints.append(f"console: {said}")
+def _note(opened_tab: Tab, message: str) -> None:
+    if not message.startswith(_EXPECTED):
+        opened_tab.complaints.append(f"console: {message}")
 
 
-def _check_origin(opened_tab: Tab, asked: str, url: str) -> None:
-    if not asked.startswith((url + "/", "data:")):
-        opened_tab.complaints.append(f"it asks {asked}")
+def _check_origin(opened_tab: Tab, request: str, url: str) -> None:
+    if not request.startswith((url + "/", "data:")):
+        opened_tab.complaints.append(f"it asks {request}")
 
 
 if TYPE_CHECKING:
@@ -194,10 +194,10 @@ async def requires_admin_key(browser: Browser, site: Site) -> list[str]:
         await shown.page.wait_for_selector("text=This is not the admin key")
         await shown.give_key(KEY)
         await shown.page.wait_for_selector("#configuration-table tbody tr")
-        told = await text(shown, "body")
-        problems += unless("0.30" in told, "no engine's version is shown")
-        problems += unless("admission.max_running_decode" in told, "the configuration is not shown")
-        problems += unless("kv.pin_seconds" not in told, "options with their default are shown without a request")
+        row_text = await text(shown, "body")
+        problems += unless("0.30" in row_text, "no engine's version is shown")
+        problems += unless("admission.max_running_decode" in row_text, "the configuration is not shown")
+        problems += unless("kv.pin_seconds" not in row_text, "options with their default are shown without a request")
         await shown.page.check("#defaults")
         problems += unless("kv.pin_seconds" in await text(shown, "body"), "options with their default are not shown")
         kept = await shown.run("() => [document.documentElement.outerHTML, location.href, {...localStorage}]")
@@ -219,8 +219,8 @@ async def lists_failures(browser: Browser, site: Site) -> list[str]:
                 await site.ask(random.Random(3), "", "the-one-who-left")
         await site.ask(random.Random(1), DOOMED, "the-doomed-one")
         link = shown.page.get_by_role("link", name="the-doomed-one")
-        told = await shown.page.get_by_role("row").filter(has=link).inner_text()
-        problems = unless("an engine failed" in told and "500" in told, f"its row says {told!r}")
+        row_text = await shown.page.get_by_role("row").filter(has=link).inner_text()
+        problems = unless("an engine failed" in row_text and "500" in row_text, f"its row says {row_text!r}")
         problems += unless("who-left" not in await text(shown, "#failures"), "clients that left are failures")
         await link.focus()
         await shown.page.keyboard.press("Enter")
@@ -326,9 +326,9 @@ async def lists_each_instance(shown: Tab, site: Site) -> list[str]:
     problems = []
     for engine in (*site.prefill, *site.decode):
         name = shown.page.get_by_role("rowheader", name=f"{HOST}:{engine.port}")
-        told = await shown.page.get_by_role("row").filter(has=name).inner_text()
+        row_text = await shown.page.get_by_role("row").filter(has=name).inner_text()
         wanted = ("down" if not engine.is_running else "ejected") if engine in site.failing else "up"
-        problems += unless(wanted in told, f"{engine.port} is {wanted}, but its row says {told!r}")
+        problems += unless(wanted in row_text, f"{engine.port} is {wanted}, but its row says {row_text!r}")
     return problems
 
 

@@ -60,5 +60,5 @@ def test_table_has_medians_and_multiples_of_the_same_round() -> None:
     ],
 )
 def test_incomplete_answer_is_a_problem(status: int, body: bytes, found: str | None) -> None:
-    said = problem(KINDS[0], Answer(status, body, 0.0, None, 0.0, True))
-    assert said is None if found is None else str(said).startswith(found)
+    problem_text = problem(KINDS[0], Answer(status, body, 0.0, None, 0.0, True))
+    assert problem_text is None if found is None else str(problem_text).startswith(found)

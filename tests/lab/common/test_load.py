@@ -85,10 +85,10 @@ async def test_client_records_first_token_and_gaps_between_reads(reads: list[byt
     histogram = Histogram()
     client = Client(histogram)
     client.connection_made(Sink())
-    asked = client.ask(b"")
+    pending = client.ask(b"")
     for data in reads:
         client.data_received(data)
-    answer = await asked
+    answer = await pending
     assert answer.body == STREAM
     assert answer.first_token_at is not None
     assert answer.sent_at <= answer.first_token_at <= answer.ended_at

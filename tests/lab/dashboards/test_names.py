@@ -41,19 +41,19 @@ def labels_of(name: str) -> set[str]:
     level = name.partition(":")[0]
     if name in RECORDED:
         return set(level.split("_"))
-    known: dict[str, Any] = {**KNOWN, **OF_PROMETHEUS}
-    if level not in ENGINES and name not in known:
+    labels_by_name: dict[str, Any] = {**KNOWN, **OF_PROMETHEUS}
+    if level not in ENGINES and name not in labels_by_name:
         pytest.fail(f"there is no {name}")
-    return {*(ENGINES.get(level) or known[name]), *TARGET}
+    return {*(ENGINES.get(level) or labels_by_name[name]), *TARGET}
 
 
 def check(expr: str) -> None:
     found = names_of_query(expr)
-    known = {name: labels_of(name) for name in found.names if name}
+    labels_by_name = {name: labels_of(name) for name in found.names if name}
     for name, labels in found.selectors:
-        assert labels <= known.get(name, TARGET), expr
+        assert labels <= labels_by_name.get(name, TARGET), expr
     # `label_replace` makes `instance` of `address`, and targets have that label, too.
-    assert found.grouped <= set().union(*known.values()), expr
+    assert found.grouped <= set().union(*labels_by_name.values()), expr
 
 
 QUERIES = [
@@ -81,8 +81,8 @@ def test_recording_rule_uses_existing_metrics_and_labels(name: str) -> None:
 def test_alert_uses_existing_metrics_and_labels(name: str) -> None:
     rule = ALERTS[name]
     check(rule["expr"])
-    told = set(re.findall(r"\$labels\.(\w+)", " ".join(rule["annotations"].values())))
-    assert told <= {label for series in names_of_query(rule["expr"]).names for label in labels_of(series)}
+    labels_in_text = set(re.findall(r"\$labels\.(\w+)", " ".join(rule["annotations"].values())))
+    assert labels_in_text <= {label for series in names_of_query(rule["expr"]).names for label in labels_of(series)}
     assert rule["labels"]["severity"] in ("page", "ticket")
 
 
@@ -109,7 +109,7 @@ def test_alert_has_a_unit_test_with_silence_firing_and_end() -> None:
 
 
 def test_label_values_in_rules_exist() -> None:
-    known = {
+    label_values = {
         "result": {*metrics.HANDOVERS, *metrics.RELEASES, *metrics.CANARIES, "ok", "failed"},
         "side": {side for side, _ in metrics.BROKEN_STREAMS},
         "reason": {*metrics.REJECTIONS},
@@ -121,7 +121,7 @@ def test_label_values_in_rules_exist() -> None:
     named = re.findall(r'\b(result|side|reason|stage|role|api)[!=]=?~?"([^"]+)"', text)
     assert len(named) > 5
     for label, values in named:
-        assert set(values.split("|")) <= known[label], (label, values)
+        assert set(values.split("|")) <= label_values[label], (label, values)
 
 
 @pytest.mark.parametrize("page", [name for name in PAGES if name != "CHANGELOG.md"])

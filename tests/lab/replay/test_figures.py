@@ -45,14 +45,14 @@ def test_answer_is_in_time_within_a_multiple_of_its_prefill_time(some: Figures) 
 
 def test_answer_with_slow_tokens_is_not_good(replayed: Callable[..., Replay], fleet: Fleet) -> None:
     replay = replayed([Request(10.0 * number, 1000, 11, ()) for number in range(10)])
-    told = figures(replay, fleet, Slo(token_seconds=0.005))
-    assert (told.in_time, told.good) == (1.0, 0.0)
+    output = figures(replay, fleet, Slo(token_seconds=0.005))
+    assert (output.in_time, output.good) == (1.0, 0.0)
 
 
 def test_rejected_requests_are_not_in_time(replayed: Callable[..., Replay], fleet: Fleet) -> None:
     replay = replayed([Request(0.0, 50_000, 1, ()) for _ in range(6)], max_running_prefill=1)
-    told = figures(replay, fleet, Slo())
-    assert (told.served, told.in_time) == (pytest.approx(4 / 6), pytest.approx(4 / 6))
+    output = figures(replay, fleet, Slo())
+    assert (output.served, output.in_time) == (pytest.approx(4 / 6), pytest.approx(4 / 6))
 
 
 def test_means_skip_missing_figures(some: Figures) -> None:

@@ -85,7 +85,7 @@ def test_run_is_repeatable_with_any_hash_seed() -> None:
         "        print(name, [course.ended_at for course in replay.courses])\n"
         "    virtual_time.run(course(), virtual_time.VirtualLoop())\n"
     )
-    told = {
+    output = {
         subprocess.run(
             [sys.executable, "-c", program],
             env={**os.environ, "PYTHONHASHSEED": seed},
@@ -95,8 +95,8 @@ def test_run_is_repeatable_with_any_hash_seed() -> None:
         ).stdout
         for seed in ("1", "2")
     }
-    assert len(told) == 1
-    assert len(told.pop().splitlines()) == 9
+    assert len(output) == 1
+    assert len(output.pop().splitlines()) == 9
 
 
 @pytest.mark.parametrize("text", ["", "8P", "0P8D", "8P0D", "8D8P", "8P8D1", "8P8D:", "8P8D:0", "8P8D:-1", "8P8D:x"])

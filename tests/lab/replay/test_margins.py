@@ -32,16 +32,16 @@ def run(replayed: Callable[..., Replay], fleet: Fleet) -> Callable[[str, float],
 
 def test_margin_line_names_best_peer_and_lost_figures(run: Callable[[str, float], Run]) -> None:
     runs = [run("least_load", 0.95), run("today", 0.9), run("dynamo", 1.0), run("llm-d", 0.93)]
-    head, line, _, told = margins(runs, "least_load").splitlines()
+    head, line, _, output = margins(runs, "least_load").splitlines()
     words = line.split()
     assert head.split()[:3] == ["trace", "fleet", "load"]
     assert words[:8] == ["trace", "2P2D", "0.9", "94.4", "88.9", "100.0", "dynamo", "-"]
     assert line.rstrip().endswith("in time good")
-    assert told.startswith("1 of 1 lines")
+    assert output.startswith("1 of 1 lines")
 
 
 def test_differences_of_seeds_are_within_the_slack(run: Callable[[str, float], Run]) -> None:
     runs = [run("least_load", 0.95), run("today", 0.95), run("dynamo", 0.95)]
-    _, line, _, told = margins(runs, "least_load").splitlines()
+    _, line, _, output = margins(runs, "least_load").splitlines()
     assert line.split()[-1] == "-"
-    assert told.startswith("0 of 1 lines")
+    assert output.startswith("0 of 1 lines")

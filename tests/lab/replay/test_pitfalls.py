@@ -37,11 +37,11 @@ def conversations(seed: int, count: int, requests_per_second: float) -> list[Req
 def _turn(rng: random.Random, open_ones: list[list[int]], names: Iterator[int]) -> list[int]:
     if not open_ones or rng.random() < 0.4:
         open_ones.append([next(names) for _ in range(rng.randint(1, 6))])
-    said = rng.choice(open_ones)
-    said += [next(names) for _ in range(rng.randint(1, 3))]
-    if len(said) > 16:
-        open_ones.remove(said)
-    return said
+    conversation = rng.choice(open_ones)
+    conversation += [next(names) for _ in range(rng.randint(1, 3))]
+    if len(conversation) > 16:
+        open_ones.remove(conversation)
+    return conversation
 
 
 def unique(seed: int, count: int, requests_per_second: float) -> list[Request]:

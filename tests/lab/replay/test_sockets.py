@@ -87,10 +87,10 @@ def run() -> Callable[[Callable[[Engines, DirectRequests], Any]], Any]:
 
     def run(asking: Callable[[Engines, DirectRequests], Any]) -> Any:
         async def course() -> Any:
-            asked = DirectRequests(Course(Request(0.0, 100, 40, ())))
-            roles = [next(FLEET.engines(backend.role)) for backend in asked.backends]
-            async with Engines(dict(zip(asked.backends, roles, strict=True)), [asked.course]) as engines:
-                told = await asking(engines, asked)
+            requests = DirectRequests(Course(Request(0.0, 100, 40, ())))
+            roles = [next(FLEET.engines(backend.role)) for backend in requests.backends]
+            async with Engines(dict(zip(requests.backends, roles, strict=True)), [requests.course]) as engines:
+                told = await asking(engines, requests)
                 assert all(not engine.batch.running + engine.batch.blocks.used for engine in roles)
                 return told
 
@@ -116,8 +116,8 @@ def test_kv_parameters_work_once(run: Callable[..., Any]) -> None:
 def test_two_legs_meet_in_a_room_in_any_order(run: Callable[..., Any]) -> None:
     async def asking(engines: Engines, ask: DirectRequests) -> None:
         for order in ((0, 1), (1, 0)):
-            asked = [asyncio.create_task(ask(engines, place, max_tokens=40, bootstrap_room=5)) for place in order]
-            answers = dict(zip(order, await asyncio.gather(*asked), strict=True))
+            requests = [asyncio.create_task(ask(engines, place, max_tokens=40, bootstrap_room=5)) for place in order]
+            answers = dict(zip(order, await asyncio.gather(*requests), strict=True))
             assert answers[1][1].count(WORD.encode()) == 40
 
     run(asking)

@@ -52,8 +52,8 @@ def test_query_is_substituted_without_selections() -> None:
         ([Series({"a": "1"}, [(1.0, 2.0)]), Series({"a": "1", "b": "2"}, [(1.0, float("inf")), (2.0, 0.0)])], []),
     ],
 )
-def test_panel_without_number_or_legend_label_is_a_problem(given: list[Series], told: list[str]) -> None:
-    assert problems(given, "{{a}} {{b}}", "q") == told
+def test_panel_without_number_or_legend_label_is_a_problem(given: list[Series], expected: list[str]) -> None:
+    assert problems(given, "{{a}} {{b}}", "q") == expected
 
 
 def test_picture_draws_existing_panels_with_any_data() -> None:

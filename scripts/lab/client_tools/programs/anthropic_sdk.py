@@ -33,10 +33,10 @@ def main() -> None:
     print("message, stream, count, tools over three turns, thinking, image, structured output, errors")
 
 
-def _say(client: anthropic.Anthropic, *, streamed: bool, **asked: Any) -> Any:
+def _say(client: anthropic.Anthropic, *, streamed: bool, **arguments: Any) -> Any:
     if not streamed:
-        return client.messages.create(**asked)
-    with client.messages.stream(**asked) as stream:
+        return client.messages.create(**arguments)
+    with client.messages.stream(**arguments) as stream:
         return stream.get_final_message()
 
 
@@ -44,8 +44,8 @@ def _use_tools(client: anthropic.Anthropic, *, streamed: bool) -> None:
     messages: list[Any] = [{"role": "user", "content": PART}]
     thinking = {"type": "enabled", "budget_tokens": 1024}
     for _ in range(3):
-        asked = {"model": ALIAS, "max_tokens": 2000, "messages": messages, "tools": TOOLS, "thinking": thinking}
-        said = _say(client, streamed=streamed, **asked)
+        arguments = {"model": ALIAS, "max_tokens": 2000, "messages": messages, "tools": TOOLS, "thinking": thinking}
+        said = _say(client, streamed=streamed, **arguments)
         assert said.model == ALIAS
         messages.append({"role": "assistant", "content": said.content})
         uses = [block for block in said.content if block.type == "tool_use"]
@@ -58,9 +58,9 @@ def _use_tools(client: anthropic.Anthropic, *, streamed: bool) -> None:
 
 
 def _think(client: anthropic.Anthropic) -> None:
-    asked: Any = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+    arguments: Any = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
     messages: Any = [{"role": "user", "content": "Think."}]
-    with client.messages.stream(model=MODEL, max_tokens=1500, messages=messages, **asked) as stream:
+    with client.messages.stream(model=MODEL, max_tokens=1500, messages=messages, **arguments) as stream:
         first, *_ = stream.get_final_message().content
     assert (first.type, bool(first.thinking), bool(first.signature)) == ("thinking", True, True)
 
@@ -74,21 +74,21 @@ def _look(client: anthropic.Anthropic) -> None:
 def _structure(client: anthropic.Anthropic) -> None:
     form: Any = {"format": {"type": "json_schema", "schema": SCHEMA}}
     messages: Any = [{"role": "user", "content": "A city."}]
-    asked: Any = {"output_config": form, "extra_body": {"temperature": 0}}
-    said = client.messages.create(model=MODEL, max_tokens=300, messages=messages, **asked)
+    arguments: Any = {"output_config": form, "extra_body": {"temperature": 0}}
+    said = client.messages.create(model=MODEL, max_tokens=300, messages=messages, **arguments)
     assert set(json.loads(said.content[-1].text)) == {"city", "size"}
 
 
 def _err(client: anthropic.Anthropic) -> None:
     hello: Any = [{"role": "user", "content": "Hello"}]
     document: Any = [{"role": "user", "content": [{"type": "document", "source": {"type": "text", "data": "x"}}]}]
-    for expected, asked in (
+    for expected, arguments in (
         (anthropic.NotFoundError, {"model": "other", "max_tokens": 8, "messages": hello}),
         (anthropic.BadRequestError, {"model": MODEL, "max_tokens": 8, "messages": document}),
     ):
         for streamed in (False, True):
             try:
-                _say(client, streamed=streamed, **asked)
+                _say(client, streamed=streamed, **arguments)
             except expected as error:
                 assert error.body["type"] == "error", error.body  # noqa: PT017 no test of pytest's
             else:

@@ -24,21 +24,21 @@ def main() -> None:
         history: list[Any] = [HumanMessage(PART)]
         for _ in range(3):
             bound = model.bind_tools([find])
-            said: Any = None
+            message: Any = None
             if streamed:
                 for chunk in bound.stream(history):
-                    said = chunk if said is None else said + chunk
+                    message = chunk if message is None else message + chunk
             else:
-                said = bound.invoke(history)
-            history.append(said)
-            if not said.tool_calls:
+                message = bound.invoke(history)
+            history.append(message)
+            if not message.tool_calls:
                 break
-            history += [ToolMessage(find.invoke(call["args"]), tool_call_id=call["id"]) for call in said.tool_calls]
-        assert said.text == END, said
-        assert said.usage_metadata["output_tokens"] > 0
+            history += [ToolMessage(find.invoke(call["args"]), tool_call_id=call["id"]) for call in message.tool_calls]
+        assert message.text == END, message
+        assert message.usage_metadata["output_tokens"] > 0
     form: Any = {"title": "city", "description": "A city.", **SCHEMA}
-    told = model.with_structured_output(form, method="json_schema").invoke("A city.", temperature=0)
-    assert set(told) == {"city", "size"}
+    city_data = model.with_structured_output(form, method="json_schema").invoke("A city.", temperature=0)
+    assert set(city_data) == {"city", "size"}
     print("tools over three turns, streamed and not, structured output")
 
 

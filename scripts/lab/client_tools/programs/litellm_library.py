@@ -16,16 +16,16 @@ def main() -> None:
     messages: Any = [{"role": "user", "content": PART}]
     for model, base in ((f"openai/{MODEL}", f"{url}/v1"), (f"anthropic/{ALIAS}", url)):
         asked: Any = {"model": model, "api_base": base, "api_key": "any", "messages": messages, "max_tokens": 500}
-        said = litellm.completion(**asked, tools=[TOOL])
-        assert said.choices[0].finish_reason == "tool_calls"
-        assert said.choices[0].message.tool_calls[0].function.name == "find"
+        response = litellm.completion(**asked, tools=[TOOL])
+        assert response.choices[0].finish_reason == "tool_calls"
+        assert response.choices[0].message.tool_calls[0].function.name == "find"
         chunks = list(litellm.completion(**asked, tools=[TOOL], stream=True))
         built = litellm.stream_chunk_builder(chunks, messages=messages)
         assert built.choices[0].message.tool_calls[0].function.arguments == '{"city":"Zürich"}', built
-    told = litellm.responses(
+    responses_answer = litellm.responses(
         model=f"openai/{MODEL}", api_base=f"{url}/v1", api_key="any", input="Hello", max_output_tokens=8
     )
-    assert told.output[0].content[0].text
+    assert responses_answer.output[0].content[0].text
     print("chats, messages and responses, with tools, streamed and not")
 
 

@@ -38,13 +38,13 @@ def compilable(source: str, has_subclasses: Collection[str] = ()) -> str:
     lines = source.splitlines(keepends=True)
     is_open = False
     tree = ast.parse(source)
-    known = {*dir(builtins), *_defined(tree)}
+    known_names = {*dir(builtins), *_defined(tree)}
     for node in ast.walk(tree):
         if not isinstance(node, ast.ClassDef):
             continue
         for decorator in node.decorator_list:
             if _name(decorator) == "dataclass":
-                _rewrite(node, decorator, lines, known)
+                _rewrite(node, decorator, lines, known_names)
         bases = set(map(_name, node.bases))
         if bases & _ANNOTATED_BASES:
             for field in _fields(node):
@@ -88,14 +88,14 @@ def with_subclasses(names: Collection[str], sources: Collection[str]) -> set[str
     return found.union(names)
 
 
-def _rewrite(node: ast.ClassDef, decorator: ast.expr, lines: list[str], known: Collection[str]) -> None:
+def _rewrite(node: ast.ClassDef, decorator: ast.expr, lines: list[str], known_names: Collection[str]) -> None:
     """Turn a dataclass with eq=False into a class that sets its fields; drop the slots of others."""
     words = {word.arg: word.value for word in getattr(decorator, "keywords", ())}
     at = decorator.lineno - 1
     if not ("eq" in words and ast.unparse(words["eq"]) == "False"):
         for field in _fields(node):
             for name in ast.walk(field.annotation):
-                if isinstance(name, ast.Name) and name.id not in known:
+                if isinstance(name, ast.Name) and name.id not in known_names:
                     raise Refused(
                         f"{node.name} can be compared, and mypyc would evaluate {name.id}: let it be eq=False"
                     )
