@@ -55,7 +55,7 @@ class Record:
 
 
 def compare(pair: Pair, request: Request, peers: Record, ours: Record) -> Iterator[Difference]:
-    """Yield the differences. There are none if the other program rejected the request."""
+    """Yield the differences, if the other program accepted the request."""
     for problem in ours.problems:
         yield Difference(pair, request.name, CLIENT, RULES, None, problem)
     if not 200 <= peers.status < 300:

@@ -162,8 +162,8 @@ OPENAI = (
     _chat("logprobs, streamed", logprobs=True, top_logprobs=0, max_tokens=4, stream=True),
     _chat("structured", response_format=_SCHEMA, max_tokens=16),
     _chat("token ids, please", return_token_ids=True, max_tokens=4, stream=True),
-    _chat("fields nobody knows", max_tokens=4, **_UNKNOWN),
-    _chat("fields nobody knows, streamed", max_tokens=4, stream=True, **_UNKNOWN),
+    _chat("unknown fields", max_tokens=4, **_UNKNOWN),
+    _chat("unknown fields, streamed", max_tokens=4, stream=True, **_UNKNOWN),
     _chat("fields that are not the client's", max_tokens=4, **_RESERVED),
     _request("headers", CHAT, {"model": MODEL, "messages": _QUESTION}, _HEADERS),
     _chat("three answers", n=3, max_tokens=4),
@@ -198,7 +198,7 @@ OPENAI = (
     _completion("logprobs", prompt="Once", logprobs=2, max_tokens=4, stream=True),
     _completion("logprobs of nothing else", prompt="Once", logprobs=0, max_tokens=4),
     _completion("suffix and stop", prompt="Once", suffix=" end", stop=["\n"], max_tokens=4),
-    _completion("fields nobody knows", prompt="Once", max_tokens=4, **_UNKNOWN),
+    _completion("unknown fields", prompt="Once", max_tokens=4, **_UNKNOWN),
 )
 """Requests for every program."""
 
@@ -220,6 +220,6 @@ NATIVE = (
     _generate("logprobs", text="Once", sampling_params=_LIMIT, return_logprob=True, logprob_start_len=0),
     _generate("logprobs, streamed", text="Once", sampling_params=_LIMIT, return_logprob=True, stream=True),
     _generate("an image", text="What is this?", image_data=_PIXEL, sampling_params=_LIMIT),
-    _generate("fields nobody knows", text="Once", sampling_params=_LIMIT, **_UNKNOWN),
+    _generate("unknown fields", text="Once", sampling_params=_LIMIT, **_UNKNOWN),
 )
 """Requests for SGLang's native API."""

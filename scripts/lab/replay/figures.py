@@ -62,9 +62,9 @@ class Figures:
     p90: float
     p99: float
     p99_short: float
-    """For prompts up to 32K tokens."""
+    """99th percentile for prompts up to 32K tokens."""
     p99_slowdown: float
-    """As a multiple of the prompt's uncached prefill time."""
+    """99th percentile as a multiple of the prompt's uncached prefill time."""
     token_p99: float
     imbalance: float
     """Busy time of the busiest prefiller over the mean."""

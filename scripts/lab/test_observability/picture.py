@@ -34,7 +34,7 @@ _MOST_SERIES: Final = 6
 
 
 class _Time:
-    """From when to when the pictures are."""
+    """The period of the pictures."""
 
     def __init__(self, shown: Sequence[Shown]) -> None:
         lines = (series for one in shown if one.title in DRAWN for given in one.series for series in given)

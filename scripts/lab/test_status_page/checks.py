@@ -255,7 +255,7 @@ async def escapes_markup(browser: Browser, site: Site) -> list[str]:
             try:
                 await shown.run(attack)
                 problems.append(f"the browser does not refuse {attack}")
-            except Exception as error:  # noqa: BLE001, RUF100 whatever Playwright makes of what the page throws
+            except Exception as error:  # noqa: BLE001, RUF100 Playwright converts exceptions of the page
                 problems += unless(type(error).__name__ == "Error", f"{attack}: {error}")
         problems += unless(await shown.run("() => window.owned ?? null") is None, "a script of another was run")
     return problems

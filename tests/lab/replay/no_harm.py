@@ -58,7 +58,7 @@ class World:
     is_late: bool = False
     """The gateway's event loop stalls at times."""
     load: float = 0.7
-    """With a saturation point: requested tokens per second relative to those at that point."""
+    """Requested tokens per second relative to the saturation point, if there is one."""
     max_answers: int = 512
     """Maximum number of concurrent answers of an engine."""
     prompt_tokens: int = 500

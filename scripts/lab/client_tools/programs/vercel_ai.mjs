@@ -4,7 +4,7 @@ import { createOpenAI } from "@ai-sdk/openai";
 import { generateObject, generateText, jsonSchema, stepCountIs, streamText, tool } from "ai";
 import { alias, check, city, end, found, part, port } from "./part.mjs";
 
-const providerOptions = { openai: { store: false } };  // otherwise it sends only the ids of what it was told
+const providerOptions = { openai: { store: false } };  // otherwise it sends only ids of earlier items
 globalThis.AI_SDK_LOG_WARNINGS = false;
 const baseURL = `http://127.0.0.1:${port}/v1`;
 const openai = createOpenAI({ baseURL, apiKey: "any" });
