@@ -1,4 +1,4 @@
-"""How the KV cache travels from prefiller to decoder: one file per protocol, and the table of them."""
+"""Protocols that move the KV cache from prefiller to decoder, and the table of them."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class AscendLayerwise(Disaggregated):
         self.callbacks = Callbacks()
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """The route of the decoders' callbacks."""
+        """Return the route of the decoders' callbacks."""
         logger.info("decoders call this worker back at %s", self.metaserver)
         return (web.post(_PATH, self.callbacks.take),)
 
@@ -75,7 +75,7 @@ class AscendLayerwise(Disaggregated):
             timeline.prefill_id = timeline.decode_id = attempt_id
             timeline.enter(Stage.HANDOFF)
             async with running(self._prefill(call, headers, callback, handoff, timeline)) as leg:
-                # Of a streamed answer the status may come at once, and nothing more before all this has happened.
+                # The status of a streamed answer may arrive at once, but nothing more before the callback and prefill.
                 answer_seconds = (
                     settings.layerwise.callback_seconds
                     + prefill_seconds(settings.timeouts, call)
@@ -108,18 +108,18 @@ class AscendLayerwise(Disaggregated):
         handoff: KvHandoff,
         timeline: Timeline,
     ) -> None:
-        """The prefill leg, from the decoder's callback on. Raises UpstreamError if the decoder may wait in vain."""
+        """Run the prefill leg after the decoder's callback. Raises UpstreamError if the decoder may wait in vain."""
         try:
             params = await self._called_back(callback, handoff.decoder.backend)
             timeline.enter(Stage.PREFILL)
             answer = await self._ask_prefiller(call, headers, params, handoff.prefiller.backend)
         except UpstreamError:
-            if handoff.is_settled:  # the decoder is at work, and needs the prefiller no more
+            if handoff.is_settled:  # the decoder is at work and no longer needs the prefiller
                 return
             raise
-        told = timeline.usage.saw_prompt(answer.usage)
-        # By then it has sent everything, and it keeps nothing.
-        handoff.prefilled(*told)
+        prompt_counts = timeline.usage.saw_prompt(answer.usage)
+        # When a prefiller answers it has sent the whole KV cache, and it keeps nothing.
+        handoff.prefilled(*prompt_counts)
         handoff.prefiller.free_kv()
         handoff.held()
         if not handoff.is_settled:
@@ -160,19 +160,24 @@ _BODY_SECONDS: Final = 10.0
 
 
 class Callbacks:
-    """The attempts of this worker that decoders may call back for, by the id that an engine gives to a request."""
+    """The attempts of this worker that decoders may call back for, by the engine's id of the request.
+
+    A callback is answered at once and counts once. It is refused if no attempt waits for it, or if its content differs
+    from a decoder's callback (MooncakeLayerwiseConnector.update_state_after_alloc). So the data of a stranger never
+    reaches an engine.
+    """
 
     def __init__(self) -> None:
         self._expected: dict[str, asyncio.Future[Document]] = {}
 
     @property
     def pending(self) -> int:
-        """Attempts under way, called back or not."""
+        """The number of attempts under way, called back or not."""
         return len(self._expected)
 
     @contextmanager
     def expected(self, engine_id: str) -> Iterator[asyncio.Future[Document]]:
-        """Until the end of the block a decoder may call back; the future has what it says first."""
+        """Accept callbacks for a request until the end of the block. The future gets the first one."""
         callback = self._expected[engine_id] = asyncio.get_running_loop().create_future()
         try:
             yield callback
@@ -180,9 +185,9 @@ class Callbacks:
             del self._expected[engine_id]
 
     async def take(self, request: web.Request) -> web.Response:
-        """Answer a decoder at once: it has threads for 32 callbacks at a time, and looks at no answer.
+        """Answer a decoder's callback at once: a decoder can make 32 at a time, and does not read the answers.
 
-        It posts up to three times when the connection fails: only the first time counts.
+        It posts up to three times if the connection fails, and only the first callback counts.
         """
         try:
             engine_id, params = _parse(await _read(request))
@@ -198,7 +203,7 @@ class Callbacks:
 
 
 async def _read(request: web.Request) -> bytes:
-    """The body, of which aiohttp takes no more than 1 MiB. Raises GatewayError.
+    """Return the body of a callback, which aiohttp limits to 1 MiB. Raises GatewayError.
 
     A callback names each block of the KV cache: a million tokens in blocks of 128 are 60 KB, in each group of layers.
     """
@@ -212,11 +217,10 @@ async def _read(request: web.Request) -> bytes:
 
 
 def _parse(body: bytes) -> tuple[str, Document]:
-    """The request's id in the engine, and the whole callback. Raises BadRequest.
+    """Return the engine's id of the request, and the whole callback. Raises BadRequest.
 
-    The id is 128 random bits that only engines are told before the answer begins, so a callback that has it is trusted
-    about where the KV is to go. A prefiller looks `remote_cached_tokens` up without asking whether it is there: its
-    engine would end.
+    The id is 128 random bits that only engines know before the answer begins. So the addresses in a callback with a
+    valid id are trusted. A prefiller crashes without `remote_cached_tokens`, so this member is checked here.
     """
     try:
         params = Document(body)

@@ -1,4 +1,4 @@
-"""The base of all KV-transfer protocols: the Connector, and the Attempt it opens."""
+"""The base of all KV-transfer protocols: the Connector, its context, and checks of engines' answers."""
 
 from __future__ import annotations
 
@@ -55,28 +55,28 @@ _SECONDS_PER_TOKEN: Final = 1.0
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ConnectorContext:
-    """One worker's parts that a connector works with."""
+    """The parts of one worker that a connector uses."""
 
     pools: Pools
     upstream: Upstream
     releaser: Releaser
     session: aiohttp.ClientSession
-    """The session for questions to engines that are no leg of a call."""
+    """The session for requests to engines that are not legs of a call."""
     keys: EngineKeys
     settings: Settings
-    """The settings of now: read them when they are needed, because they may change. See Connector.configure."""
+    """The current settings. Read them where they are used, because a reload replaces them; see Connector.configure."""
     metrics: Metrics
     fitness: Fitness
     background: Background
-    """Owner of tasks that no request waits for."""
+    """The owner of tasks that no request waits for."""
     new_journal_writer: Callable[[], JournalWriter] | None = None
-    """Makes a seat in the journal, if engines send events of their caches. None: they do not."""
+    """Makes a writer to the journal; None if engines send no events of their caches."""
     callback_url: str | None = None
-    """Scheme, host and port of the routes of this worker's connector. None: it has none."""
+    """Scheme, host and port of the routes that engines call on this worker; None if the connector has no routes."""
 
 
 class Connector:
-    """One KV-transfer protocol: how a call gets from prefiller to decoder. The defaults are those of most of them."""
+    """One KV-transfer protocol, which runs calls on prefillers and decoders. The defaults suit most protocols."""
 
     roles: tuple[Role, ...] = (Role.PREFILL, Role.DECODE)
     """Roles that need a healthy backend before the gateway is ready."""
@@ -90,30 +90,29 @@ class Connector:
         """Raise BadRequest for a call that this protocol cannot serve."""
 
     def splits(self, call: Call) -> bool:
-        """Whether an attempt at it serves one prompt and one sample: the gateway splits what has more."""
+        """Return whether an attempt serves only one prompt and one sample, so that the gateway splits the call."""
         return True
 
     def configure(self, settings: Settings) -> None:
-        """Take changed settings for the next attempts."""
+        """Use changed settings for the next attempts."""
         self._context.settings = settings
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Return the routes that engines call; served at the context's callback URL."""
+        """Return the routes that engines call. They are served at the context's callback URL."""
         return ()
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
-        """Return the attempt of `open` as legs that its caller sends; see connectors.legs.
+        """Return the attempt of `open` as legs that the caller sends; see connectors.legs.
 
-        None: the attempt of this call needs a task. Then `open` is overridden, too.
+        None: the attempt at this call needs a task, and `open` is overridden.
         """
         return None
 
     def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
-        """Lease backends, by `request`, and run the legs up to the decoder's status line.
+        """Lease backends as `request` asks, and run the legs up to the decoder's status line.
 
-        It prefers the prefiller that has part of the prompt in its prefix cache, if that is known.
-        The timeline's attempt begins when there are backends: one that finds none leaves the account of the last one.
-        Leaving the context closes the engine connections and gives every lease back.
+        The timeline's attempt begins when the backends are leased. Without backends it keeps the previous attempt.
+        Leaving the context closes the connections to engines and gives every lease back.
         Raises NoBackendAvailable and UpstreamError.
         """
         legs = self.legs(call, request, timeline)
@@ -124,20 +123,22 @@ class Connector:
     def alone(
         self, call: Call, request: PickRequest, timeline: Timeline
     ) -> AbstractAsyncContextManager[Attempt] | None:
-        """Return an attempt of one decoder that gets no KV cache and computes the prompt. None: no engine of this
-        protocol does.
+        """Return an attempt by one decoder, which gets no KV cache and computes the prompt.
+
+        None: the engines of this protocol cannot do that.
         """
         return None
 
 
 def prefill_seconds(timeouts: Timeouts, call: Call) -> float:
-    """Return how long a prefiller may take to answer."""
+    """Return the time limit for a prefiller's answer, in seconds."""
     return timeouts.prefill_seconds + timeouts.prefill_seconds_per_1k_tokens * call.prompt_tokens / 1000
 
 
 def first_byte_seconds(timeouts: Timeouts, call: Call) -> float:
-    """How long an engine that does it all may take to begin its answer: one that is not streamed begins when it is
-    complete, which is as much later as it may have tokens.
+    """Return the time limit for the first byte of an engine that prefills and decodes, in seconds.
+
+    An answer that is not streamed begins when it is complete, so the limit grows with the tokens that it may have.
     """
     if call.stream:
         return timeouts.first_token_seconds
@@ -148,13 +149,13 @@ def first_byte_seconds(timeouts: Timeouts, call: Call) -> float:
 
 
 async def check_status(response: Response) -> None:
-    """Raise UpstreamError, with the engine's own status and body, unless the answer is a success."""
+    """Raise UpstreamError with the engine's status and body unless the answer is a success."""
     if not response.is_success:
         raise refusal(response, await response.read())
 
 
 def refusal(response: EngineResponse, body: bytes) -> UpstreamError:
-    """The error for an engine's answer that is not a success."""
+    """Return the error for an engine's answer that is not a success."""
     if response.status < 400:
         return response.fail(Failure.BAD_ANSWER, f"answered with status {response.status}")
     return response.refuse(f"answered with status {response.status}", response.status, body, response.headers)
@@ -167,7 +168,7 @@ class PrefilledChoice(msgspec.Struct):
 
 
 class Prefilled(msgspec.Struct):
-    """The parts of a vLLM prefiller's answer that are read: not the token."""
+    """The members of a vLLM prefiller's answer that are used. Its token is not."""
 
     written_usage: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"null"), name="usage")
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
@@ -178,7 +179,7 @@ class Prefilled(msgspec.Struct):
 
     @property
     def usage(self) -> Any:
-        """The usage, of whatever type. None: there is none, or it cannot be written to clients as it was read."""
+        """The usage, of any JSON type; None if there is none, or if it cannot be written to clients as it was read."""
         try:
             return orjson.loads(bytes(self.written_usage))
         except orjson.JSONDecodeError:
@@ -188,8 +189,8 @@ class Prefilled(msgspec.Struct):
     def ended_by_stop(self) -> bool:
         """Whether the one token of the prefill ended the answer.
 
-        vLLM's connectors keep KV only of a prompt that stopped for length (`request_finished` of nixl and mooncake), so
-        a second prefill of this prompt would keep none either.
+        vLLM's connectors keep KV only if the prefill stopped for length (`request_finished` of nixl and mooncake), so a
+        second prefill of this prompt would not keep any either.
         """
         return bool(self.choices) and self.choices[0].finish_reason == "stop"
 
@@ -198,21 +199,22 @@ _prefilled_in = msgspec.json.Decoder(Prefilled).decode
 
 
 def parse_prefilled(response: EngineResponse, body: bytes) -> Prefilled:
-    """What a prefiller of vLLM answered with. Raises UpstreamError unless it has prefilled: some tell of an error with
-    status 200.
+    """Return the answer of a vLLM prefiller. Raises UpstreamError unless it has prefilled.
+
+    Some versions report an error with status 200.
     """
     if response.status != 200:
         raise refusal(response, body)
     _check_elements(response, body)
     try:
         if not body.isascii():
-            body.decode()  # what is not read is not looked at by the parser either
+            body.decode()  # the parser does not check members that it skips
         answer = _prefilled_in(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         answer = _read_again(response, body)
-    told = answer.error
-    if told or answer.object == "error":
-        code = told.get("code") if isinstance(told, dict) else answer.code
+    error = answer.error
+    if error or answer.object == "error":
+        code = error.get("code") if isinstance(error, dict) else answer.code
         status = code if isinstance(code, int) and 400 <= code < 600 else 500
         raise response.refuse("reported an error in its answer", status, body, {"content-type": "application/json"})
     for choice in answer.choices:
@@ -222,9 +224,9 @@ def parse_prefilled(response: EngineResponse, body: bytes) -> Prefilled:
 
 
 def _read_again(response: EngineResponse, body: bytes) -> Prefilled:
-    """Read an answer that msgspec refuses. Raises UpstreamError if it is no JSON object.
+    """Read an answer that msgspec rejects. Raises UpstreamError if it is not a JSON object.
 
-    Its token may be half of a surrogate pair, or its choices no list of objects.
+    Its token may be half of a surrogate pair, or its choices may not be a list of objects.
     """
     try:
         values = read_again(body)
@@ -243,7 +245,7 @@ def _read_again(response: EngineResponse, body: bytes) -> Prefilled:
 
 
 def parse_answer(kind: Callable[[bytes], Parsed], response: EngineResponse, body: bytes) -> Parsed:
-    """The JSON object an engine answered with, as `kind` reads it. Raises UpstreamError for anything else."""
+    """Return an engine's JSON object as `kind` reads it. Raises UpstreamError for any other answer."""
     _check_elements(response, body)
     try:
         return kind(body)

@@ -1,7 +1,7 @@
-"""Bootstrap servers: vLLM's MooncakeConnector has one beside each prefiller, which knows its engines.
+"""Bootstrap servers. vLLM's MooncakeConnector runs one beside each prefiller, and it lists the prefiller's engines.
 
-An instance that anybody added may be behind it, so its answer is bounded in bytes and in time, and believed to be what
-it should only after a look. It is given no credentials, and followed nowhere.
+An instance that anyone added may answer at its address. So answers are limited in size and time and are validated,
+requests carry no credentials, and redirects are not followed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from proxy.common.backend import Backend
 
-# A prefiller takes longer than this to start, so a newer answer is of the process that runs.
+# A prefiller takes longer than this to start, so a newer answer comes from the process that runs now.
 _FRESH_SECONDS: Final = 5.0
-# Attempts that waited for the same answer do not ask for it again.
+# Attempts that waited for the same answer do not repeat the query within this time.
 _PROBLEM_SECONDS: Final = 1.0
 _ANSWER_SECONDS: Final = 2.0
 _MAX_ANSWER_BYTES: Final = 1024 * 1024
@@ -45,14 +45,14 @@ Engines = tuple[tuple[int, str], ...]
 
 
 def parse_engines(answer: bytes) -> Engines:
-    """What a bootstrap server's `/query` tells: `{"0": {"engine_id": "…", "worker_addr": {…}}, "1": …}`, by rank.
+    """Parse a bootstrap server's answer to `/query`: `{"0": {"engine_id": "…", "worker_addr": {…}}, "1": …}`, by rank.
 
-    No engines: none has registered yet. Raises ValueError for what is no such thing.
+    The result is empty if no engine has registered yet. Raises ValueError for any other answer.
     """
-    told = orjson.loads(answer)
-    if not isinstance(told, dict) or len(told) > _MAX_RANKS:
-        raise ValueError("not the engines by their ranks")
-    return tuple(sorted((_rank(rank), _engine_id(entry)) for rank, entry in told.items()))
+    entries = orjson.loads(answer)
+    if not isinstance(entries, dict) or len(entries) > _MAX_RANKS:
+        raise ValueError("not an object of engines by rank")
+    return tuple(sorted((_rank(rank), _engine_id(entry)) for rank, entry in entries.items()))
 
 
 def _rank(key: str) -> int:
@@ -76,17 +76,19 @@ class _Bootstrap:
     address: str
     engines: Engines = ()
     problem: tuple[Failure, str] | None = None
-    """Why there are no engines."""
+    """The reason why there are no engines; None if there is none."""
     due: float = 0.0
-    """When to ask again, for engines or a problem."""
+    """Time of the next query, on the monotonic clock."""
     is_its_own: bool = False
-    """A decoder has met the prefiller there."""
+    """Whether a decoder has reached this prefiller through the server."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Bootstraps:
-    """One worker's knowledge of the engines behind each prefiller. A server is asked again from time to time, and when
-    something points to a prefiller that has started anew; as long as it does not answer then, what it said holds.
+    """The engines behind each prefiller, as one worker knows them.
+
+    A server is queried again periodically, and after failures that a restarted prefiller would explain. While it does
+    not answer, its last answer stays valid.
     """
 
     def __init__(
@@ -98,9 +100,15 @@ class Bootstraps:
         engine_id: Callable[[Backend], str | None] = lambda _: None,
         addresses: Callable[[], Mapping[Backend, str]] = dict,
     ) -> None:
-        """`report` hears why a prefiller that is there cannot be met; None: it can. `engine_id`: what a prefiller says
-        its engine is called, which the bootstrap server must say, too; None: it does not say. `addresses`: of all
-        prefillers' bootstrap servers.
+        """Create an empty table.
+
+        Args:
+            session: The session for queries.
+            clock: Returns the time in seconds.
+            report: Called with a prefiller and the reason why decoders cannot reach it, or None if they can.
+            engine_id: Returns the engine id that a prefiller reports itself, which its bootstrap server must list; None
+                if it reports none.
+            addresses: Returns the addresses of all prefillers' bootstrap servers.
         """
         self._session = session
         self._clock = clock
@@ -110,16 +118,16 @@ class Bootstraps:
         self._known: dict[int, _Bootstrap] = {}  # by slot, which are as many as there can be backends
 
     async def engines(self, prefiller: Backend, address: str) -> Engines:
-        """Its engines. Raises UpstreamError: the prefiller cannot be used now."""
+        """Return the engines of a prefiller. Raises UpstreamError if it cannot be used now."""
         known = self._known.get(prefiller.slot)
         if known is None or known.prefiller != prefiller or known.address != address:
             known = self._known[prefiller.slot] = _Bootstrap(prefiller, address)
         if known.engines:
             if self._clock() >= known.due:
-                known.due = self._clock() + _ANSWER_SECONDS  # meanwhile the others use the last answer
+                known.due = self._clock() + _ANSWER_SECONDS  # meanwhile other attempts use the last answer
                 await self._ask(known)
         else:
-            async with known.lock:  # one asks for all
+            async with known.lock:  # one attempt queries for all
                 if not known.engines and (known.problem is None or self._clock() >= known.due):
                     await self._ask(known)
             if not known.engines:
@@ -129,13 +137,14 @@ class Bootstraps:
         return known.engines
 
     def forget(self, prefiller: Backend) -> None:
-        """Ask before it is used again."""
+        """Query the server before the prefiller is used again."""
         self._known.pop(prefiller.slot, None)
 
     @contextmanager
     def doubting(self, prefiller: Backend) -> Iterator[None]:
-        """Around what relies on its engines: a failure may mean that they are others by now. Where a decoder fails that
-        was sent to a bootstrap server of two prefillers, it is this one's failure. Raises UpstreamError.
+        """Forget a prefiller's engines if the block fails, because they may have been replaced. Raises UpstreamError.
+
+        If a decoder fails and two prefillers have the same bootstrap server, the failure counts against this prefiller.
         """
         try:
             yield
@@ -145,19 +154,19 @@ class Bootstraps:
                 self.forget(prefiller)
                 if error.backend != prefiller and known is not None and (other := self._sharer(known)) is not None:
                     text = "its bootstrap server is another prefiller's"
-                    self._tell(known, f"{text}: prefill instance {other.name} has the same")
+                    self._report_problem(known, f"{text}: prefill instance {other.name} has the same")
                     raise upstream_error(Failure.BOOTSTRAP, prefiller, text) from error
             raise
 
     def met(self, prefiller: Backend) -> None:
-        """A decoder has met it there."""
+        """Record that a decoder has reached the prefiller through its bootstrap server."""
         known = self._known.get(prefiller.slot)
         if known is not None and not known.is_its_own:
             known.is_its_own = True
             self._report(prefiller, None)
 
     def _sharer(self, known: _Bootstrap) -> Backend | None:
-        """Another prefiller whose bootstrap server tells the same engines, if no decoder has met this one there yet."""
+        """Return another prefiller with the same bootstrap server or engines; None if a decoder has met this one."""
         if known.is_its_own:
             return None
         same = [backend for backend, address in self._addresses().items() if address == known.address]
@@ -195,11 +204,11 @@ class Bootstraps:
             if await self._is_there(known.prefiller):
                 problem = (Failure.BOOTSTRAP, problem[1])
                 if is_certain:
-                    self._tell(known, problem[1])
+                    self._report_problem(known, problem[1])
             known.problem = problem
             known.due = self._clock() + _PROBLEM_SECONDS
 
-    def _tell(self, known: _Bootstrap, problem: str) -> None:
+    def _report_problem(self, known: _Bootstrap, problem: str) -> None:
         self._report(
             known.prefiller,
             f"cannot be met by decoders: {problem}. Is the port right (--prefill URL PORT, mooncake.bootstrap_port), "
@@ -207,12 +216,12 @@ class Bootstraps:
         )
 
     def _is_its_own(self, prefiller: Backend, engines: Engines) -> bool:
-        """Whether a bootstrap server tells the engine that the prefiller says it is, if it says so."""
+        """Return whether a bootstrap server lists the engine id that the prefiller reports, if it reports one."""
         engine_id = self._engine_id(prefiller)
-        return engine_id is None or any(told.partition("_dp")[0] == engine_id for _, told in engines)
+        return engine_id is None or any(listed.partition("_dp")[0] == engine_id for _, listed in engines)
 
     async def _is_there(self, prefiller: Backend) -> bool:
-        """Whether the engine itself answers, whatever it says."""
+        """Return whether the engine itself answers, with any status."""
         try:
             await engine_json.get_status(self._session, prefiller.url, _HEALTH_PATH, _ANSWER_SECONDS)
         except engine_json.EngineRequestError:

@@ -1,7 +1,7 @@
 """Two legs at the same time: the prefill leg runs beside the decode leg, and neither outlives the other's failure.
 
-The failure that is raised is the one that came first, or the prefiller's where both are known: a decoder whose KV cache
-does not come is not to blame for what it says.
+The first failure is raised, or the prefiller's if both legs have failed, because a missing KV cache explains whatever
+the decoder reports.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def running(leg: Coroutine[Any, Any, None]) -> AsyncIterator[PrefillLeg]:
-    """Run the prefill leg until the end of the block at the latest; left before, it is cancelled and waited for.
+    """Run the prefill leg beside the block. Leaving the block cancels the leg and waits for it.
 
-    What the leg raises, an UpstreamError unless the program has a mistake, is raised where the block waits for it, and
-    takes the place of an UpstreamError with which the block is left.
+    An error of the leg, an UpstreamError unless the program has a defect, is raised where the block waits for it. It
+    replaces an UpstreamError with which the block is left.
     """
     task = _begun(leg)
     try:
@@ -47,11 +47,11 @@ class PrefillLeg:
     async def race(
         self, opening: Coroutine[Any, Any, Response], is_served: Callable[[], bool] = lambda: False
     ) -> Response:
-        """Open the decode leg meanwhile; the response is the caller's to enter at once, as from `Upstream.open`.
+        """Open the decode leg meanwhile. The caller must enter the response at once, as from `Upstream.open`.
 
-        Raises what either leg raises, whichever fails first; the decode leg is cancelled then. When the prefill leg
-        fails later, the response is aborted with its error, unless the decoder no longer needs the prefiller:
-        `is_served`, which is asked in that moment, as the decoder's first words may come in the same one.
+        Raises the error of the leg that fails first, and cancels the decode leg. If the prefill leg fails later, the
+        response is aborted with its error, unless `is_served` then returns True: the decoder no longer needs the
+        prefiller. It is called only then, because the decoder's first output may arrive at the same time.
         """
         decode = asyncio.create_task(opening)
         try:
@@ -61,7 +61,7 @@ class PrefillLeg:
                 await asyncio.wait([decode])
             response = decode.result()
         except BaseException:
-            # Also for a response that comes in this very moment, and also when this wait is cancelled once more.
+            # The response may arrive during this wait, and the wait may be cancelled: the callback handles both.
             decode.add_done_callback(_give_back)
             await _end(decode)
             raise
@@ -71,7 +71,7 @@ class PrefillLeg:
 
 def _begun(leg: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     task = asyncio.create_task(leg)
-    task.add_done_callback(_error)  # its error may not be waited for any more
+    task.add_done_callback(_error)  # retrieves an error that nothing waits for
     return task
 
 
@@ -82,7 +82,7 @@ async def _end(task: asyncio.Task[Any]) -> None:
 
 
 def _error(task: asyncio.Task[Any]) -> BaseException | None:
-    """The error of a task that is done; None when it has not failed, or was cancelled."""
+    """Return the error of a task that is done; None if it has not failed or was cancelled."""
     return None if task.cancelled() else task.exception()
 
 

@@ -1,6 +1,6 @@
-"""The base of vLLM's protocols: two legs for most calls, and one engine for what no handoff can serve.
+"""The base of vLLM's protocols: two legs for most calls, and one engine for calls that cannot be handed over.
 
-A prefill leg asks for the prompt's KV cache, and for one token that is thrown away.
+A prefill leg asks for the prompt's KV cache and for one token, which is discarded.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from proxy.wire.document import Body
 
 # A prefiller keeps the KV cache only if it stops for length after its one token, so `min_tokens` keeps an
-# end-of-sequence token from ending it first (vLLM v1/core/sched/utils.py check_stop). The token itself is thrown away:
-# the decoder computes the last prompt position again and samples for itself.
+# end-of-sequence token from ending it first (vLLM v1/core/sched/utils.py check_stop). The token is discarded, because
+# the decoder computes the last position of the prompt again and samples the first token.
 _CHANGES: Final[dict[str, object]] = {
-    "kv_transfer_params": None,  # each protocol has its own
+    "kv_transfer_params": None,  # replaced by each protocol
     "stream": False,
     "max_tokens": 1,
     "min_tokens": 1,
@@ -45,7 +45,7 @@ _LIMITED: Final = {"max_completion_tokens": 1}
 
 
 class Disaggregated(Connector):
-    """Prefill on one vLLM engine, decode on another. A protocol says how, in `legs_of_both` or `open_both`."""
+    """Prefill on one vLLM engine, decode on another. Protocols implement `legs_of_both` or `open_both`."""
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
@@ -54,21 +54,21 @@ class Disaggregated(Connector):
         self._one_engine = OneEngine(context, self._ranks)
 
     def check(self, call: Call) -> None:
-        """Refuse what can neither be handed over nor be served by one engine."""
+        """Raise BadRequest for a call that can neither be handed over nor be served by one engine."""
         if not call.is_ordinary and not RARE.isdisjoint(call.values):
             self._one_engine.check(call)
 
     def splits(self, call: Call) -> bool:
-        """A hand-over is of one sequence."""
+        """See Connector. A handoff carries one sequence; a search keeps its sequences on one engine."""
         return call.is_ordinary or not is_search(call)
 
     def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
-        """Both legs, or one engine's alone. See Connector.open."""
+        """Open both legs, or that of one engine. See Connector.open."""
         legs = self.legs(call, request, timeline)
         return self.open_both(call, request, timeline) if legs is None else opened(legs, self._upstream)
 
     def alone(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
-        """A decoder's. See Connector.alone."""
+        """Return an attempt by one decoder. See Connector.alone."""
         return opened(self._one_engine.decoder.legs(call, request, timeline), self._upstream)
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
@@ -78,11 +78,11 @@ class Disaggregated(Connector):
         return self._one_engine.legs(call, request, timeline) or self.legs_of_both(call, request, timeline)
 
     def legs_of_both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
-        """The legs of a call that can be handed over; None: they need tasks, see `open_both`."""
+        """Return the legs of a call that can be handed over. None: they need tasks; see `open_both`."""
         return None
 
     def open_both(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
-        """Both legs of a call that can be handed over, where they need tasks. See Connector.open."""
+        """Open both legs of a call that can be handed over, if they need tasks. See Connector.open."""
         raise NotImplementedError
 
 
@@ -90,14 +90,14 @@ class Prefill:
     """Makes the bodies of prefill legs, with the same KV parameters for every prompt."""
 
     def __init__(self, kv_params: Mapping[str, object]) -> None:
-        """`kv_params` are the protocol's own."""
+        """`kv_params`: the KV parameters of the protocol."""
         self._kv_params = kv_params
         changes = {**_CHANGES, "kv_transfer_params": kv_params}
         self._changes = changes
         self._limited = {**changes, **_LIMITED}
 
     def body(self, call: Call, pool: Pool, prefiller: Backend) -> Body:
-        """The body of the leg to a prefiller of this pool."""
+        """Return the body of the leg to a prefiller of this pool."""
         values = call.values
         if call.kv_params or "tool_choice" in values:
             return prefill_body(call, pool, prefiller, self._kv_params)
@@ -105,7 +105,7 @@ class Prefill:
 
 
 def prefill_body(call: Call, pool: Pool, prefiller: Backend, kv_params: Mapping[str, object]) -> Body:
-    """The body of the leg to a prefiller of this pool. `kv_params` are the protocol's own."""
+    """Return the body of the leg to a prefiller of this pool. `kv_params`: the KV parameters of the protocol."""
     changes = _CHANGES.copy()
     changes["kv_transfer_params"] = {**kv_params, **call.kv_params} if call.kv_params else kv_params
     values = call.values
@@ -115,5 +115,5 @@ def prefill_body(call: Call, pool: Pool, prefiller: Backend, kv_params: Mapping[
         tool_choice = values["tool_choice"]
         is_forced = isinstance(tool_choice, dict) or tool_choice == "required"
         if is_forced and not FORCED_TOOL_PREFILL.is_in(pool.engine_version(prefiller)):
-            changes["tool_choice"] = "auto"  # with which the prompt is the same
+            changes["tool_choice"] = "auto"  # makes the same prompt
     return call.body(changes)

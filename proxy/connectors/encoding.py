@@ -1,9 +1,9 @@
 """Encode first: every image, recording and clip of a chat goes to an encoder before another connector opens.
 
-For vLLM with an EC connector (`--ec-transfer-config`): an encoder puts what it makes of an item into a cache in which
-the other engines look it up by the item's hash. So nothing comes back but the end of the work, and the other legs get
-the request as it is. Each item is a chat of its own without any text, answered with one token, as vLLM-Ascend's
-disagg_epd_proxy.py sends it. One item that cannot be encoded fails the attempt. What has no media costs nothing.
+For vLLM with an EC connector (`--ec-transfer-config`). An encoder stores its result in a cache, where the other engines
+look it up by the item's hash. So the answers of encoders carry no data, and the other legs get the request unchanged.
+Each item is sent as a separate chat without text, answered with one token, as in vLLM-Ascend's disagg_epd_proxy.py. If
+an item cannot be encoded, the attempt fails.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from proxy.observe.timeline import Timeline
 
 MEDIA: Final = frozenset({"image_url", "input_audio", "audio_url", "video_url"})
-"""Members of the parts that an encoder works on: the type may be missing (vLLM `chat_utils.py`)."""
+"""Members of the parts that an encoder works on; `type` may be missing (vLLM `chat_utils.py`)."""
 
-# Of the request, what else an item's hash depends on (vLLM `MultiModalHasher.hash_kwargs`): one that is encoded under
-# another hash is not found.
+# Members of the request that an item's hash depends on (vLLM `MultiModalHasher.hash_kwargs`). An item that was encoded
+# under another hash is not found.
 _SHARED: Final = ("model", "mm_processor_kwargs", "media_io_kwargs")
 
 
@@ -44,9 +44,9 @@ _LOOK_AGAIN_SECONDS: Final = 0.02
 
 
 class Encoding(Connector):
-    """A connector in front of another one. Only media need its encoders, so they are not among its roles.
+    """A connector in front of another one, with which it shares its context.
 
-    Both connectors have one context, and so the same settings.
+    Only requests with media need encoders, so readiness does not depend on them.
     """
 
     def __init__(self, connector: Connector, encoders: Pool, context: ConnectorContext) -> None:
@@ -59,21 +59,21 @@ class Encoding(Connector):
         self.apis = connector.apis
 
     def check(self, call: Call) -> None:
-        """Refuse calls that the other connector cannot serve."""
+        """Raise BadRequest for a call that the other connector cannot serve."""
         self._connector.check(call)
 
     def splits(self, call: Call) -> bool:
-        """The same as for the other connector."""
+        """See Connector. The other connector decides."""
         return self._connector.splits(call)
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """The routes of the other connector."""
+        """Return the routes of the other connector."""
         return self._connector.routes()
 
     def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
-        """Encode if there is something to encode, then open. See Connector.open.
+        """Encode the media, then open the other connector. See Connector.open.
 
-        An attempt that is repeated encodes again, as what it needs may have left the cache meanwhile.
+        A repeated attempt encodes again, because items may have left the cache meanwhile.
         """
         items = media(call)
         if not items:
@@ -83,11 +83,11 @@ class Encoding(Connector):
     def alone(
         self, call: Call, request: PickRequest, timeline: Timeline
     ) -> AbstractAsyncContextManager[Attempt] | None:
-        """The other connector's attempt, for calls without media. See Connector.alone."""
+        """Return the other connector's attempt, for calls without media. See Connector.alone."""
         return self._connector.alone(call, request, timeline)
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
-        """The legs of the other connector, where there is nothing to encode. See Connector.legs."""
+        """Return the legs of the other connector; None for a call with media. See Connector.legs."""
         return None if media(call) else self._connector.legs(call, request, timeline)
 
     @asynccontextmanager
@@ -99,13 +99,13 @@ class Encoding(Connector):
         timeline: Timeline,
     ) -> AsyncIterator[Attempt]:
         timeline.begin_encoding()
-        # As admission waits for the others, but only what has media does.
+        # Admission does not wait for encoders, because only requests with media need them.
         while self._encoders.is_restarting():  # noqa: ASYNC110 time alone may end it
             await asyncio.sleep(_LOOK_AGAIN_SECONDS)
-        # The room that admission saw is kept until the connector takes it, which it does before it waits for anything.
+        # Reserve the room that admission found. The connector takes it before it waits for anything.
         with ExitStack() as room:
             for role in self.roles:
-                with suppress(NoBackendAvailable):  # the lease fails then, unless an encoder is back
+                with suppress(NoBackendAvailable):  # if there is still none later, the lease fails
                     room.enter_context(self._pools.of(role).reserve(request))
             await self._encode(call, items, request.avoid)
             timeline.end_encoding()
@@ -113,13 +113,13 @@ class Encoding(Connector):
             yield attempt
 
     async def _encode(self, call: Call, items: Sequence[Mapping[str, Any]], avoid: Collection[Backend]) -> None:
-        """All items, a bounded number at a time; the first that fails ends the others, and its error is raised."""
+        """Encode all items, a limited number at a time. The first failure cancels the others and is raised."""
         attempt_id = new_attempt_id()
         waiting = iter(enumerate(items))
 
         async def encode() -> None:
             for index, item in waiting:
-                # The random part keeps one item of a repeated request from being the same request to an engine.
+                # The random part makes the ids of a repeated request different for engines.
                 request_id = f"{attempt_id}:{index}:{new_attempt_id()[:6]}"
                 await self._encode_one(call, item, request_id, avoid)
 
@@ -133,7 +133,7 @@ class Encoding(Connector):
     async def _encode_one(
         self, call: Call, item: Mapping[str, Any], request_id: str, avoid: Collection[Backend]
     ) -> None:
-        """Raises NoBackendAvailable, UpstreamError."""
+        """Encode one item. Raises NoBackendAvailable, UpstreamError."""
         cost = self._context.settings.cost
         tokens = cost.image_tokens if item.keys().isdisjoint(("input_audio", "audio_url")) else cost.audio_tokens
         body: dict[str, Any] = {name: call.values[name] for name in _SHARED if name in call.values}
@@ -152,7 +152,7 @@ class Encoding(Connector):
                 raise refusal(response, answer)
 
     async def _wait_for_takers(self) -> None:
-        """Wait while all encoders refuse requests, but not for longer than in the queue."""
+        """Wait while all encoders refuse requests, for at most `admission.wait_seconds`."""
         loop = asyncio.get_running_loop()
         waits_until = loop.time() + self._context.settings.admission.wait_seconds
         while self._encoders.refuse_all() and loop.time() < waits_until:  # noqa: ASYNC110 time alone may end it

@@ -1,8 +1,8 @@
-"""The hand-over of one attempt's KV cache from its prefiller to its decoder, and all that follows from how it ends.
+"""The handoff of one attempt's KV cache from its prefiller to its decoder, and the consequences of its outcome.
 
-The protocol tells it when the prefiller has the KV cache for the decoder; the reader of the answer tells it of the
-decoder's first output. What follows is the same for all protocols: the prefiller's lease no longer counts the KV, the
-pair of engines is credited or blamed, the hand-over is counted, and KV that stays behind is given to the releaser.
+The protocol reports when the prefiller has the KV cache for the decoder. The reader of the answer reports the decoder's
+first output. The consequences are the same for all protocols: the prefiller's lease no longer counts the KV, the
+handoff counts for or against the pair of engines, and the releaser gets KV that stays behind.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class KvSource(Enum):
     """The source of the decoder's KV cache."""
 
     PREFILLER = "prefiller"
-    """From that very prefiller, so a failure may be about the pair of them."""
+    """The attempt's prefiller: a failure may concern this pair of engines."""
     STORE = "store"
-    """From what all engines share, so it matters little who put it there."""
+    """A store that all engines share: a failure says little about the prefiller."""
     DECODER = "decoder"
     """The decoder computes the prompt itself."""
 
@@ -45,14 +45,14 @@ class KvState(Enum):
 
     COMPUTING = "computing"
     HELD = "held"
-    """It is there for the decoder to have, completely or, in some protocols, as far as it is computed."""
+    """The decoder can fetch it, completely or, in some protocols, as far as it is computed."""
     ARRIVED = "arrived"
-    """The decoder works with it, or at least works."""
+    """The decoder has sent output, with this KV cache or without it."""
     LOST = "lost"
-    """The decoder has given up before its first output."""
+    """The decoder gave up before its first output."""
 
 
-# To read a member off its class takes as long as four calls.
+# Reading a member off its class takes as long as four calls.
 PREFILLER: Final = KvSource.PREFILLER
 DECODER: Final = KvSource.DECODER
 _COMPUTING: Final = KvState.COMPUTING
@@ -62,7 +62,7 @@ _SETTLED: Final = (KvState.ARRIVED, KvState.LOST)
 
 
 class LocalKv:
-    """No hand-over: the engine that answers has computed the KV cache by itself."""
+    """The absence of a handoff: the engine that answers computed the KV cache."""
 
     __slots__ = ("_lease",)
 
@@ -70,18 +70,18 @@ class LocalKv:
         self._lease = lease
 
     def arrived(self) -> None:
-        """The engine has sent its first output. May be called again."""
+        """Record the first output of the engine. May be called again."""
         self._lease.confirm()
 
     def lost(self) -> None:
-        """The engine gave up before its first output."""
+        """Do nothing: the engine gave up before its first output, and no KV cache was handed over."""
 
 
 class KvHandoff:
-    """`with` it around both legs: entering leases a decoder and a prefiller, and begins an attempt with them.
+    """Context manager around both legs. Entering leases a decoder and a prefiller, and begins an attempt with them.
 
-    Left in state HELD, the transfer has failed or is not wanted any more. That counts against the pair if it may be
-    their fault, and what the prefiller keeps is an orphan.
+    If it is left in state HELD, the transfer failed or is no longer wanted. This counts against the pair if the pair
+    may have caused it, and the KV that the prefiller keeps is orphaned.
     """
 
     __slots__ = (
@@ -97,19 +97,20 @@ class KvHandoff:
         timeline: Timeline,
         least_tokens: int = LEAST_TOKENS,
     ) -> None:
-        """From the hand-over of a prompt of less than `least_tokens` nothing follows for whether the decoder fetches
-        KV.
+        """Create a handoff for an attempt at `call`.
+
+        `least_tokens`: the handoff of a shorter prompt does not show whether the decoder fetches KV.
         """
         self.prefiller: Lease
         self.decoder: Lease
         self.source: KvSource = PREFILLER
         self.kv: PrefilledKv | None = None
-        """What the prefiller keeps until the decoder has fetched it. None: nothing that would have to be freed."""
+        """The KV that the prefiller keeps until the decoder has fetched it; None if nothing would have to be freed."""
         self.failed = set(request.avoid)
-        """Backends that are not to be asked for help."""
+        """Backends that have failed. The releaser uses them only if there is no other."""
         self.state: KvState = _COMPUTING
         self.on_arrived: Callable[[], None] | None = None
-        """What else follows for the protocol."""
+        """Called by the decoder's first output; None if the protocol does not need it."""
         self._context = context
         self._call = call
         self._request = request
@@ -119,18 +120,18 @@ class KvHandoff:
 
     @property
     def is_settled(self) -> bool:
-        """The decoder has said something: that it has the KV, or that it gave up."""
+        """Whether the decoder has sent its first output, or has given up."""
         return self.state in _SETTLED
 
     def prefilled(self, tokens: int | None, cached: int | None) -> None:
-        """The prefiller has done its work, and this is what its answer tells of the prompt; see told_of_prompt."""
+        """Record the end of the prefill, with the prompt's tokens and cached tokens as its answer reports them."""
         self.prefiller.tell(tokens, cached)
         self.prefiller.free_compute()
 
     def held(self, kv: PrefilledKv | None = None) -> None:
-        """The prefiller has it for the decoder: from now on a failure may be one to fetch it.
+        """Record that the prefiller has the KV cache for the decoder. A later failure may be a failure to fetch it.
 
-        `kv`: what it keeps, if that was not known before.
+        `kv`: the KV that the prefiller keeps; None: as set before.
         """
         if kv is None:
             kv = self.kv
@@ -141,7 +142,7 @@ class KvHandoff:
             self.state = _HELD
 
     def arrived(self) -> None:
-        """The decoder has sent its first output. May be called again."""
+        """Record the decoder's first output. May be called again."""
         if self.state in _SETTLED:
             return
         self.state = _ARRIVED
@@ -164,7 +165,7 @@ class KvHandoff:
             self.on_arrived()
 
     def lost(self) -> None:
-        """The decoder gave up before its first output. May be called again."""
+        """Record that the decoder gave up before its first output. May be called again."""
         if self.is_settled:
             return
         self.state = KvState.LOST
@@ -198,27 +199,27 @@ class KvHandoff:
             self.decoder.answer_tokens = usage.completion_tokens
         try:
             if self._kept is not None or error is not None:
-                self._fetched_by_nobody(error)
+                self._settle_unfetched(error)
         finally:
             try:
                 self.prefiller.__exit__(kind, error, trace)
             finally:
                 self.decoder.__exit__(kind, error, trace)
 
-    def _fetched_by_nobody(self, error: BaseException | None) -> None:
-        """The attempt has ended with an error, or before the decoder has the KV cache."""
+    def _settle_unfetched(self, error: BaseException | None) -> None:
+        """Settle an attempt that ended with an error, or before the decoder had the KV cache."""
         if isinstance(error, UpstreamError):
-            if error.failure is Failure.BOOTSTRAP:  # what was looked for elsewhere has been kept no longer than that
+            if error.failure is Failure.BOOTSTRAP:  # the decoder asked another prefiller, so nothing is kept here
                 return
             self.failed.add(error.backend)
-            # A connection that was refused has asked for no KV.
+            # A decoder that refused the connection has not tried to fetch KV.
             if self.state is _HELD and error.is_backends_fault and error.failure is not Failure.CONNECT:
                 self._hold_against_pair()
         if self._kept is not None:
             self._context.releaser.orphaned(self._kept, self.failed)
 
     def _hold_against_pair(self) -> None:
-        """The hand-over has failed, and it is not known which of the two is at fault."""
+        """Count a failed handoff against the pair, because either of the two may have caused it."""
         if self.source is not PREFILLER:
             return
         prefiller, decoder = self.prefiller.backend, self.decoder.backend

@@ -1,4 +1,4 @@
-"""Sends the legs of one attempt, in the callbacks of their connections."""
+"""Sends the legs of one attempt from the callbacks of their connections."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class LegDriver:
             self.fail(error)
 
     def _take_legs(self) -> Legs | None:
-        """Drop the references that would make a cycle of garbage."""
+        """Drop the references to the owner and the response, so that no cycle is left to the garbage collector."""
         legs, self._legs = self._legs, None
         self._owner = self._response = None
         return legs
@@ -128,7 +128,7 @@ class LegDriver:
             connection = await self._upstream.connect(leg.backend)
         except UpstreamError as error:
             self._connecting = None
-            # Not CONNECT after the engine had the request: it may be gone because of that.
+            # Report the stale connection rather than CONNECT: the engine had the request and may have died of it.
             self._advance(None, stale or error)
             return
         self._connecting = None
@@ -146,7 +146,7 @@ class LegDriver:
         """Take the headers of an engine's answer."""
         if error is None:
             self._connection = None
-            self._sent = None  # with its body, however long the answer takes
+            self._sent = None  # a long answer would keep its body
             self._advance(self._response)
         else:
             self._give_back()
@@ -155,7 +155,7 @@ class LegDriver:
     def _on_no_answer(self, error: UpstreamError) -> None:
         leg = self._sent
         assert leg is not None
-        if error.is_stale:  # as no new connection is
+        if error.is_stale:  # which happens on idle connections only
             self._upstream.distrust(leg.backend)
             if leg.resend_if_stale:
                 self._connecting = asyncio.create_task(self._connect(leg, error))
@@ -324,8 +324,9 @@ class opened:  # noqa: N801 - used as a function
 
 
 def abort_decode(response: Response, error: BaseException) -> None:
-    """End the decode leg in the middle, as the prefill leg has failed: the decoder would wait for KV that does not
-    come. The error of the prefill leg replaces that of the decode leg: see `running` and Pair.
+    """End the decode leg because the prefill leg failed: the decoder would wait for KV that does not arrive.
+
+    The error of the prefill leg replaces that of the decode leg; see `running` and Pair.
     """
     if not isinstance(error, UpstreamError):
         error = response.fail(Failure.BROKEN, "the prefill leg failed")

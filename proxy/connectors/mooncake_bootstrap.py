@@ -1,8 +1,8 @@
-"""vLLM's own MooncakeConnector: both legs at once, and the engines meet by a transfer id of ours.
+"""vLLM's MooncakeConnector: both legs run at the same time, and the engines meet by a transfer id that pdproxy draws.
 
-The decoder finds the prefiller's engine through the bootstrap server that runs beside it, and the prefiller sends the
-KV cache when it has it. Which engines there are the bootstrap server tells us, too: each data-parallel rank is one, and
-both legs have to speak of the same. The prefiller's answer says nothing but that it is done.
+The decoder finds the prefiller's engine through the bootstrap server beside the prefiller, and the prefiller sends the
+KV cache when it is computed. pdproxy asks the bootstrap server for its engines, one per data-parallel rank, because
+both legs must name the same one. The prefiller's answer only says that the prefill is done.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class MooncakeBootstrap(Disaggregated):
-    """Prefill beside decode."""
+    """Runs the prefill leg beside the decode leg."""
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
@@ -66,7 +66,7 @@ class MooncakeBootstrap(Disaggregated):
             timeline.prefill_id = timeline.decode_id = meeting.attempt_id
             handoff.kv = _kept_kv(call, prefiller, meeting)
             handoff.on_arrived = lambda: self._bootstraps.met(prefiller)
-            # Of a streamed answer the status comes at once, and nothing more before the prefill has ended.
+            # The status of a streamed answer arrives at once, but nothing more before the end of the prefill.
             answer_seconds = prefill_seconds(timeouts, call) + first_byte_seconds(timeouts, call)
             with self._bootstraps.doubting(prefiller):
                 async with running(self._prefill(call, meeting, prefill_rank, handoff, timeline)) as leg:
@@ -107,7 +107,7 @@ class MooncakeBootstrap(Disaggregated):
     async def _prefill(
         self, call: Call, meeting: Meeting, rank: RankClaim, handoff: KvHandoff, timeline: Timeline
     ) -> None:
-        """The prefill leg. Raises UpstreamError if the decoder may wait in vain."""
+        """Run the prefill leg. Raises UpstreamError if the decoder may wait in vain."""
         prefiller = handoff.prefiller.backend
         try:
             response, body = await self._upstream.fetch(
@@ -119,13 +119,13 @@ class MooncakeBootstrap(Disaggregated):
             )
             answer = parse_prefilled(response, body)
         except UpstreamError as error:
-            if handoff.is_settled:  # the decoder is at work, and needs the prefiller no more
+            if handoff.is_settled:  # the decoder is at work and no longer needs the prefiller
                 return
             self._releaser.suspect(prefiller, call.prompt_tokens, error)
             raise
-        told = timeline.usage.saw_prompt(answer.usage)
+        prompt_counts = timeline.usage.saw_prompt(answer.usage)
         rank.free()
-        handoff.prefilled(*told)
+        handoff.prefilled(*prompt_counts)
         handoff.held()
         if not handoff.is_settled:
             timeline.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
@@ -164,5 +164,5 @@ def _kept_kv(call: Call, prefiller: Backend, meeting: Meeting) -> PrefilledKv:
         KvTransfer.OTHER,
         call.prompt_tokens,
         call.headers,
-        outlives_giving_up=True,  # engines that cannot load KV end so
+        outlives_giving_up=True,  # a decoder that cannot load KV gives up like this
     )

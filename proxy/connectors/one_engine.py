@@ -1,11 +1,11 @@
 """Requests that one engine serves alone, and those that no handoff can serve.
 
-SingleLeg sends a request to one engine, whichever role it has. OneEngine decides which engine of a vLLM deployment
-serves a request that cannot be handed over, or in which words it is refused.
+SingleLeg sends a request to one engine of either role. OneEngine decides which engine of a vLLM deployment serves a
+request that cannot be handed over, or rejects it.
 
-Only the prefiller computes the prompt's log probabilities, and its answer is thrown away. Where the prompt is all there
-is to compute, as in the requests of evaluations, its answer is the whole answer, and no KV cache has to travel. A
-search among several sequences (beam search, `best_of`) needs them all on one engine, and one KV cache carries one.
+Only the prefiller computes the prompt's log probabilities, and its answer is discarded in a handoff. If the prompt is
+all that has to be computed, as in the requests of evaluations, the prefiller's answer is the whole answer. A search
+among several sequences (beam search, `best_of`) needs all of them on one engine, and a KV cache carries only one.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from proxy.observe.timeline import Timeline
     from proxy.upstream import Response
 
-# Without these members there is nothing to look at, as in nearly all requests.
+# Members that only rare requests have. Without them a call can be handed over.
 RARE: Final = frozenset(("use_beam_search", "best_of", "prompt_logprobs", "echo"))
 
 
 class SingleLeg:
-    """Sends a call to one backend of a role as it is, and its answer is the client's.
+    """Sends a call unchanged to one backend of a role. Its answer goes to the client.
 
-    A prefiller is given what is nearly all prompt; it is charged, and waited for, as for any other prefill.
+    A prefiller gets calls with at most one token to generate. Their load and time limit are those of a prefill.
     """
 
     def __init__(
@@ -47,8 +47,14 @@ class SingleLeg:
         members: Callable[[str], Mapping[str, object]] | None = None,
         kv: str = "local",
     ) -> None:
-        """`members`: what the protocol has to put into the body, by the attempt's id; None: nothing. `kv`: what the
-        access line says of the KV cache.
+        """Create a leg for the backends of a role.
+
+        Args:
+            context: The connector's context.
+            role: The role whose backends serve the call.
+            ranks: The worker's claims on ranks.
+            members: Returns the protocol's members of the body by the attempt's id; None: it has none.
+            kv: The value of `kv` in the access log.
         """
         self._context = context
         self._kv = kv
@@ -58,7 +64,7 @@ class SingleLeg:
         self._members = members
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
-        """The attempt, as in Connector.legs."""
+        """Return the legs of an attempt; see Connector.legs."""
         is_prefiller = self._role is Role.PREFILL
         timeouts, balance = self._context.settings.timeouts, self._context.settings.balance
         attempt_id = new_attempt_id()
@@ -105,7 +111,7 @@ class SingleLeg:
 
 
 class OneEngine:
-    """Serves by one vLLM engine what its connector cannot hand over."""
+    """Serves calls that cannot be handed over by one vLLM engine."""
 
     def __init__(self, context: ConnectorContext, ranks: Ranks) -> None:
         self._context = context
@@ -117,7 +123,7 @@ class OneEngine:
         self._role(call)
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs | None:
-        """The attempt, as in Connector.legs; None for a call that can be handed over."""
+        """Return the legs of an attempt, as Connector.legs does; None for a call that can be handed over."""
         role = self._role(call)
         if role is None:
             return None
@@ -138,7 +144,7 @@ class OneEngine:
 
 
 def is_search(call: Call) -> bool:
-    """Whether the answer is chosen among several sequences, which have to be on one engine."""
+    """Return whether the answer is chosen among several sequences, which have to be on one engine."""
     if RARE.isdisjoint(call.values):
         return False
     best_of = call.values.get("best_of")
@@ -146,12 +152,12 @@ def is_search(call: Call) -> bool:
 
 
 def asks_for_echoed_logprobs(call: Call) -> bool:
-    """Whether the answer is to begin with the prompt, log probabilities included."""
+    """Return whether the answer begins with the prompt and its log probabilities."""
     return bool(call.values.get("echo")) and call.values.get("logprobs") is not None
 
 
-def echo_refused() -> BadRequest:
-    """The error for such a request if it also generates."""
+def echo_error() -> BadRequest:
+    """Return the error of a call that asks for echoed log probabilities and also generates tokens."""
     return BadRequest(
         "with prefill/decode disaggregation echo with logprobs is only supported with max_tokens 0 or 1",
         param="echo",
@@ -159,8 +165,9 @@ def echo_refused() -> BadRequest:
 
 
 def _problem(call: Call) -> BadRequest | None:
-    """Return the error of a request that one KV cache cannot express, or whose result only the prefiller's discarded
-    answer has. None: there is no such problem.
+    """Return the error of a call that cannot be handed over; None if it can be.
+
+    One KV cache cannot carry it, or only the prefiller's discarded answer would have its result.
     """
     values = call.values
     if values.get("use_beam_search"):
@@ -172,4 +179,4 @@ def _problem(call: Call) -> BadRequest | None:
             "with prefill/decode disaggregation prompt_logprobs is only supported with max_tokens 1",
             param="prompt_logprobs",
         )
-    return echo_refused() if asks_for_echoed_logprobs(call) else None
+    return echo_error() if asks_for_echoed_logprobs(call) else None

@@ -1,6 +1,6 @@
-"""No disaggregation ("PD mixed"): one pool of engines, each of which prefills and decodes its requests alone.
+"""No disaggregation ("PD mixed"): one pool of engines, each of which prefills and decodes its requests.
 
-For single-node and data-parallel deployments. Promises the same leases, retries and answers as the PD protocols.
+For single-node and data-parallel deployments. Leases, retries and answers are the same as with the PD protocols.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Plain(Connector):
-    """Sends a call to one engine as it is."""
+    """Sends each call unchanged to one engine."""
 
     roles = (Role.DECODE,)
 
@@ -32,13 +32,13 @@ class Plain(Connector):
         self._leg = SingleLeg(context, Role.DECODE, Ranks(), kv="-")
 
     def splits(self, call: Call) -> bool:
-        """An engine takes it whole."""
+        """See Connector. An engine serves all prompts and samples of a call."""
         return False
 
     def alone(self, call: Call, request: PickRequest, timeline: Timeline) -> AbstractAsyncContextManager[Attempt]:
-        """The same. See Connector.alone."""
+        """Open the same attempt as `open`. See Connector.alone."""
         return self.open(call, request, timeline)
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
-        """One leg. See Connector.legs."""
+        """Return the only leg. See Connector.legs."""
         return self._leg.legs(call, request, timeline)

@@ -2,8 +2,8 @@
 
 No engine has a request that frees KV. But a decoder that rejects a request makes the prefiller named in it free the KV,
 so the Releaser sends a request that no engine can serve. Other engines free the KV after a time, and until then it is
-accounted for. What an engine's KV connector does follows from its version and from its parameters, which stay opaque
-otherwise: pdproxy reads only the presence of members that one connector alone writes.
+accounted for. Engines' KV connectors differ by version and are recognised by their parameters, of which pdproxy reads
+only the presence of members that one connector alone writes.
 """
 
 from __future__ import annotations
@@ -41,20 +41,21 @@ if TYPE_CHECKING:
 
 
 class KvTransfer(StrEnum):
-    """An engine's KV connector, as far as it matters here."""
+    """An engine's KV connector, as far as its releases differ."""
 
     NIXL = "nixl"
     ASCEND_MOONCAKE = "ascend_mooncake"
     """vLLM-Ascend's MooncakeConnectorV1, alias MooncakeConnector."""
     OTHER = "other"
-    """A connector that has no release, or that this gateway does not know."""
+    """A connector without a release, or an unknown one."""
 
 
 @dataclass(slots=True, eq=False)
 class PrefilledKv:
-    """KV that a prefiller keeps for a decoder. `params` are its parameters, verbatim; `tokens` is an estimate.
+    """KV that a prefiller keeps for a decoder.
 
-    `headers` are the client's that are passed on to the engines: its credential may be theirs.
+    `params`: its KV parameters, verbatim. `tokens`: an estimate. `headers`: the client's headers that engines get,
+    because the client's credential may be the engines'.
     """
 
     prefiller: Backend
@@ -63,10 +64,10 @@ class PrefilledKv:
     tokens: int
     headers: Mapping[str, str]
     outlives_giving_up: bool = False
-    """A decoder that gives up before its first output leaves it where it is."""
+    """Whether the KV stays at the prefiller if a decoder gives up before its first output."""
 
 
-_NIXL: Final = KvTransfer.NIXL  # to read a member off its class takes as long as four calls
+_NIXL: Final = KvTransfer.NIXL  # reading a member off its class takes as long as four calls
 _RELEASES: Final[Mapping[KvTransfer, Capability]] = {
     KvTransfer.NIXL: NIXL_RELEASE,
     KvTransfer.ASCEND_MOONCAKE: ASCEND_MOONCAKE_RELEASE,
@@ -79,10 +80,10 @@ _ABORT_SECONDS: Final = 480.0
 
 
 class KvParams(msgspec.Struct):
-    """A prefiller's KV parameters, as far as they are read."""
+    """The members of a prefiller's KV parameters that are read."""
 
     do_remote_prefill: Any = None
-    """True: the decoder is to fetch something."""
+    """True if the decoder is to fetch KV."""
     tp_size: Any = msgspec.UNSET
     remote_pcp_size: Any = msgspec.UNSET
 
@@ -101,13 +102,13 @@ kv_params_in = msgspec.json.Decoder(KvParams).decode
 
 
 def releases_rejected(transfer: KvTransfer, decoder: EngineVersion | None) -> bool:
-    """Whether a decoder of this version, None if unknown, may be asked to let KV go by rejecting a request."""
+    """Return whether a decoder of this version frees KV by rejecting a request. `decoder`: None if it is unknown."""
     release = _RELEASES.get(transfer)
     return release is not None and release.is_in(decoder)
 
 
 def pin_seconds(transfer: KvTransfer, prefiller: EngineVersion | None) -> float:
-    """How long a prefiller of this version, None if unknown, keeps KV that no decoder fetches."""
+    """Return the seconds that a prefiller keeps KV that no decoder fetches. `prefiller`: None if it is unknown."""
     has_lease = transfer is _NIXL and NIXL_LEASE.is_in(prefiller)
     return _NIXL_LEASE_SECONDS if has_lease else _ABORT_SECONDS
 
@@ -117,13 +118,13 @@ logger = logging.getLogger(__name__)
 RELEASE_MODEL: Final = "pdproxy-release-kv"
 """A model that no engine serves. An engine's own rejection names it."""
 
-# A decoder that was told to stop may be in the middle of the transfer. Were the blocks freed and written again before
-# it has stopped, it could keep another prompt's KV in its prefix cache.
+# A decoder whose request was cancelled may be in the middle of the transfer. If the blocks were freed and written again
+# before it stops, it could keep another prompt's KV in its prefix cache.
 SETTLE_SECONDS: Final = 0.2
-"""How long a decoder that was told to stop is given before the prefiller is told to free the KV. The pause between two
-attempts at a release is at first twice as long, and each one twice the one before."""
+"""Delay between the end of a request and the first attempt to release its KV. The pause before the next attempt is
+twice as long, and doubles each time."""
 
-# To read a member off its class takes as long as four calls.
+# Reading a member off its class takes as long as four calls.
 _COMPUTED: Final = Verdict.COMPUTED
 _UNKNOWN: Final = Verdict.UNKNOWN
 
@@ -137,7 +138,7 @@ _MAX_AT_ONCE: Final = 8
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ReleaserParts:
-    """One worker's parts that a Releaser works with."""
+    """The parts of one worker that a Releaser uses."""
 
     pools: Pools
     upstream: Upstream
@@ -146,15 +147,15 @@ class ReleaserParts:
     models: ServedModels
     metrics: Metrics
     settle_seconds: float = SETTLE_SECONDS
-    """How long a release waits."""
+    """Delay before a release."""
 
 
 class Releaser(BackgroundOwner):
-    """One worker's dealings with KV that no decoder fetches. `async with` it; leaving grants pending releases a moment.
+    """Accounts for KV that no decoder fetches, and releases it. An async context manager; one per worker.
 
-    A release waits `settle_seconds`, outlives its request, and says nothing about the health of the decoder that is
-    asked. One that no decoder has answered is tried again, for as long as instances are waited for that may be
-    restarting, and the KV is pinned.
+    A release starts after `settle_seconds`, outlives its request, and does not affect the health of the decoder that
+    gets it. If no decoder answers it is repeated while the KV is pinned, for at most `admission.wait_seconds`, because
+    decoders may be restarting. Leaving the context gives pending releases a second to end.
     """
 
     def __init__(self, parts: ReleaserParts, settings: Settings) -> None:
@@ -165,32 +166,35 @@ class Releaser(BackgroundOwner):
         self._models = parts.models
         self._metrics = parts.metrics
         self._settle_seconds = parts.settle_seconds
-        # All engines of a deployment speak one protocol, so a lost answer would have named that of the last one.
+        # All engines of a deployment have the same connector, so this is also that of an answer that was lost.
         self.last_transfer = KvTransfer.OTHER
-        """The connector of the last prefiller that answered that it keeps KV."""
+        """The KV connector of the last prefiller that reported KV for a decoder."""
         self._doubtful: dict[str, tuple[Backend, deque[tuple[Backend, int, KvTransfer, float]]]] = {}
-        """By the keys of decoders that are not yet known to fetch KV: these, and what they were to fetch, as prefiller,
-        tokens and connector, and the monotonic second at which they answered."""
+        """Decoders that are not yet known to fetch KV, by key, each with the KV it was to fetch: prefiller, tokens,
+        connector, and the time of the decoder's answer on the monotonic clock."""
         self._pins: dict[tuple[str, KvTransfer], float] = {}
-        """How long prefillers, by their keys, keep KV: worked out once, as every request asks."""
+        """Cached results of `pin_seconds` by key and connector, because every request needs one."""
         self._pins_of = -1
-        """How many changes the pool of prefillers had had by then."""
+        """The change counter of the pool of prefillers when the cache was filled."""
         self._background = Background(logger, "a release of KV", grace_seconds=_CLOSING_SECONDS)
         self._room = asyncio.Semaphore(_MAX_AT_ONCE)
         self.configure(settings)
 
     def configure(self, settings: Settings) -> None:
-        """Take changed settings for KV that is left behind from now on."""
+        """Use changed settings for KV that is orphaned from now on."""
         self._settings = settings.kv
         self._restart_seconds = settings.admission.wait_seconds
 
     @property
     def pending(self) -> int:
-        """Releases that are not answered yet."""
+        """The number of releases under way."""
         return len(self._background)
 
     def orphaned(self, kv: PrefilledKv, failed: Collection[Backend]) -> None:
-        """No decoder is known to have fetched it. `failed` are asked to release it only where there is no other."""
+        """Account for KV that no decoder is known to have fetched, and release it.
+
+        `failed`: backends that are used for the release only if there is no other.
+        """
         self._metrics.kv_orphans_total.inc()
         pin = self._pinned_kv.pin(kv.prefiller, kv.tokens, self.pin_seconds(kv.prefiller, kv.transfer))
         if self._settings.release == "never":
@@ -203,8 +207,10 @@ class Releaser(BackgroundOwner):
             self._background.start(self._release(kv, pin, failed))
 
     def fetched(self, kv: PrefilledKv, decoder: Backend, verdict: Verdict, failed: Collection[Backend]) -> None:
-        """A decoder has answered to KV it was to fetch, and this is known of what it makes of KV. One that fetches none
-        leaves it where it is; as long as nobody knows whether it does, what it was handed is kept in mind.
+        """Record the answer of a decoder that was to fetch KV.
+
+        A decoder that computes prompts again leaves the KV at the prefiller. If it is not known whether this decoder
+        does, the KV is remembered until it is.
         """
         if verdict is _COMPUTED:
             self.orphaned(kv, {*failed, decoder})
@@ -215,7 +221,7 @@ class Releaser(BackgroundOwner):
             doubtful[1].append((kv.prefiller, kv.tokens, kv.transfer, time.monotonic()))
 
     def look(self) -> None:
-        """Take notice of decoders that turned out to fetch nothing, or to fetch. To be called every so often."""
+        """Settle the KV of decoders whose verdict is known by now. Must be called periodically."""
         for decoder, doubtful in list(self._doubtful.values()):
             if self._misfits.verdict(decoder) is not Verdict.UNKNOWN:
                 del self._doubtful[decoder.key]
@@ -231,7 +237,7 @@ class Releaser(BackgroundOwner):
                 self._pinned_kv.pin(prefiller, tokens, until - now)
 
     def suspect(self, prefiller: Backend, tokens: int, error: UpstreamError) -> None:
-        """A prefiller's answer was lost: if that can have left KV behind, account for it. Nothing can release it."""
+        """Account for KV that a prefiller may keep although its answer was lost. It cannot be released."""
         if may_have_pinned(error):
             seconds = self.pin_seconds(prefiller, self.last_transfer)
             self._pinned_kv.pin(prefiller, tokens, seconds, suspected=True)
@@ -255,10 +261,12 @@ class Releaser(BackgroundOwner):
         self._ended(kv, "released" if released else "failed")
 
     async def _ask(self, kv: PrefilledKv, failed: set[Backend]) -> bool | None:
-        """Have a decoder reject a request that names the KV; whether one did. None: no decoder could be asked, or the
-        one that was broke down or was busy, and is in `failed` now; so it is worth another attempt.
+        """Send a decoder a request that names the KV, and return whether the decoder rejected it.
+
+        None: another attempt is worthwhile, because no decoder was available, or the one that got the request failed
+        or was busy. It is added to `failed` then.
         """
-        # KV is gone with its prefiller, and a decoder had better not look for one that is not there.
+        # The KV is gone with its prefiller, and a decoder should not try to connect to a missing one.
         prefillers = self._pools.prefill
         if kv.prefiller not in prefillers.backends() or not prefillers.is_healthy(kv.prefiller):
             return False
@@ -285,11 +293,11 @@ class Releaser(BackgroundOwner):
         if response.status == 429 or response.status >= 500:
             failed.add(decoder)
             return None
-        # An engine that takes any model's name (VLLM_SKIP_MODEL_NAME_VALIDATION) fetches the KV, which frees it, too.
+        # An engine that accepts any model name (VLLM_SKIP_MODEL_NAME_VALIDATION) fetches the KV, which also frees it.
         return response.status == 200 or (response.status in (400, 404) and RELEASE_MODEL.encode() in answer)
 
     def _decoder(self, kv: PrefilledKv, failed: Collection[Backend]) -> Backend:
-        """A decoder that can release, if possible one that has not failed. Raises NoBackendAvailable."""
+        """Return a decoder that can release KV, if possible one that has not failed. Raises NoBackendAvailable."""
         decoders = self._pools.decode
         unable = {backend for backend in decoders.eligible() if not self._can_release(backend, kv)}
         try:
@@ -298,20 +306,21 @@ class Releaser(BackgroundOwner):
             return decoders.pick(unable)
 
     def _is_supported(self, kv: PrefilledKv) -> bool:
-        """False when there are decoders and none of them can."""
+        """Return whether a decoder can release this KV; also True if there are no decoders at present."""
         decoders = self._pools.decode.eligible()
         return not decoders or any(self._can_release(decoder, kv) for decoder in decoders)
 
     def _can_release(self, decoder: Backend, kv: PrefilledKv) -> bool:
-        """Whether a decoder can release KV: one that fetches none has nothing to tell a prefiller either, and one of
-        another model had better not shake hands with it.
+        """Return whether a decoder can release this KV.
+
+        A decoder that fetches no KV sends prefillers no messages, and one of another model must not connect to them.
         """
         is_able = releases_rejected(kv.transfer, self._pools.decode.engine_version(decoder))
         is_computing = self._misfits.verdict(decoder) is Verdict.COMPUTED
         return is_able and not is_computing and not self._models.are_apart(kv.prefiller, decoder)
 
     def pin_seconds(self, prefiller: Backend, transfer: KvTransfer) -> float:
-        """How long a prefiller keeps KV that no decoder fetches."""
+        """Return the seconds that a prefiller keeps KV that no decoder fetches."""
         if self._settings.pin_seconds is not None:
             return self._settings.pin_seconds
         pool = self._pools.prefill
@@ -329,10 +338,10 @@ class Releaser(BackgroundOwner):
 
 
 def may_have_pinned(error: UpstreamError) -> bool:
-    """Whether a prefiller may keep KV although its answer did not arrive.
+    """Return whether a prefiller may keep KV although its answer did not arrive.
 
-    A prefill that fails or is refused keeps nothing, but its answer may be lost after it was finished: in the engine,
-    which then answers 500 (a forced tool call in vLLM 0.18), or on the way. 503 and 429 come before the work.
+    A failed or rejected prefill keeps nothing. But the answer of a finished prefill may be lost in the engine, which
+    then answers 500 (a forced tool call in vLLM 0.18), or on the way. 503 and 429 are sent before the work.
     """
     if error.failure is Failure.STATUS:
         return error.engine_status is not None and error.engine_status >= 500 and error.engine_status != 503

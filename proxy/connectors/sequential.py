@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from proxy.wire.document import Body
 
 
-# To read a member off its class takes as long as four calls.
+# Reading a member off its class takes as long as four calls.
 _PREFILL: Final = Stage.PREFILL
 _HANDOFF: Final = Stage.HANDOFF
 _FIRST_TOKEN: Final = Stage.FIRST_TOKEN
@@ -59,23 +59,26 @@ _ASK_FOR_KV: Final = Prefill(
 
 
 class Sequential(Disaggregated):
-    """Prefill → decode, one after the other. A protocol says what it makes of the prefiller's answer."""
+    """The base of protocols that send the prefill leg, then the decode leg."""
 
     least_tokens: ClassVar[int] = LEAST_TOKENS
-    """A hand-over of a shorter prompt does not show whether the decoder fetches KV."""
+    """Length below which the handoff of a prompt does not show whether the decoder fetches KV."""
     source_without_kv: ClassVar[KvSource]
-    """The source of a decoder's KV if the prefiller's answer names none."""
+    """The source of the decoder's KV cache if the prefiller's answer names none."""
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
         self._pools = context.pools
-        seat = None if context.new_journal_writer is None else context.new_journal_writer()
-        self._local_prefill = LocalPrefill(context.pools.prefill, context.pools.decode, seat)
+        journal = None if context.new_journal_writer is None else context.new_journal_writer()
+        self._local_prefill = LocalPrefill(context.pools.prefill, context.pools.decode, journal)
         self._metrics = context.metrics
         self._releaser = context.releaser
 
     def legs_of_both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
-        """Both legs, but a decoder alone for a short prompt, and for one that it has sooner. See Disaggregated."""
+        """Return both legs, or a decoder's only for a prompt that is short or that it finishes sooner.
+
+        See Disaggregated.
+        """
         kv = self._context.settings.kv
         if call.prompt_tokens < kv.prefill_min_tokens:
             self._metrics.prefills_skipped_total.inc()
@@ -85,7 +88,7 @@ class Sequential(Disaggregated):
         return self._both(call, request, timeline)
 
     def _where_sooner(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
-        """Both legs, or a decoder alone; what comes of it is learned."""
+        """Run both legs, or only a decoder's if it is expected to be faster. LocalPrefill learns from the outcome."""
         local, usage = self._local_prefill, timeline.usage
         if usage.is_resumed:
             yield from self._both(call, request, timeline)
@@ -101,8 +104,8 @@ class Sequential(Disaggregated):
         chosen = replace(request, prefer=choice.decoder)
         yield from self._one_engine.decoder.legs(call, chosen, timeline)
         tokens, cached = usage.prompt_tokens, usage.cached_tokens
-        told = None if tokens is None or cached is None else (tokens, cached)
-        local.served(timeline.decoder, choice, _first_token(timeline), usage.completion_tokens or 0, told)
+        prompt_counts = None if tokens is None or cached is None else (tokens, cached)
+        local.served(timeline.decoder, choice, _first_token(timeline), usage.completion_tokens or 0, prompt_counts)
 
     def _both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         balance = self._context.settings.balance
@@ -113,16 +116,16 @@ class Sequential(Disaggregated):
                 rank = self._ranks.claim() if balance.prefill_dp_ranks > 1 else None
                 try:
                     answer, body = yield self._prefill_leg(call, handoff, rank, timeline)
-                    told = parse_prefilled(answer, body)
+                    prefilled = parse_prefilled(answer, body)
                 except UpstreamError as error:
                     self.prefill_failed(call, error)
                     raise
                 finally:
                     if rank is not None:
                         rank.free()
-                of_prompt = timeline.usage.saw_prompt(told.usage)
-                params, kv = _kept_kv(told, call, handoff.prefiller.backend)
-                if kv is None and told.ended_by_stop:
+                prompt_counts = timeline.usage.saw_prompt(prefilled.usage)
+                params, kv = _kept_kv(prefilled, call, handoff.prefiller.backend)
+                if kv is None and prefilled.ended_by_stop:
                     self.go_without_kv(handoff, answer)
                     break
                 if self.takes(call, handoff, answer, has_kv=kv is not None, asks_again=asks_again):
@@ -132,13 +135,12 @@ class Sequential(Disaggregated):
             if kv is None:
                 handoff.source = self.source_without_kv
             is_local = handoff.source is DECODER
-            handoff.prefilled(*of_prompt)
+            handoff.prefilled(*prompt_counts)
             handoff.held(kv)
             rank = self._ranks.claim() if balance.decode_dp_ranks > 1 else None
             try:
                 body = _decode_body(call, None if is_local else params)
-                # An answer that is not streamed comes in one piece at the end: its hand-over cannot be told from its
-                # decoding.
+                # An answer that is not streamed arrives in one piece, so its handoff and decoding cannot be separated.
                 timeline.enter(_HANDOFF if call.stream else _STREAM)
                 while True:
                     try:
@@ -146,7 +148,7 @@ class Sequential(Disaggregated):
                         break
                     except UpstreamError as error:
                         self._move_decoder(handoff, error, timeline)
-                del answer, body, told, params  # some kilobytes, which a long answer would keep
+                del answer, body, prefilled, params  # a long answer would keep these kilobytes
                 with response:
                     if not response.is_success:
                         raise refusal(response, (yield response))
@@ -157,16 +159,17 @@ class Sequential(Disaggregated):
                 if rank is not None:
                     rank.free()
 
-    # What a protocol says
+    # Decisions of a protocol
 
     @abstractmethod
     def prefill_failed(self, call: Call, error: UpstreamError) -> None:
-        """A prefiller has not prefilled, or its answer was lost."""
+        """Handle a prefill that failed or whose answer was lost."""
 
     @abstractmethod
     def takes(self, call: Call, handoff: KvHandoff, answer: EngineAnswer, *, has_kv: bool, asks_again: bool) -> bool:
-        """Whether the decoder is asked after this prefill, or else a prefiller once more, which `asks_again` says may
-        be done. `has_kv`: the answer names something to fetch. Raises UpstreamError.
+        """Return whether the decode leg follows this prefill. Otherwise the prefill leg is sent again.
+
+        `has_kv`: the answer names KV to fetch. `asks_again`: another prefill leg is allowed. Raises UpstreamError.
         """
 
     @abstractmethod
@@ -176,7 +179,7 @@ class Sequential(Disaggregated):
         Raises UpstreamError where decoders may not compute prompts.
         """
 
-    # How
+    # Legs
 
     def _prefill_leg(self, call: Call, handoff: KvHandoff, rank: RankClaim | None, timeline: Timeline) -> Leg:
         prefiller = handoff.prefiller.backend
@@ -208,20 +211,23 @@ class Sequential(Disaggregated):
         return Leg(decoder, call.api.path, body, headers, self._handoff_seconds(handoff.kv, call))
 
     def _move_decoder(self, handoff: KvHandoff, error: UpstreamError, timeline: Timeline) -> None:
-        """A refused connection has used nothing, so the same KV goes to another decoder. Raises what a failure that
-        is another one, or finds no other decoder, comes to.
+        """Move to another decoder after a refused connection, which has not used the KV.
+
+        Raises the error if it is another failure, and NoBackendAvailable if there is no other decoder.
         """
         if error.failure is not Failure.CONNECT:
             raise error
         if not self.move(handoff.decoder, handoff.failed, error):
-            # No decoder is left: another prefill would only pin more KV cache that none pulls.
+            # Another prefill would only pin more KV cache that no decoder pulls.
             raise NoBackendAvailable(Role.DECODE) from error
         timeline.left_decoder(handoff.decoder.pick)
         self._metrics.retries_total.labels(Role.DECODE.value, error.failure.value).inc()
 
     def _handoff_seconds(self, kv: PrefilledKv | None, call: Call) -> float:
-        """How long a decoder may take to answer at all. One that came back later might fetch blocks that the prefiller
-        has given to others meanwhile. An answer that is not streamed says nothing before its end.
+        """Return the time limit for the beginning of a decoder's answer, in seconds.
+
+        A decoder that fetched later could get blocks that the prefiller has reused. An answer that is not streamed
+        begins only when it is complete.
         """
         timeouts = self._context.settings.timeouts
         if not call.stream:
@@ -233,7 +239,7 @@ class Sequential(Disaggregated):
 
     @staticmethod
     def move(lease: Lease, failed: set[Backend], error: UpstreamError) -> bool:
-        """Move a lease to a backend that has not failed this attempt; False when there is none."""
+        """Move a lease to a backend that has not failed in this attempt. Return False if there is none."""
         failed.add(error.backend)
         try:
             lease.move(failed, because=error)
@@ -243,7 +249,7 @@ class Sequential(Disaggregated):
 
 
 def _first_token(timeline: Timeline) -> FirstToken | None:
-    """Return when the first token came and what it took since the decoder was asked; None if that is not known."""
+    """Return the time of the first token and the seconds since the decode leg was sent; None if they are not known."""
     stages, times = timeline.stages, timeline.times
     if _FIRST_TOKEN not in stages[:-1]:
         return None
@@ -253,21 +259,22 @@ def _first_token(timeline: Timeline) -> FirstToken | None:
 
 
 def _kept_kv(answer: Prefilled, call: Call, prefiller: Backend) -> tuple[bytes | None, PrefilledKv | None]:
-    """A prefiller's `kv_transfer_params` as it wrote them, None when there are none that say anything; and the KV that
-    they name for a decoder to fetch, None when they name none.
+    """Return a prefiller's `kv_transfer_params` verbatim, and the KV that they name for a decoder.
+
+    The first is None if they are missing or empty, the second if they name no KV to fetch.
     """
     params = bytes(answer.kv_transfer_params)
     try:
-        told = kv_params_in(params)
+        parsed = kv_params_in(params)
     except msgspec.DecodeError:
         return None, None
-    if told.do_remote_prefill is not True:
+    if parsed.do_remote_prefill is not True:
         return params if params[1:-1].strip() else None, None
-    return params, PrefilledKv(prefiller, params, told.transfer, call.prompt_tokens, call.headers)
+    return params, PrefilledKv(prefiller, params, parsed.transfer, call.prompt_tokens, call.headers)
 
 
 def _decode_body(call: Call, params: bytes | None) -> Body:
-    """That of the decode leg: the prefiller's very `kv_transfer_params`, and the call's own members behind them."""
+    """Return the body of the decode leg, with the prefiller's `kv_transfer_params` followed by the call's members."""
     if call.kv_params:
         members = orjson.dumps(dict(call.kv_params))
         params = members if params is None else params[:-1] + b"," + members[1:]
@@ -275,22 +282,26 @@ def _decode_body(call: Call, params: bytes | None) -> Body:
 
 
 class VllmPull(Sequential):
-    """Prefill → decode, one after the other; the decoder gets the KV parameters of the prefiller's answer."""
+    """The pull protocol: the decoder pulls the KV cache from the prefiller.
+
+    Used with vLLM's NixlConnector and vLLM-Ascend's MooncakeConnector. `kv_transfer_params` in the prefiller's answer
+    name the KV cache to fetch. Without them the decoder would compute the prompt again.
+    """
 
     source_without_kv = KvSource.DECODER
 
     def prefill_failed(self, call: Call, error: UpstreamError) -> None:
-        """KV may have been left behind."""
+        """See Sequential. The prefiller may keep KV."""
         self._releaser.suspect(error.backend, call.prompt_tokens, error)
 
     def takes(self, call: Call, handoff: KvHandoff, answer: EngineAnswer, *, has_kv: bool, asks_again: bool) -> bool:
-        """Ask a second time, if so configured, when the answer has no KV parameters."""
+        """See Sequential. An answer without KV parameters is repeated once if `kv.on_missing` says so."""
         lease = handoff.prefiller
         self._context.fitness.prefilled(lease.backend, has_kv)
         if has_kv:
             return True
         asks_again = asks_again and self._context.settings.kv.on_missing == "retry_prefill"
-        # A decoder is sized for decoding: a long prompt there stalls every stream it serves.
+        # A long prompt on a decoder stalls every stream that it serves.
         is_short = call.prompt_tokens <= self._context.settings.kv.local_max_tokens
         if not asks_again:
             self._let_decoder_compute(answer, is_short=is_short)
@@ -300,11 +311,11 @@ class VllmPull(Sequential):
         return False
 
     def go_without_kv(self, handoff: KvHandoff, answer: EngineAnswer) -> None:
-        """See Sequential. A long prompt, too: without KV of any prefiller the answer would be an error."""
+        """See Sequential. Long prompts are allowed here, because no prefiller would keep KV and the call would fail."""
         self._let_decoder_compute(answer, is_short=True)
 
     def _let_decoder_compute(self, answer: EngineAnswer, *, is_short: bool) -> None:
-        """Count what `kv.on_missing` makes of missing KV. Raises UpstreamError where the decoder may not compute it."""
+        """Count missing KV by the effect of `kv.on_missing`. Raises UpstreamError if the decoder may not compute it."""
         on_missing = self._context.settings.kv.on_missing
         local = on_missing == "local" or (on_missing == "retry_prefill" and is_short)
         self._metrics.missing_kv_total.labels("local" if local else "error").inc()
@@ -319,17 +330,22 @@ def _missing_kv(answer: EngineAnswer) -> UpstreamError:
 
 
 class VllmStore(Sequential):
-    """Prefill → decode, one after the other; what is between them is the store's business."""
+    """The protocol of KV stores that all engines share: the decoder finds the KV cache in the store.
+
+    Used with vLLM's MooncakeStoreConnector and vLLM-Ascend's AscendStoreConnector and UCMConnector. Their
+    `request_finished` returns nothing for a decoder, which looks blocks up by the hashes of the prompt's tokens. In a
+    MultiConnector another connector may return KV parameters, which go to the decoder verbatim.
+    """
 
     least_tokens = LEAST_STORED_TOKENS
     source_without_kv = KvSource.STORE
 
     def prefill_failed(self, call: Call, error: UpstreamError) -> None:
-        """Nothing is left behind: what is stored is free."""
+        """See Sequential. Stored KV needs no release."""
 
     def takes(self, call: Call, handoff: KvHandoff, answer: EngineAnswer, *, has_kv: bool, asks_again: bool) -> bool:
-        """Whatever it is."""
+        """See Sequential. Any answer is accepted."""
         return True
 
     def go_without_kv(self, handoff: KvHandoff, answer: EngineAnswer) -> None:
-        """The store has the KV of every prompt, however its prefill ended."""
+        """See Sequential. The store has the KV of every prompt, however its prefill ended."""

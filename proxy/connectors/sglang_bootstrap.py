@@ -1,10 +1,10 @@
 """SGLang's protocol: prefiller and decoder get the same request at the same time, and meet in a bootstrap room.
 
-Both bodies are the client's with four members more: where the prefiller's bootstrap server is, the room's number and
-the request's id. Token ids are asked of the decoder alone. SGLang's prefiller limits itself to one token, so no
-sampling parameter is changed, and its answer comes when the decoder has the KV cache
-(`process_disagg_prefill_inflight_queue`). An engine whose partner fails would wait for it for minutes: it is told to
-abort the request.
+Both bodies are the client's with four more members: host and port of the prefiller's bootstrap server, the room's
+number and the request's id. Only the decoder is asked for token ids. SGLang's prefiller limits itself to one token, so
+sampling parameters stay unchanged, and it answers when the decoder has the KV cache
+(`process_disagg_prefill_inflight_queue`). An engine whose partner fails would wait for minutes, so pdproxy sends it an
+abort of the request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from proxy.common.terms import Stage
 from proxy.connectors.base import Connector, first_byte_seconds, new_attempt_id, prefill_seconds, refusal
 from proxy.connectors.handoff import KvHandoff
 from proxy.connectors.legs import Attempt, Leg, Pair, Ranks
-from proxy.connectors.one_engine import SingleLeg, asks_for_echoed_logprobs, echo_refused
+from proxy.connectors.one_engine import SingleLeg, asks_for_echoed_logprobs, echo_error
 from proxy.wire import sglang
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import OPENAI_APIS, Api
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from proxy.upstream import Response, Upstream
     from proxy.upstream.response import EngineResponse
 
-# Where no decoder is (`FAKE_BOOTSTRAP_HOST` in disaggregation/utils.py): the engines' own warm-up requests and health
-# checks go there.
-_NOBODY: Final = "2.2.2.2"
-# Members by which an answer has token ids.
+# The host of requests without a decoder (`FAKE_BOOTSTRAP_HOST` in disaggregation/utils.py), which engines use for their
+# own warm-up requests and health checks.
+_FAKE_HOST: Final = "2.2.2.2"
+# Members that ask for token ids.
 _IDS: Final = ("return_token_ids",)
-# A signed 64-bit number in the engines. Room 0 is that of their health checks.
+# The number of rooms: engines use signed 64-bit numbers. Room 0 belongs to their health checks.
 _ROOMS: Final = 1 << 63
 _ABORT_SECONDS: Final = 2.0
 _MAX_ABORTS_AT_ONCE: Final = 8
@@ -54,7 +54,7 @@ _MAX_ABORTS_PENDING: Final = 1024
 
 
 class SglangBootstrap(Connector):
-    """Prefill and decode leg side by side."""
+    """Runs the prefill leg beside the decode leg, with the same request."""
 
     apis: Sequence[Api] = (*OPENAI_APIS, Api.GENERATE)
 
@@ -62,19 +62,19 @@ class SglangBootstrap(Connector):
         super().__init__(context)
         self._ranks = Ranks()
         self._aborts = Aborts(context.upstream, context.background)
-        self._prefiller = SingleLeg(context, Role.PREFILL, self._ranks, _nobodys_bootstrap)
+        self._prefiller = SingleLeg(context, Role.PREFILL, self._ranks, _fake_bootstrap)
 
     def check(self, call: Call) -> None:
-        """Refuse what only the prefiller knows and OpenAI's answers have no place for."""
+        """Raise BadRequest for echoed log probabilities, which the decoder does not have."""
         if asks_for_echoed_logprobs(call) and not call.is_all_prompt:
-            raise echo_refused()
+            raise echo_error()
 
     def splits(self, call: Call) -> bool:
-        """The engine gives all samples of a request the same room (`_handle_batch_request` in tokenizer_manager.py)."""
+        """See Connector. An engine uses one room for all samples (`_handle_batch_request`, tokenizer_manager.py)."""
         return True
 
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
-        """Both legs, or the prefiller's alone. See Connector.legs."""
+        """Return both legs, or only the prefiller's. See Connector.legs."""
         if _is_about_prompt(call):
             return self._prefiller.legs(call, request, timeline)
         return self._both(call, request, timeline)
@@ -89,7 +89,7 @@ class SglangBootstrap(Connector):
             timeline.enter(Stage.PREFILL)
             legs = _Legs(call, handoff, claim, timeline, self._context.settings.sglang.dp_size)
             timeline.prefill_id = timeline.decode_id = legs.id
-            handoff.held()  # the engines meet at once, and when that fails either of them may say so
+            handoff.held()  # the engines meet at once, and either of them may report a failure
             try:
                 pair = Pair(self._prefill_leg(legs), self._decode_leg(legs), legs.read)
                 with pair:
@@ -98,8 +98,8 @@ class SglangBootstrap(Connector):
                         if not response.is_success:
                             raise refusal(response, (yield response))
                         legs.decoder_answers()
-                        # The decoder knows from the prefiller how much of the prompt was cached
-                        # (`_commit_transfer_to_req`), so what it tells is not corrected.
+                        # The decoder gets the number of cached tokens from the prefiller (`_commit_transfer_to_req`),
+                        # so its usage needs no correction.
                         yield Attempt(
                             response,
                             timeline,
@@ -121,18 +121,18 @@ class SglangBootstrap(Connector):
         return Leg(legs.prefiller, call.api.path, legs.prefill_body, legs.headers, prefill_seconds(timeouts, call))
 
     def _decode_leg(self, legs: _Legs) -> Leg:
-        """Its status line comes with the first token, or before, from engines that hurry."""
+        """Return the decode leg. Its status line arrives with the first token, from some engines earlier."""
         call = legs.call
         return Leg(legs.decoder, call.api.path, legs.decode_body, legs.headers, self._decode_seconds(call))
 
     def _decode_seconds(self, call: Call) -> float:
-        """How long a decoder may take to begin its answer: it waits for the prefill first."""
+        """Return the time limit for the beginning of a decoder's answer, in seconds, prefill included."""
         timeouts = self._context.settings.timeouts
         return prefill_seconds(timeouts, call) + first_byte_seconds(timeouts, call)
 
 
 class _Legs:
-    """The two legs of one attempt: what is sent, and who works on it."""
+    """The two legs of one attempt: their bodies, and the engines that work on them."""
 
     def __init__(self, call: Call, handoff: KvHandoff, claim: RankClaim, timeline: Timeline, dp_size: int) -> None:
         self.call = call
@@ -143,28 +143,26 @@ class _Legs:
         members = bootstrap(self.prefiller, self.id, rank, dp_size)
         self.decode_body = self.prefill_body = call.body(members)
         if call.members(_IDS):
-            # The prefiller's answer is read by nobody, and would be as long as the prompt.
+            # The ids in the prefiller's answer are not used, and would be as long as the prompt.
             self.prefill_body = call.body({**members, **dict.fromkeys(_IDS, REMOVED)})
         self.headers = {**call.headers, "x-request-id": self.id}
         self.at_work = {self.prefiller, self.decoder}
         """Engines that may have the request and have not ended it."""
         self.answer: bytes | None = None
-        """The prefiller's; None until it has come."""
+        """The prefiller's answer; None until it has arrived."""
         self._handoff = handoff
         self._claim = claim
         self._timeline = timeline
         self._decoder_answers = False
 
     def read(self, response: EngineResponse, answer: bytes) -> None:
-        """The prefiller has answered: the decoder has the KV cache. There is nothing in it for the client, unless it
-        failed. Raises UpstreamError.
-        """
+        """Read the prefiller's answer: the decoder has the KV cache. Raises UpstreamError if the prefill failed."""
         if response.status != 200:
             raise refusal(response, answer)
-        if (told := error_in_answer(answer)) is not None:
-            if told.is_wish:
+        if (error := error_in_answer(answer)) is not None:
+            if error.is_wish:
                 raise response.fail(Failure.ABORTED, "stopped working on the prompt")
-            raise response.refuse("reported an error in its answer", told.status, told.body, ERROR_HEADERS)
+            raise response.refuse("reported an error in its answer", error.status, error.body, ERROR_HEADERS)
         self.answer = answer
         self.at_work.discard(self.prefiller)
         self._handoff.prefiller.free_compute()
@@ -173,13 +171,13 @@ class _Legs:
             self._enter_next()
 
     def decoder_answers(self) -> None:
-        """The decoder's status line has come. Some engines send it when they have nothing to tell yet."""
+        """Record the decoder's status line. Some engines send it before they have output."""
         self._decoder_answers = True
         if self._timeline.stage is Stage.HANDOFF:
             self._enter_next()
 
     def failed(self, error: UpstreamError) -> None:
-        """An engine that refused, or was never reached, does not work on it."""
+        """Record that an engine that rejected the request, or was not reached, does not work on it."""
         if error.failure in (Failure.CONNECT, Failure.STATUS):
             self.at_work.discard(error.backend)
 
@@ -199,22 +197,22 @@ class _PrefillAnswer:
 
     @property
     def so_far(self) -> bytes | None:
-        """The whole of it; None until it has come."""
+        """See PrefillAnswer."""
         return self._legs.answer
 
     async def whole(self) -> bytes:
-        """Wait for it. Raises UpstreamError."""
-        assert self._pair.ended is not None  # what asks for it has a task
+        """See PrefillAnswer."""
+        assert self._pair.ended is not None  # a caller in a task has a driver that can wait
         await self._pair.ended()
         assert self._legs.answer is not None
         return self._legs.answer
 
 
 def bootstrap(prefiller: Backend, attempt_id: str, rank: int, dp_size: int) -> dict[str, object]:
-    """The members by which both engines find each other, and this attempt can be aborted.
+    """Return the members by which the two engines find each other, and by which the attempt can be aborted.
 
-    A room is as random as the attempt's id, so no other process has the same. None as the port: the engines' own
-    setting (`disaggregation_bootstrap_port`).
+    A room is derived from the random id of the attempt, so no other process uses it. Without a port the engines use
+    their own setting (`disaggregation_bootstrap_port`).
     """
     return {
         "bootstrap_host": f"[{prefiller.host}]" if ":" in prefiller.host else prefiller.host,
@@ -224,10 +222,10 @@ def bootstrap(prefiller: Backend, attempt_id: str, rank: int, dp_size: int) -> d
     }
 
 
-def _nobodys_bootstrap(attempt_id: str) -> dict[str, object]:
-    """What keeps a prefiller from waiting for a decoder: it sends the KV cache nowhere and gives its answer at once."""
+def _fake_bootstrap(attempt_id: str) -> dict[str, object]:
+    """Return the members of a request to a prefiller alone, which then sends no KV cache and answers at once."""
     return {
-        "bootstrap_host": _NOBODY,
+        "bootstrap_host": _FAKE_HOST,
         "bootstrap_port": None,
         "bootstrap_room": room(int(attempt_id[:16], 16), 0, 1),
         "rid": attempt_id,
@@ -235,22 +233,22 @@ def _nobodys_bootstrap(attempt_id: str) -> dict[str, object]:
 
 
 def _is_about_prompt(call: Call) -> bool:
-    """Whether a prefiller's answer is all that is asked for: the prompt's log probabilities, and one token at most."""
+    """Return whether a call asks only for the prompt's log probabilities and at most one token."""
     if call.api is Api.GENERATE:
         return sglang.is_about_prompt(call.members(sglang.ABOUT_PROMPT))
     return asks_for_echoed_logprobs(call) and call.is_all_prompt
 
 
 def room(drawn: int, rank: int, dp_size: int) -> int:
-    """A room in [1, 2**63) of a data-parallel rank: prefillers take `room % dp_size` (`follow_bootstrap_room`)."""
+    """Return a room in [1, 2**63) of a data-parallel rank: engines use `room % dp_size` (`follow_bootstrap_room`)."""
     return (1 + drawn % (_ROOMS // dp_size - 1)) * dp_size + rank
 
 
 class Aborts:
-    """Aborts requests that were given up, in the background.
+    """Aborts abandoned requests in the background.
 
-    An engine notices a closed connection only after some seconds, and its partner's end after minutes. Nothing depends
-    on it, so an abort that fails is not repeated, and those beyond the bound are left out.
+    An engine notices a closed connection only after some seconds, and a lost partner after minutes. Aborts are
+    optional: a failed one is not repeated, and beyond a limit of pending aborts none is sent.
     """
 
     def __init__(self, upstream: Upstream, background: Background) -> None:
@@ -259,7 +257,7 @@ class Aborts:
         self._places: WeakValueDictionary[Backend, asyncio.Semaphore] = WeakValueDictionary()
 
     def send(self, backend: Backend, attempt_id: str, headers: Mapping[str, str]) -> None:
-        """Have an engine abort this attempt. `headers`: the client's credential may be the engine's."""
+        """Send an engine an abort of this attempt. `headers`: they may contain the credential that engines need."""
         if len(self._background) < _MAX_ABORTS_PENDING:
             places = self._places.setdefault(backend, asyncio.Semaphore(_MAX_ABORTS_AT_ONCE))
             self._background.start(self._send(backend, attempt_id, headers, places))

@@ -64,7 +64,7 @@ class Assembly:
         hides = call.values.get("include_reasoning") is False and bool(transcript.reasoning)
         prompt_ids = orjson.Fragment(transcript.prompt_ids) if wants_ids and transcript.prompt_ids else None
         logprobs = None if hides else self._logprobs
-        if logprobs is not None and "text_offset" in logprobs and engine.tells_offsets:
+        if logprobs is not None and "text_offset" in logprobs and engine.reports_offsets:
             # In a stream the offsets begin anew with each chunk, where its text does, which stop strings keep back.
             lengths = [len(token) for token in logprobs.get("tokens", ())]
             logprobs["text_offset"] = list(accumulate(lengths[:-1], initial=0)) if lengths else []

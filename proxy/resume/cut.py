@@ -1,4 +1,4 @@
-"""Where an answer is cut: how much of it need not be generated again. No IO.
+"""The cut of an answer: the number of its token ids that need not be generated again. No IO.
 
 The cut may depend on the text of token ids, which only engines know. Functions that need it are generators: they yield
 the ids and are sent the text.
@@ -44,7 +44,7 @@ Steps = Generator[Sequence[int], str | None, T]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where an answer is cut: `kept` token ids go on as prompt."""
+    """The place where an answer is cut: the first `kept` token ids become prompt."""
 
     kept: int
     held: str = ""

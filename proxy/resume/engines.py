@@ -1,4 +1,4 @@
-"""How engines report an answer and continue one: the port, and vLLM and SGLang behind it. No IO."""
+"""How engines report answers and continue them: the Engine interface, and vLLM and SGLang. No IO."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from proxy.wire.document import REMOVED
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from proxy.balancer.engines.engine_facts import Capability
     from proxy.dialects.call import Call
 
     Has = Callable[[Capability], bool]
-    """Return whether all engines that may work on an answer have a capability."""
-    from collections.abc import Collection
+    """Returns whether all engines that may work on an answer have a capability."""
 
 
 class CannotResume(Exception):
@@ -64,7 +63,7 @@ class Engine(ABC):
     """The member of a request by which the stop string is a part of the answer."""
     names_stop_always: ClassVar[bool] = False
     """Every chunk has `stop_member`, and not only the last one."""
-    tells_offsets: ClassVar[bool] = True
+    reports_offsets: ClassVar[bool] = True
     """The log probabilities of a completion say where in the text each token begins."""
     reasoning_field: ClassVar[str] = "reasoning"
     """The member of a chat's delta that holds reasoning, unless an answer shows another one."""
@@ -167,13 +166,12 @@ class VllmEngine(Engine):
             return _IDS
         values = call.values
         if values.get("prompt_logprobs") is not None or values.get("echo"):
-            return (
-                WatchLevel.NOT
-            )  # it refuses the one with `stream`, the other with `return_token_ids` for a prompt of ids
+            # vLLM rejects the first with `stream`, and the second with `return_token_ids` for a prompt of ids.
+            return WatchLevel.NOT
         if not call.stream and "routed_experts_prompt_start" in values:
             return WatchLevel.NOT  # streams do not have what this asks for (chat_completion/protocol.py)
-        # It hides what belongs to reasoning, and which that is only it knows; and without reasoning to be shown a
-        # grammar begins at once (vLLM `resolve_reasoning_ended`).
+        # The engine hides reasoning, and only it knows which tokens belong to it. A grammar then begins at once (vLLM
+        # `resolve_reasoning_ended`).
         hides = values.get("include_reasoning") is False
         is_hidden = hides and (call.shows_single_tokens or self.is_structured(call))
         return WatchLevel.NOT if is_hidden else WatchLevel.IDS
@@ -186,7 +184,7 @@ class VllmEngine(Engine):
         if options and len(options) > 1:
             changes = {**changes, "stream_options": {**options, "include_usage": True}}
         if values.get("include_reasoning") is False:
-            changes = {**changes, "include_reasoning": REMOVED}  # its ids would be missing
+            changes = {**changes, "include_reasoning": REMOVED}  # the ids of reasoning would be missing
         return call.changed(changes, stream=True)
 
     def is_reproducible(self, call: Call, *, seeds_repeat: bool) -> bool:
@@ -233,7 +231,7 @@ class SglangEngine(Engine):
     stop_member = "matched_stop"
     shows_stop_member = "no_stop_trim"
     names_stop_always = True
-    tells_offsets = False  # each is -1 (`to_openai_style_logprobs`)
+    reports_offsets = False  # each is -1 (`to_openai_style_logprobs`)
     reasoning_field = "reasoning_content"
     wants_text = True
     shows_half_tokens = True  # up to the last space (`find_printable_text`)
@@ -264,7 +262,7 @@ class SglangEngine(Engine):
     def observed(self, call: Call, watch: WatchLevel) -> Call:
         """See Engine."""
         if watch is WatchLevel.TEXT:
-            return call  # the same as ever: it is streamed, and its usage is asked for
+            return call  # a stream with usage needs no change
         if call.api is Api.GENERATE:
             return call.changed({"stream": True}, stream=True)
         options = call.values.get("stream_options") if call.include_usage else None
@@ -297,8 +295,9 @@ class SglangEngine(Engine):
         return None
 
     def next_seed(self, seed: int, segment: int) -> int:
-        """The same one. Where it counts at all, a random number is made of it and of the position
-        (`layers/sampler.py`), so that even a sampled answer goes on as it would have.
+        """See Engine. The seed stays, because SGLang draws random numbers by seed and position (`layers/sampler.py`).
+
+        So even a sampled answer continues as it would have without the break.
         """
         return seed
 
@@ -317,7 +316,7 @@ class SglangEngine(Engine):
         does not (`to_sampling_params`, `_build_sampling_params`), and null is no number for it.
         """
         if sampling is None:
-            raise CannotResume("what SGLang samples a chat by is not known")
+            raise CannotResume("the default sampling options of SGLang's chats are not known")
         unset = [name for name in _SAMPLED_BY if call.values.get(name) is None]
         return {name: sampling.get(name, REMOVED) for name in unset if name in sampling or name in call.values}
 
@@ -337,7 +336,7 @@ ENGINES: Final[Mapping[str, Engine]] = {"vLLM": VLLM, "SGLang": SGLANG}
 """The engine software that answers can be continued on, by `Identity.kind`."""
 
 
-# What vLLM takes for the limit of a completion that names none, or null (`CompletionRequest`).
+# vLLM's limit for a completion that names none, or null (`CompletionRequest`).
 _COMPLETION_TOKENS: Final = 16
 
 

@@ -77,7 +77,7 @@ class Seam:
         else:
             held = (plan.pending or {}).get("content", "")
         shown = len(transcript.content) + len(held) if plan.text_offset is None else plan.text_offset
-        self._text_offset = 0 if plan.replays or not plan.engine.tells_offsets else shown
+        self._text_offset = 0 if plan.replays or not plan.engine.reports_offsets else shown
         self._pending = plan.pending
         self._guard = guard
         self._deferred = plan.deferred
@@ -142,14 +142,17 @@ class Seam:
 
     def usage(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The usage of the whole answer; the engine took a part of it for prompt."""
-        told = counts(usage)
+        tokens = counts(usage)
         corrected = {
             **usage,
-            "prompt_tokens": (told.prompt or 0) - self._kept,
-            "completion_tokens": (told.completion or 0) + self._kept,
+            "prompt_tokens": (tokens.prompt or 0) - self._kept,
+            "completion_tokens": (tokens.completion or 0) + self._kept,
         }
-        if told.reasoning is not None:
-            details = {**usage["completion_tokens_details"], "reasoning_tokens": told.reasoning + self._kept_reasoning}
+        if tokens.reasoning is not None:
+            details = {
+                **usage["completion_tokens_details"],
+                "reasoning_tokens": tokens.reasoning + self._kept_reasoning,
+            }
             corrected["completion_tokens_details"] = details
         return corrected
 

@@ -41,18 +41,18 @@ class Transcript:
         self._reasoning_ids = 0
         self._reasoned = 0  # `reasoning_ids` before the last chunk of reasoning
         self._offsets: list[int] | None = None
-        """Of the ids in the text, as far as a completion's log probabilities tell; None until they do."""
+        """Offsets in the text of the ids, from a completion's log probabilities; None until there are some."""
         self._offset_end = 0
         self._grammar: Grammar | None = None  # once it was asked for
         # UTF-8. An io.StringIO of Python 3.11 keeps what it is given, which is ten times as much.
         self._reasoning = bytearray()
         self._content = bytearray()
         self._texts: list[str] | None = None
-        """See `noting`; None until it was called. It and the next one are the same lists from then on."""
+        """Texts of noted tokens that are not added yet; None until `noting` was called. It is always the same list."""
         self._noted_ids: list[int] | None = None
         self._is_reasoning = False
 
-    # What was noted is read when somebody asks for what it changes.
+    # Properties settle first, so that noted tokens are included.
 
     @property
     def ids(self) -> array[int]:
@@ -62,21 +62,22 @@ class Transcript:
 
     @property
     def settled(self) -> int:
-        """How many of them have shown their text. Those behind them showed nothing: a marker, the beginning of a tool
-        call, bytes of a character that is not complete.
+        """The number of ids whose text was shown.
+
+        Later ids showed nothing: a marker, the beginning of a tool call, bytes of an incomplete character.
         """
         self.settle()
         return self._settled
 
     @property
     def chunk_start(self) -> int:
-        """Ids before the last chunk that showed something."""
+        """The number of ids before the last chunk that showed something."""
         self.settle()
         return self._chunk_start
 
     @property
     def reasoning_ids(self) -> int:
-        """How many ids are reasoning."""
+        """The number of ids that are reasoning."""
         self.settle()
         return self._reasoning_ids
 
@@ -93,13 +94,13 @@ class Transcript:
 
     @property
     def prompt_tokens(self) -> int | None:
-        """How many token ids the prompt has; None until an engine reports them."""
+        """The number of token ids in the prompt; None until an engine reports them."""
         ids = self.prompt_ids
         return None if ids is None else ids.count(b",") + bool(ids.strip(b"[] \t\r\n"))
 
     @property
     def grammar(self) -> Grammar:
-        """How the model writes, which the prompt tells."""
+        """The grammar of the model, recognised by the prompt."""
         if self._grammar is None:
             if self.prompt_ids is None:
                 return UNRECOGNISED
@@ -108,7 +109,7 @@ class Transcript:
 
     @property
     def has_text(self) -> bool:
-        """Whether there is anything that a client can see."""
+        """Whether the answer has any part that a client can see."""
         return bool(self._texts or self._content or self._reasoning or self.tools)
 
     def take(self, choice: dict[str, Any], ids: Any) -> bool:
@@ -147,9 +148,9 @@ class Transcript:
         return True
 
     def noting(self, *, is_reasoning: bool) -> tuple[list[str], list[int]]:
-        """Where to note tokens that add to the same text: of each its text and, if it has one, its id.
+        """Return lists for the texts and the ids of tokens that all add to the same text.
 
-        Whoever does so calls `settle` now and then, as notes take many times the memory of what they say.
+        The caller must call `settle` regularly, because noted tokens take many times the memory of added ones.
         """
         self.settle()
         self._is_reasoning = is_reasoning
@@ -159,7 +160,7 @@ class Transcript:
         return texts, ids
 
     def settle(self) -> None:
-        """Read what was noted."""
+        """Add the noted tokens to the answer."""
         texts = self._texts
         if not texts:
             return
@@ -188,7 +189,7 @@ class Transcript:
         return offsets[kept] if kept < len(offsets) else self._offset_end
 
     def reasoning_among(self, kept: int) -> int:
-        """How many of the first `kept` ids are reasoning."""
+        """Return the number of the first `kept` ids that are reasoning."""
         self.settle()
         is_past_reasoning = bool(self._content or self.tools) or not self._reasoning
         return min(kept, self._reasoning_ids if is_past_reasoning else self._marker_behind(self._reasoned, kept))
@@ -242,11 +243,14 @@ class Transcript:
         return shows
 
     def _end_reasoning(self, before: int) -> None:
-        """Its last ids may be white space that showed nothing. `before`: ids before the chunk with what follows."""
+        """End the reasoning, whose last ids may be white space that was not shown.
+
+        `before`: the number of ids before the chunk with the text after it.
+        """
         self._reasoning_ids = self._marker_behind(self._reasoned, max(self._reasoning_ids, before - 1))
 
     def _marker_behind(self, start: int, otherwise: int) -> int:
-        """Index of the marker that ends reasoning, from `start` on; `otherwise` where there is none."""
+        """Return the index of the marker that ends reasoning, from `start` on; `otherwise` if there is none."""
         later = self._ids[start:].tolist()
         ends = [later.index(marker) for marker in self.grammar.reasoning_end_ids if marker in later]
         return start + min(ends) if ends else otherwise
