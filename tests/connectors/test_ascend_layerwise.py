@@ -131,7 +131,7 @@ async def test_the_prefiller_knows_how_much_of_the_prompt_was_cached(start: Star
     assert answer.usage["prompt_tokens_details"]["cached_tokens"] == 5
 
 
-async def test_every_sample_has_an_id_of_its_own(start: Start) -> None:
+async def test_every_sample_has_a_separate_id(start: Start) -> None:
     pushing = await start()
     answer = await pushing.gateway.ask(request(Api.COMPLETIONS, n=3, stream=True))
     assert answer.texts == dict.fromkeys(range(3), TEXT)
@@ -169,7 +169,7 @@ async def test_what_cannot_be_handed_over_is_refused_before_any_engine_is_asked(
     assert not pushing.decoders[0].received
 
 
-async def test_several_engines_behind_an_address_are_told_apart(start: Start) -> None:
+async def test_requests_name_ranks_of_engines_behind_one_address(start: Start) -> None:
     pushing = await start(balance={"prefill_dp_ranks": 2, "decode_dp_ranks": 3})
     for _ in range(2):
         assert (await pushing.gateway.ask(request(Api.CHAT))).status == 200
@@ -301,7 +301,7 @@ async def test_a_decoder_that_calls_back_twice_is_answered_and_taken_at_its_firs
     assert len(prefiller.received) == 1
 
 
-async def test_a_callback_that_comes_late_finds_nobody(start: Start) -> None:
+async def test_late_callback_is_rejected(start: Start) -> None:
     pushing = await start()
     await pushing.gateway.ask(request(Api.CHAT))
     late = callback(engine_id(pushing.decoders[0].received[0]))
@@ -386,7 +386,7 @@ async def test_a_prefillers_own_error_reaches_the_client(start: Start, status: i
     await is_left(pushing.decoders[0])
 
 
-async def test_a_prefiller_that_takes_too_long_is_to_blame_and_not_the_decoder(start: Start) -> None:
+async def test_slow_prefill_counts_against_prefiller_only(start: Start) -> None:
     pushing = await start(timeouts={"prefill_seconds": 0.1, "first_token_seconds": 30.0})
     pushing.prefillers[0].before = waits_for(asyncio.Event())
     answer = await pushing.gateway.ask(request(Api.CHAT, stream=True))

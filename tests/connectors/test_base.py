@@ -47,7 +47,7 @@ def test_an_answer_that_is_not_streamed_may_take_as_long_as_it_has_tokens(
     ("code", "status"), [(400, 400), (599, 599), (399, 500), (600, 500), ("400", 500), (None, 500), (40.0, 500)]
 )
 @pytest.mark.parametrize("is_inside", [True, False])
-async def test_an_error_that_a_prefiller_tells_in_its_answer_has_the_code_it_tells_if_it_is_one(
+async def test_prefill_error_with_status_200_has_the_code_in_its_body(
     deploy: Deploy, code: object, status: int, is_inside: bool
 ) -> None:
     error = {"message": "no", "code": code}

@@ -63,7 +63,7 @@ def test_a_server_is_beside_its_prefiller(host: str, port: int | None, address: 
 # What they tell
 
 
-def test_engines_are_told_by_the_number_of_their_rank() -> None:
+def test_engines_are_sorted_by_rank() -> None:
     told = {str(rank): {"engine_id": f"engine-{rank}", "worker_addr": {"0": {"0": "tcp://x"}}} for rank in (10, 9, 0)}
     assert parse_engines(orjson.dumps(told)) == ((0, "engine-0"), (9, "engine-9"), (10, "engine-10"))
     assert parse_engines(b"{}") == ()
@@ -99,7 +99,7 @@ def test_anything_is_engines_or_refused(answer: object) -> None:
 # How often they are asked
 
 
-async def test_a_server_is_asked_once_whoever_wants_to_know(clock: Clock) -> None:
+async def test_concurrent_attempts_share_one_query(clock: Clock) -> None:
     async with BootstrapServer() as server, asking(clock) as bootstraps:
         told = await asyncio.gather(*(bootstraps.engines(PREFILLER, server.address) for _ in range(5)))
         assert told == [TWO] * 5
@@ -107,7 +107,7 @@ async def test_a_server_is_asked_once_whoever_wants_to_know(clock: Clock) -> Non
         assert server.asked == ["/query"]
 
 
-async def test_it_is_asked_again_after_some_seconds_and_when_it_was_forgotten(clock: Clock) -> None:
+async def test_server_is_queried_again_after_some_seconds_and_when_forgotten(clock: Clock) -> None:
     async with BootstrapServer() as server, asking(clock) as bootstraps:
         await bootstraps.engines(PREFILLER, server.address)
         server.answer = engines_told("new")
@@ -148,7 +148,7 @@ async def test_what_is_known_holds_when_a_server_is_gone(clock: Clock) -> None:
         assert (await refused(bootstraps, server.address)).failure is Failure.CONNECT
 
 
-async def test_who_waited_for_an_answer_that_is_none_does_not_ask_again(clock: Clock) -> None:
+async def test_waiting_attempts_share_a_failed_query(clock: Clock) -> None:
     async with BootstrapServer(answer=http(b"nonsense")) as server, asking(clock) as bootstraps:
         await asyncio.gather(*(refused(bootstraps, server.address) for _ in range(5)))
         assert len(server.asked) == 1
@@ -157,7 +157,7 @@ async def test_who_waited_for_an_answer_that_is_none_does_not_ask_again(clock: C
         assert await bootstraps.engines(PREFILLER, server.address) == TWO
 
 
-async def test_who_waits_asks_when_the_one_who_asked_has_left(clock: Clock) -> None:
+async def test_waiting_attempt_queries_when_the_first_is_cancelled(clock: Clock) -> None:
     async with BootstrapServer(answer=None) as server, asking(clock) as bootstraps:
         first, second = (asyncio.create_task(bootstraps.engines(PREFILLER, server.address)) for _ in range(2))
         await until(lambda: len(server.asked) == 1, "the question")
@@ -219,7 +219,7 @@ NEIGHBOUR = Backend(Role.PREFILL, "127.0.0.1", 7200, slot=4)
         (("engine-2",), False, DECODER),
     ],
 )
-async def test_a_decoder_that_was_sent_to_anothers_engines_is_not_to_blame(
+async def test_shared_bootstrap_server_does_not_count_against_decoder(
     clock: Clock, told: tuple[str, ...], is_met: bool, blamed: Backend
 ) -> None:
     """However their bootstrap server is called: it may have several addresses."""
@@ -235,9 +235,7 @@ async def test_a_decoder_that_was_sent_to_anothers_engines_is_not_to_blame(
 
 
 @pytest.mark.parametrize("is_same", [True, False])
-async def test_nor_is_one_that_was_sent_to_a_bootstrap_server_that_another_prefiller_has(
-    clock: Clock, is_same: bool
-) -> None:
+async def test_shared_bootstrap_address_does_not_count_against_decoder(clock: Clock, is_same: bool) -> None:
     """Even if nobody has asked for the other one's engines yet."""
     addresses: dict[Backend, str] = {}
     async with BootstrapServer() as server, asking(clock, addresses=addresses) as servers:
@@ -263,7 +261,7 @@ async def test_nor_is_one_that_was_sent_to_a_bootstrap_server_that_another_prefi
         (b"what?\r\n\r\n", Failure.BAD_ANSWER),
     ],
 )
-async def test_an_answer_that_is_none_is_a_failure_of_the_prefiller(
+async def test_invalid_answer_of_a_bootstrap_server_is_the_prefillers_failure(
     clock: Clock, answer: bytes, failure: Failure
 ) -> None:
     async with BootstrapServer(answer=answer, closes=True) as server, asking(clock) as bootstraps:

@@ -157,7 +157,7 @@ async def test_a_response_that_comes_as_the_prefiller_fails_is_given_back(legs: 
 
 
 @pytest.mark.parametrize("later", range(5))
-async def test_a_response_that_comes_as_somebody_leaves_is_given_back(legs: Legs, later: int) -> None:
+async def test_response_that_arrives_during_cancellation_is_given_back(legs: Legs, later: int) -> None:
     """Whichever of the two is noticed first, and though one is in a hurry and cancels twice."""
     await legs.begin()
     legs.decode.ends(legs.opened)
@@ -210,7 +210,7 @@ async def test_what_the_decoder_says_then_is_put_down_to_the_prefiller(legs: Leg
     assert error.__cause__ is symptom
 
 
-async def test_a_decoder_that_fails_while_the_prefiller_works_is_to_blame(legs: Legs) -> None:
+async def test_decoder_failure_during_prefill_counts_against_decoder(legs: Legs) -> None:
     await legs.open()
     legs.rest.ends(error := failure(DECODER))
     assert await legs.error() is error

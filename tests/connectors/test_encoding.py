@@ -133,9 +133,7 @@ async def test_without_encoders_prefillers_get_media_at_once(deploy: Deploy) -> 
 
 
 @pytest.mark.parametrize("fault", [{"status": 500}, {"status": 503}, {"status": 429}, None], ids=str)
-async def test_another_encoder_is_asked_and_nobody_prefills_before(
-    encoders: Encoders, fault: dict[str, Any] | None
-) -> None:
+async def test_another_encoder_is_tried_before_any_prefill(encoders: Encoders, fault: dict[str, Any] | None) -> None:
     gateway = await encoders.deploy()
     failing, other = encoders.engines
     failing.faults.add("refuse_status" if fault else "reset_before_headers", **(fault or {}))
@@ -200,7 +198,7 @@ async def test_media_wait_while_all_encoders_are_restarting(encoders: Encoders) 
 
 
 @pytest.mark.fault(62)
-async def test_what_a_removed_encoder_works_on_is_encoded_elsewhere(encoders: Encoders) -> None:
+async def test_item_of_a_removed_encoder_moves_to_another_encoder(encoders: Encoders) -> None:
     gateway = await encoders.deploy()
     for engine in encoders.engines:
         engine.faults.add("hang_before_headers")
@@ -256,7 +254,7 @@ async def test_a_bounded_number_of_items_is_encoded_at_a_time(encoders: Encoders
     await engine.wait_until(lambda state: not state.live)
 
 
-async def test_an_item_is_charged_to_its_encoder_and_to_nobody_later(encoders: Encoders) -> None:
+async def test_item_is_charged_to_its_encoder_only(encoders: Encoders) -> None:
     gateway = await encoders.deploy(
         engines=encoders.engines[:1], cost={"image_tokens": 100, "audio_tokens": 7}, fanout={"concurrency": 8}
     )

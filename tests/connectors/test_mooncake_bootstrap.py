@@ -82,7 +82,7 @@ async def pair(
 # What is sent
 
 
-async def test_both_engines_are_told_where_they_meet(deploy: Deploy, bootstrap: BootstrapServer) -> None:
+async def test_both_engines_get_the_meeting_point(deploy: Deploy, bootstrap: BootstrapServer) -> None:
     both = await pair(deploy, bootstrap)
     async with both.gateway.session.post(both.gateway.url + Api.COMPLETIONS.path, data=COMPLETION) as response:
         assert response.status == 200
@@ -128,7 +128,7 @@ async def test_requests_go_to_the_ranks_in_turn_and_each_to_its_own_engine(
     assert bootstrap.asked == ["/query"]
 
 
-async def test_a_prefiller_may_have_a_bootstrap_port_of_its_own(deploy: Deploy, bootstrap: BootstrapServer) -> None:
+async def test_prefiller_may_have_a_separate_bootstrap_port(deploy: Deploy, bootstrap: BootstrapServer) -> None:
     both = await pair(deploy, bootstrap, mooncake={"bootstrap_port": 1})
     (backend,) = both.gateway.worker.pools.prefill.backends()
     both.gateway.roster.add(Backend(Role.PREFILL, backend.host, backend.port, bootstrap_port=bootstrap.port))
@@ -136,7 +136,7 @@ async def test_a_prefiller_may_have_a_bootstrap_port_of_its_own(deploy: Deploy, 
     assert both.decoder.bodies[0]["kv_transfer_params"]["remote_bootstrap_addr"] == bootstrap.address
 
 
-async def test_every_sequence_has_a_transfer_of_its_own(deploy: Deploy, bootstrap: BootstrapServer) -> None:
+async def test_every_sequence_has_a_separate_transfer(deploy: Deploy, bootstrap: BootstrapServer) -> None:
     both = await pair(deploy, bootstrap)
     answer = await both.gateway.ask(request(Api.CHAT, n=3))
     assert set(answer.texts) == {0, 1, 2}
@@ -369,7 +369,7 @@ async def test_a_prefillers_failure_is_nothing_to_a_decoder_that_has_the_kv(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_prefiller_that_has_started_anew_is_asked_who_it_is(
+async def test_restarted_prefiller_is_queried_for_its_engines(
     deploy: Deploy, bootstrap: BootstrapServer, stream: bool
 ) -> None:
     """Its decoder cannot find the engine it was told of, and says so, or says nothing."""

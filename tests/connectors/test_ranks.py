@@ -29,7 +29,7 @@ def test_ranks_take_turns_when_nothing_is_in_flight() -> None:
     assert taken == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_every_backend_has_turns_of_its_own() -> None:
+def test_every_backend_has_separate_turns() -> None:
     """Backends that are chosen in turn would otherwise get the same rank each time."""
     ranks = Ranks()
     taken = []
@@ -77,7 +77,7 @@ def test_a_leg_that_fails_gives_its_rank_back() -> None:
 
 
 @pytest.mark.parametrize(("count", "header"), [(1, {}), (2, {RANK_HEADER: "0"})])
-def test_engines_are_told_only_where_there_is_a_choice(count: int, header: dict[str, str]) -> None:
+def test_rank_header_is_sent_only_for_several_ranks(count: int, header: dict[str, str]) -> None:
     with Ranks().claim() as claim:
         assert claim.header(ONE, count) == header
 

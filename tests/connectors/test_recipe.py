@@ -103,7 +103,7 @@ async def test_several_samples_are_several_attempts(deploy: Deploy) -> None:
     assert len(generations(gateway.prefillers[0])) == 3
 
 
-async def test_an_answer_that_breaks_off_goes_on_elsewhere(deploy: Deploy) -> None:
+async def test_interrupted_answer_continues_on_another_decoder(deploy: Deploy) -> None:
     gateway = await deploy(1, 2, connector="example")
     body = request(Api.CHAT, stream=True, max_tokens=20)
     gateway.decoders[0].faults.add("reset_after_tokens", tokens=3, times=1)

@@ -209,7 +209,7 @@ async def test_a_release_that_is_refused_is_not_repeated(deploy: Deploy) -> None
     gateway.expects_pinned = 1
 
 
-async def test_a_release_that_nobody_answers_is_given_up_after_a_while(deploy: Deploy) -> None:
+async def test_unanswered_release_is_abandoned_after_a_while(deploy: Deploy) -> None:
     gateway = await deploy(1, 2, admission={"wait_seconds": 0.5})
     for decoder in gateway.decoders:
         decoder.faults.add("refuse_status", status=500)

@@ -105,7 +105,7 @@ async def test_a_clients_own_room_is_not_used(deploy: Deploy) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_every_sequence_has_a_room_of_its_own(deploy: Deploy, stream: bool) -> None:
+async def test_every_sequence_has_a_separate_room(deploy: Deploy, stream: bool) -> None:
     pair = await start(deploy)
     answer = await pair.gateway.ask(request(Api.CHAT, n=3, stream=stream))
     assert set(answer.texts) == {0, 1, 2}
@@ -206,7 +206,7 @@ async def test_the_prefillers_answer_is_read_to_the_end(deploy: Deploy) -> None:
 @pytest.mark.interpreted
 @pytest.mark.parametrize("fast_path", [True, False])
 @pytest.mark.parametrize("decode", [hangs, meeting.begins_and_hangs])
-async def test_a_mistake_with_the_prefillers_answer_ends_the_request_and_is_told(
+async def test_defect_in_reading_the_prefill_ends_the_request_and_is_logged(
     deploy: Deploy,
     decode: Act,
     fast_path: bool,
@@ -356,7 +356,7 @@ async def test_an_error_in_the_stream_reaches_the_client_in_the_engines_words(de
     assert pair.decoder.aborted == []
 
 
-async def test_a_prefiller_whose_request_somebody_aborted_has_failed(deploy: Deploy) -> None:
+async def test_aborted_prefill_is_a_failure(deploy: Deploy) -> None:
     aborted = {"choices": [{"index": 0, "delta": {"content": "x"}, "finish_reason": "abort"}]}
     pair = await start(deploy, streams(data(aborted), meeting.DONE), hangs)
     answer = await pair.gateway.ask(request(Api.CHAT, stream=True))
@@ -364,7 +364,7 @@ async def test_a_prefiller_whose_request_somebody_aborted_has_failed(deploy: Dep
     assert set(pair.results(pair.prefiller)) == {"aborted"}
 
 
-async def test_when_both_fail_the_prefiller_is_to_blame(deploy: Deploy) -> None:
+async def test_prefiller_failure_wins_when_both_fail(deploy: Deploy) -> None:
     """A decoder whose KV cache does not come says so with a 500 of its own."""
 
     async def fail_late(exchange: Exchange) -> None:
@@ -436,7 +436,7 @@ async def test_a_client_that_leaves_later_is_no_news_to_the_prefiller(deploy: De
     assert pair.prefiller.aborted == []
 
 
-async def test_only_a_few_engines_are_told_at_a_time(deploy: Deploy) -> None:
+async def test_aborts_per_engine_are_limited(deploy: Deploy) -> None:
     pair = await start(deploy, decode=hangs)
     decoder = pair.decoder
     decoder.answers_aborts = asyncio.Event()

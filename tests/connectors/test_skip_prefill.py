@@ -55,7 +55,7 @@ async def test_the_next_turn_is_left_to_the_decoder_that_has_the_one_before(
     assert [(line["p"] == "-", line["kv"] == "local") for line in lines] == [(False, False), (True, True)]
 
 
-async def test_it_is_off_unless_it_is_wanted(deploy: Deploy) -> None:
+async def test_skip_prefill_is_off_by_default(deploy: Deploy) -> None:
     gateway = await deploy(1, 3)
     first = await gateway.ask(turn(LONG, stream=True))
     await gateway.ask(turn(LONG, first.text, "And then?"))

@@ -594,7 +594,7 @@ async def test_short_prompts_go_to_a_decoder_alone(deploy: Deploy, text: str, pr
         assert stages == {"first_token", "stream"} | ({"prefill", "handoff"} if prefills else set())
 
 
-async def test_a_prompt_that_was_not_prefilled_is_told_by_the_decoder(deploy: Deploy) -> None:
+async def test_decoder_reports_the_prompt_that_was_not_prefilled(deploy: Deploy) -> None:
     gateway = await deploy(kv={"prefill_min_tokens": 100}, engine={"block_size": 4})
     body = request(Api.CHAT, "The same prompt twice")
     await gateway.ask(body)

@@ -78,7 +78,7 @@ async def test_parameters_of_another_connector_reach_the_decoder_and_not_the_cli
 
 
 @pytest.mark.parametrize("params", [b"{}", b"[]", b"7", b'""'])
-async def test_what_is_no_parameters_is_none(deploy: Deploy, params: bytes) -> None:
+async def test_malformed_kv_parameters_count_as_missing(deploy: Deploy, params: bytes) -> None:
     prefiller, decoder = canned_pair((STORED % USAGE).replace(b"null", params))
     gateway = await store(deploy, [prefiller], [decoder], resume={"mode": "off"})
     await post(gateway, BODY)

@@ -62,7 +62,7 @@ def is_complete(answer: Answer, text: str, tokens: int = 40) -> bool:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("mode", ["exact", "off"])
-async def test_it_is_answered_in_its_own_shape(deploy: Deploy, stream: bool, mode: str) -> None:
+async def test_answer_has_the_dialects_form(deploy: Deploy, stream: bool, mode: str) -> None:
     gateway = await deploy(1, 1, resume={"mode": mode})
     assert is_complete(await ask(gateway, {**ASKED, "stream": stream}), await answer_alone(CHAT))
     asked = {labels[0] for labels in gateway.metrics("pdproxy_requests_total")}
@@ -72,7 +72,7 @@ async def test_it_is_answered_in_its_own_shape(deploy: Deploy, stream: bool, mod
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("profile", ["v0.23", "v0.33"])
 @pytest.mark.parametrize("tokens", [1, 2, 13, 39])
-async def test_it_goes_on_when_its_decoder_is_lost(deploy: Deploy, profile: str, stream: bool, tokens: int) -> None:
+async def test_answer_resumes_when_its_decoder_is_lost(deploy: Deploy, profile: str, stream: bool, tokens: int) -> None:
     """As a completion of token ids, or as a chat of them."""
     gateway = await deploy(1, 2, engine={"profile_name": profile}, resume={"repeat_up_to_tokens": 0})
     for decoder in gateway.decoders:
@@ -81,7 +81,7 @@ async def test_it_goes_on_when_its_decoder_is_lost(deploy: Deploy, profile: str,
     assert sum(gateway.metrics("pdproxy_resumes_total").values())
 
 
-async def test_what_nobody_has_seen_is_begun_anew(deploy: Deploy) -> None:
+async def test_answer_restarts_when_the_client_has_nothing(deploy: Deploy) -> None:
     """The first decoder opens its stream, so `hello` was written, but not sent."""
     gateway = await deploy(1, 2)
     for decoder in gateway.decoders:
@@ -109,7 +109,7 @@ async def test_an_answer_that_cannot_be_saved_ends_with_an_apology(deploy: Deplo
         (ASKED, "POST", {"X-Api-Key": "mine", "Content-Encoding": "gzip"}, 415, "content_encoding"),
     ],
 )
-async def test_whoever_refuses_a_request_does_it_in_the_words_of_its_route(
+async def test_errors_have_the_form_of_their_route(
     deploy: Deploy, body: Any, method: str, headers: dict[str, str], status: int, kind: str
 ) -> None:
     gateway = await deploy(1, 1, listen={"max_body_bytes": 4096})
@@ -123,7 +123,7 @@ async def test_whoever_refuses_a_request_does_it_in_the_words_of_its_route(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_an_engine_refuses_is_told_in_the_same_words(deploy: Deploy, stream: bool) -> None:
+async def test_engine_refusal_has_the_dialects_form(deploy: Deploy, stream: bool) -> None:
     gateway = await deploy(1, 1)
     gateway.prefillers[0].faults.add("refuse_status", status=422)
     answer = await ask(gateway, {**ASKED, "stream": stream})

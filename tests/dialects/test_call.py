@@ -100,7 +100,7 @@ def test_deeply_nested_prompts_are_counted_without_recursion() -> None:
     assert parse(Api.COMPLETIONS, deep, COST).prompt_tokens == 1
 
 
-def test_a_prompt_of_its_own_is_counted_by_the_same_rule() -> None:
+def test_replaced_prompt_is_counted_by_the_same_rule() -> None:
     assert text_tokens("x" * 40, COST) == 10
     assert text_tokens([1, 2, 3], COST) == 3
     assert text_tokens("", COST) == 0
@@ -187,7 +187,7 @@ def test_stop_strings_are_read_however_they_are_given(stop: Any, expected: list[
     assert list(chat().stops) == []
 
 
-def test_an_answer_may_be_streamed_that_nobody_asked_to_be() -> None:
+def test_whole_answer_may_be_requested_as_a_stream() -> None:
     call = chat(request_id="mine")
     streamed = call.changed({"stream": True, "seed": 3}, stream=True)
     assert streamed.stream
@@ -223,5 +223,5 @@ def test_a_call_without_another_prompt_keeps_its_cost() -> None:
         ({"logprobs": 0}, True),
     ],
 )
-def test_who_sees_single_tokens(fields: dict[str, Any], shows: bool) -> None:
+def test_shows_single_tokens(fields: dict[str, Any], shows: bool) -> None:
     assert completion(**fields).shows_single_tokens is shows

@@ -136,7 +136,7 @@ def test_as_many_units_as_allowed_are_made() -> None:
 @pytest.mark.parametrize(
     "prompt", [[None], ["a", None], ["a", 1], [[1], ["a"]], [[1, [2]]], [{"a": 1}], [1.5], [[True]]]
 )
-def test_a_list_of_what_is_no_prompt_is_refused(prompt: Any) -> None:
+def test_list_of_invalid_prompts_is_rejected(prompt: Any) -> None:
     with pytest.raises(BadRequest) as refusal:
         split_up(completion(prompt))
     assert refusal.value.param == "prompt"
@@ -219,7 +219,7 @@ def test_the_tokens_of_a_prompt_count_once_and_those_of_all_answers() -> None:
 
 
 @pytest.mark.parametrize("others", [None, {}])
-def test_cached_tokens_are_only_told_when_all_are_known(others: Any) -> None:
+def test_cached_tokens_are_reported_only_when_all_units_have_them(others: Any) -> None:
     units = split_up(completion(["a", "b"]))
     merged = merge_usage(units, [usage(10, 1, 4), {**usage(10, 2), "prompt_tokens_details": others}])
     assert merged == {"prompt_tokens": 20, "total_tokens": 23, "completion_tokens": 3}

@@ -60,7 +60,7 @@ async def test_streamed_or_not_it_is_the_same_with_every_connector(deploy: Deplo
     ]
 
 
-async def test_a_stream_begins_with_what_is_known_of_the_prompt(deploy: Deploy) -> None:
+async def test_message_start_has_the_usage_of_the_prompt(deploy: Deploy) -> None:
     gateway = await deploy(1, 1)
     for cached in (False, True):
         (_, start), *_, (_, end), _ = events(await ask(gateway, question("x" * 600, stream=True)))
@@ -70,7 +70,7 @@ async def test_a_stream_begins_with_what_is_known_of_the_prompt(deploy: Deploy) 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_stop_sequence_is_told(deploy: Deploy, stream: bool) -> None:
+async def test_stop_sequence_is_reported(deploy: Deploy, stream: bool) -> None:
     gateway = await deploy(1, 1)
     text = await answer_alone(request(Api.CHAT, max_tokens=40))
     stop = text.split()[2]
@@ -169,7 +169,7 @@ async def test_what_engines_are_asked_is_a_chat(gateway: Deployment) -> None:
         (question(model="other"), "POST", {"X_Api_Key": "mine"}, 404, "not_found_error"),
     ],
 )
-async def test_whoever_refuses_a_request_does_it_in_anthropics_words(
+async def test_errors_have_anthropics_form(
     deploy: Deploy, body: Any, method: str, headers: dict[str, str], status: int, kind: str
 ) -> None:
     gateway = await deploy(1, 1, listen={"max_body_bytes": 4096})
@@ -196,9 +196,7 @@ async def test_a_key_is_shown_as_anthropics_clients_do(deploy: Deploy) -> None:
 @pytest.mark.parametrize(
     ("status", "kind"), [(422, "invalid_request_error"), (429, "rate_limit_error"), (503, "overloaded_error")]
 )
-async def test_what_an_engine_refuses_is_told_in_its_words(
-    deploy: Deploy, stream: bool, status: int, kind: str
-) -> None:
+async def test_engine_refusal_keeps_its_message(deploy: Deploy, stream: bool, status: int, kind: str) -> None:
     gateway = await deploy(1, 1, retry={"max_attempts": 1})
     gateway.prefillers[0].faults.add("refuse_status", status=status)
     answer = await ask(gateway, question(stream=stream))
@@ -206,7 +204,7 @@ async def test_what_an_engine_refuses_is_told_in_its_words(
     assert "refuse" in answer.json["error"]["message"] or answer.json["error"]["message"]
 
 
-async def test_nobody_to_serve_it_is_an_overload(deploy: Deploy) -> None:
+async def test_missing_backend_is_an_overloaded_error(deploy: Deploy) -> None:
     gateway = await deploy(1, 0)
     answer = await ask(gateway, question())
     assert (answer.status, answer.json["error"]["type"]) == (503, "overloaded_error")

@@ -126,7 +126,7 @@ def test_what_claude_code_says_in_between_stays_there() -> None:
 
 
 @pytest.mark.parametrize("content", ["x-anthropic-billing-header: cch=1f;", "", []])
-def test_a_reminder_of_nothing_is_none(content: Any) -> None:
+def test_empty_system_message_is_dropped(content: Any) -> None:
     assert messages(("user", "Hi"), ("system", content)) == [user("Hi")]
 
 
@@ -168,7 +168,7 @@ def test_an_answer_that_the_client_has_begun_goes_on() -> None:
         ({"service_tier": "auto", "container": None, "context_management": {}, "mcp_servers": []}, {}),
     ],
 )
-def test_how_it_is_to_be_answered(given: dict[str, Any], told: dict[str, Any]) -> None:
+def test_output_options_are_translated(given: dict[str, Any], told: dict[str, Any]) -> None:
     always = {"model": "m", "messages": [user("Hi")], "max_tokens": 8, "max_completion_tokens": 8}
     assert chat(**given) == {**always, **told}
 
@@ -187,7 +187,7 @@ def tool(**fields: Any) -> dict[str, Any]:
         (tool(input_schema={"properties": {}}), {"parameters": {"properties": {}, "type": "object"}}),
     ],
 )
-def test_a_tool(given: dict[str, Any], function: dict[str, Any]) -> None:
+def test_tool_becomes_a_function(given: dict[str, Any], function: dict[str, Any]) -> None:
     told = chat(tools=[given])
     expected = {"name": "find", "parameters": {"type": "object"}, **function}
     assert told["tools"] == [{"type": "function", "function": expected}]
@@ -238,7 +238,7 @@ def test_a_tool_that_is_added_by_its_name_is_not_to_be_loaded_later() -> None:
         ({"type": "auto", "disable_parallel_tool_use": True}, {"tool_choice": "auto", "parallel_tool_calls": False}),
     ],
 )
-def test_how_tools_may_be_used(choice: dict[str, Any], told: dict[str, Any]) -> None:
+def test_tool_choice_is_translated(choice: dict[str, Any], told: dict[str, Any]) -> None:
     asked = chat(tools=[tool()], tool_choice=choice)
     assert {name: asked[name] for name in ("tool_choice", "parallel_tool_calls") if name in asked} == told
 
@@ -305,7 +305,7 @@ SEARCH = {"type": "web_search_result", "url": "https://a.example", "title": "A",
     ],
 )
 @pytest.mark.parametrize("where", ["user", "tool_result", "assistant", "system"])
-def test_a_block_that_is_not_served_is_told_as_text(block: Any, told: Any, left_out: Any, where: str) -> None:
+def test_unservable_block_becomes_text(block: Any, told: Any, left_out: Any, where: str) -> None:
     """A client sends its history again with each turn, and cannot take the block out."""
     beside, words = text("See:"), [text("See:"), *told]
     only_text = [each["text"] if each["type"] == "text" else "[image: not readable by this model]" for each in words]
@@ -406,7 +406,7 @@ def test_a_limit_may_be_spelled_as_in_chats(limit: Any) -> None:
         ({"messages": [user([result({"a": 1})])]}, "messages", "list of objects"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_in_words(fields: dict[str, Any], param: str, words: str) -> None:
+def test_invalid_request_is_rejected_with_a_message(fields: dict[str, Any], param: str, words: str) -> None:
     with pytest.raises(BadRequest, match=words) as refused:
         chat(**fields)
     assert refused.value.param == param

@@ -86,7 +86,7 @@ def test_a_field_the_gateway_acts_on_must_have_its_type(fields: dict[str, Any], 
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b'{"prompt": "my-secret-prompt}', b'{"stream": true, "stream": false}'])
-def test_what_is_not_one_plain_json_object_is_refused(raw: bytes) -> None:
+def test_body_that_is_not_a_plain_json_object_is_rejected(raw: bytes) -> None:
     with pytest.raises(BadRequest) as refusal:
         parse(Api.CHAT, raw, COST)
     assert refusal.value.code == "invalid_json"
@@ -153,7 +153,7 @@ def test_log_probabilities_of_a_completion_are_a_number_of_them() -> None:
 # The bytes the engines get
 
 
-def test_a_body_nobody_changes_keeps_every_member_as_it_was_written() -> None:
+def test_unchanged_body_keeps_every_member_as_written() -> None:
     raw = b'{"messages":[{"role": "user","content":"\\u00fc \\/ "}],"temperature":1.0,"seed":12345678901234567890}'
     assert parse(Api.CHAT, raw, COST).body({}) == raw
 
@@ -171,7 +171,7 @@ def test_a_reserved_field_is_removed_however_its_name_is_spelled() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(RESERVED_FIELDS))
-def test_they_are_removed_where_vllm_would_read_them_too(name: str) -> None:
+def test_reserved_members_are_removed_from_vllm_xargs(name: str) -> None:
     extra = {name: "10.6.6.6", "mine": [1, "two"]}
     assert json.loads(joined(chat(vllm_xargs=extra).body({})))["vllm_xargs"] == {"mine": [1, "two"]}
     assert json.loads(joined(completion(vllm_xargs={name: 1}).body({})))["vllm_xargs"] == {}
@@ -196,7 +196,7 @@ def test_a_client_that_wants_usage_keeps_its_own_options() -> None:
     assert json.loads(joined(call.body({})))["stream_options"] == options
 
 
-def test_what_somebody_looks_for_in_few_requests_is_not_ordinary() -> None:
+def test_members_that_need_checks_are_not_ordinary() -> None:
     read = {*ChatCompletions.readings, *Completions.readings} - {"max_tokens", "max_completion_tokens"}
     rare = read | RESERVED_FIELDS | RARE | {"vllm_xargs", "include_reasoning", "echo", "prompt_logprobs"}
     assert ORDINARY_FIELDS.isdisjoint(rare)

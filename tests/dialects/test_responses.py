@@ -61,7 +61,7 @@ async def test_streamed_or_not_it_is_the_same_with_every_connector(deploy: Deplo
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_custom_tool_is_told_text(deploy: Deploy, stream: bool) -> None:
+async def test_custom_tool_call_has_text_input(deploy: Deploy, stream: bool) -> None:
     gateway = await deploy(1, 1, engine=PARSERS)
     got = response(await ask(gateway, story(tools=[CUSTOM], stream=stream)))
     call = got["output"][-1]
@@ -71,7 +71,7 @@ async def test_a_custom_tool_is_told_text(deploy: Deploy, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_search_for_tools_is_an_item_of_its_own(deploy: Deploy, stream: bool) -> None:
+async def test_tool_search_is_a_separate_item(deploy: Deploy, stream: bool) -> None:
     gateway = await deploy(1, 1, engine=PARSERS)
     search = {"type": "tool_search", "execution": "client", "parameters": TOOLS[0]["parameters"]}
     got = response(await ask(gateway, story(tools=[search], stream=stream)))
@@ -164,7 +164,7 @@ async def test_what_is_left_out_is_logged_once_for_each_key(deploy: Deploy, capl
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_needs_openais_own_service_is_refused_in_words(
+async def test_feature_of_openais_service_is_rejected_with_a_message(
     gateway: Deployment, fields: dict[str, Any], param: str, words: str, stream: bool
 ) -> None:
     answer = await ask(gateway, question(**fields, stream=stream))

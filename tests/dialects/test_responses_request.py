@@ -182,7 +182,7 @@ TOLD = {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "a
         ({"client_metadata": {"a": "b"}, "include": ["reasoning.encrypted_content"], "service_tier": "auto"}, {}),
     ],
 )
-def test_how_it_is_to_be_answered(given: dict[str, Any], told: dict[str, Any]) -> None:
+def test_output_options_are_translated(given: dict[str, Any], told: dict[str, Any]) -> None:
     assert chat(**given) == {"model": "m", "messages": [user("Hi")], **told}
 
 
@@ -215,7 +215,7 @@ def test_an_answer_that_is_not_complete_is_gone_on_with(status: str | None) -> N
     assert asked.get("add_generation_prompt", True) is not goes_on
 
 
-def test_nothing_else_that_is_not_complete_is() -> None:
+def test_other_incomplete_items_are_not_continued() -> None:
     empty = {"role": "assistant", "content": "", "status": "incomplete"}
     for last in (empty, {**user("Say it."), "status": "incomplete"}, {**call(), "status": "incomplete"}):
         assert "continue_final_message" not in chat(input=[user("Hi"), last])
@@ -248,7 +248,7 @@ def test_nothing_else_that_is_not_complete_is() -> None:
         ({"include": ["message.output_text.logprobs"]}, "top_logprobs", "log probabilities"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_in_words(fields: dict[str, Any], param: str, words: str) -> None:
+def test_invalid_request_is_rejected_with_a_message(fields: dict[str, Any], param: str, words: str) -> None:
     with pytest.raises(BadRequest, match=words) as refused:
         chat(**fields)
     assert refused.value.param == param
@@ -273,7 +273,7 @@ def file(**members: Any) -> dict[str, Any]:
         ({"type": "future", "words": "Grass."}, '[future] {"words": "Grass."}', ()),
     ],
 )
-def test_a_part_that_is_not_served_is_told_as_text(part: Any, told: str, left_out: tuple[str, ...]) -> None:
+def test_unservable_part_becomes_text(part: Any, told: str, left_out: tuple[str, ...]) -> None:
     for item, at in ((user([part]), 0), ({"role": "assistant", "content": [part]}, 0), (output([part]), 1)):
         asked, kinds = chat_and_left_out(input=[call(), item] if at else [item])
         assert (asked["messages"][at]["content"], kinds) == (told, left_out)

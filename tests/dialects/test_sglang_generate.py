@@ -136,7 +136,7 @@ async def test_the_engines_bytes_pass_where_nothing_is_to_be_changed(start: Open
     assert (await site.ask(BODY)).body == whole
 
 
-async def test_every_answer_of_a_batch_has_a_room_of_its_own(start: Opener) -> None:
+async def test_every_answer_of_a_batch_has_a_separate_room(start: Opener) -> None:
     site = await start()
     batch = {
         "text": ["a", "b"],
@@ -214,7 +214,7 @@ async def test_what_is_not_a_clients_to_say_is_not_passed_on(start: Opener) -> N
     assert not set(sent) & {"http_worker_ipc", "kv_hints", "background", "routed_dp_rank"}
 
 
-async def test_put_is_post(start: Opener) -> None:
+async def test_put_is_accepted_like_post(start: Opener) -> None:
     """As on the engine."""
     site = await start()
     assert (await site.ask(BODY, method="PUT")).status == 200
@@ -259,7 +259,7 @@ async def test_a_request_is_let_in_like_any_other(start: Opener) -> None:
 
 
 @pytest.mark.parametrize("connector", ["plain", "vllm_pull"])
-async def test_it_is_there_only_where_engines_speak_it(deploy: Deploy, connector: str) -> None:
+async def test_generate_is_served_only_by_engines_that_speak_it(deploy: Deploy, connector: str) -> None:
     gateway = await deploy(connector=connector)
     answer = await Site(gateway, gateway.url + "/generate").ask(BODY)
     assert (answer.status, answer.error["code"]) == (404, "not_found")
@@ -352,7 +352,7 @@ async def test_an_answer_clears_a_pair_whose_hand_over_failed(start: Opener, str
     assert site.gateway.metrics("pdproxy_pair_quarantines_total") == {}
 
 
-async def test_an_answer_without_an_end_is_none(start: Opener) -> None:
+async def test_answer_without_finish_reason_is_an_error(start: Opener) -> None:
     half = {"text": "x", "meta_info": {"finish_reason": None}}
     site = await start.acting(answers_openai, says(orjson.dumps(half)))
     assert (await site.ask(BODY)).status == 502

@@ -31,7 +31,7 @@ JOINED = {"role": "system", "content": "ab"}
         ([SYSTEM, HI, {**LATER, "content": [{"type": "text", "text": "b"}]}, HI], [JOINED, HI, HI]),
     ],
 )
-def test_later_ones_are_joined_to_the_first(given: list[Any], told: list[Any] | None) -> None:
+def test_later_system_messages_are_joined_to_the_first(given: list[Any], told: list[Any] | None) -> None:
     expected = {} if told is None else {"messages": told}
     assert SystemFirst(["qwen*"]).changes({"model": "qwen-4", "messages": given}) == expected
     assert SystemFirst(["qwen*"]).changes({"model": "kimi", "messages": given}) == {}

@@ -27,7 +27,7 @@ LOST = [
 
 
 @pytest.mark.covering("fault dialect profile stream", LOST)
-async def test_it_is_the_same_answer(
+async def test_streamed_and_whole_answers_are_equal(
     pytestconfig: pytest.Config, fault: str, dialect: str, profile: str, stream: bool
 ) -> None:
     step = 1 if pytestconfig.getoption("full") else STEPS[fault]
@@ -45,7 +45,7 @@ async def test_before_the_first_token_another_decoder_gives_it(dialect: str, str
 
 @pytest.mark.parametrize("dialect", ["messages", "responses"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_first_token_that_is_late_is_told_in_words(dialect: str, stream: bool) -> None:
+async def test_late_first_token_has_an_error_message(dialect: str, stream: bool) -> None:
     """And not waited for a second time."""
     asked = messages if dialect == "messages" else responses
     async with serving("v0.33", timeouts={"first_token_seconds": 0.1}) as gateway:

@@ -215,7 +215,7 @@ def test_a_seed_is_another_one_for_each_segment() -> None:
     assert seeds[0] == body_of(decided(situation(COMPLETION | {"seed": 7}, HELLO, segment=1))[0])["seed"]
 
 
-def test_a_seed_that_is_none_stays() -> None:
+def test_invalid_seed_stays() -> None:
     assert body_of(decided(situation(COMPLETION | {"seed": None}, HELLO))[0])["seed"] is None
 
 

@@ -113,7 +113,7 @@ LONG = encode("river " * 11)
 
 @pytest.mark.parametrize("body", [CHAT, COMPLETION], ids=["chat", "completion"])
 @pytest.mark.parametrize(("count", "action"), [(0, "restart"), (1, "restart"), (63, "restart"), (64, "goes on")])
-def test_a_short_answer_that_nobody_has_seen_begins_anew(body: dict[str, Any], count: int, action: str) -> None:
+def test_short_answer_restarts_when_the_client_has_nothing(body: dict[str, Any], count: int, action: str) -> None:
     here = situation(body, LONG[:count], shown=False)
     resumption, asked = decided(here)
     assert (resumption.action is Action.RESTART) is (action == "restart")
@@ -122,7 +122,7 @@ def test_a_short_answer_that_nobody_has_seen_begins_anew(body: dict[str, Any], c
         assert asked == 0
 
 
-def test_a_short_answer_that_somebody_has_seen_goes_on() -> None:
+def test_short_answer_continues_when_the_client_has_a_part() -> None:
     assert decided(situation(COMPLETION, HELLO[:1]))[0].action is Action.COMPLETION_TOKENS
 
 
@@ -196,7 +196,7 @@ WAYS: list[tuple[str, dict[str, Any], list[int], dict[str, Any], Action | None]]
 
 
 @pytest.mark.parametrize(("body", "ids", "facts", "action"), [way[1:] for way in WAYS], ids=[way[0] for way in WAYS])
-def test_the_way_an_answer_goes_on(
+def test_action_depends_on_the_situation(
     body: dict[str, Any], ids: list[int], facts: dict[str, Any], action: Action | None
 ) -> None:
     facts = dict(facts)
@@ -220,7 +220,7 @@ def test_the_way_an_answer_goes_on(
         assert resumption.kept == 0
 
 
-def test_an_answer_that_cannot_go_on_begins_anew_if_nobody_has_seen_it() -> None:
+def test_unresumable_answer_restarts_when_the_client_has_nothing() -> None:
     here = situation(COMPLETION | {"structured_outputs": {}}, LONG, shown=False)
     assert decided(here)[0] == Resumption(Action.RESTART, here.call)
 
@@ -318,7 +318,7 @@ def test_an_answer_that_has_shown_nothing_yet_may_have_begun_in_reasoning() -> N
 @pytest.mark.parametrize(
     ("shows_ids", "shown", "swallowed"), [(True, True, [0xE6, 0x97, 9]), (False, True, []), (True, False, [])]
 )
-def test_a_client_that_has_ids_is_not_told_them_again(shows_ids: bool, shown: bool, swallowed: list[int]) -> None:
+def test_ids_that_the_client_has_are_not_sent_again(shows_ids: bool, shown: bool, swallowed: list[int]) -> None:
     ids = LONG + encode("日")[:2]
     here = situation(COMPLETION, ids, shows_ids=shows_ids, shown=shown, ahead=[9])
     resumption, _ = decided(here)

@@ -175,7 +175,7 @@ def test_offsets_in_the_text_go_on_where_the_first_stream_ended() -> None:
 
 
 @pytest.mark.parametrize("logprobs", [None, {}, {"text_offset": []}, {"content": []}])
-def test_there_may_be_no_offsets(logprobs: Any) -> None:
+def test_log_probabilities_may_lack_offsets(logprobs: Any) -> None:
     seam = completion_seam(transcript_of((choice(text="Hello"), [1, 2])), kept=2)
     ((chunk, _),) = rewritten(seam, payload(choice([7], text="a") | {"logprobs": logprobs}))
     assert chunk["choices"][0]["logprobs"] == logprobs
@@ -208,7 +208,7 @@ def swallowing(first: list[int], *payloads: dict[str, Any]) -> list[Chunk]:
     return rewritten(chat_seam(kept=3, swallowed=first), *payloads)
 
 
-def test_ids_the_client_has_are_not_told_again_but_count() -> None:
+def test_ids_that_the_client_has_are_counted_but_not_sent_again() -> None:
     chunks = swallowing(
         [4, 5], payload(choice([4])), payload(choice([5, 6], content="日")), payload(choice([7], content="b"))
     )
@@ -217,7 +217,7 @@ def test_ids_the_client_has_are_not_told_again_but_count() -> None:
     assert deltas(chunks) == [{}, {"content": "日"}, {"content": "b"}]
 
 
-def test_their_log_probabilities_are_not_told_again_either() -> None:
+def test_log_probabilities_of_repeated_ids_are_not_sent_again() -> None:
     told = payload(choice([4, 5], content="日") | {"logprobs": {"content": [{"token": ""}, {"token": "日"}]}})
     ((chunk, _),) = swallowing([4], told)
     assert chunk["choices"][0]["logprobs"] == {"content": [{"token": "日"}]}
@@ -329,7 +329,7 @@ def test_the_last_chunk_brings_what_the_parser_kept_back() -> None:
     assert parsed(raw_seam(""), "a<", "b</thi", finish="stop") == [{"content": "a"}, {"content": "<b</thi"}]
 
 
-def test_tool_calls_of_an_engine_that_breaks_off_are_not_told() -> None:
+def test_tool_calls_of_an_interrupted_engine_are_dropped() -> None:
     """What closes them may be made up."""
     told = payload(choice([7], content="a", tool_calls=[{"index": 0, "function": {"arguments": "}"}}]))
     ((chunk, _),) = chat_seam().rewrite(told, recomputed=True)
@@ -445,7 +445,7 @@ def test_a_stop_string_ends_the_answer() -> None:
     assert ids == [7, 8]
 
 
-def test_what_the_engine_says_behind_a_stop_string_is_not_told() -> None:
+def test_text_after_a_stop_string_is_dropped() -> None:
     seam = chat_seam(guard=StopGuard(["STOP"], "xST"), channel="reasoning", kept=3)
     tool = {"index": 0, "id": "functions.f:0", "type": "function", "function": {"name": "f"}}
     said = rewritten(seam, payload(choice([7, 8], reasoning="OP", content="Hi", tool_calls=[tool])))
@@ -484,7 +484,7 @@ def said_together(chunks: Iterable[Chunk], transcript: Transcript) -> tuple[Any,
     return transcript.reasoning, transcript.content, calls, transcript.ids.tolist()
 
 
-def test_what_the_client_has_is_not_told_again() -> None:
+def test_text_that_the_client_has_is_not_sent_again() -> None:
     transcript = transcript_of(
         *((choice(reasoning="Let"), [1]), (choice(reasoning=" me."), [2]), (choice(), [3]), (choice(content="Hi"), [4]))
     )
@@ -552,7 +552,7 @@ def test_a_replay_tells_the_rest_however_both_streams_are_cut(
 )
 @example("", "ab", "", "a", [], True)  # ends before what the client has
 @example("a", "", "", "a", [], False)
-def test_another_answer_is_never_told_as_a_replay(
+def test_different_answer_is_never_sent_as_a_replay(
     reasoning: str, content: str, other_reasoning: str, other_content: str, cuts: list[int], tells_ids: bool
 ) -> None:
     has = (reasoning, content)

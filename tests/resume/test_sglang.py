@@ -90,7 +90,7 @@ def resumed(transcript: Transcript, **body: Any) -> Resumption:
         ([("He", [1]), (" said", [2]), ("", [3])], [7, 8, 1, 2], [(" “yes", [3, 4])], " “yes"),
     ],
 )
-def test_text_of_half_a_token_is_generated_again_and_told_once(
+def test_text_of_half_a_token_is_generated_again_and_sent_once(
     parts: list[tuple[str, list[int]]], prompt: list[int], rest: list[tuple[str, list[int]]], new: str
 ) -> None:
     transcript = shown(*parts)
@@ -106,7 +106,7 @@ def test_text_of_half_a_token_is_generated_again_and_told_once(
     assert told == new
 
 
-def test_so_it_is_in_a_chat_that_is_asked_for_as_a_completion() -> None:
+def test_text_of_half_a_token_is_sent_once_in_a_chat_sent_as_a_completion() -> None:
     transcript = Transcript("reasoning_content")
     transcript.prompt_ids = b"[%d,%d]" % (ASSISTANT, MIDDLE)
     transcript.take({"delta": {"reasoning_content": "He"}}, [1])
@@ -177,7 +177,7 @@ def test_what_would_become_another_answer_is_only_replayed(fields: dict[str, Any
 
 
 @pytest.mark.parametrize("fields", [{"presence_penalty": 0}, {"repetition_penalty": 1.0}, {"frequency_penalty": None}])
-def test_a_penalty_that_is_none_is_no_hindrance(fields: dict[str, Any]) -> None:
+def test_penalty_without_effect_allows_resume(fields: dict[str, Any]) -> None:
     assert resumed(shown(("He", [1])), **fields).action is Action.COMPLETION_TOKENS
 
 

@@ -77,7 +77,7 @@ def test_a_chat_stream() -> None:
         ({**delta(), "logprobs": {"content": [{}]}}, False),
     ],
 )
-def test_a_chunk_that_tells_nothing_is_known(choice: dict[str, Any], is_mute: bool) -> None:
+def test_chunk_without_content_is_recognised(choice: dict[str, Any], is_mute: bool) -> None:
     segment, _ = read(chunk(choice))
     assert segment.is_mute is is_mute
 
@@ -126,7 +126,7 @@ def test_a_role_that_comes_with_the_finish_is_content() -> None:
 
 @pytest.mark.parametrize("finish", ["stop", "tool_calls", "length", None])
 @pytest.mark.parametrize("content", [{}, {"content": "held back"}, {"tool_calls": [{"function": {"arguments": "}"}}]}])
-def test_recomputed_is_told_by_its_stop_reason_alone(finish: str | None, content: dict[str, Any]) -> None:
+def test_recomputation_is_recognised_by_its_stop_reason(finish: str | None, content: dict[str, Any]) -> None:
     segment, meanings = read(ROLE, chunk(delta(content="Hi")), chunk(delta(finish, stop="recomputed", **content)))
     assert meanings[-1] is Meaning.RECOMPUTED
     assert not segment.finish_reasons
@@ -204,7 +204,7 @@ def test_an_error_event(data: bytes) -> None:
     assert not segment.is_complete
 
 
-def test_an_error_that_is_null_is_none() -> None:
+def test_null_error_is_ignored() -> None:
     assert read(b'{"error": null, "choices": [], "usage": {"prompt_tokens": 1}}')[1] == [Meaning.USAGE]
 
 
@@ -219,7 +219,7 @@ def test_usage_in_every_chunk_is_remembered_and_the_last_one_counts() -> None:
 
 
 @pytest.mark.parametrize("usage", [None, {}, 5, "much", [1]])
-def test_a_usage_that_is_none_is_nothing_we_know(usage: Any) -> None:
+def test_null_usage_is_ignored(usage: Any) -> None:
     segment, meanings = read(chunk(usage=usage))
     assert meanings == [Meaning.OTHER]
     assert segment.usage is None
@@ -307,7 +307,7 @@ def test_only_the_first_ids_are_the_prompts() -> None:
 
 
 @pytest.mark.parametrize("data", [ROLE, with_prompt_ids(None), chunk(text("Hi"))])
-def test_an_engine_that_tells_no_ids_has_none_and_its_bytes_stay(data: bytes) -> None:
+def test_stream_without_ids_passes_unchanged(data: bytes) -> None:
     segment, _ = read(data)
     assert segment.prompt_ids is None
     assert segment.data is data
@@ -457,7 +457,7 @@ def test_tool_calls_are_put_together() -> None:
         (text(""), False),
     ],
 )
-def test_what_a_client_can_see(choice: dict[str, Any], has_text: bool) -> None:
+def test_visible_parts_count_as_text(choice: dict[str, Any], has_text: bool) -> None:
     assert told((choice, [1])).has_text is has_text
 
 
@@ -477,7 +477,7 @@ def test_white_space_at_the_end_of_reasoning_is_reasoning(next_one: dict[str, An
     assert transcript.reasoning_ids == 3
 
 
-def test_log_probabilities_tell_where_ids_are_in_the_text() -> None:
+def test_log_probabilities_give_offsets_of_ids() -> None:
     first = {**text("Hi t"), "logprobs": {"text_offset": [0, 2], "tokens": ["Hi", " t"]}}
     second = {**text("here"), "logprobs": {"text_offset": [4], "tokens": ["here"]}}
     transcript = told((first, [1, 2]), (second, [3]))

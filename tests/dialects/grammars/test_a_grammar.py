@@ -40,7 +40,7 @@ async def test_answers_of_its_models_are_whole_wherever_they_break_off(
     assert not await differences(profile, BODY, PLACES, engine=ENGINE)
 
 
-async def test_without_it_they_are_not_continued_wrongly() -> None:
+async def test_answers_without_their_grammar_are_not_continued_wrongly() -> None:
     """Kimi's grammar finds none of its markers, and what it makes of the text is not what the client has."""
     told = await differences("v0.23", BODY, [len(generated(BODY)) - 5], engine=ENGINE)
     assert ["could not be resumed" in error for error in told.values()] == [True]

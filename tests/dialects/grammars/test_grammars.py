@@ -19,7 +19,7 @@ def test_the_end_of_the_prompt_tells_the_grammar(before: int, behind: int, inden
     assert isinstance(grammar_of(prompt), Kimi)
 
 
-def test_what_was_said_long_before_does_not() -> None:
+def test_header_far_before_the_end_is_not_recognised() -> None:
     assert grammar_of(orjson.dumps(HEADER + [7] * PROMPT_TAIL_TOKENS)) is UNRECOGNISED
 
 
