@@ -84,7 +84,7 @@ class ActingEngine(CannedEngine):
         return [orjson.loads(received.body) for received in self.received]
 
     async def works(self, requests: int = 1) -> None:
-        """Wait until it has so many requests."""
+        """Wait until the engine has `count` requests."""
         await until(lambda: len(self.received) == requests, f"{requests} requests")
 
 
@@ -111,7 +111,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 async def answers(exchange: Exchange) -> None:
-    """As an engine should, in one go."""
+    """Send the whole answer at once."""
     if exchange.body.get("stream"):
         exchange.write(*event_stream([*CHUNKS, DONE]))
     else:

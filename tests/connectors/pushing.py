@@ -52,7 +52,7 @@ class PushEngine:
     pins: dict[str, Any] = field(default_factory=dict)
     requests: list[Any] = field(default_factory=list)
     before: Callable[[], Awaitable[None]] | None = None
-    """What it waits for before it does anything about a request."""
+    """An event that it awaits before it handles a request."""
     refusal: int | None = None
     """The status of all its answers."""
 
@@ -129,13 +129,13 @@ class PushDecoder(PushEngine):
     calls: int = 1
     """How often it calls back for a request."""
     start: asyncio.Event | None = None
-    """What it waits for when it has the KV."""
+    """An event that it awaits when it has the KV."""
     holds: asyncio.Event | None = None
-    """What it waits for between its first token and the rest."""
+    """An event that it awaits after its first token."""
     fails_to_load: bool = False
     """The KV has been sent, and did not arrive."""
     statuses: list[int] = field(default_factory=list)
-    """Of its callbacks."""
+    """The answers to its callbacks."""
 
     async def serve(self, request: web.Request, body: Any, engine_id: str) -> web.StreamResponse:
         answer = web.StreamResponse()

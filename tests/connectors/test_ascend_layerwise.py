@@ -46,7 +46,7 @@ class Pushing:
         return connector
 
     async def post(self, body: bytes, path: str = "/v1/metaserver", method: str = "POST") -> tuple[int, Any]:
-        """Call back as somebody else."""
+        """Call back as a stranger."""
         url = self.connector.metaserver.replace("/v1/metaserver", path)
         async with self.gateway.session.request(method, url, data=BytesIO(body)) as answer:
             return answer.status, await answer.json()
@@ -54,9 +54,7 @@ class Pushing:
 
 @pytest.fixture
 async def start(deploy: Deploy) -> AsyncIterator[Start]:
-    """Start a gateway between so many prefillers and decoders. Whatever a test does, nobody waits for a callback at its
-    end.
-    """
+    """Start gateways with given numbers of engines. No attempt may wait for a callback at the end of the test."""
     started: list[Pushing] = []
 
     async def start(prefillers: int = 1, decoders: int = 1, **sections: Any) -> Pushing:
@@ -84,7 +82,7 @@ def load(pushing: Pushing, engine: PushEngine) -> Load:
 
 
 async def is_left(*engines: PushEngine) -> None:
-    """Wait until the gateway has gone away from these, in the middle of what it had asked for, once."""
+    """Wait until the gateway has closed a connection to each of these engines in the middle of a request."""
     await until(lambda: all(engine.state.disconnects == 1 for engine in engines), "connections to be dropped")
 
 
@@ -95,7 +93,7 @@ def waits_for(event: asyncio.Event) -> Callable[[], Awaitable[None]]:
     return wait
 
 
-# What the legs say
+# Bodies of the legs
 
 
 @pytest.mark.parametrize("resume", ["off", "exact"])
@@ -148,7 +146,7 @@ def a_call(pushing: Pushing, **kv_params: object) -> Call:
 
 
 async def test_members_of_the_calls_own_are_added_on_both_legs(start: Start) -> None:
-    """As those are by which a chat is resumed."""
+    """The members that resume a chat are such members."""
     pushing = await start()
     (prefiller,), (decoder,) = pushing.prefillers, pushing.decoders
     call = a_call(pushing, prompt_token_ids=orjson.Fragment(b"[1, 2]"))
@@ -216,7 +214,7 @@ async def test_a_decoder_gets_its_own_time_after_all_that_comes_before(start: St
         await attempt.response.read()
 
 
-# Who may call back
+# Accepted callbacks
 
 
 def hostile(engine_id: str) -> dict[str, tuple[bytes, int]]:
@@ -325,7 +323,7 @@ async def test_an_attempt_that_failed_cannot_be_called_back_while_another_is_und
 
 
 async def test_decoders_can_call_back_however_few_clients_are_let_in(start: Start) -> None:
-    """Whoever is turned away takes that for an answer, and waits."""
+    """A decoder takes the rejection for an answer, and waits."""
     pushing = await start(listen={"max_connections": 1})
     url = urlsplit(pushing.connector.metaserver)
     _, writer = await asyncio.open_connection(url.hostname, url.port)

@@ -60,7 +60,7 @@ def test_a_server_is_beside_its_prefiller(host: str, port: int | None, address: 
     assert bootstrap_address(Backend(Role.PREFILL, host, 7100, bootstrap_port=port), 8998) == address
 
 
-# What they tell
+# Answers of servers
 
 
 def test_engines_are_sorted_by_rank() -> None:
@@ -236,7 +236,7 @@ async def test_shared_bootstrap_server_does_not_count_against_decoder(
 
 @pytest.mark.parametrize("is_same", [True, False])
 async def test_shared_bootstrap_address_does_not_count_against_decoder(clock: Clock, is_same: bool) -> None:
-    """Even if nobody has asked for the other one's engines yet."""
+    """This holds even before the engines of the other prefiller are queried."""
     addresses: dict[Backend, str] = {}
     async with BootstrapServer() as server, asking(clock, addresses=addresses) as servers:
         addresses |= {PREFILLER: server.address, NEIGHBOUR: server.address if is_same else "http://127.0.0.1:1"}

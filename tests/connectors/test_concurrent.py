@@ -1,4 +1,4 @@
-"""Two legs at the same time, whichever ends first and however, and whoever leaves meanwhile."""
+"""Two legs at the same time: every order and kind of end, and cancellation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def failure(backend: Backend) -> UpstreamError:
 
 
 class Opened:
-    """A response: who has given it back, and with what it was aborted."""
+    """A response that records whether it was given back, and the error with which it was aborted."""
 
     def __init__(self) -> None:
         self.given_back = 0
@@ -40,7 +40,7 @@ class Opened:
 
 
 class Leg:
-    """A leg that ends when it is told to, and knows whether it was cancelled."""
+    """A leg that the test ends, and that records whether it was cancelled."""
 
     def __init__(self) -> None:
         self._end: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -63,7 +63,7 @@ class Leg:
 
 
 class Legs:
-    """A race under way in a task of its own, which then waits until it is told to go on, or to fail."""
+    """A race in a separate task, which then waits until the test lets it continue or fail."""
 
     def __init__(self) -> None:
         self.prefill = Leg()
@@ -89,7 +89,7 @@ class Legs:
             await asyncio.sleep(0)
 
     async def error(self) -> BaseException | None:
-        """With what the attempt ends."""
+        """The error with which the attempt ends."""
         (result,) = await asyncio.gather(self.task, return_exceptions=True)
         return result
 
@@ -197,7 +197,7 @@ async def test_a_prefill_leg_that_fails_later_aborts_the_answer(legs: Legs) -> N
     legs.prefill.ends(error := failure(PREFILLER))
     await turns(3)
     assert legs.opened.aborted == [error]
-    legs.rest.ends(error)  # which is what the response's reader is told
+    legs.rest.ends(error)  # the response's reader gets this error
     assert await legs.error() is error
     assert legs.opened.given_back == 1
 

@@ -40,7 +40,7 @@ def body_with(*parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 
 async def encodes(engine: SimulatedEngine, items: int) -> None:
-    """Wait until an encoder has been sent so many."""
+    """Wait until an encoder has `count` requests."""
     await until(lambda: len(generations(engine)) == items, f"{items} items")
 
 
@@ -69,7 +69,7 @@ class Encoders:
 
     @property
     def seen(self) -> list[Any]:
-        """What they were asked to encode, in the order of the items."""
+        """The items that encoders got, in order."""
         return sorted(generations(*self.engines), key=lambda seen: int(seen.headers["x-request-id"].split(":")[1]))
 
 
@@ -281,7 +281,7 @@ async def test_the_room_for_a_request_is_kept_while_it_is_encoded(encoders: Enco
         assert not generations(*gateway.engines)
         await client.leave()
         assert (await other).is_done
-    # Neither engine has heard anything of the room: nothing is told of it.
+    # Neither engine knows the room, so no abort is sent.
     results = gateway.metrics("pdproxy_instance_requests_total")
     assert sorted((role, result) for _, result, role in results) == [
         ("decode", "ok"),
@@ -291,7 +291,7 @@ async def test_the_room_for_a_request_is_kept_while_it_is_encoded(encoders: Enco
 
 
 async def test_an_item_is_sent_again_where_a_connection_was_closed_just_then(encoders: Encoders) -> None:
-    """What was encoded twice leaves nothing behind, so that costs no attempt and nobody is blamed."""
+    """An item that was encoded twice leaves nothing behind, so it costs no attempt and counts against no encoder."""
     gateway = await encoders.deploy(engines=encoders.engines[:1])
     encoders.engines[0].faults.add("close_reused")
     for _ in range(3):

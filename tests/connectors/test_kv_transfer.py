@@ -1,4 +1,4 @@
-"""What is known of the engines' KV connectors, compared with the engines that are simulated after their sources."""
+"""The table of engines' KV connectors agrees with the simulated engines, which follow the engines' sources."""
 
 from __future__ import annotations
 

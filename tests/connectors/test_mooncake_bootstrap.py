@@ -79,7 +79,7 @@ async def pair(
     return Pair(gateway, prefiller, decoder, bootstrap)
 
 
-# What is sent
+# Bodies of the legs
 
 
 async def test_both_engines_get_the_meeting_point(deploy: Deploy, bootstrap: BootstrapServer) -> None:
@@ -156,7 +156,7 @@ async def test_bootstrap_servers_are_given_no_credentials(deploy: Deploy, bootst
 
 
 async def test_members_of_the_calls_own_are_added_on_both_legs(deploy: Deploy, bootstrap: BootstrapServer) -> None:
-    """By which an answer goes on from its token ids: vLLM reads them whatever the KV connector is."""
+    """These members resume an answer from its token ids. vLLM reads them with any KV connector."""
     both = await pair(deploy, bootstrap)
     ids = orjson.Fragment(b"[1, 2,3]")
     call = replace(
@@ -179,7 +179,7 @@ async def test_members_of_the_calls_own_are_added_on_both_legs(deploy: Deploy, b
 async def test_both_have_the_request_before_either_answers(
     deploy: Deploy, bootstrap: BootstrapServer, first: str, stream: bool
 ) -> None:
-    """And the decoder may be done before the prefiller's answer is here."""
+    """The decoder may be done before the prefiller's answer arrives."""
 
     async def prefill(exchange: Exchange) -> None:
         await both.decoder.works()
@@ -372,7 +372,7 @@ async def test_a_prefillers_failure_is_nothing_to_a_decoder_that_has_the_kv(
 async def test_restarted_prefiller_is_queried_for_its_engines(
     deploy: Deploy, bootstrap: BootstrapServer, stream: bool
 ) -> None:
-    """Its decoder cannot find the engine it was told of, and says so, or says nothing."""
+    """The decoder cannot find the engine that the request names, and reports an error or sends nothing."""
 
     async def decode(exchange: Exchange) -> None:
         if exchange.body["kv_transfer_params"]["remote_engine_id"] == "new":
@@ -394,7 +394,7 @@ async def test_restarted_prefiller_is_queried_for_its_engines(
 async def test_a_decoder_that_gives_up_before_its_first_token_makes_the_engines_doubtful(
     deploy: Deploy, bootstrap: BootstrapServer
 ) -> None:
-    """So ends a stream in vLLM up to 0.30 when the KV cache cannot be loaded."""
+    """The engine (vLLM up to 0.30) ends a stream like this if the KV cache cannot be loaded."""
     silent = event_stream([b"data: [DONE]\n\n"])
 
     async def decode(exchange: Exchange) -> None:
@@ -549,8 +549,8 @@ async def test_an_answer_survives_its_decoder(deploy: Deploy, api: Api, fault: s
 
 
 async def test_prefillers_that_are_restarted_are_met_under_their_new_names(deploy: Deploy) -> None:
-    """A hand-over that fails tells that they are others, and the next one goes well."""
-    # A decoder waits so long for engines that it knows and that are no longer there.
+    """A failed handoff makes the gateway query the engines again, and the next one succeeds."""
+    # Time that a decoder waits for engines that it knows and that are gone.
     engine = {"waiting_seconds": 0.2}
     gateway = await deploy(2, 1, connector="mooncake_bootstrap", engine=engine, health={"quarantine_after": 2})
     for _ in range(2):
@@ -559,7 +559,7 @@ async def test_prefillers_that_are_restarted_are_met_under_their_new_names(deplo
         await prefiller.restart()
     for _ in range(4):
         assert (await gateway.ask(request(Api.CHAT, stream=True))).is_done
-    # What was prefilled for a decoder that asked for an engine of old nobody fetches.
+    # No decoder fetches the KV if its request named an old engine.
     gateway.expects_pinned = 2
     assert gateway.metrics("pdproxy_kv_orphans_total") == {(): 2.0}
     assert gateway.metrics("pdproxy_resumes_total") == {("restart", "recomputed"): 2.0}

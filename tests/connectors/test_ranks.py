@@ -84,7 +84,7 @@ def test_rank_header_is_sent_only_for_several_ranks(count: int, header: dict[str
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), max_size=60))
 def test_no_rank_is_out_of_range_or_overlooked_and_nothing_is_left(steps: list[tuple[int, int]]) -> None:
-    """Whatever the number of ranks is meanwhile: it may be configured anew."""
+    """The number of ranks may change at a reload."""
     ranks = Ranks()
     claims = [ranks.claim() for _ in range(10)]
     for which, count in steps:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Example(Connector):
-    """The pull protocol once more: prefill, then decode with what the prefiller's answer names."""
+    """The pull protocol, written as in the recipe: prefill, then decode with the KV parameters of the answer."""
 
     @asynccontextmanager
     async def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AsyncIterator[Attempt]:

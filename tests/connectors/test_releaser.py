@@ -199,7 +199,7 @@ async def test_nothing_is_released_where_that_is_switched_off(deploy: Deploy) ->
 
 
 async def test_a_release_that_is_refused_is_not_repeated(deploy: Deploy) -> None:
-    """By a 400 that is not the handler's own: it does not know the model's name."""
+    """The 400 of another handler does not name the model."""
     gateway = await deploy(1, 2)
     gateway.decoders[1].faults.add("refuse_status", status=400)
     await leave_during_the_hand_over(gateway)

@@ -59,7 +59,7 @@ async def start(
     return Pair(gateway, prefillers, decoders)
 
 
-# What is sent
+# Bodies of the legs
 
 
 async def test_both_engines_get_the_clients_bytes_and_where_they_meet(deploy: Deploy) -> None:
@@ -365,7 +365,7 @@ async def test_aborted_prefill_is_a_failure(deploy: Deploy) -> None:
 
 
 async def test_prefiller_failure_wins_when_both_fail(deploy: Deploy) -> None:
-    """A decoder whose KV cache does not come says so with a 500 of its own."""
+    """A decoder whose KV cache does not arrive answers 500."""
 
     async def fail_late(exchange: Exchange) -> None:
         exchange.write(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 3\r\n\r\n")

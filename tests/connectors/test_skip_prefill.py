@@ -1,4 +1,4 @@
-"""Prompts that a decoder has sooner alone: it gets them without KV parameters, and what comes of it is told."""
+"""Prompts that a decoder alone finishes sooner go to it without KV parameters, and the outcome is reported."""
 
 from __future__ import annotations
 
@@ -107,6 +107,6 @@ async def test_what_both_take_is_learned_from_answers(deploy: Deploy, fast_path:
     assert skipped(gateway) == 1
     assert answer.usage["prompt_tokens_details"]["cached_tokens"] > 800
     (prefixes,) = local._cached.values()
-    assert prefixes.trust > 0.75  # it was told that what was expected is there
+    assert prefixes.trust > 0.75  # the decoder's report confirms the expected prefix
     assert local.cost.samples == 1
     assert local.handover_seconds == 1000.0

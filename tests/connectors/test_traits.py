@@ -1,4 +1,4 @@
-"""What is known of a connector before it is made agrees with what it is then."""
+"""The traits of a connector agree with the connector itself."""
 
 from __future__ import annotations
 

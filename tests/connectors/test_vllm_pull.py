@@ -35,7 +35,7 @@ AS_WRITTEN = (
 CHAT = b'{"messages": [ {"role":"user","content":[{"type":"text","text":"Hi \\ud83d\\ude42"}]} ],%b}' % AS_WRITTEN
 COMPLETION = b'{"prompt":\t"Hi \\ud83d\\ude42",%b}' % AS_WRITTEN
 
-# A prefiller's, likewise; opaque to the gateway.
+# KV parameters of a prefiller, which are opaque to the gateway.
 KV = b'{"do_remote_prefill":true, "remote_block_ids":[[1,2, 3]],"remote_port":1e3,"n":9e99,"x":"\\u00fc"}'
 PREFILLED = b'{"choices":[{"index":0,"text":"x","finish_reason":"length"}],"kv_transfer_params": %b,"usage":null}' % KV
 DECODED = {"id": "cmpl-1", "object": "text_completion", "choices": [{"index": 0, "text": "y", "finish_reason": "stop"}]}
@@ -73,7 +73,7 @@ async def test_what_cannot_be_written_of_a_prefillers_usage_harms_no_answer(depl
     await post(gateway, Api.COMPLETIONS.path, COMPLETION)
 
 
-# What the legs say
+# Bodies of the legs
 
 
 @pytest.mark.parametrize(("path", "body"), [(Api.CHAT.path, CHAT), (Api.COMPLETIONS.path, COMPLETION)])
@@ -402,7 +402,7 @@ async def test_a_refused_decoder_costs_no_second_prefill(deploy: Deploy) -> None
 
 
 async def test_what_only_the_decoder_can_refuse_is_refused_in_its_words(gateway: Deployment) -> None:
-    """The prefill leg has limits of its own."""
+    """The limits of the prefill leg are different ones."""
     body = request(Api.CHAT, max_tokens=0)
     async with gateway.session.post(gateway.decoders[0].url + Api.CHAT.path, json=body) as response:
         engines_own = await response.read()
@@ -550,7 +550,7 @@ async def test_kv_parameters_never_reach_the_client(gateway: Deployment, stream:
     assert b"remote_" not in answer.body
 
 
-# What the protocol cannot do
+# Limits of the protocol
 
 REFUSED = [
     (Api.CHAT, {"use_beam_search": True}),
@@ -615,7 +615,7 @@ async def test_the_access_line_of_a_short_prompt_names_no_prefiller(
 @pytest.mark.parametrize("api", OPENAI_APIS)
 @pytest.mark.parametrize("least", [20, 1000])
 async def test_an_answer_to_a_short_prompt_survives_its_decoder(deploy: Deploy, api: Api, least: int) -> None:
-    """What there is of it may be long enough for a prefiller by then."""
+    """The prompt and the partial answer may be long enough for a prefiller."""
     gateway = await deploy(1, 2, kv={"prefill_min_tokens": least})
     gateway.decoders[0].faults.add("reset_after_tokens", tokens=70)
     body = request(api, "Hi", stream=True, max_tokens=100)

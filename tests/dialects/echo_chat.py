@@ -47,7 +47,7 @@ class EchoChat(ChatCompletions):
         return super().parse(Document(orjson.dumps(chat)), cost, headers)
 
     def whole(self, call: Call, units: Sequence[Unit], answers: Sequence[Whole]) -> bytes:
-        """What was said, and how much that is."""
+        """Return the text, the finish reason and the number of tokens."""
         (answer,) = answers
         values = answer.values()
         (choice,) = values["choices"]

@@ -70,7 +70,10 @@ def events(answer: Answer) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _put_together(answer: Answer) -> dict[str, Any]:
-    """As the SDK does (`accumulate_event`), and stricter: blocks come one after the other, and nothing is left open."""
+    """Assemble a message as the SDK does (`accumulate_event`).
+
+    Unlike the SDK this requires that blocks follow each other and that none is left open.
+    """
     (first, start), *told = events(answer)
     assert first == "message_start"
     got: dict[str, Any] = start["message"]

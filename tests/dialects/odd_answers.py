@@ -25,9 +25,9 @@ ABSENT: Final = object()
 def mostly(
     strategy: st.SearchStrategy[Any], *others: st.SearchStrategy[Any], times: int = 30
 ) -> st.SearchStrategy[Any]:
-    """So many times what the strategy draws, and once what one of the others does, by default something odd.
+    """Draw from the strategy `times` times as often as from one of the others, by default an odd value.
 
-    To `one_of` a strategy that it is given several times is one.
+    `one_of` counts a strategy that it gets several times as one.
     """
     rest = st.one_of(*(others or (ODD,)))
     return st.sampled_from([True] * times + [False]).flatmap(lambda is_usual: strategy if is_usual else rest)
@@ -192,7 +192,7 @@ KV_PARAMS: Final = mostly(
         remote_pcp_size=usually(1, ABSENT, ABSENT),
     )
 )
-"""What a prefiller of vLLM names for a decoder to fetch."""
+"""KV parameters that a vLLM prefiller names for a decoder to fetch."""
 PREFILL_FINISHES: Final = usually("length", "length", "length", "stop", "abort")
 
 
@@ -260,7 +260,7 @@ NATIVE_LOGPROBS: Final = usually(ABSENT, [[-0.5, 5, None]], [[-0.5, 5, "a"], [-0
 
 
 def meta_info(finish: st.SearchStrategy[Any], tokens: int) -> st.SearchStrategy[Any]:
-    """What is told of an answer of so many tokens."""
+    """The usage of an answer with this number of tokens."""
     return mostly(
         members(
             id=usually("r-1"),
@@ -295,7 +295,7 @@ def native_streams(draw: st.DrawFn) -> list[bytes]:
     return event_stream(pieces, is_whole=True)
 
 
-# What engines of a pair answer
+# Answers of the engines of a pair
 
 REFUSED: Final = st.builds(
     lambda body, status, content_type: [http(body, status, content_type)],
@@ -306,7 +306,7 @@ REFUSED: Final = st.builds(
 
 
 class Told(NamedTuple):
-    """What engines answer on one of their routes."""
+    """An engine's answer on one of its routes."""
 
     stream: list[bytes]
     """The decoder, if it is asked for a stream."""
@@ -314,14 +314,14 @@ class Told(NamedTuple):
     prefill: list[bytes]
     """The prefiller of vLLM."""
     prefill_of_sglang: list[bytes]
-    """That of SGLang, which is asked as the decoder is."""
+    """The answer of an SGLang prefiller, which gets the decoder's request."""
 
 
 def told(
     stream: st.SearchStrategy[list[bytes]],
     whole: Callable[..., st.SearchStrategy[list[bytes]]],
 ) -> st.SearchStrategy[Told]:
-    """What engines answer; `whole` makes whole answers with a finish reason and members beside it."""
+    """The answers of engines; `whole` makes whole answers with a finish reason and members beside it."""
     of_vllm = whole(PREFILL_FINISHES, kv_transfer_params=KV_PARAMS)
     return st.builds(
         Told,
@@ -359,4 +359,4 @@ CALLBACK: Final = members(
     remote_port=usually(30100),
     remote_cached_tokens=seldom(0),
 )
-"""What a decoder of vLLM-Ascend posts, beside the id of its request."""
+"""The members of a vLLM-Ascend decoder's callback, besides the id of its request."""

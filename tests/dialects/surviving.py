@@ -24,7 +24,7 @@ FAULTS: Final = {
 
 
 async def differences(asking: Asking, profile: str, fault: str, places: Iterable[int]) -> dict[int, str]:
-    """What is different from the message undisturbed, by the number of tokens behind which the decoder was lost."""
+    """Return the differences from the undisturbed message, by the number of tokens after which the decoder was lost."""
     async with serving(profile, decoders=1) as gateway:
         expected = await asking(gateway)
     found: dict[int, str] = {}

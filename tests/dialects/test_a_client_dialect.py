@@ -73,7 +73,7 @@ async def test_answer_has_the_dialects_form(deploy: Deploy, stream: bool, mode: 
 @pytest.mark.parametrize("profile", ["v0.23", "v0.33"])
 @pytest.mark.parametrize("tokens", [1, 2, 13, 39])
 async def test_answer_resumes_when_its_decoder_is_lost(deploy: Deploy, profile: str, stream: bool, tokens: int) -> None:
-    """As a completion of token ids, or as a chat of them."""
+    """The answer continues as a completion or as a chat of token ids."""
     gateway = await deploy(1, 2, engine={"profile_name": profile}, resume={"repeat_up_to_tokens": 0})
     for decoder in gateway.decoders:
         decoder.faults.add("reset_after_tokens", tokens=tokens, times=1)

@@ -28,7 +28,7 @@ def completion(prompt: Any = "hi", **fields: Any) -> Call:
     return parse(Api.COMPLETIONS, orjson.dumps({"model": "m", "prompt": prompt, **fields}), COST)
 
 
-# What it costs
+# Cost
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_changed_call_adds_to_the_changes_before() -> None:
     assert (call.prompt_tokens, json.loads(joined(call.body({})))["n"]) == (10, 2)
 
 
-# What a continuation needs
+# Members for a continuation
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ async def test_one_call_at_a_time_if_the_client_wants_it(deploy: Deploy, stream:
 
 
 async def test_what_engines_are_asked_is_a_chat(gateway: Deployment) -> None:
-    """With the fields by which it can be continued, and without any that point into the engines' network."""
+    """The request has the members that make it resumable, and none that point into the engines' network."""
     body = question(kv_transfer_params={"remote_host": "10.0.0.1"}, metadata={"user_id": "me"}, tools=TOOLS)
     message(await ask(gateway, body))
     [seen] = generations(*gateway.decoders)

@@ -33,7 +33,7 @@ def completion(prompt: Any = "hi", **fields: Any) -> Call:
     return parse(Api.COMPLETIONS, orjson.dumps({"model": "m", "prompt": prompt, **fields}), COST)
 
 
-# What is read
+# Members that are read
 
 
 def test_stream_n_and_headers_are_read() -> None:
@@ -116,7 +116,7 @@ SPELLINGS = [
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "min_tokens", "seed", "thinking_token_budget"])
 @pytest.mark.parametrize(("spelled", "meant"), SPELLINGS)
 def test_a_number_is_what_engines_take_it_for(name: str, spelled: Any, meant: int) -> None:
-    """As the request model of vLLM reads it, which is made with the same library."""
+    """Read a value as vLLM's request model does, which uses the same library."""
 
     class Request(BaseModel):
         number: int

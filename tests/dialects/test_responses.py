@@ -95,7 +95,7 @@ async def test_a_tool_of_a_namespace_is_called_by_both_names(deploy: Deploy, str
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_reasoning_comes_back_from_a_client_that_cannot_read_it(deploy: Deploy, stream: bool) -> None:
-    """As Codex does it: of the reasoning it sends back the sealed content alone."""
+    """Codex sends back only the sealed content of reasoning."""
     gateway = await deploy(1, 1, engine=PARSERS)
     first = response(await ask(gateway, story(include=["reasoning.encrypted_content"], stream=stream)))
     thoughts, *_, call, other = first["output"]

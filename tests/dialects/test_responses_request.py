@@ -206,7 +206,7 @@ def test_tools_of_a_namespace_have_its_name() -> None:
 
 @pytest.mark.parametrize("status", ["in_progress", "incomplete", "completed", None])
 def test_an_answer_that_is_not_complete_is_gone_on_with(status: str | None) -> None:
-    """As vLLM does (`should_continue_final_message`)."""
+    """The engine continues such an answer, too (vLLM `should_continue_final_message`)."""
     last = {"role": "assistant", "content": [{"type": "output_text", "text": "The quick"}], "status": status}
     asked = chat(input=[user("Say it."), last])
     goes_on = status in ("in_progress", "incomplete")

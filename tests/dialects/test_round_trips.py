@@ -1,4 +1,4 @@
-"""Random conversations become chats, and from a chat all can be told again that the translation promises to keep."""
+"""Random conversations become chats, from which everything that the translation keeps can be read back."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _blocks(content: Any) -> list[dict[str, Any]]:
 
 
 def one_result_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As the messages of a chat are: a message for each result."""
+    """Write results as a chat does, with a message for each."""
     told = []
     for message in messages:
         results = [block for block in message["content"] if block["type"] == "tool_result"]
@@ -186,7 +186,7 @@ def told_by_chat(chat: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def joined(told: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """What the assistant says or thinks in a row is one text."""
+    """Join consecutive texts and thoughts of the assistant."""
     found: list[tuple[str, ...]] = []
     for each in told:
         if found and each[0] == found[-1][0] and each[0] in ("reasoning", "assistant"):

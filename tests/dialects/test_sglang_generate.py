@@ -78,7 +78,7 @@ async def alone(body: dict[str, Any]) -> Answer:
 
 
 def known(answer: Any) -> Any:
-    """What is the same in every answer to a request."""
+    """The members that are equal in every answer to a request."""
     if isinstance(answer, list):
         return [known(item) for item in answer]
     meta = {name: value for name, value in answer["meta_info"].items() if name not in ("id", "cached_tokens")}
@@ -215,7 +215,7 @@ async def test_what_is_not_a_clients_to_say_is_not_passed_on(start: Opener) -> N
 
 
 async def test_put_is_accepted_like_post(start: Opener) -> None:
-    """As on the engine."""
+    """The answer is the engine's."""
     site = await start()
     assert (await site.ask(BODY, method="PUT")).status == 200
 
@@ -265,7 +265,7 @@ async def test_generate_is_served_only_by_engines_that_speak_it(deploy: Deploy, 
     assert (answer.status, answer.error["code"]) == (404, "not_found")
 
 
-# What goes wrong
+# Failures
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Whatever stands in a body: it becomes a chat or is refused in words, and nothing else happens."""
+"""Any body becomes a chat or is rejected with a message."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ RESPONSE: dict[str, Any] = {
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Of all values inside a value."""
+    """Yield all values inside a value."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [place for key, inner in inside for place in ((*path, key), *places(inner, (*path, key)))]
 

@@ -46,7 +46,7 @@ async def test_before_the_first_token_another_decoder_gives_it(dialect: str, str
 @pytest.mark.parametrize("dialect", ["messages", "responses"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_late_first_token_has_an_error_message(dialect: str, stream: bool) -> None:
-    """And not waited for a second time."""
+    """A timeout is not retried."""
     asked = messages if dialect == "messages" else responses
     async with serving("v0.33", timeouts={"first_token_seconds": 0.1}) as gateway:
         for decoder in gateway.decoders:

@@ -237,7 +237,7 @@ def check_native(told: Any) -> None:
         assert answer["meta_info"]["finish_reason"]
 
 
-# What they have in common
+# Parts of both validators
 
 
 def named_events(answer: Answer) -> list[tuple[str, dict[str, Any]]]:

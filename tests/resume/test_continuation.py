@@ -164,7 +164,7 @@ def test_the_limit_an_engine_would_see(body: dict[str, Any], limit: int | None) 
 
 
 def test_a_chat_without_a_limit_is_not_cut_off_by_that_of_completions() -> None:
-    """Nobody told how many tokens fit, and without a number completions stop after 16."""
+    """The context length is not known, and a completion without a limit stops after 16 tokens."""
     here = situation(CHAT | {"max_tokens": None}, HELLO, chats=ChatTokens.COMPLETIONS, max_model_len=None)
     try:
         limit = body_of(decided(here)[0])["max_tokens"]

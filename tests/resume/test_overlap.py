@@ -1,4 +1,4 @@
-"""What a decoder repeats is told apart from what it adds."""
+"""The repeated part of a decoder's stream is separated from the new part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an answer whose decoder was lost goes on: the decision in every situation, and that nobody can tell later."""
+"""How an answer whose decoder was lost goes on: the decision in every situation, and answers without a trace of it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Told = tuple[str, list[int]]
 def answered(
     api: Api, ids: Sequence[int], *, in_reasoning: bool = False, prompt: list[int] | None = None
 ) -> Transcript:
-    """A transcript of these ids, which came one by one, as an engine with parsers tells them."""
+    """A transcript of these ids, which arrived one by one as from an engine with parsers."""
     transcript = Transcript()
     transcript.prompt_ids = orjson.dumps(PROMPT if prompt is None else prompt)
     parser, detokenizer = KimiParser(in_reasoning=in_reasoning), Detokenizer(keep_markers=True)
@@ -95,7 +95,7 @@ def decided(
 
 
 def body_of(resumption: Resumption) -> Any:
-    """What the next engine is sent, on both legs."""
+    """The members that the next engine gets on both legs."""
     assert resumption.call is not None
     changes = {"kv_transfer_params": dict(resumption.call.kv_params)} if resumption.call.kv_params else {}
     return orjson.loads(document.joined(resumption.call.body(changes)))
@@ -273,7 +273,7 @@ def test_a_tool_call_begins_where_the_models_own_marker_is(prompt: list[int]) ->
     assert decided(here)[0].action is (Action.ROLL_BACK if prompt is PROMPT else Action.CHAT_TOKENS)
 
 
-# What the client has, and what it does not
+# The client's part of the answer
 
 
 def test_ids_that_showed_nothing_are_generated_again() -> None:
@@ -302,7 +302,7 @@ def test_an_unfinished_character_at_the_very_beginning_is_generated_again(chats:
 
 
 def test_an_answer_that_has_shown_nothing_yet_may_have_begun_in_reasoning() -> None:
-    """As the prompt tells, whatever the answer does."""
+    """The prompt decides, not the answer."""
     begun = PROMPT + encode("<think>")
     transcript = answered(Api.CHAT, encode("日")[:2], in_reasoning=True, prompt=begun)
     here = situation(
@@ -361,7 +361,7 @@ def test_text_that_does_not_match_the_ids_cannot_go_on() -> None:
 def test_answer_whose_text_lacks_special_tokens_goes_on(
     body: dict[str, Any], said: str, fields: dict[str, Any]
 ) -> None:
-    """The last chunk has two ids, or a stop string may begin in it, so the text tells where it ends."""
+    """The last chunk has two ids, or a stop string may begin in it, so the text decides where it ends."""
     ids = [*encode("word " * 100), *encode(said), *encode(" and more")]
     transcript = Transcript()
     transcript.prompt_ids = orjson.dumps(PROMPT)
@@ -378,7 +378,7 @@ def test_answer_whose_text_lacks_special_tokens_goes_on(
 
 
 def test_what_an_engine_that_died_held_back_is_found_out() -> None:
-    """It has told the ids but not yet the text, in which a stop string may begin."""
+    """The engine sent the ids but not yet the text, in which a stop string may begin."""
     transcript = Transcript()
     transcript.prompt_ids = orjson.dumps(PROMPT)
     for end in range(1, 10):
@@ -423,7 +423,7 @@ def test_what_does_not_match_is_not_asked_about_for_ever(body: dict[str, Any]) -
 
 
 def test_what_showed_nothing_is_not_asked_about() -> None:
-    """Where nothing can be held back it was a marker, or half of a character."""
+    """If no text can be held back it was a marker, or half of a character."""
     transcript = chunked(("Hello", "Hello"))
     transcript.take({"text": ""}, encode("日")[:2])
     resumption, asked = decided(situation(COMPLETION, [], transcript=transcript))
@@ -463,7 +463,7 @@ def test_a_client_that_wants_one_call_gets_no_second(value: bool | None, already
 
 
 def joined(text: str, cut: int, stops: Sequence[str], least: int, cuts: Sequence[int], *, shows_stop: bool) -> Found:
-    """What is shown of a text by two engines, of which the first dies behind `cut` tokens, one to a character."""
+    """Return the text that two engines show. The first one dies after `cut` tokens of one character."""
     options = {"stop": stops, "min_tokens": least, "include_stop_str_in_output": shows_stop}
     body = COMPLETION | options | {"return_token_ids": True}
     delivery = Delivery(call_of(body), is_observed=True)
@@ -500,16 +500,16 @@ def _shown(stream: bytes) -> str:
     *(st.just(range(15)) | st.lists(st.integers(0, 20), max_size=4), st.booleans()),
 )
 @example("aba", 1, ["ab"], 2, range(15), False)  # complete, but too early
-@example("abb", 2, ["ab"], 2, range(15), False)  # likewise, before the seam
+@example("abb", 2, ["ab"], 2, range(15), False)  # the same before the seam
 @example("abb", 2, ["ab"], 2, range(15), True)
-@example("aab", 3, ["a", "aaa"], 2, range(15), False)  # likewise, but it has its least length when it breaks off
+@example("aab", 3, ["a", "aaa"], 2, range(15), False)  # the same, but it has its minimum length when it breaks off
 def test_an_answer_stops_where_it_would_have_stopped(
     text: str, at: int, stops: list[str], least: int, cuts: Sequence[int], shows_stop: bool
 ) -> None:
     """Wherever it breaks off, before it has its least length or after."""
     cut = min(at, len(text))
     if least > cut:
-        cuts = range(15)  # where in a chunk of several tokens it has its least length, nobody can tell
+        cuts = range(15)  # it is unknown which token of a chunk completes the minimum length
     assume(naive_engine(text[:cut], stops, least, shows_stop=shows_stop)[1] is None)
     expected = naive_engine(text, stops, least, shows_stop=shows_stop)
     assert joined(text, cut, stops, least, cuts, shows_stop=shows_stop) == expected
@@ -601,7 +601,7 @@ def pictured(stream: bytes) -> dict[str, Any]:
 
 
 def differences(got: dict[str, Any], expected: dict[str, Any], delivery: Delivery) -> dict[str, Any]:
-    """In what an answer differs from what it should be.
+    """Return the differences of an answer from the expected one.
 
     Where the gateway found a stop string across the seam, the engine had generated a few tokens more by then, as many
     as it has characters: it keeps their text back itself.

@@ -1,4 +1,4 @@
-"""The stream of another decoder, told as the continuation of the first: no id, token or stop string betrays it."""
+"""The stream of another decoder continues the first one: no id, token or stop string shows the seam."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_offsets_of_a_replay_are_right_as_they_are() -> None:
     assert chunk["choices"][0]["logprobs"] == {"text_offset": [2], "tokens": ["l"]}
 
 
-# Ids that the client has seen and the engine generates once more
+# Ids that the client has seen and the engine generates again
 
 
 def swallowing(first: list[int], *payloads: dict[str, Any]) -> list[Chunk]:
@@ -369,7 +369,7 @@ Found = tuple[str, str | None]
 
 
 def naive_engine(text: str, stops: Sequence[str], least: int, *, shows_stop: bool) -> Found:
-    """What an engine shows of a text, one character to a token, and the stop string that ends it.
+    """Return the text that an engine shows with one character per token, and the stop string that ends it.
 
     vLLM `check_stop_strings`: the one that is complete first, and of several the first in the list; but none that is
     complete within the first `least` tokens.
@@ -426,7 +426,7 @@ STOP_STRINGS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_s
 
 @given(STOP_TEXTS, st.integers(0, 14), STOP_STRINGS, st.lists(st.integers(0, 20), max_size=4), st.booleans())
 @example("abab", 2, ["ba", "aba"], range(5), False)  # two that are complete together, one begins earlier
-@example("ab", 1, ["ab", "b"], [], False)  # the engine that goes on finds one of its own in the end of another
+@example("ab", 1, ["ab", "b"], [], False)  # the next engine finds another stop string at the end of the first
 @example("ab", 1, ["b", "ab"], [], True)
 @example("aab", 2, ["aab"], [], False)
 def test_stop_strings_across_a_seam_end_the_answer_as_if_there_were_none(
@@ -454,7 +454,7 @@ def test_text_after_a_stop_string_is_dropped() -> None:
 
 @pytest.mark.parametrize("other", [{"content": "Hi"}, {"tool_calls": [{"index": 0, "id": "functions.f:0"}]}])
 def test_text_of_another_kind_ends_the_waiting(other: dict[str, Any]) -> None:
-    """Between them stands a marker, which is no part of a stop string."""
+    """A marker stands between them, which is not part of a stop string."""
     seam = chat_seam(guard=StopGuard(["STOP"], "xST"), channel="reasoning", kept=3)
     chunks = rewritten(seam, payload(choice([7], reasoning="O")), payload(choice([8], **other)))
     assert deltas(chunks) == [{"reasoning": "x"}, {**other, "reasoning": "STO"}]
@@ -468,7 +468,7 @@ def test_the_seam_knows_what_is_kept_back() -> None:
     assert chat_seam().unsent == ""
 
 
-# A stream that begins the answer anew
+# A stream that repeats the answer
 
 
 def replayed(transcript: Transcript, *told: dict[str, Any], api: Api = Api.CHAT) -> list[Chunk]:

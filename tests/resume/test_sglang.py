@@ -1,4 +1,4 @@
-"""What is special to SGLang: how it is asked, what of a token it shows, and what it could not continue exactly."""
+"""Properties of SGLang: its requests, the text of half tokens, and answers that cannot be continued exactly."""
 
 from __future__ import annotations
 

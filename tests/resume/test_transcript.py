@@ -1,4 +1,4 @@
-"""What each event of a decoder's stream means, and when the answer is complete."""
+"""The meaning of each event of a decoder's stream, and the end of the answer."""
 
 from __future__ import annotations
 
@@ -417,7 +417,7 @@ def test_an_answer_that_began_with_content_did_not_begin_in_reasoning() -> None:
 
 
 def test_a_first_chunk_of_reasoning_and_content_began_in_reasoning() -> None:
-    """As chunks of several tokens may be."""
+    """Chunks of several tokens may be like this."""
     transcript = told((delta(content="Hi", reasoning_content="Let."), [1, 2, 3, 4]))
     assert transcript.began_in_reasoning
     assert transcript.reasoning_field == "reasoning_content"

@@ -1,4 +1,4 @@
-"""What is asked of an engine so that its answer can be continued on another one."""
+"""The request to an engine whose answer can be continued on another one."""
 
 from __future__ import annotations
 

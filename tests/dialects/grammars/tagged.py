@@ -1,4 +1,4 @@
-"""A grammar that is not in the table: of a family of models that writes like Kimi's, in tags of its own."""
+"""A grammar that is not in the table: its models write like Kimi's, but with other tags."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Tagged(Grammar):
     tools_begin_ids = (tokenizer.SECTION_BEGIN,)
 
     def recognises(self, prompt_tail: Sequence[int]) -> bool:
-        """By the assistant's header."""
+        """Recognise the header of the assistant's turn."""
         return tokenizer.ASSISTANT in prompt_tail
 
     def opens_reasoning(self, prompt_tail: str) -> bool | None:
-        """By the nearest tag."""
+        """Return whether the nearest tag opens reasoning."""
         opened, closed = prompt_tail.rfind("<reason>"), prompt_tail.rfind("</reason>")
         return None if opened == closed else opened > closed
 

@@ -28,7 +28,7 @@ from proxy.sim.model import tokenizer
 
 
 class Said(NamedTuple):
-    """What an answer comes to. `calls`: index → id, name, arguments."""
+    """The content of a whole answer. `calls`: index → id, name, arguments."""
 
     reasoning: str = ""
     content: str = ""
@@ -36,7 +36,7 @@ class Said(NamedTuple):
 
 
 def added_up(deltas: list[dict[str, Any] | None]) -> Said:
-    """What a client makes of deltas. Says no if a call is told twice, or its arguments before its name."""
+    """Assemble deltas as a client does. Fails if a call is reported twice, or its arguments before its name."""
     said = [delta for delta in deltas if delta]
     calls: dict[int, tuple[str, str, str]] = {}
     for part in (part for delta in said for part in delta.get("tool_calls", ())):
@@ -92,8 +92,8 @@ ANSWERS: dict[str, tuple[str, Said]] = {
     "a whole answer": (THINKING, THINKING_SAID),
     "nothing": ("", Said()),
     "reasoning without an end": ("Hm, <b>", Said("Hm, <b>")),
-    "reasoning begun once more": (f"{THINK}Hm {THINK}so", Said("Hm so")),
-    "reasoning ended once more": (f"Hm{THINK_END}a{THINK_END}b", Said("Hm", "ab")),
+    "reasoning begun twice": (f"{THINK}Hm {THINK}so", Said("Hm so")),
+    "reasoning ended twice": (f"Hm{THINK_END}a{THINK_END}b", Said("Hm", "ab")),
     "reasoning begun in content": (f"Hm{THINK_END}a{THINK}b", Said("Hm", f"a{THINK}b")),
     "white space around reasoning": (f" \nHm \n Hm \n{THINK_END}\n a \n", Said(" \nHm \n Hm", "\n a \n")),
     "white space only": (f" {THINK_END}\n", Said("", "\n")),
@@ -146,13 +146,13 @@ ANSWERS: dict[str, tuple[str, Said]] = {
     ),
     "an end before an id": (f"{SECTION_BEGIN}{CALL_BEGIN}", Said()),
     "an id that is none": (section(call("f"), call("functions.f:1")), Said("", "", {1: ("functions.f:1", "f", "{}")})),
-    "an id that is none behind a call": (section(call("functions.f:0"), call("g")), Said("", "", F0)),
+    "a malformed id after a call": (section(call("functions.f:0"), call("g")), Said("", "", F0)),
     "an id without a name": (section(call("functions.:0"), call("")), Said()),
-    "an id that is none, without arguments": (
+    "a malformed id without arguments": (
         section(call("f", ""), call("", ""), call("g", "")),
         Said("", "", {0: ("functions.f:0", "f", ""), 2: ("functions.g:1", "g", "")}),
     ),
-    "an id that is none, behind white space, and an end": (
+    "a malformed id after white space, and an end": (
         f"{THINK_END}\n{SECTION_BEGIN}{CALL_BEGIN}f{ARGUMENT_BEGIN}",
         Said("", "", {0: ("functions.f:0", "f", "")}),
     ),
