@@ -15,7 +15,7 @@ Tracker      how a policy follows a request that it has sent to a backend
 Lease        one request's claim on one backend; leaving it gives the load back and reports how it went
 Health       what probes and the outcomes of requests say about a backend
 PairQuarantine prefillers and decoders between which hand-overs fail, kept apart
-Misfit       a way in which a healthy backend does not fit the others or this gateway; logged once, not held against it
+Incompatibility a way in which a healthy backend does not match the others or this gateway; logged once
 PinnedKv     KV cache that prefillers keep although no decoder will fetch it
 Dialect      one API that clients speak: how its requests become calls, and answers become its bytes
 Call         one parsed client request; immutable, knows its cost

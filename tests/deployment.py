@@ -18,8 +18,8 @@ import orjson
 import pytest
 
 from proxy.balancer.roster import Roster
-from proxy.balancer.shared.fronts import Fronts
 from proxy.balancer.shared.journal import Journal
+from proxy.balancer.shared.queue_heads import QueueHeads
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Load
 from proxy.connectors.releaser import RELEASE_MODEL
@@ -335,8 +335,8 @@ def _shared(settings: Settings) -> Shared:
         scoreboard=scoreboard,
         roster=roster,
         key_usage=KeyUsage(guests=settings.replicas.guests),
-        fronts=Fronts(guests=settings.replicas.guests),
-        journal=Journal(1 + settings.replicas.guests, tellers=settings.kv_events.tellers),
+        queue_heads=QueueHeads(guests=settings.replicas.guests),
+        journal=Journal(1 + settings.replicas.guests, write_only=settings.kv_events.tellers),
         receipts=Receipts(bytes_per_worker=settings.admin.receipts_bytes),
     )
 

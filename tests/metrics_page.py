@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from proxy.balancer.fitness.misfits import MisfitKind, Misfits
+from proxy.balancer.compatibility.incompatibilities import Incompatibilities, IncompatibilityKind
 from proxy.balancer.health.health import Health
 from proxy.balancer.models import ServedModels
 from proxy.balancer.roster import Roster, SourceStates
@@ -54,7 +54,7 @@ _OPEN_LABELS_OF_METRIC = {
     ("pdproxy_instance_requests_total", "result"): "`ok`, or a [failure](OPERATING.md#error-codes)",
     ("pdproxy_instance_load_tokens", "kind"): "`compute`, `kv`",
     ("pdproxy_instance_misfit", "kind"): (
-        f"{_quoted(list(MisfitKind))}: see [Warnings about instances](OPERATING.md#warnings-about-instances)"
+        f"{_quoted(list(IncompatibilityKind))}: see [Warnings about instances](OPERATING.md#warnings-about-instances)"
     ),
     ("pdproxy_instance_ejected_total", "reason"): _quoted(EJECTIONS),
     ("pdproxy_kv_events_total", "kind"): _quoted(KV_EVENTS),
@@ -77,7 +77,7 @@ def series() -> Mapping[str, frozenset[str]]:
 def _families() -> tuple[Sequence[Metric], Mapping[str, Sequence[str]]]:
     """All metrics, and the names of each one's labels."""
     metrics = Metrics()
-    metrics.watch_instances((), Scoreboard(slots=1), Health(), Misfits())
+    metrics.watch_instances((), Scoreboard(slots=1), Health(), Incompatibilities())
     metrics.watch_models(ServedModels(Roster((), (), Scoreboard(slots=1)), Health(), ()), ())
     metrics.show_generation_series(dialect.label for dialect in DIALECTS)
     metrics.watch_sources(SourceStates(), Roster((), (), Scoreboard(slots=1)))

@@ -13,7 +13,7 @@ import pytest
 
 import proxy
 from proxy.__main__ import main
-from proxy.balancer.fitness.misfits import MisfitKind
+from proxy.balancer.compatibility.incompatibilities import IncompatibilityKind
 from proxy.balancer.pick import TRIAL, Prediction
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure
@@ -194,6 +194,6 @@ def test_every_letter_of_a_term_is_explained() -> None:
 
 
 def test_every_incompatibility_and_resume_action_is_explained() -> None:
-    assert names(section("## Warnings about instances")) == set(MisfitKind)
+    assert names(section("## Warnings about instances")) == set(IncompatibilityKind)
     documented = re.findall(r"\| `(\w+)`(?::| at| \|)", section("### When a decoder is lost"))
     assert set(documented) == set(Action)

@@ -15,7 +15,7 @@ from proxy.common.backend import Role
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from proxy.balancer.fitness.misfits import Misfits
+    from proxy.balancer.compatibility.incompatibilities import Incompatibilities
     from proxy.balancer.health.health import Health, HealthBoard
     from proxy.balancer.models import ServedModels
     from proxy.balancer.pool import Pool
@@ -39,7 +39,7 @@ class InstanceParts:
     """Health of the instances, as this worker sees it."""
     health_board: HealthBoard
     """Health of the instances, as each worker sees it."""
-    misfits: Misfits
+    misfits: Incompatibilities
     """Incompatibilities that were found."""
     joiner: Joiner
     """Instances that were added and did not pass a health check yet."""

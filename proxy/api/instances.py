@@ -122,7 +122,10 @@ class InstancesApi:
         """What changes of members when an administrator adds them once more, saying something else of them."""
         members = {member.backend: member for member in self._roster.members(role) if not member.draining}
         known = [(name, members[each], each) for name, each in candidates.items() if each in members]
-        both = [(name, _said(m.backend), _said(m.told(each, is_authority=False).backend)) for name, m, each in known]
+        both = [
+            (name, _said(m.backend), _said(m.with_details_of(each, is_authority=False).backend))
+            for name, m, each in known
+        ]
         return [{"instance": name, "was": was, "becomes": after} for name, was, after in both if was != after]
 
     def _unheard(self, role: Role, candidates: Mapping[str, Backend]) -> list[str]:

@@ -200,7 +200,7 @@ class PassthroughApi:
                     blame.failed(error)
                     if error.is_refusal and not record.is_committed and self._settings.retry.max_attempts > 1:
                         # It counts for nothing as long as others would take the request.
-                        if not queue.pool.takes(failed):
+                        if not queue.pool.would_accept(failed):
                             raise
                     else:
                         attempts += 1

@@ -133,7 +133,7 @@ class Chooser:
         """Return until when all candidates refuse requests by their own Retry-After; 0: some may take one sooner."""
         return self._closed_until if self.refuse_all else 0.0
 
-    def takes(self, avoid: Collection[Backend]) -> bool:
+    def would_accept(self, avoid: Collection[Backend]) -> bool:
         """Whether some candidate that is not to be avoided would probably take a request now."""
         if self._open_now and not avoid:
             return True

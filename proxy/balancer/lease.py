@@ -106,7 +106,7 @@ class Lease:
         else:
             self._pool.began(self.backend)
 
-    def tell(self, prompt_tokens: int | None, cached_tokens: int | None) -> None:
+    def note_usage(self, prompt_tokens: int | None, cached_tokens: int | None) -> None:
         """What the backend has told of the prompt, before `free_compute`; None: nothing."""
         if self._tracker is not None and prompt_tokens is not None:
             self._tracker.told(prompt_tokens, cached_tokens)
@@ -191,7 +191,7 @@ class Lease:
             self._reported = error
             trial, self._trial = self._trial, 0
             if error.is_breakdown and not trial:
-                error.blame = self._pool.accuse(backend, error, self._request.proves_generation)
+                error.blame = self._pool.defer_blame(backend, error, self._request.proves_generation)
             else:
                 others_running = self._pool.running(backend) - self._running
                 self._pool.report(backend, error, trial, self._request.proves_generation, others_running=others_running)

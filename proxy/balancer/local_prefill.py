@@ -144,7 +144,7 @@ class LocalPrefill:
             return None
         return LocalChoice(decoder=best, asked=asked, harm=best_harm, instead_seconds=instead)
 
-    def handed_over(
+    def note_handoff(
         self, decoder: str, asked: ComparedPrompt, first_token: FirstToken | None, answer_tokens: int
     ) -> None:
         """A decoder of this name got the prompt from a prefiller, and has answered.

@@ -126,7 +126,7 @@ def complete_ones(served: Mapping[Backend, frozenset[str]], roles: Collection[Ro
     return found
 
 
-def odd_ones(models: Mapping[Backend, frozenset[str]]) -> Mapping[Backend, str]:
+def minority_instances(models: Mapping[Backend, frozenset[str]]) -> Mapping[Backend, str]:
     """The backends that serve no model that some backend of each role serves, and what that means. If there is no such
     model, those that serve others than most, of equally many those that come first.
 

@@ -228,7 +228,7 @@ class PolicyContext:
     """Whom it chooses."""
     journal: JournalWriter | None = None
     """Where a policy tells those of the other workers what they should know; None: there are no others."""
-    elsewhere: Callable[[Backend], int] | None = None
+    others_running: Callable[[Backend], int] | None = None
     """Requests that a backend works on for other workers; None: there are none."""
     lag_within: Callable[[float, float], float | None] = _never_late
     """The most seconds by which the event loop was late between two times of the clock; None: not known yet."""
@@ -369,7 +369,7 @@ class Policy(ABC):
         """
         return 0.0
 
-    def waits_no_more(self, request: PickRequest) -> None:  # noqa: B027 - need not be overridden
+    def left_queue(self, request: PickRequest) -> None:  # noqa: B027 - need not be overridden
         """It has left the queue: for a lease, or for good."""
 
     def first_to_go(self, candidates: Sequence[Candidate], waiting: Sequence[PickRequest]) -> int | None:

@@ -27,9 +27,9 @@ from proxy.common.errors import Failure
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from proxy.balancer.compatibility.incompatibilities import CompatibilityMonitor
+    from proxy.balancer.compatibility.pinned_kv import PinnedKv
     from proxy.balancer.engines.engine_facts import EngineFacts, EngineVersion
-    from proxy.balancer.fitness.misfits import Fitness
-    from proxy.balancer.fitness.pinned_kv import PinnedKv
     from proxy.balancer.health.backend_health import BackendHealth
     from proxy.balancer.health.health import Health, Transition
     from proxy.balancer.pick import Pick
@@ -84,7 +84,7 @@ class PoolParts:
     """The KV that stays pinned on these backends."""
     quarantine: PairQuarantine | None = None
     """Forgets the backends that leave."""
-    fitness: Fitness | None = None
+    fitness: CompatibilityMonitor | None = None
     whole: Pool | None = None
     """The pool of all backends of the role, if this is a pool of some of them. It looks after health and the rest of
     what is known of backends when they come and go."""
@@ -311,10 +311,10 @@ class Pool:
             times.append(self._chooser.refused_until())
         return min(times)
 
-    def takes(self, avoid: Collection[Backend]) -> bool:
+    def would_accept(self, avoid: Collection[Backend]) -> bool:
         """Whether some eligible backend that is not to be avoided would probably take a request now."""
         self._refresh()
-        return self._chooser.takes(avoid)
+        return self._chooser.would_accept(avoid)
 
     def _all_on_probation_refuse(self) -> bool:
         now, refuses = self._clock(), self._chooser.back_offs.refuses
@@ -349,9 +349,9 @@ class Pool:
         """Whether the policy has a say in who had better wait."""
         return self._chooser.holds_queue
 
-    def waits_no_more(self, request: PickRequest) -> None:
+    def left_queue(self, request: PickRequest) -> None:
         """It has left the queue: for a lease, or for good."""
-        self._chooser.policy.waits_no_more(request)
+        self._chooser.policy.left_queue(request)
 
     def first_to_go(self, waiting: Sequence[PickRequest]) -> int | None:
         """Of those who wait the place of the first that should go now, by the policy; None: all had better wait."""
@@ -443,7 +443,7 @@ class Pool:
         self._tell(transition)
         self._on_end(backend, error.failure.value)
 
-    def accuse(self, backend: Backend, error: UpstreamError, is_proof: bool = True) -> Callable[[], None]:
+    def defer_blame(self, backend: Backend, error: UpstreamError, is_proof: bool = True) -> Callable[[], None]:
         """A request on a backend broke down. What is returned holds it against the backend: to be called once it is
         known that the request fares better elsewhere.
         """
@@ -480,10 +480,10 @@ class Pool:
         if health.of(backend).verdict is not HealthState.UNKNOWN:  # it may have been removed
             self._tell(health.on_probe(backend, False, reason, failure=ProbeFailure.REFUSED))
 
-    def report_verdict(self, backend: Backend) -> None:
+    def report_peer_verdict(self, backend: Backend) -> None:
         """Another gateway has found a backend of no use."""
         self._refresh()
-        self._tell(self._health.on_verdict(backend, self._enabled))
+        self._tell(self._health.on_peer_verdict(backend, self._enabled))
 
     def served(self, backend: Backend, trial: int = 0, is_proof: bool = True) -> None:
         """A request has gone well, perhaps before its lease ends, or a trial before its request does."""

@@ -64,7 +64,7 @@ class Member:
         left = tuple(other for other in self.origins if other != origin)
         return replace(self, origins=left) if left else Member(self.backend, leaves_at=leaves_at)
 
-    def told(self, wanted: Backend, *, is_authority: bool) -> Member:
+    def with_details_of(self, wanted: Backend, *, is_authority: bool) -> Member:
         """The same with what an origin says of its backend. Where that gives no bootstrap port or no models, the known
         ones stay unless the origin is the authority.
         """
@@ -179,11 +179,18 @@ class Roster:
         *,
         before: Any = None,
     ) -> None:
-        """The configured endpoints, which are trusted with the engine key. `before`: the `state` of another roster,
-        which this one goes on with: its instances stay, but for what the configuration has otherwise. None: there is
-        none. One that cannot be read, as another version may have written it, is as if there were none; see `goes_on`.
+        """Create the roster from the configuration.
 
-        Raises ValueError when one is listed twice or there are more than the scoreboard has slots.
+        Args:
+            prefill: Addresses of the configured prefillers, which are trusted with the engine key.
+            decode: Addresses of the configured decoders.
+            scoreboard: Its slots are given to the members.
+            encode: Addresses of the configured encoders.
+            before: The `state` of the roster to continue; None: there is none. Its instances stay unless the
+                configuration says otherwise. A state that cannot be read is ignored; see `is_restored`.
+
+        Raises:
+            ValueError: An address is listed twice, or there are more addresses than slots.
         """
         self.waiting = WaitingList(scoreboard.slots)
         """Instances that are to become members as soon as they answer."""
@@ -197,7 +204,7 @@ class Roster:
         self._leaving: tuple[Member, ...] = ()
         self._wanted: dict[str, frozenset[Backend]] = {}  # by origin
         self._write((), {})
-        self.goes_on = self._go_on_with(before)
+        self.is_restored = self._go_on_with(before)
         """It has what `before` told."""
         configured: dict[Backend, Backend] = {}
         for role, endpoints in ((Role.PREFILL, prefill), (Role.DECODE, decode), (Role.ENCODE, encode)):
@@ -234,7 +241,7 @@ class Roster:
                 self._write((*members, Member(backend, (ADMIN,))), self._wanted)
                 return True
             _check_role(known, wanted.role)
-            enabled = known.wanted_by(ADMIN).told(wanted, is_authority=False)
+            enabled = known.wanted_by(ADMIN).with_details_of(wanted, is_authority=False)
             if enabled.row != known.row:
                 self._write((enabled if member is known else member for member in members), self._wanted)
             return known.draining
@@ -322,7 +329,7 @@ class Roster:
                     known = Member(replace(backend, slot=self._free_slot(members.values())))
                 if known.draining:
                     added.append(known.backend)
-                members[backend] = known.wanted_by(origin).told(backend, is_authority=restores)
+                members[backend] = known.wanted_by(origin).with_details_of(backend, is_authority=restores)
             for member in sorted((member for member in gone if not member.draining), key=_slot):
                 left = member.given_up_by(origin, leaves_at)
                 if left.draining:
@@ -423,7 +430,7 @@ _MAX_PROBLEM: Final = 400
 class SourceState:
     """Of one source since the gateway began, or since the source was configured if that was later."""
 
-    told_at: float | None = None
+    succeeded_at: float | None = None
     """When it last said which instances there are, in seconds since the epoch; None: not yet."""
     failures: int = 0
     """How often it could not be asked, or said what cannot be."""
@@ -451,7 +458,7 @@ class SourceStates:
         states = self.all()
         self._write({origin: states.get(origin, SourceState()) for origin in origins})
 
-    def told(self, origin: str) -> None:
+    def succeeded(self, origin: str) -> None:
         """A source has said which instances there are."""
         state = self.all()[origin]
         self._write({**self.all(), origin: SourceState(time.time(), state.failures)})  # noqa: TID251 - shown to people

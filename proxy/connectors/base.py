@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import aiohttp
     from aiohttp import web
 
+    from proxy.balancer.compatibility.incompatibilities import CompatibilityMonitor
     from proxy.balancer.engines.engine_keys import EngineKeys
-    from proxy.balancer.fitness.misfits import Fitness
     from proxy.balancer.pick import PickRequest
     from proxy.balancer.pool import Pools
     from proxy.balancer.shared.journal import JournalWriter
@@ -66,7 +66,7 @@ class ConnectorContext:
     settings: Settings
     """The current settings. Read them where they are used, because a reload replaces them; see Connector.configure."""
     metrics: Metrics
-    fitness: Fitness
+    fitness: CompatibilityMonitor
     background: Background
     """The owner of tasks that no request waits for."""
     new_journal_writer: Callable[[], JournalWriter] | None = None

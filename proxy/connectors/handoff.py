@@ -11,7 +11,7 @@ import logging
 from enum import Enum
 from typing import TYPE_CHECKING, Final, Self
 
-from proxy.balancer.fitness.handovers import LEAST_TOKENS
+from proxy.balancer.compatibility.handoff_verdicts import MIN_TOKENS
 from proxy.balancer.lease import Lease
 from proxy.common.errors import Failure, UpstreamError
 from proxy.observe import logs
@@ -95,7 +95,7 @@ class KvHandoff:
         call: Call,
         request: PickRequest,
         timeline: Timeline,
-        least_tokens: int = LEAST_TOKENS,
+        least_tokens: int = MIN_TOKENS,
     ) -> None:
         """Create a handoff for an attempt at `call`.
 
@@ -125,7 +125,7 @@ class KvHandoff:
 
     def prefilled(self, tokens: int | None, cached: int | None) -> None:
         """Record the end of the prefill, with the prompt's tokens and cached tokens as its answer reports them."""
-        self.prefiller.tell(tokens, cached)
+        self.prefiller.note_usage(tokens, cached)
         self.prefiller.free_compute()
 
     def held(self, kv: PrefilledKv | None = None) -> None:
@@ -155,7 +155,7 @@ class KvHandoff:
             if source is PREFILLER:
                 self._context.pools.quarantine.succeeded(prefiller, decoder)
             tokens = self._timeline.usage.prompt_tokens or self._call.prompt_tokens
-            verdict = self._context.fitness.handed_over(prefiller, decoder, tokens, self._least_tokens)
+            verdict = self._context.fitness.note_handoff(prefiller, decoder, tokens, self._least_tokens)
             self._timeline.kv = verdict
             if self.kv is not None:
                 self._context.releaser.fetched(self.kv, decoder, verdict, self.failed)

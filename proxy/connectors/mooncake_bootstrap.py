@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from proxy.balancer.fitness.misfits import MisfitKind
+from proxy.balancer.compatibility.incompatibilities import IncompatibilityKind
 from proxy.common.errors import UpstreamError
 from proxy.common.terms import Stage
 from proxy.connectors.base import check_status, first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds
@@ -45,7 +45,7 @@ class MooncakeBootstrap(Disaggregated):
         self._releaser = context.releaser
         self._bootstraps = Bootstraps(
             context.session,
-            report=lambda backend, hint: context.fitness.report(backend, MisfitKind.BOOTSTRAP, hint),
+            report=lambda backend, hint: context.fitness.report(backend, IncompatibilityKind.BOOTSTRAP, hint),
             engine_id=context.pools.prefill.engine_id,
             addresses=lambda: {backend: self._address(backend) for backend in self._pools.prefill.backends()},
         )

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import orjson
 
+from proxy.balancer.compatibility.handoff_verdicts import HandoffVerdict
 from proxy.balancer.engines.engine_facts import ASCEND_MOONCAKE_RELEASE, NIXL_LEASE, NIXL_RELEASE
-from proxy.balancer.fitness.handovers import Verdict
 from proxy.common.background import Background, BackgroundOwner
 from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.wire.ids import new_id
@@ -29,9 +29,9 @@ from proxy.wire.openai import Api
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
+    from proxy.balancer.compatibility.incompatibilities import Incompatibilities
+    from proxy.balancer.compatibility.pinned_kv import Pin, PinnedKv
     from proxy.balancer.engines.engine_facts import Capability, EngineVersion
-    from proxy.balancer.fitness.misfits import Misfits
-    from proxy.balancer.fitness.pinned_kv import Pin, PinnedKv
     from proxy.balancer.models import ServedModels
     from proxy.balancer.pool import Pools
     from proxy.common.backend import Backend
@@ -125,8 +125,8 @@ SETTLE_SECONDS: Final = 0.2
 twice as long, and doubles each time."""
 
 # Reading a member off its class takes as long as four calls.
-_COMPUTED: Final = Verdict.COMPUTED
-_UNKNOWN: Final = Verdict.UNKNOWN
+_COMPUTED: Final = HandoffVerdict.COMPUTED
+_UNKNOWN: Final = HandoffVerdict.UNKNOWN
 
 _MAX_PAUSE_SECONDS: Final = 5.0
 _ANSWER_SECONDS: Final = 5.0
@@ -143,7 +143,7 @@ class ReleaserParts:
     pools: Pools
     upstream: Upstream
     pinned_kv: PinnedKv
-    misfits: Misfits
+    misfits: Incompatibilities
     models: ServedModels
     metrics: Metrics
     settle_seconds: float = SETTLE_SECONDS
@@ -206,7 +206,7 @@ class Releaser(BackgroundOwner):
         else:
             self._background.start(self._release(kv, pin, failed))
 
-    def fetched(self, kv: PrefilledKv, decoder: Backend, verdict: Verdict, failed: Collection[Backend]) -> None:
+    def fetched(self, kv: PrefilledKv, decoder: Backend, verdict: HandoffVerdict, failed: Collection[Backend]) -> None:
         """Record the answer of a decoder that was to fetch KV.
 
         A decoder that computes prompts again leaves the KV at the prefiller. If it is not known whether this decoder
@@ -223,7 +223,7 @@ class Releaser(BackgroundOwner):
     def look(self) -> None:
         """Settle the KV of decoders whose verdict is known by now. Must be called periodically."""
         for decoder, doubtful in list(self._doubtful.values()):
-            if self._misfits.verdict(decoder) is not Verdict.UNKNOWN:
+            if self._misfits.verdict(decoder) is not HandoffVerdict.UNKNOWN:
                 del self._doubtful[decoder.key]
                 self._pin(decoder, doubtful)
 
@@ -231,7 +231,7 @@ class Releaser(BackgroundOwner):
         now = time.monotonic()
         for prefiller, tokens, transfer, answered_at in doubtful:
             until = answered_at + self.pin_seconds(prefiller, transfer)
-            is_orphan = until > now and self._misfits.verdict(decoder, prefiller) is Verdict.COMPUTED
+            is_orphan = until > now and self._misfits.verdict(decoder, prefiller) is HandoffVerdict.COMPUTED
             if is_orphan and prefiller in self._pools.prefill.backends():
                 self._metrics.kv_orphans_total.inc()
                 self._pinned_kv.pin(prefiller, tokens, until - now)
@@ -316,7 +316,7 @@ class Releaser(BackgroundOwner):
         A decoder that fetches no KV sends prefillers no messages, and one of another model must not connect to them.
         """
         is_able = releases_rejected(kv.transfer, self._pools.decode.engine_version(decoder))
-        is_computing = self._misfits.verdict(decoder) is Verdict.COMPUTED
+        is_computing = self._misfits.verdict(decoder) is HandoffVerdict.COMPUTED
         return is_able and not is_computing and not self._models.are_apart(kv.prefiller, decoder)
 
     def pin_seconds(self, prefiller: Backend, transfer: KvTransfer) -> float:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 import msgspec
 import orjson
 
-from proxy.balancer.fitness.handovers import LEAST_STORED_TOKENS, LEAST_TOKENS
+from proxy.balancer.compatibility.handoff_verdicts import MIN_STORED_TOKENS, MIN_TOKENS
 from proxy.balancer.local_prefill import FirstToken, LocalPrefill
 from proxy.balancer.policies.prefill_samples import compared_prompt
 from proxy.common.backend import Role
@@ -61,7 +61,7 @@ _ASK_FOR_KV: Final = Prefill(
 class Sequential(Disaggregated):
     """The base of protocols that send the prefill leg, then the decode leg."""
 
-    least_tokens: ClassVar[int] = LEAST_TOKENS
+    least_tokens: ClassVar[int] = MIN_TOKENS
     """Length below which the handoff of a prompt does not show whether the decoder fetches KV."""
     source_without_kv: ClassVar[KvSource]
     """The source of the decoder's KV cache if the prefiller's answer names none."""
@@ -98,7 +98,7 @@ class Sequential(Disaggregated):
         if choice is None:
             yield from self._both(call, request, timeline)
             if timeline.kv != "local" and not usage.is_resumed:
-                local.handed_over(timeline.decoder, asked, _first_token(timeline), usage.completion_tokens or 0)
+                local.note_handoff(timeline.decoder, asked, _first_token(timeline), usage.completion_tokens or 0)
             return
         self._metrics.prefills_skipped_total.inc()
         chosen = replace(request, prefer=choice.decoder)
@@ -337,7 +337,7 @@ class VllmStore(Sequential):
     MultiConnector another connector may return KV parameters, which go to the decoder verbatim.
     """
 
-    least_tokens = LEAST_STORED_TOKENS
+    least_tokens = MIN_STORED_TOKENS
     source_without_kv = KvSource.STORE
 
     def prefill_failed(self, call: Call, error: UpstreamError) -> None:

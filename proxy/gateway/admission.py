@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from proxy.balancer.pick import PickRequest
-    from proxy.balancer.shared.fronts import WorkerFront
+    from proxy.balancer.shared.queue_heads import WorkerQueueHead
     from proxy.common.backend import Role
     from proxy.gateway.body_buffers import Hold
     from proxy.gateway.queue_order import LineUp
@@ -81,7 +81,7 @@ class AdmissionParts:
     """Returns the decoder time that an answer will probably take. Its key is charged for it."""
     lower_priority_first: bool = True
     """Whether engines serve a lower `priority` in the body first."""
-    front: WorkerFront | None = None
+    front: WorkerQueueHead | None = None
     """Serves the queues of several workers as one; None: there is no other queue."""
 
 
@@ -270,7 +270,7 @@ class AdmissionQueue:
         waiter = self._waiter(entry)
         if not waiter.is_patient and (refusal := self._refusal(waiter)) is not None:
             if waiter.request is not None:
-                self._line_up.waits_no_more(waiter.request)
+                self._line_up.left_queue(waiter.request)
             raise refusal
         if not self._lines:
             self._on_wait(True)
@@ -330,7 +330,7 @@ class AdmissionQueue:
     def _part(self, waiter: Waiter) -> None:
         """Take it out of the queue, whatever the reason."""
         if waiter.request is not None:
-            self._line_up.waits_no_more(waiter.request)
+            self._line_up.left_queue(waiter.request)
         self._order.part(waiter)
         if not waiter.is_patient:
             del self._queue[waiter]

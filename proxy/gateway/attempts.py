@@ -291,7 +291,7 @@ class AttemptLoop:
         """
         role, resuming = error.backend.role, self._resuming
         pool = self._parts.pools.of(role)
-        if not pool.takes(self._avoid):
+        if not pool.would_accept(self._avoid):
             if not resuming.is_searching:
                 raise resuming.given_up(error, "no instance could continue it") if self._delivery.goes_on else error
             while pool.refuse_all() and resuming.is_searching:  # noqa: ASYNC110 time alone may end it

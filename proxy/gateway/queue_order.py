@@ -16,7 +16,7 @@ from itertools import chain, count, islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 
-from proxy.balancer.shared.fronts import AGEING
+from proxy.balancer.shared.queue_heads import AGEING
 
 if TYPE_CHECKING:
     import asyncio
@@ -40,7 +40,7 @@ class LineUp(Protocol):
     def work_seconds(self, request: PickRequest) -> float:
         """What a request takes: of one key's units those with less work go first, see AGEING."""
 
-    def waits_no_more(self, request: PickRequest) -> None:
+    def left_queue(self, request: PickRequest) -> None:
         """One whose `work_seconds` were asked for has left the queue: to be served, or for good."""
 
     def first_to_go(self, waiting: Sequence[PickRequest]) -> int | None:
@@ -56,7 +56,7 @@ class InTurn:
         """All the same."""
         return 0.0
 
-    def waits_no_more(self, request: PickRequest) -> None:
+    def left_queue(self, request: PickRequest) -> None:
         """Nothing was worked out."""
 
     def first_to_go(self, waiting: Sequence[PickRequest]) -> int | None:

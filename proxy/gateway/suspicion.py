@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from proxy.balancer.health.blame import Ways
+    from proxy.balancer.health.blame import FailedEngines
     from proxy.common.backend import Backend, Role
     from proxy.dialects.call import Call
 
@@ -82,7 +82,7 @@ class Suspicion:
         """The client request; None in tests of this alone."""
         self.is_convicted = False
         self.units: list[UnitHistory] = []
-        self.ways: Ways = {}
+        self.ways: FailedEngines = {}
         self.reserved: list[Backend] = []
         """The other engines of its subset, once one has broken down: no other suspect is to join its units there."""
         self._is_split = is_split

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from proxy.balancer.pick import PickRequest
     from proxy.balancer.pool import Pools
-    from proxy.balancer.shared.fronts import WorkerFront
+    from proxy.balancer.shared.queue_heads import WorkerQueueHead
     from proxy.common.backend import Role
     from proxy.connectors.base import Connector
     from proxy.dialects.base import Dialect, Rendering, UnitRendering
@@ -61,7 +61,7 @@ class ServiceParts:
     """Requests that may have crashed engines."""
     metrics: Metrics
     """Metrics of this worker."""
-    front: WorkerFront | None = None
+    front: WorkerQueueHead | None = None
     """See AdmissionParts."""
 
 

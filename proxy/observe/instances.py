@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric
 
-    from proxy.balancer.fitness.misfits import Misfits
+    from proxy.balancer.compatibility.incompatibilities import Incompatibilities
     from proxy.balancer.health.health import Health
     from proxy.balancer.models import ServedModels
     from proxy.balancer.pool import Pool
@@ -38,7 +38,7 @@ class Instances:
         pools: Sequence[Pool],
         scoreboard: Scoreboard,
         health: Health,
-        misfits: Misfits,
+        misfits: Incompatibilities,
         pool_of: Callable[[Backend], Pool] | None = None,
     ) -> None:
         """`pools`: of all backends. `pool_of`: that in which one is chosen; None: one of these."""
@@ -93,7 +93,7 @@ class Instances:
         )
         misfits = GaugeMetricFamily(
             "pdproxy_instance_misfit",
-            "Ways in which a healthy instance does not fit the others or this gateway, by kind. Always 1.",
+            "FailedEngines in which a healthy instance does not fit the others or this gateway, by kind. Always 1.",
             labels=(*labels, "kind"),
         )
         knee = GaugeMetricFamily(
@@ -178,9 +178,9 @@ def collect_sources(states: SourceStates, roster: Roster) -> Iterator[Metric]:
     wanted = roster.wanted()
     for origin, state in states.all().items():
         key = (origin,)
-        up.add_metric(key, state.told_at is not None and state.problem is None)
+        up.add_metric(key, state.succeeded_at is not None and state.problem is None)
         instances.add_metric(key, len(wanted.get(origin, ())))
         failures.add_metric(key, state.failures)
-        if state.told_at is not None:
-            last_success.add_metric(key, state.told_at)
+        if state.succeeded_at is not None:
+            last_success.add_metric(key, state.succeeded_at)
     yield from (up, instances, failures, last_success)

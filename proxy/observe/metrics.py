@@ -21,7 +21,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily
 
 from proxy import __version__
-from proxy.balancer.fitness.handovers import Verdict
+from proxy.balancer.compatibility.handoff_verdicts import HandoffVerdict
 from proxy.balancer.health.breaker import Cause
 from proxy.balancer.pick import REASONS
 from proxy.common.build_info import IS_COMPILED
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric
 
-    from proxy.balancer.fitness.misfits import Misfits
+    from proxy.balancer.compatibility.incompatibilities import Incompatibilities
     from proxy.balancer.health.health import Health
     from proxy.balancer.models import ServedModels
     from proxy.balancer.pool import Pool
@@ -55,8 +55,8 @@ CHOOSING_ROLES: Final = ("prefill", "decode")
 """Whose choices are counted by reason."""
 FAILURES: Final = tuple(str(failure) for failure in Failure)
 MISSING_KV_ACTIONS: Final = ("retry_prefill", "local", "error")
-CANARIES: Final = (*(str(verdict) for verdict in Verdict), "differs", "failed", "busy")
-HANDOVERS: Final = tuple(str(verdict) for verdict in Verdict)
+CANARIES: Final = (*(str(verdict) for verdict in HandoffVerdict), "differs", "failed", "busy")
+HANDOVERS: Final = tuple(str(verdict) for verdict in HandoffVerdict)
 RELEASES: Final = ("released", "failed", "unsupported")
 RESUME_ACTIONS: Final = tuple(str(action) for action in Action)
 TOKEN_KINDS: Final = ("prompt", "cached", "completion")
@@ -371,7 +371,7 @@ class Metrics:
         pools: Iterable[Pool],
         scoreboard: Scoreboard,
         health: Health,
-        misfits: Misfits,
+        misfits: Incompatibilities,
         pool_of: Callable[[Backend], Pool] | None = None,
     ) -> None:
         """From now on every scrape tells about the instances that these have at that moment; see Instances."""

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Self
 from uuid import uuid4
 
-from proxy.balancer.fitness.misfits import Misfits
+from proxy.balancer.compatibility.incompatibilities import Incompatibilities
 from proxy.balancer.health.blame import SuspectMemory
 from proxy.balancer.health.health import HealthBoard
 from proxy.balancer.roster import Roster, SourceStates
 from proxy.balancer.shared.back_offs import BackOffs
-from proxy.balancer.shared.fronts import NOBODY, Fronts
 from proxy.balancer.shared.journal import Journal
-from proxy.balancer.shared.memory import Bulletin
+from proxy.balancer.shared.memory import LogOnce
+from proxy.balancer.shared.queue_heads import NO_HEAD, QueueHeads
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.gateway.api_keys import KeyUsage
 from proxy.observe.receipts import Receipts
@@ -116,16 +116,16 @@ class Shared:
     scoreboard: Scoreboard
     roster: Roster
     key_usage: KeyUsage
-    bulletin: Bulletin = field(default_factory=Bulletin)
-    left_out: Bulletin = field(default_factory=lambda: Bulletin(_LEFT_OUT_BYTES))
+    bulletin: LogOnce = field(default_factory=LogOnce)
+    left_out: LogOnce = field(default_factory=lambda: LogOnce(_LEFT_OUT_BYTES))
     """What was logged of requests. Apart from the other subjects, as clients choose its names."""
-    misfits: Misfits = field(default_factory=Misfits)
+    misfits: Incompatibilities = field(default_factory=Incompatibilities)
     sources: SourceStates = field(default_factory=SourceStates)
     heartbeats: Heartbeats = field(default_factory=Heartbeats)
     health_board: HealthBoard = field(default_factory=HealthBoard)
     suspects: SuspectMemory = field(default_factory=SuspectMemory)
     back_offs: BackOffs = field(default_factory=BackOffs)
-    fronts: Fronts = field(default_factory=Fronts)
+    queue_heads: QueueHeads = field(default_factory=QueueHeads)
     journal: Journal = field(default_factory=Journal)
     receipts: Receipts = field(default_factory=Receipts)
     replica: str = field(default_factory=lambda: uuid4().hex)
@@ -138,10 +138,10 @@ class Shared:
         self.scoreboard.erase(worker)
         self.health_board.erase(worker)
         self.key_usage.erase(worker)
-        self.fronts.put(worker, NOBODY)
+        self.queue_heads.put(worker, NO_HEAD)
         if worker == EXCHANGER:  # nobody keeps the rows of the guests now
-            self.health_board.forget_verdicts()
-            self.fronts.put_guests(NOBODY)
+            self.health_board.clear_peer_verdicts()
+            self.queue_heads.put_guests(NO_HEAD)
             for board in (self.scoreboard, self.key_usage):
                 for guest in range(board.workers, board.rows):
                     board.erase(guest)
@@ -179,7 +179,7 @@ def share(
     slots = max(1024, 2 * (len(prefill) + len(decode) + len(encode)))
     scoreboard = Scoreboard(workers=settings.workers, slots=slots, guests=settings.replicas.guests)
     roster = Roster(prefill, decode, scoreboard, encode, before=None if predecessor is None else predecessor.instances)
-    if predecessor is not None and not roster.goes_on:
+    if predecessor is not None and not roster.is_restored:
         logger.warning(
             "the instances of the process before cannot be read, as if it were of another version: what was added, "
             "removed, disabled or weighed at run time is forgotten"
@@ -193,8 +193,8 @@ def share(
         heartbeats=Heartbeats(settings.workers),
         health_board=HealthBoard(settings.workers, slots),
         back_offs=BackOffs(slots),
-        fronts=Fronts(settings.workers, settings.replicas.guests),
-        journal=Journal(settings.workers + settings.replicas.guests, tellers=settings.kv_events.tellers),
+        queue_heads=QueueHeads(settings.workers, settings.replicas.guests),
+        journal=Journal(settings.workers + settings.replicas.guests, write_only=settings.kv_events.tellers),
         receipts=Receipts(settings.workers, settings.admin.receipts_bytes),
         predecessor=predecessor,
     )

@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
+from proxy.balancer.compatibility.incompatibilities import Incompatibilities
 from proxy.balancer.engines.engine_keys import EngineKeys
-from proxy.balancer.fitness.misfits import Misfits
 from proxy.balancer.health.blame import SuspectMemory
 from proxy.balancer.health.health import Health, HealthBoard
 from proxy.balancer.models import ServedModels
@@ -96,7 +96,7 @@ class Gateway:
         self.roster = Roster([], [], self.scoreboard)
         self.health = Health(lambda: HealthChecks(fall=1, rise=1, slow_start_seconds=0))
         self.health_board = HealthBoard(workers=3, slots=8)
-        self.misfits = Misfits(slots=8)
+        self.misfits = Incompatibilities(slots=8)
         row = self.scoreboard.row(0)
         self.metrics = Metrics()
         self.pools = {

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from aiohttp import web
 
+from proxy.balancer.compatibility.incompatibilities import IncompatibilityKind
 from proxy.balancer.engines.engine_facts import EngineFacts
-from proxy.balancer.fitness.misfits import MisfitKind
 from proxy.balancer.health.backend_health import HealthState
 from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Load, Role
@@ -40,8 +40,8 @@ async def test_all_instances_are_shown_with_what_is_known_of_them(gateway: Gatew
     decoder = await gateway.engine(Role.DECODE)
     gateway.health.note_facts(gateway.pools[Role.DECODE].backends()[0], EngineFacts((0, 23), 4096, 16))
     client = await client_of(gateway)
-    gateway.health_board.note(1, gateway.pools[Role.DECODE].backends()[0], HealthState.EJECTED)
-    gateway.misfits.add(gateway.pools[Role.DECODE].backends()[0], MisfitKind.MODEL, "serves another model")
+    gateway.health_board.set_state(1, gateway.pools[Role.DECODE].backends()[0], HealthState.EJECTED)
+    gateway.misfits.add(gateway.pools[Role.DECODE].backends()[0], IncompatibilityKind.MODEL, "serves another model")
     with gateway.pools[Role.DECODE].lease(PickRequest.of(Load(compute=7, kv=100))):
         first, second = await shown(client)
     (misfit,) = second.pop("misfits")

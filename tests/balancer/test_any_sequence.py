@@ -263,7 +263,7 @@ class AnySequence(RuleBasedStateMachine):
         self.clock.now += seconds
 
     @rule(prefiller=ports, decoder=ports, worker=workers, ok=st.booleans())
-    def hand_over(self, prefiller: int, decoder: int, worker: int, ok: bool) -> None:
+    def count_handoff(self, prefiller: int, decoder: int, worker: int, ok: bool) -> None:
         pair = (self.backend(Role.PREFILL, prefiller), self.backend(Role.DECODE, decoder))
         known = {member.backend for role in Role for member in self.roster.members(role)}
         if known.issuperset(pair):

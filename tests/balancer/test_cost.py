@@ -37,7 +37,7 @@ def calls_of_one(prefillers: Pool, decoders: Pool) -> int:
         assert prefillers.has_room(lambda: request)
         assert decoders.has_room()
         with decoders.lease(request) as decoder, prefillers.lease(request) as prefiller:
-            prefiller.tell(2, 0)
+            prefiller.note_usage(2, 0)
             prefiller.free_compute()
             prefiller.free_kv()
             decoder.confirm()

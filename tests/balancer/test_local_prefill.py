@@ -31,13 +31,13 @@ class Both:
         self.prefillers = Prefillers(balancer)
         self.prefillers.teach()
         self.decoders = balancer.decoders
-        self.journal = Journal(workers=1, tellers=1)
+        self.journal = Journal(workers=1, write_only=1)
         self.local = LocalPrefill(self.prefillers.pool, self.decoders, self.journal.writer(0))
         self.first, self.second = self.decoders.eligible()
 
     def hand_over(self, request: PickRequest, decoder: Backend | None = None, seconds: float | None = 0.2) -> None:
         first_token = None if seconds is None else FirstToken(self.balancer.clock.now, seconds)
-        self.local.handed_over((decoder or self.first).name, compared_prompt(request), first_token, 100)
+        self.local.note_handoff((decoder or self.first).name, compared_prompt(request), first_token, 100)
 
     def sooner(self, request: PickRequest, max_tokens: int = MOST) -> Backend | None:
         choice = self.local.sooner(compared_prompt(request), max_tokens)
@@ -127,7 +127,7 @@ def test_who_is_not_free_to_choose_or_not_known_goes_the_usual_way(both: Both) -
 
 def test_where_nothing_is_predicted_of_prefillers_nothing_is_skipped(both: Both, balancer: Balancer) -> None:
     local = LocalPrefill(balancer.prefillers, both.decoders)  # they count tokens
-    local.handed_over(both.first.name, compared_prompt(prompt(*range(1, 20))), FirstToken(0.0, 5.0), 100)
+    local.note_handoff(both.first.name, compared_prompt(prompt(*range(1, 20))), FirstToken(0.0, 5.0), 100)
     assert local.sooner(compared_prompt(TURN), MOST) is None
 
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from proxy.balancer.models import odd_ones
+from proxy.balancer.models import minority_instances
 from proxy.common.backend import Backend, Role
 
 P, D1, D2 = Backend(Role.PREFILL, "p", 1), Backend(Role.DECODE, "d", 1), Backend(Role.DECODE, "d", 2)
 
 
 def test_where_all_serve_the_same_none_is_odd() -> None:
-    assert odd_ones({}) == {}
-    assert odd_ones({P: frozenset("ab"), D1: frozenset("ab"), D2: frozenset("ba")}) == {}
+    assert minority_instances({}) == {}
+    assert minority_instances({P: frozenset("ab"), D1: frozenset("ab"), D2: frozenset("ba")}) == {}
 
 
 def test_the_fewer_are_the_odd_ones() -> None:
-    assert set(odd_ones({P: frozenset("x"), D1: frozenset("a"), D2: frozenset("a")})) == {P}
+    assert set(minority_instances({P: frozenset("x"), D1: frozenset("a"), D2: frozenset("a")})) == {P}
 
 
 def test_of_two_it_is_the_second() -> None:
-    ((odd, hint),) = odd_ones({P: frozenset(["kimi_k26"]), D1: frozenset(["other_name"])}).items()
+    ((odd, hint),) = minority_instances({P: frozenset(["kimi_k26"]), D1: frozenset(["other_name"])}).items()
     assert odd == D1
     assert hint == (
         "serves 'other_name', and prefill instance p:1 serves 'kimi_k26': a request for what only one of them serves "
@@ -28,7 +28,7 @@ def test_of_two_it_is_the_second() -> None:
 
 def test_names_of_any_kind_fit_into_a_line() -> None:
     many = frozenset({"a\nb", "x" * 1000, *"cdefgh"})
-    ((_, hint),) = odd_ones({P: frozenset("a"), D1: many}).items()
+    ((_, hint),) = minority_instances({P: frozenset("a"), D1: many}).items()
     assert "\n" not in hint
     assert "and 5 others" in hint
     assert len(hint) < 400

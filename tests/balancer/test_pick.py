@@ -227,8 +227,8 @@ def test_a_policy_hears_at_once_that_a_prefiller_has_answered(balancer: Balancer
 
 def test_a_policy_hears_what_a_backend_tells_and_of_its_answer(balancer: Balancer, listening: Listening) -> None:
     with balancer.decoders.lease(PickRequest.of(NOTHING)) as lease:
-        lease.tell(None, 7)
-        lease.tell(12, 7)
+        lease.note_usage(None, 7)
+        lease.note_usage(12, 7)
         lease.confirm()
         lease.confirm()
         lease.answer_tokens = 5

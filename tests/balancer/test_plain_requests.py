@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import hypothesis.strategies as st
 from hypothesis import given
 
+from proxy.balancer.compatibility.pinned_kv import PinnedKv
 from proxy.balancer.engines.engine_facts import EngineFacts
-from proxy.balancer.fitness.pinned_kv import PinnedKv
 from proxy.balancer.health.backend_health import HealthState
 from proxy.balancer.health.health import Health
 from proxy.balancer.pick import PickRequest, PolicyContext

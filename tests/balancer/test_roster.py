@@ -440,7 +440,7 @@ def test_a_roster_goes_on_with_the_state_of_another() -> None:
     before.weigh(D, "d", 1, 30)
     before.disable(D, "added", 1, 5.0)
     went_on = after(before)
-    assert went_on.goes_on
+    assert went_on.is_restored
     assert states(went_on) == [("d:1", True, 30, None), ("added:1", False, 100, 5.0)]
     assert sorted(slots(went_on)) == [0, 1]
     went_on.sync(CONFIG, [Backend(D, "d", 0), Backend(D, "d", 1)])  # removed by hand, and not by mistake
@@ -463,4 +463,4 @@ def test_what_the_configuration_has_otherwise_counts() -> None:
 def test_a_state_that_nobody_understands_is_none(state: object) -> None:
     roster = Roster([], [("d", 0)], Scoreboard(slots=4), before=state)
     assert names(roster) == ["d:0"]
-    assert not roster.goes_on
+    assert not roster.is_restored

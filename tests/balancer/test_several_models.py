@@ -9,7 +9,7 @@ import pytest
 
 from proxy.balancer.engines.engine_facts import EngineFacts, Identity
 from proxy.balancer.health.health import ProbeFailure
-from proxy.balancer.models import ServedModels, odd_ones
+from proxy.balancer.models import ServedModels, minority_instances
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolParts
@@ -186,12 +186,12 @@ def test_two_models_are_not_odd_but_what_only_one_role_serves_is(fleet: Fleet) -
     one, two = fleet.prefillers
     three, four = fleet.decoders
     a, b, c = (frozenset(name) for name in "abc")
-    assert odd_ones({one: a, two: b, three: a, four: b}) == {}
-    ((odd, hint),) = odd_ones({one: a, two: a, three: a, four: c}).items()
+    assert minority_instances({one: a, two: b, three: a, four: b}) == {}
+    ((odd, hint),) = minority_instances({one: a, two: a, three: a, four: c}).items()
     assert odd == four
     assert hint == "serves 'c', and prefill instances 'a': it gets no requests"
 
 
 def test_what_may_be_served_by_one_that_does_not_tell_is_not_odd(fleet: Fleet) -> None:
     a, b, nothing = frozenset("a"), frozenset("b"), frozenset[str]()
-    assert odd_ones(dict(zip(fleet.everybody, (a, b, a, nothing), strict=True))) == {}
+    assert minority_instances(dict(zip(fleet.everybody, (a, b, a, nothing), strict=True))) == {}

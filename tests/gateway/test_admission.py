@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from proxy.balancer.shared.fronts import NOBODY, Fronts
+from proxy.balancer.shared.queue_heads import NO_HEAD, QueueHeads
 from proxy.common.backend import Role
 from proxy.common.errors import NoBackendAvailable, Overloaded
 from proxy.gateway.admission import AdmissionParts, AdmissionQueue
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
     from proxy.balancer.pick import PickRequest
-    from proxy.balancer.shared.fronts import WorkerFront
+    from proxy.balancer.shared.queue_heads import WorkerQueueHead
 
 
 class Unit:
@@ -69,7 +69,7 @@ class Unit:
 class Gate:
     """An admission in front of so many places."""
 
-    def __init__(self, clock: Clock, front: WorkerFront | None = None) -> None:
+    def __init__(self, clock: Clock, front: WorkerQueueHead | None = None) -> None:
         self.clock = clock
         self.metrics = Metrics()
         self.places = self.taken = self.asked = 0
@@ -788,7 +788,7 @@ def test_however_events_fall_between_a_wake_up_and_its_run_no_turn_is_lost(event
 
 
 async def test_of_two_queues_the_one_whose_next_came_first_is_served_first() -> None:
-    fronts, clock = Fronts(2), Clock()
+    fronts, clock = QueueHeads(2), Clock()
     one, other = (Gate(clock, fronts.of_worker(number)) for number in range(2))
     (first,) = await one.arrive("-")
     clock.now += 1
@@ -809,7 +809,7 @@ async def test_of_two_queues_the_one_whose_next_came_first_is_served_first() -> 
 
 
 async def test_room_that_the_first_of_another_queue_does_not_want_is_taken_after_a_moment() -> None:
-    fronts, clock = Fronts(2), Clock()
+    fronts, clock = QueueHeads(2), Clock()
     one, other = (Gate(clock, fronts.of_worker(number)) for number in range(2))
     (first,) = await one.arrive("-")
     clock.now += 1
@@ -825,4 +825,4 @@ async def test_room_that_the_first_of_another_queue_does_not_want_is_taken_after
     assert second.is_in
     await second.leave()
     await first.cancelled()
-    assert fronts.own() == NOBODY
+    assert fronts.own() == NO_HEAD

@@ -52,7 +52,7 @@ class Counter:
     def work_seconds(self, request: PickRequest) -> float:
         return float(request.prefill.compute)
 
-    def waits_no_more(self, request: PickRequest) -> None:
+    def left_queue(self, request: PickRequest) -> None:
         self.left.append(request)
 
     def has_room(self, request: Callable[[], PickRequest] | None = None) -> bool:

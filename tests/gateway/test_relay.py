@@ -41,7 +41,7 @@ async def streamed(
     return await gateway.ask(request(Api.COMPLETIONS, stream=True, **(fields or {})))
 
 
-async def handed_over(deploy: Deploy, stream: bytes) -> Deployment:
+async def note_handoff(deploy: Deploy, stream: bytes) -> Deployment:
     """A gateway whose decoder writes this stream, to each of several answers in one."""
     params = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [1]}
     prefilled = {"choices": [{"index": 0, "text": "x", "finish_reason": "length"}], "kv_transfer_params": params}
@@ -245,7 +245,7 @@ async def test_usage_that_an_engine_does_not_tell_is_counted_by_the_token_ids(de
 @pytest.mark.parametrize("stream", [True, False])
 async def test_every_client_that_may_know_its_usage_does(deploy: Deploy, n: int, stream: bool) -> None:
     """One answer or several in one, streamed or not, whatever hands the KV cache over."""
-    gateway = await handed_over(deploy, TOLD_NO_USAGE)
+    gateway = await note_handoff(deploy, TOLD_NO_USAGE)
     body = request(Api.COMPLETIONS, n=n, stream=stream, max_tokens=100)
     for _ in range(2):  # the second one on the same connections, where nobody finds bytes of another's
         answer = await gateway.ask(body | (ASKS_USAGE if stream else {}))
@@ -256,7 +256,7 @@ async def test_every_client_that_may_know_its_usage_does(deploy: Deploy, n: int,
 
 async def test_usage_that_nobody_knows_is_not_told(deploy: Deploy) -> None:
     """Neither made up nor an empty chunk, which would end the body before `[DONE]`."""
-    gateway = await handed_over(deploy, data(chunk("a")) + ENDING)
+    gateway = await note_handoff(deploy, data(chunk("a")) + ENDING)
     for n in (1, 2):
         answer = await gateway.ask(request(Api.COMPLETIONS, n=n, stream=True, **ASKS_USAGE))
         assert answer.is_done

@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from proxy import __version__
 from proxy.api.passthrough import ROUTES
-from proxy.balancer.fitness.misfits import Misfits
-from proxy.balancer.fitness.pinned_kv import PinnedKv
+from proxy.balancer.compatibility.incompatibilities import Incompatibilities
+from proxy.balancer.compatibility.pinned_kv import PinnedKv
 from proxy.balancer.health.backend_health import HealthState
 from proxy.balancer.health.health import Health
 from proxy.balancer.pick import PickRequest
@@ -65,7 +65,7 @@ class Gateway:
             for role in Role
         }
         self.metrics = Metrics()
-        self.metrics.watch_instances(self.pools.values(), self.scoreboard, self.health, Misfits())
+        self.metrics.watch_instances(self.pools.values(), self.scoreboard, self.health, Incompatibilities())
 
     def text(self) -> str:
         return self.metrics.render("text/plain")[0].decode()
@@ -197,8 +197,8 @@ WORKERS = """
 
     from proxy.common.backend import Role
     from proxy.balancer.health.health import Health
-    from proxy.balancer.fitness.misfits import Misfits
-    from proxy.balancer.fitness.pinned_kv import PinnedKv
+    from proxy.balancer.compatibility.incompatibilities import Incompatibilities
+    from proxy.balancer.compatibility.pinned_kv import PinnedKv
     from proxy.balancer.policies.least_tokens import make_policy
     from proxy.balancer.pool import Pool, PoolParts
     from proxy.balancer.roster import Roster
@@ -228,7 +228,7 @@ WORKERS = """
         row=scoreboard.row(0), roster=roster, health=health,
     ))
     metrics = work(0)
-    metrics.watch_instances([pool], scoreboard, health, Misfits())
+    metrics.watch_instances([pool], scoreboard, health, Incompatibilities())
     print(metrics.render("")[0].decode())
 """
 

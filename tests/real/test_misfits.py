@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from tests.real.report import Show
     from tests.real.stacks import Kind
 
-# More tokens than LEAST_STORED_TOKENS in proxy/balancer/fitness/handovers.py: shorter prompts through a store are not
-# judged.
+# More tokens than MIN_STORED_TOKENS of handoff_verdicts.py: shorter prompts through a store are not judged.
 PROMPT = "over the lazy dog, once more, " * 90
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from proxy.balancer.engines.engine_keys import EngineKeys
-from proxy.balancer.shared.memory import Bulletin
+from proxy.balancer.shared.memory import LogOnce
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure
 from proxy.settings import Timeouts
@@ -110,7 +110,7 @@ async def test_a_dead_address_is_told_once_and_so_is_its_return(clock: Clock, ca
 
 async def test_of_several_workers_one_tells(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, LOGGER)
-    is_news = Bulletin().is_news
+    is_news = LogOnce().is_news
     timeouts = Timeouts(connect_seconds=0.2)
     async with (
         desk(clock) as at,

@@ -54,7 +54,7 @@ class EngineKeys:
         return "refuses the key it is sent: check that OPENAI_API_KEY or auth.engine_api_key is the engines' key"
 
     @property
-    def passes_on(self) -> bool:
+    def forwards_client_key(self) -> bool:
         """Engines are sent what clients show."""
         return not self.authorization
 

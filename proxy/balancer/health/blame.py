@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from proxy.common.errors import UpstreamError
     from proxy.wire.document import Body
 
-    Ways = dict[tuple[Role, bool], set[Backend]]
+    FailedEngines = dict[tuple[Role, bool], set[Backend]]
     """Where a request has broken down, by role, and by whether engines said so or broke off."""
 
 
@@ -39,8 +39,8 @@ class Blame:
 
     __slots__ = ("_errors", "_ways")
 
-    def __init__(self, ways: Ways | None = None) -> None:
-        self._ways: Ways = {} if ways is None else ways
+    def __init__(self, ways: FailedEngines | None = None) -> None:
+        self._ways: FailedEngines = {} if ways is None else ways
         self._errors: list[UpstreamError] = []
 
     @property

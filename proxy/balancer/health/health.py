@@ -49,18 +49,18 @@ class HealthBoard:
         self._verdicts = self._cells[workers * slots : (workers + 1) * slots]
         self._worked = self._cells[(workers + 1) * slots :]
 
-    def note(self, worker: int, backend: Backend, state: HealthState, *, is_heard: bool = False) -> None:
-        """This worker sees the backend in this state from now on. `is_heard`: because another gateway does."""
-        self._cells[worker * self._slots + backend.slot] = _cell(backend, state, is_heard)
+    def set_state(self, worker: int, backend: Backend, state: HealthState, *, is_from_peer: bool = False) -> None:
+        """This worker sees the backend in this state from now on. `is_from_peer`: because another gateway does."""
+        self._cells[worker * self._slots + backend.slot] = _cell(backend, state, is_from_peer)
 
     def states(self, backend: Backend) -> Sequence[HealthState]:
         """By worker; UNKNOWN where one has not seen it in another state."""
-        by_cell = {_cell(backend, state, is_heard): state for state in _STATES for is_heard in (False, True)}
+        by_cell = {_cell(backend, state, is_from_peer): state for state in _STATES for is_from_peer in (False, True)}
         return [by_cell.get(cell, HealthState.UNKNOWN) for cell in self._own(backend)]
 
-    def is_of_no_use(self, backend: Backend) -> bool:
+    def is_found_unhealthy(self, backend: Backend) -> bool:
         """Whether a worker has found that out by itself."""
-        bad = [_cell(backend, state, is_heard=False) for state in (HealthState.DOWN, HealthState.EJECTED)]
+        bad = [_cell(backend, state, is_from_peer=False) for state in (HealthState.DOWN, HealthState.EJECTED)]
         return any(cell in bad for cell in self._own(backend))
 
     def note_work(self, backend: Backend, at: float) -> None:
@@ -77,19 +77,19 @@ class HealthBoard:
 
     # What other gateways have found
 
-    def pronounce(self, slot: int, number: int) -> None:
+    def set_peer_verdict(self, slot: int, number: int) -> None:
         """Another gateway has found who has this slot of no use: a verdict with a number of its own, which is not 0."""
         self._verdicts[slot] = number
 
-    def absolve(self, slot: int) -> None:
+    def clear_peer_verdict(self, slot: int) -> None:
         """No other gateway says so any more."""
         self._verdicts[slot] = 0
 
-    def verdicts(self) -> list[int]:
+    def peer_verdicts(self) -> list[int]:
         """By slot: the number of the verdict that stands; 0: none."""
         return self._verdicts.tolist()
 
-    def forget_verdicts(self) -> None:
+    def clear_peer_verdicts(self) -> None:
         """Nothing is known of other gateways."""
         self.erase(self._workers)
 
@@ -102,9 +102,9 @@ class HealthBoard:
         return self._cells[backend.slot : self._workers * self._slots : self._slots]
 
 
-def _cell(backend: Backend, state: HealthState, is_heard: bool) -> int:
+def _cell(backend: Backend, state: HealthState, is_from_peer: bool) -> int:
     """Never 0, and another one for who has the slot later."""
-    return 2 * (zlib.crc32(backend.key.encode()) * len(_STATES) + _STATES.index(state) + 1) + is_heard
+    return 2 * (zlib.crc32(backend.key.encode()) * len(_STATES) + _STATES.index(state) + 1) + is_from_peer
 
 
 _JITTER: Final = (0.8, 1.2)
@@ -292,7 +292,7 @@ class Health:
             return None
         return self._eject(backend, condition, "stall", reason)
 
-    def on_verdict(self, backend: Backend, peers: Collection[Backend]) -> Transition | None:
+    def on_peer_verdict(self, backend: Backend, peers: Collection[Backend]) -> Transition | None:
         """Another gateway has found a backend of no use. That is no reason to believe it, but one to find out: no
         request goes there before a probe has passed, and then one, as long as enough others are left.
         """

@@ -347,8 +347,8 @@ class LeastDecodeSeconds(LeastTokens):
     def _pass(self, backend: Backend, decoder: _Decoder, now: float) -> None:
         """Count the time until now: the decoder has written the same number of answers."""
         if answers := decoder.writing:
-            if self.context.elsewhere is not None:
-                answers += self.context.elsewhere(backend)
+            if self.context.others_running is not None:
+                answers += self.context.others_running(backend)
             place, spent = PLACES[answers] if answers < len(PLACES) else len(SIZES) - 1, decoder.spent
             if place >= len(spent):
                 spent += [0.0] * (place + 1 - len(spent))

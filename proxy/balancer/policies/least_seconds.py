@@ -19,7 +19,7 @@ from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD
 from proxy.balancer.policies.prefill_samples import LEAST_TOKENS, ComparedPrompt, compared_prompt
 from proxy.balancer.policies.prefiller import Prefiller
 from proxy.balancer.policies.prefillers import Prefillers
-from proxy.balancer.shared.fronts import AGEING
+from proxy.balancer.shared.queue_heads import AGEING
 from proxy.common.backend import Load
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ class LeastSeconds(LeastTokens):
         seconds = self._waiting_seconds[subject] = min(self._prefillers.work(self._prefillers.known(candidates), asked))
         return seconds
 
-    def waits_no_more(self, request: PickRequest) -> None:
+    def left_queue(self, request: PickRequest) -> None:
         """What was worked out for it is not needed any more."""
         self._asked.pop(id(request.subject or request), None)
         self._waiting_seconds.pop(id(request.subject or request), None)

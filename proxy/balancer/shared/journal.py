@@ -27,12 +27,12 @@ class Journal:
     overtaken, or sees the stores out of order as aarch64 allows, notices.
     """
 
-    def __init__(self, workers: int = 1, ring_bytes: int = _RING_BYTES, tellers: int = 0) -> None:
+    def __init__(self, workers: int = 1, ring_bytes: int = _RING_BYTES, write_only: int = 0) -> None:
         """`workers`: all who write and read. One of them may be a guest who tells what workers on other hosts have
-        done. `tellers` only write, and have the seats behind the workers'.
+        done. `write_only` only write, and have the seats behind the workers'.
         """
         self.workers = workers
-        self.rings = rings = workers + tellers
+        self.rings = rings = workers + write_only
         self._ring_bytes = ring_bytes
         self._memory = mmap.mmap(-1, rings * (2 * _CELL_BYTES + ring_bytes))
         cells = memoryview(self._memory)[: 2 * rings * _CELL_BYTES].cast("q")

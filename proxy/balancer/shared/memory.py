@@ -101,7 +101,7 @@ class SharedValue:
 _CAPACITY_BYTES: Final = 1024 * 1024  # 1,024 instances with the longest names take 300 KiB
 
 
-class Bulletin:
+class LogOnce:
     """The last word on each subject, such as an instance and its state of health."""
 
     def __init__(self, capacity_bytes: int = _CAPACITY_BYTES) -> None:

@@ -57,7 +57,7 @@ class Pinned:
 
 
 @dataclass(frozen=True, slots=True)
-class Handovers:
+class HandoffCount:
     """KV caches that were sent to a decoder, and it answered: how many since the workers started, and of how many
     prompt tokens, which is an estimate.
     """
@@ -102,7 +102,7 @@ class LoadRow:
         cells = self._cells
         cells[first + RUNNING], cells[first + COMPUTE], cells[first + KV] = running, compute, kv
 
-    def hand_over(self, prefiller: int, decoder: int, tokens: int) -> None:
+    def count_handoff(self, prefiller: int, decoder: int, tokens: int) -> None:
         """Count one more KV cache sent from slot to slot, which is never taken back."""
         lanes = self._lanes
         index = 2 * (LANES * decoder + prefiller % LANES)
@@ -176,7 +176,7 @@ class Scoreboard:
 
         return {slot for slot in slots if any(map(differs, range(slot * _SLOT_BYTES, len(after), row_bytes)))}
 
-    def elsewhere(self, row: LoadRow) -> Callable[[Backend], int] | None:
+    def others_running(self, row: LoadRow) -> Callable[[Backend], int] | None:
         """What tells how many requests a backend works on in other rows than this one; None: there are no others."""
         if self.rows == 1:
             return None
@@ -222,25 +222,25 @@ class Scoreboard:
         """How many KV caches were left behind, with those that are gone; of all workers, as `handovers`."""
         return self._sum(slot, _PINNED_EVER)
 
-    def handovers(self, slot: int) -> Handovers:
+    def handoffs(self, slot: int) -> HandoffCount:
         """The sum over all workers. A worker that died takes its part with it; a slot that changed hands keeps what it
         had.
         """
         firsts = self._firsts(slot)
         end = 2 * LANES
-        return Handovers(
+        return HandoffCount(
             sum(sum(self._lanes[first : first + end : 2]) for first in firsts),
             sum(sum(self._lanes[first + 1 : first + end : 2]) for first in firsts),
         )
 
-    def handovers_by_lane(self, slot: int) -> dict[int, Handovers]:
+    def handoffs_by_lane(self, slot: int) -> dict[int, HandoffCount]:
         """The hand-overs of each lane that has any. A lane is shared by the prefillers whose slots are `LANES`
         apart.
         """
         firsts, by_lane = self._firsts(slot), {}
         for lane in range(LANES):
             if count := sum(self._lanes[first + 2 * lane] for first in firsts):
-                by_lane[lane] = Handovers(count, sum(self._lanes[first + 2 * lane + 1] for first in firsts))
+                by_lane[lane] = HandoffCount(count, sum(self._lanes[first + 2 * lane + 1] for first in firsts))
         return by_lane
 
     def erase(self, number: int) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from proxy.balancer.fitness.handovers import Verdict
+from proxy.balancer.compatibility.handoff_verdicts import HandoffVerdict
 from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.common.terms import Stage
 from proxy.dialects.openai import Completions
@@ -50,7 +50,7 @@ class CanaryResult:
     """Which engine had it."""
     is_busy: bool = False
     """The problem is that there was no room for it, or no instance to take it."""
-    kv: Verdict = Verdict.UNKNOWN
+    kv: HandoffVerdict = HandoffVerdict.UNKNOWN
     kv_handed_over: bool = True
     """False: the prefiller's answer named nothing to fetch, so the decoder was left alone."""
     prefill_seconds: float | None = None
@@ -87,10 +87,10 @@ class Canary:
         tokens = result.decoder_prompt_tokens or result.prompt_tokens
         if result.problem or not result.kv_handed_over or tokens is None:
             return result
-        kv = Verdict.UNKNOWN
+        kv = HandoffVerdict.UNKNOWN
         if not traits.has_sglang_routes:  # SGLang's decoders tell what their prefillers had cached
             kv = by_usage(told_of_prompt(usage)[1], tokens)
-        if kv is Verdict.UNKNOWN and before is not None:
+        if kv is HandoffVerdict.UNKNOWN and before is not None:
             kv = await self._counted(decoder, before, tokens, from_store=traits.is_store)
         return replace(result, kv=kv)
 
@@ -137,13 +137,15 @@ class Canary:
         exposition = await scrape(self._context.session, self._context.keys, decoder)
         return None if exposition is None else parse_prompt_tokens(exposition)
 
-    async def _counted(self, decoder: Backend, before: PromptTokens, tokens: int, *, from_store: bool) -> Verdict:
+    async def _counted(
+        self, decoder: Backend, before: PromptTokens, tokens: int, *, from_store: bool
+    ) -> HandoffVerdict:
         for pause_seconds in _COUNTED_SECONDS:
             await asyncio.sleep(pause_seconds)
             verdict = by_counters(before, await self._counters(decoder), tokens, from_store=from_store)
             if verdict is not None:
                 return verdict
-        return Verdict.UNKNOWN
+        return HandoffVerdict.UNKNOWN
 
 
 def _measured(timeline: Timeline, began: float) -> dict[str, Any]:

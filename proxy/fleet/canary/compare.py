@@ -5,8 +5,8 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.fitness.handovers import Verdict, judge
-from proxy.balancer.shared.scoreboard import Handovers
+from proxy.balancer.compatibility.handoff_verdicts import HandoffVerdict, judge
+from proxy.balancer.shared.scoreboard import HandoffCount
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,31 +46,31 @@ def agreement(one: Sequence[int] | str, other: Sequence[int] | str) -> Agreement
 
 def by_counters(
     before: PromptTokens | None, after: PromptTokens | None, tokens: int, *, from_store: bool
-) -> Verdict | None:
+) -> HandoffVerdict | None:
     """What became of a canary of so many prompt tokens by the decoder's counters around it. None: they have not counted
     it yet.
     """
     if before is None or after is None:
-        return Verdict.UNKNOWN
+        return HandoffVerdict.UNKNOWN
     grown = [new - old for new, old in zip(after, before, strict=True)]
     if min(grown) >= 0 and sum(grown) < _CACHED_SHARE * tokens:
         return None
-    verdict = judge(before, after, Handovers(1, tokens), from_store=from_store, least=1)
+    verdict = judge(before, after, HandoffCount(1, tokens), from_store=from_store, least=1)
     _, _, cached = grown
-    is_others = verdict is Verdict.TRANSFERRED and sum(grown) > _OTHERS_SHARE * tokens
-    is_cached = verdict is Verdict.COMPUTED and cached >= _CACHED_SHARE * tokens
-    return Verdict.UNKNOWN if verdict is None or is_others or is_cached else verdict
+    is_others = verdict is HandoffVerdict.TRANSFERRED and sum(grown) > _OTHERS_SHARE * tokens
+    is_cached = verdict is HandoffVerdict.COMPUTED and cached >= _CACHED_SHARE * tokens
+    return HandoffVerdict.UNKNOWN if verdict is None or is_others or is_cached else verdict
 
 
-def by_usage(cached_tokens: int | None, tokens: int) -> Verdict:
+def by_usage(cached_tokens: int | None, tokens: int) -> HandoffVerdict:
     """The verdict on a hand-over by the decoder's usage: TRANSFERRED or UNKNOWN. The prompt of `tokens` tokens was not
     in any cache, so `cached_tokens` were fetched; None: it does not tell, as vLLM does not where there are 0.
     """
-    return Verdict.TRANSFERRED if (cached_tokens or 0) >= _CACHED_SHARE * tokens else Verdict.UNKNOWN
+    return HandoffVerdict.TRANSFERRED if (cached_tokens or 0) >= _CACHED_SHARE * tokens else HandoffVerdict.UNKNOWN
 
 
-def by_time(handoff_seconds: float | None, alone_seconds: float | None) -> Verdict:
+def by_time(handoff_seconds: float | None, alone_seconds: float | None) -> HandoffVerdict:
     """What became of it by how long the first token took after a hand-over, and by a decoder alone; None: not known."""
     if handoff_seconds is None or alone_seconds is None or alone_seconds < _LEAST_SECONDS:
-        return Verdict.UNKNOWN
-    return Verdict.COMPUTED if handoff_seconds >= _SLOW_SHARE * alone_seconds else Verdict.TRANSFERRED
+        return HandoffVerdict.UNKNOWN
+    return HandoffVerdict.COMPUTED if handoff_seconds >= _SLOW_SHARE * alone_seconds else HandoffVerdict.TRANSFERRED

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from proxy.balancer.fitness.handovers import Verdict
-from proxy.balancer.fitness.misfits import NO_KV_PARAMS
+from proxy.balancer.compatibility.handoff_verdicts import HandoffVerdict
+from proxy.balancer.compatibility.incompatibilities import NO_KV_PARAMS
 from proxy.common.background import Background, BackgroundOwner
 from proxy.fleet.canary.canary import Canary
 from proxy.fleet.canary.compare import Agreement, agreement
@@ -156,7 +156,7 @@ def outcome_of(result: CanaryResult, alone: CanaryResult | None) -> CanaryOutcom
         return CanaryOutcome.BUSY
     if result.problem:
         return CanaryOutcome.FAILED
-    if result.kv is Verdict.COMPUTED or not result.kv_handed_over:
+    if result.kv is HandoffVerdict.COMPUTED or not result.kv_handed_over:
         return CanaryOutcome.COMPUTED
     if alone is not None and not alone.problem and agreement(result.answer, alone.answer) is Agreement.DIFFERS:
         return CanaryOutcome.DIFFERS

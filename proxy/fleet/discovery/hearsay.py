@@ -23,7 +23,7 @@ class Hearsay:
 
     def look(self) -> None:
         """Take notice of verdicts that came since the last look."""
-        verdicts = self._board.verdicts()
+        verdicts = self._board.peer_verdicts()
         if verdicts == self._heeded:
             return
         before, self._heeded = self._heeded or [0] * len(verdicts), verdicts

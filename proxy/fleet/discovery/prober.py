@@ -203,7 +203,7 @@ class Prober(BackgroundOwner):
         pool = self._pools.get(backend.role)
         if pool is None or backend not in pool.backends():
             return
-        self._compared_in(backend).report_verdict(backend)
+        self._compared_in(backend).report_peer_verdict(backend)
         if self._due.get(backend) != math.inf and self._health.of(backend).is_changing:
             self._start_probe(backend)
 

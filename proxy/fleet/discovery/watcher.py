@@ -131,7 +131,7 @@ class Watcher(BackgroundOwner):
                 async with aclosing(source.watch()) as found:
                     async for wanted in found:
                         self._take(origin, wanted)
-                        self._states.told(origin)
+                        self._states.succeeded(origin)
                         self._silent.discard(origin)
                         self._drop_unwatched()
                         if failures:

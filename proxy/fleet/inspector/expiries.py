@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from proxy.balancer.fitness.handovers import ExpiryWatch, Totals, Verdict
+from proxy.balancer.compatibility.handoff_verdicts import ExpiryWatch, HandoffVerdict, Totals
 from proxy.wire.exposition import parse_expired_leases
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Expiries:
         }
         if not due:
             return
-        by_decoder = {decoder: self._scoreboard.handovers_by_lane(decoder.slot) for decoder in decoders}
+        by_decoder = {decoder: self._scoreboard.handoffs_by_lane(decoder.slot) for decoder in decoders}
         for lane, known in due.items():
             backend = lanes[lane]
             sent = {decoder: there[lane].count for decoder, there in by_decoder.items() if lane in there}
@@ -115,6 +115,6 @@ class Expiries:
         found = known.watch.read(now, totals, fetch_nothing(backend), self._lease_seconds(backend))
         if found is not None:
             verdict, lost = found
-            self.loses[backend] = verdict is Verdict.COMPUTED
+            self.loses[backend] = verdict is HandoffVerdict.COMPUTED
             self._metrics.kv_orphans_total.inc(lost)
             self._on_verdict()

@@ -10,9 +10,9 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.fitness.misfits import MisfitKind
-from proxy.balancer.fitness.recognition import EngineReport, unsuited
-from proxy.balancer.models import odd_ones
+from proxy.balancer.compatibility.incompatibilities import IncompatibilityKind
+from proxy.balancer.compatibility.recognition import EngineReport, unsuited
+from proxy.balancer.models import minority_instances
 from proxy.common.backend import Role
 from proxy.common.background import Background, BackgroundOwner
 from proxy.fleet.inspector.transfers import Transfers
@@ -51,11 +51,11 @@ class Inspector(BackgroundOwner):
         self._compared = [role for role in parts.pools if role is not Role.ENCODE]
         self._told: dict[Backend, Identity] = {}
         self._serving: dict[Backend, frozenset[str]] = {}
-        self._reported_kinds = [MisfitKind.GATEWAY, MisfitKind.CONNECTOR, MisfitKind.ROLE]
+        self._reported_kinds = [IncompatibilityKind.GATEWAY, IncompatibilityKind.CONNECTOR, IncompatibilityKind.ROLE]
         """What engines tell by themselves."""
         traits = CONNECTOR_TRAITS[connector]
         if traits.tells_bootstrap_port:
-            self._reported_kinds.append(MisfitKind.BOOTSTRAP)
+            self._reported_kinds.append(IncompatibilityKind.BOOTSTRAP)
         self._background = Background(logger, "a look at instances")
         self._transfers = None
         if reads and Role.PREFILL in parts.pools:
@@ -94,10 +94,10 @@ class Inspector(BackgroundOwner):
         for backend, identity in told.items():
             if identity != self._told.get(backend):
                 self._look_at(backend, identity)
-        odd = odd_ones(serving)
+        odd = minority_instances(serving)
         for backend, models in serving.items():
             if models:
-                self._fitness.report(backend, MisfitKind.MODEL, odd.get(backend))
+                self._fitness.report(backend, IncompatibilityKind.MODEL, odd.get(backend))
         self._told, self._serving = told, serving
 
     def _look_at(self, backend: Backend, identity: Identity) -> None:
@@ -109,6 +109,6 @@ class Inspector(BackgroundOwner):
             elif identity.setup is not None:  # otherwise there may be more to come
                 self._fitness.report(backend, its_kind, None)
         if not identity.refused_key:
-            self._fitness.report(backend, MisfitKind.ENGINE_KEY, None)
-        elif not self._keys.passes_on:
+            self._fitness.report(backend, IncompatibilityKind.ENGINE_KEY, None)
+        elif not self._keys.forwards_client_key:
             self._fitness.refused_key(backend)

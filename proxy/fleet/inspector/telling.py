@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.fitness.misfits import MisfitKind
+from proxy.balancer.compatibility.incompatibilities import IncompatibilityKind
 from proxy.common.backend import Role
 from proxy.observe import logs
 
@@ -42,25 +42,25 @@ NOT_STORED: Final[Mapping[Role, str]] = {
         "more. Has it the same store, and do block size and PYTHONHASHSEED agree?"
     ),
 }
-_FITS_AGAIN: Final[Mapping[MisfitKind, str]] = {
-    MisfitKind.KV_NOT_FETCHED: "it fetches the KV cache it is handed",
-    MisfitKind.NO_KV_PARAMS: "its answers tell decoders what to fetch",
-    MisfitKind.CONNECTOR: "it runs what this gateway's connector serves",
-    MisfitKind.ROLE: "it has the role it was given",
-    MisfitKind.BOOTSTRAP: "its bootstrap server answers",
-    MisfitKind.MODEL: "it serves a model that others serve, too",
-    MisfitKind.ENGINE_KEY: "it takes the key",
-    MisfitKind.GATEWAY: "it is an engine",
+_FITS_AGAIN: Final[Mapping[IncompatibilityKind, str]] = {
+    IncompatibilityKind.KV_NOT_FETCHED: "it fetches the KV cache it is handed",
+    IncompatibilityKind.NO_KV_PARAMS: "its answers tell decoders what to fetch",
+    IncompatibilityKind.CONNECTOR: "it runs what this gateway's connector serves",
+    IncompatibilityKind.ROLE: "it has the role it was given",
+    IncompatibilityKind.BOOTSTRAP: "its bootstrap server answers",
+    IncompatibilityKind.MODEL: "it serves a model that others serve, too",
+    IncompatibilityKind.ENGINE_KEY: "it takes the key",
+    IncompatibilityKind.GATEWAY: "it is an engine",
 }
 
 
-def log_misfit(backend: Backend, kind: MisfitKind, hint: str | None) -> None:
+def log_misfit(backend: Backend, kind: IncompatibilityKind, hint: str | None) -> None:
     """One line for an instance that does not fit, or, with None, fits again."""
     if hint is not None:
         logger.warning("%s instance %s %s", backend.role, backend.name, hint, extra=logs.ALWAYS)
         return
     why = _FITS_AGAIN[kind]
-    if kind is MisfitKind.KV_NOT_FETCHED and backend.role is Role.PREFILL:
+    if kind is IncompatibilityKind.KV_NOT_FETCHED and backend.role is Role.PREFILL:
         why = "decoders fetch its KV"
     logger.info("%s instance %s fits again: %s", backend.role, backend.name, why, extra=logs.ALWAYS)
 

@@ -9,8 +9,8 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.fitness.handovers import CounterWatch, PairWatch, Verdict, culprits
-from proxy.balancer.fitness.misfits import MisfitKind
+from proxy.balancer.compatibility.handoff_verdicts import CounterWatch, HandoffVerdict, PairWatch, culprits
+from proxy.balancer.compatibility.incompatibilities import IncompatibilityKind
 from proxy.balancer.shared.scoreboard import LANES
 from proxy.common.backend import Role
 from proxy.fleet.inspector.expiries import Expiries
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
     import aiohttp
 
+    from proxy.balancer.compatibility.incompatibilities import CompatibilityMonitor
     from proxy.balancer.engines.engine_keys import EngineKeys
-    from proxy.balancer.fitness.misfits import Fitness
     from proxy.balancer.health.health import Health
     from proxy.balancer.models import ServedModels
     from proxy.balancer.pool import Pool
-    from proxy.balancer.shared.scoreboard import Handovers, Scoreboard
+    from proxy.balancer.shared.scoreboard import HandoffCount, Scoreboard
     from proxy.common.backend import Backend
     from proxy.common.background import Background
     from proxy.observe.metrics import Metrics
@@ -48,7 +48,7 @@ class InspectorParts:
     """KV handoffs of each decode instance."""
     health: Health
     """Tells which instances are up."""
-    fitness: Fitness
+    fitness: CompatibilityMonitor
     """Takes the verdicts on instances and pairs."""
     models: ServedModels
     """Models that instances serve."""
@@ -68,9 +68,9 @@ class _Decoder:
 
     watch: CounterWatch
     pair_watch: PairWatch
-    pairs: dict[Backend, Verdict] = field(default_factory=dict)
+    pairs: dict[Backend, HandoffVerdict] = field(default_factory=dict)
     """By prefillers, without those of which nothing is known."""
-    looked_at: Handovers | None = None
+    looked_at: HandoffCount | None = None
     """The hand-overs before the last reading; None: there was none."""
     due: float = 0.0
     """Loop time before which it is not read again."""
@@ -118,12 +118,12 @@ class Transfers:
         for backend in decoders:
             if self._health.of(backend).facts is None:  # it is not up, and will count from 0 when it is again
                 if self._decoders.pop(backend, None) is not None:
-                    self._fitness.misfits.judge(backend, Verdict.UNKNOWN)
+                    self._fitness.misfits.judge(backend, HandoffVerdict.UNKNOWN)
                 continue
             known = self._decoders.setdefault(
                 backend, _Decoder(CounterWatch(self._from_store), PairWatch(self._from_store))
             )
-            is_new = known.looked_at != self._scoreboard.handovers(backend.slot)
+            is_new = known.looked_at != self._scoreboard.handoffs(backend.slot)
             if is_new and now >= known.due and not known.is_being_read:
                 known.is_being_read = True
                 self._background.start(self._read(backend, known, interval_seconds))
@@ -149,7 +149,7 @@ class Transfers:
                 self._told_pairs = {pair for pair in self._told_pairs if backend not in pair}
 
     async def _read(self, backend: Backend, known: _Decoder, interval_seconds: float) -> None:
-        sent, before = self._scoreboard.handovers(backend.slot), self._scoreboard.handovers_by_lane(backend.slot)
+        sent, before = self._scoreboard.handoffs(backend.slot), self._scoreboard.handoffs_by_lane(backend.slot)
         try:
             exposition = await scrape(self._session, self._keys, backend)
         finally:
@@ -157,7 +157,7 @@ class Transfers:
         told = None if exposition is None else parse_prompt_tokens(exposition)
         known.looked_at = sent
         found = known.watch.read(told, sent)
-        found_of_pairs = known.pair_watch.read(told, before, self._scoreboard.handovers_by_lane(backend.slot))
+        found_of_pairs = known.pair_watch.read(told, before, self._scoreboard.handoffs_by_lane(backend.slot))
         if self._decoders.get(backend) is not known:
             return
         if found_of_pairs is None:
@@ -165,7 +165,7 @@ class Transfers:
         else:
             self._keep(backend, {self._lanes[lane]: v for lane, v in found_of_pairs.items() if lane in self._lanes})
         is_well = all(
-            known.pairs.get(prefiller) is Verdict.TRANSFERRED
+            known.pairs.get(prefiller) is HandoffVerdict.TRANSFERRED
             for lane, prefiller in self._lanes.items()
             if lane in before
         )
@@ -180,13 +180,13 @@ class Transfers:
 
     # What follows for pairs
 
-    def _keep(self, decoder: Backend, found: dict[Backend, Verdict]) -> None:
+    def _keep(self, decoder: Backend, found: dict[Backend, HandoffVerdict]) -> None:
         """Take what was found of a decoder's pairs. Where an instance was to blame for all its pairs, and one of them
         is well now, something has changed: what was known of the others is out of date.
         """
         blamed = culprits(self._bad_pairs(), self._prefillers, self._decoders)
         outdated: set[tuple[Backend, Backend]] = set()
-        for prefiller in (prefiller for prefiller, verdict in found.items() if verdict is Verdict.TRANSFERRED):
+        for prefiller in (prefiller for prefiller, verdict in found.items() if verdict is HandoffVerdict.TRANSFERRED):
             if decoder in blamed.decoders:
                 outdated.update((other, decoder) for other in self._prefillers)
             if prefiller in blamed.prefillers:
@@ -196,7 +196,11 @@ class Transfers:
         self._decoders[decoder].pairs.update(found)
 
     def _that_fetch_nothing_from(self, prefiller: Backend) -> set[Backend]:
-        return {decoder for decoder, known in self._decoders.items() if known.pairs.get(prefiller) is Verdict.COMPUTED}
+        return {
+            decoder
+            for decoder, known in self._decoders.items()
+            if known.pairs.get(prefiller) is HandoffVerdict.COMPUTED
+        }
 
     @property
     def _prefillers(self) -> Collection[Backend]:
@@ -207,7 +211,7 @@ class Transfers:
             (prefiller, decoder)
             for decoder, known in self._decoders.items()
             for prefiller, verdict in known.pairs.items()
-            if verdict is Verdict.COMPUTED
+            if verdict is HandoffVerdict.COMPUTED
         ]
 
     def _tell(self) -> None:
@@ -217,14 +221,14 @@ class Transfers:
             (prefiller, decoder)
             for decoder, known in self._decoders.items()
             for prefiller, verdict in known.pairs.items()
-            if verdict is Verdict.TRANSFERRED
+            if verdict is HandoffVerdict.TRANSFERRED
         }
         hints = NOT_STORED if self._from_store else NOT_FETCHED
         for backend in blamed.decoders | blamed.prefillers:
-            self._fitness.report(backend, MisfitKind.KV_NOT_FETCHED, hints[backend.role])
+            self._fitness.report(backend, IncompatibilityKind.KV_NOT_FETCHED, hints[backend.role])
         loses = {} if self._expiries is None else self._expiries.loses
         for backend in {backend for pair in good for backend in pair}.union(loses) - blamed.prefillers:
-            self._fitness.report(backend, MisfitKind.KV_NOT_FETCHED, EXPIRES if loses.get(backend) else None)
+            self._fitness.report(backend, IncompatibilityKind.KV_NOT_FETCHED, EXPIRES if loses.get(backend) else None)
         for pair in blamed.pairs - self._told_pairs:
             log_pair(*pair, fits=False)
         for pair in self._told_pairs & good:

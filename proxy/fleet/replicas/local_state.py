@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.policies.prefill_records import RecordKind, kind_and_slot, packed, unpacked, without_keys
-from proxy.balancer.shared.fronts import NOBODY
+from proxy.balancer.shared.queue_heads import NO_HEAD
 from proxy.common.backend import Role
 from proxy.fleet.replicas.gateway_state import Charge, GatewayState, News
 
@@ -43,8 +43,8 @@ class LocalState:
         self._scoreboard = rows.scoreboard
         self._roster = roster
         self._board = rows.board
-        self._fronts = rows.fronts
-        self._front = NOBODY  # when the last news were told
+        self._fronts = rows.queue_heads
+        self._front = NO_HEAD  # when the last news were told
         self._journal = rows.journal
         self._key_usage = rows.key_usage
         self._key_slots = key_slots
@@ -94,7 +94,7 @@ class LocalState:
         """What workers have found of no use. A number is kept for as long as that holds."""
         before, self._seen = self._seen, self._board.own_cells()
         if before != self._seen:
-            useless = [backend.key for backend in self.members() if self._board.is_of_no_use(backend)]
+            useless = [backend.key for backend in self.members() if self._board.is_found_unhealthy(backend)]
             self._verdicts = {key: self._verdicts.get(key) or _turn(now) for key in useless}
         return self._verdicts
 

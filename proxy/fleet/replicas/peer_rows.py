@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from proxy.balancer.policies.prefill_records import InvalidRecord, packed, translated, unpacked
-from proxy.balancer.shared.fronts import NOBODY
+from proxy.balancer.shared.queue_heads import NO_HEAD
 from proxy.gateway.api_keys import minute_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Set
 
     from proxy.balancer.health.health import HealthBoard
-    from proxy.balancer.shared.fronts import Fronts
     from proxy.balancer.shared.journal import JournalWriter
+    from proxy.balancer.shared.queue_heads import QueueHeads
     from proxy.balancer.shared.scoreboard import Scoreboard
     from proxy.fleet.replicas.gateway_state import Charge, Used
     from proxy.gateway.api_keys import KeyUsage
@@ -27,7 +27,7 @@ class SharedRows:
     scoreboard: Scoreboard
     key_usage: KeyUsage
     board: HealthBoard
-    fronts: Fronts
+    queue_heads: QueueHeads
     journal: JournalWriter
     """The guests' own. They hear all workers."""
 
@@ -41,7 +41,7 @@ class PeerRows:
         self._key_usage = rows.key_usage
         self._key_row = rows.key_usage.row(rows.key_usage.workers)
         self._board = rows.board
-        self._fronts = rows.fronts
+        self._fronts = rows.queue_heads
         self._journal = rows.journal
         self._verdicts: Set[tuple[int, str, int]] = frozenset()
         self._charged: set[int] = set()
@@ -51,8 +51,8 @@ class PeerRows:
         """Nothing is known of them."""
         self._scoreboard.erase(self._scoreboard.workers)
         self._key_usage.erase(self._key_usage.workers)
-        self._board.forget_verdicts()
-        self._fronts.put_guests(NOBODY)
+        self._board.clear_peer_verdicts()
+        self._fronts.put_guests(NO_HEAD)
         self._verdicts = frozenset()
 
     def charge(self, charges: Mapping[int, Charge]) -> None:
@@ -89,10 +89,10 @@ class PeerRows:
         """
         before, self._verdicts = self._verdicts, verdicts
         for slot in {slot for slot, *_ in before} - {slot for slot, *_ in verdicts}:
-            self._board.absolve(slot)
+            self._board.clear_peer_verdict(slot)
         new = {slot: number for slot, _, number in sorted(verdicts - before)}
         for slot, number in new.items():
-            self._board.pronounce(slot, number)
+            self._board.set_peer_verdict(slot, number)
         return bool(new)
 
     def note_prompts(self, prompts: Mapping[int, list[bytes]], seconds: float) -> None:

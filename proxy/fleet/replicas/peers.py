@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.shared.fronts import NOBODY, least, moved
+from proxy.balancer.shared.queue_heads import NO_HEAD, first_head, shift_head
 from proxy.fleet.replicas.gateway_state import Charge, News, Used, added, decode
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class _Peer:
     instances: dict[str, Charge] = field(default_factory=dict)
     keys: dict[str, Used] = field(default_factory=dict)
     verdicts: dict[str, int] = field(default_factory=dict)
-    front: int = NOBODY
+    front: int = NO_HEAD
 
 
 class Peers:
@@ -56,7 +56,7 @@ class Peers:
             elif peer.turn is None or told.turn > peer.turn:  # otherwise it was written before the last news
                 peer.turn, peer.keys = told.turn, told.keys
                 peer.instances, peer.verdicts = dict(told.instances), dict(told.verdicts)
-                peer.front = moved(told.front, now - told.turn / 1e9)
+                peer.front = shift_head(told.front, now - told.turn / 1e9)
 
     def hear_news(self, news: News, now: float) -> bool:
         """Whether they count: they come from another gateway, whose message is known, and after all that it has told
@@ -69,7 +69,7 @@ class Peers:
         peer.instances.update(news.instances)
         peer.verdicts.update(news.verdicts)
         if news.front is not None:
-            peer.front = moved(news.front, now - news.now)
+            peer.front = shift_head(news.front, now - news.now)
         return True
 
     def telling(self, now: float) -> int:
@@ -100,8 +100,8 @@ class Peers:
         }
 
     def front(self, now: float) -> int:
-        """Where the next one in their queues stands, by this gateway's clock; NOBODY: none waits."""
-        return least(peer.front for peer in self._counting(now))
+        """Where the next one in their queues stands, by this gateway's clock; NO_HEAD: none waits."""
+        return first_head(peer.front for peer in self._counting(now))
 
     def lost(self, now: float) -> list[str]:
         """The names of those that were silent for so long that what they left in the store can be deleted."""

@@ -57,7 +57,7 @@ class SpanIds(RandomIdGenerator):
 async def exporting(
     settings: Tracing, is_news: Callable[[str, str], bool] = lambda subject, word: True
 ) -> AsyncIterator[tuple[TracerProvider, SpanIds]]:
-    """Spans that end are sent to the collector of the settings. `is_news`: see Bulletin. Leaving sends the rest, for
+    """Spans that end are sent to the collector of the settings. `is_news`: see LogOnce. Leaving sends the rest, for
     which it waits a moment.
     """
     assert settings.endpoint is not None

@@ -27,7 +27,7 @@ from proxy.process.worker.tracing import build_tracing
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from proxy.balancer.fitness.pinned_kv import PinnedKv
+    from proxy.balancer.compatibility.pinned_kv import PinnedKv
     from proxy.balancer.health.health import Health
     from proxy.balancer.pool import Pools
     from proxy.connectors.releaser import Releaser

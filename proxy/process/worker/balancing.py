@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
+from proxy.balancer.compatibility.incompatibilities import CompatibilityMonitor
+from proxy.balancer.compatibility.pinned_kv import PinnedKv
 from proxy.balancer.engines.engine_keys import EngineKeys
-from proxy.balancer.fitness.misfits import Fitness
-from proxy.balancer.fitness.pinned_kv import PinnedKv
 from proxy.balancer.health.blame import PairQuarantine
 from proxy.balancer.health.health import Health
 from proxy.balancer.models import ServedModels
@@ -47,7 +47,7 @@ class Balancing:
 
     health: Health
     keys: EngineKeys
-    fitness: Fitness
+    fitness: CompatibilityMonitor
     pinned_kv: PinnedKv
     """The KV that no decoder fetches."""
     pools: Pools
@@ -67,7 +67,7 @@ def build_balancing(basis: Basis) -> Balancing:
     health = Health(lambda: live.current.settings.health, board=shared.health_board)
     keys = EngineKeys(text_of(settings.auth.engine_api_key))
     live.add(lambda new: keys.configure(text_of(new.auth.engine_api_key)))
-    fitness = Fitness(shared.misfits, row, keys, log_misfit)
+    fitness = CompatibilityMonitor(shared.misfits, row, keys, log_misfit)
     pinned_kv = PinnedKv(row)
     quarantine = PairQuarantine(lambda: live.current.settings.health)
     on_transition = _transitions(basis)
@@ -81,7 +81,7 @@ def build_balancing(basis: Basis) -> Balancing:
             role=role,
             facts=lambda backend: health.of(backend).facts,
             journal=shared.journal.writer(basis.index) if shared.journal.rings > 1 else None,
-            elsewhere=shared.scoreboard.elsewhere(row),
+            others_running=shared.scoreboard.others_running(row),
             lag_within=basis.loop_lag.within,
             balance=lambda: live.current.settings.balance,
         )
@@ -149,7 +149,7 @@ def _transitions(basis: Basis) -> Callable[[Transition], None]:
 
     def on_transition(transition: Transition) -> None:
         backend = transition.backend
-        board.note(basis.index, backend, transition.new, is_heard=transition.cause == "other_gateway")
+        board.set_state(basis.index, backend, transition.new, is_from_peer=transition.cause == "other_gateway")
         log_transition(transition, is_news=bulletin.is_news(subject(backend), transition.new))
         if transition.cause is not None:
             ejected.labels(backend.role.value, backend.name, transition.cause).inc()

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from proxy.balancer.pool import Pools
-    from proxy.balancer.shared.fronts import WorkerFront
+    from proxy.balancer.shared.queue_heads import WorkerQueueHead
     from proxy.common.errors import GatewayError
     from proxy.connectors.base import Connector
     from proxy.dialects.base import Dialect
@@ -70,7 +70,7 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
     """Their listener does not listen yet."""
     suspects = _suspects(basis, engines, balancing.pools)
     # Lanes of single models have queues that are each worker's own.
-    queue_front = basis.shared.fronts.of_worker(basis.index)
+    queue_front = basis.shared.queue_heads.of_worker(basis.index)
     service = _service(basis, engines, balancing.pools, engines.connector, suspects, queue_front)
     basis.live.add(service.configure)
     lanes = _lanes(basis, balancing, engines, Lane(balancing.pools, service, engines.connector, suspects))
@@ -188,7 +188,7 @@ def _service(
     pools: Pools,
     connector: Connector,
     suspects: Suspects,
-    front: WorkerFront | None = None,
+    front: WorkerQueueHead | None = None,
 ) -> RequestService:
     parts = ServiceParts(
         connector=connector,

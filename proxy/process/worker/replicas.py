@@ -31,7 +31,7 @@ async def build_replicas(basis: Basis, hearsay: Hearsay) -> AsyncIterator[None]:
         scoreboard=shared.scoreboard,
         key_usage=shared.key_usage,
         board=shared.health_board,
-        fronts=shared.fronts,
+        queue_heads=shared.queue_heads,
         journal=shared.journal.writer(settings.workers),
     )
     key_slots = partial(_key_slots, basis)

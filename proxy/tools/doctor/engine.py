@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.fitness.misfits import MisfitKind
-from proxy.balancer.fitness.recognition import EngineReport, unsuited
+from proxy.balancer.compatibility.incompatibilities import IncompatibilityKind
+from proxy.balancer.compatibility.recognition import EngineReport, unsuited
 from proxy.common.backend import Role
 from proxy.connectors.releaser import KvTransfer, pin_seconds
 from proxy.tools.doctor.findings import Finding, Severity
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 _SKEW_SECONDS: Final = 5.0
 
 _HINTS: Final = {
-    MisfitKind.CONNECTOR: "start it with the --kv-transfer-config of the others",
-    MisfitKind.ROLE: "give it in its own role, or start it again in the one that it was given",
+    IncompatibilityKind.CONNECTOR: "start it with the --kv-transfer-config of the others",
+    IncompatibilityKind.ROLE: "give it in its own role, or start it again in the one that it was given",
 }
 """Where the words have none."""
 
@@ -90,7 +90,7 @@ def check_key(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
     if engine.facts.identity.refused_key:
         words = fleet.keys.advice(engine.backend)
         what, _, hint = words.partition(": ")
-        severity = Severity.WARNING if fleet.keys.passes_on else Severity.FAILURE
+        severity = Severity.WARNING if fleet.keys.forwards_client_key else Severity.FAILURE
         yield Finding(severity, "key", engine.subject, what, hint)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.models import odd_ones
+from proxy.balancer.models import minority_instances
 from proxy.common.backend import Role
 from proxy.tools.doctor.findings import Finding, Severity
 
@@ -23,7 +23,7 @@ def check_fleet(fleet: Fleet) -> list[Finding]:
 def check_same_models(fleet: Fleet) -> Iterator[Finding]:
     """All serve a model that each role serves."""
     told = {engine.backend: engine.serves for engine in fleet.engines if engine.backend.role is not Role.ENCODE}
-    for backend, words in odd_ones(told).items():
+    for backend, words in minority_instances(told).items():
         what, _, hint = words.partition(": ")
         yield Finding(Severity.FAILURE, "model", f"{backend.role} {backend.name}", what, hint)
 

@@ -9,8 +9,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.balancer.fitness.handovers import Verdict, culprits
-from proxy.balancer.fitness.misfits import NO_KV_PARAMS
+from proxy.balancer.compatibility.handoff_verdicts import HandoffVerdict, culprits
+from proxy.balancer.compatibility.incompatibilities import NO_KV_PARAMS
 from proxy.common.backend import Role
 from proxy.common.errors import Failure
 from proxy.fleet.canary import Agreement, agreement
@@ -72,14 +72,14 @@ def _well(result: CanaryResult, canaries: Canaries) -> Finding:
     subject = _pair(result.prefiller, result.decoder)
     kv = (
         "KV was fetched"
-        if result.kv is Verdict.TRANSFERRED
+        if result.kv is HandoffVerdict.TRANSFERRED
         else "answered, and the engines do not tell if KV was fetched"
     )
     has_times = canaries.settings.connector_traits.has_prefill_first and result.first_token_seconds is not None
     took = f", {result.seconds:.2f} s"
     if has_times:
         took = f", prefill {result.prefill_seconds or 0:.2f} s, hand-over {result.first_token_seconds:.2f} s"
-    severity = Severity.OK if result.kv is Verdict.TRANSFERRED else Severity.NOTE
+    severity = Severity.OK if result.kv is HandoffVerdict.TRANSFERRED else Severity.NOTE
     return Finding(
         severity, "kv", subject, kv + took + (", same answer as alone" if _is_compared(result, canaries) else "")
     )
@@ -128,7 +128,7 @@ def check_alone(canaries: Canaries) -> Iterator[Finding]:
 def check_fetched(canaries: Canaries) -> Iterator[Finding]:
     """The decoder has fetched the KV cache, by its counters, its usage or the time."""
     hints = NOT_STORED if canaries.settings.connector_traits.is_store else NOT_FETCHED
-    computed = [result for result in canaries.answered if result.kv is Verdict.COMPUTED]
+    computed = [result for result in canaries.answered if result.kv is HandoffVerdict.COMPUTED]
     for subject, result in _blamed(computed, canaries):
         assert result.prefiller is not None
         role = Role.PREFILL if subject == _of(result.prefiller) else Role.DECODE
@@ -161,7 +161,7 @@ def check_same_answers(canaries: Canaries) -> Iterator[Finding]:
     for result in canaries.answered:
         expected = _expected(result, canaries)
         counts = {result.prompt_tokens, result.decoder_prompt_tokens} - {None}
-        if expected is None or result.kv is Verdict.COMPUTED or len(counts) > 1:
+        if expected is None or result.kv is HandoffVerdict.COMPUTED or len(counts) > 1:
             continue
         match agreement(result.answer, expected):
             case Agreement.DIFFERS:
@@ -270,8 +270,8 @@ def _majority(results: Sequence[CanaryResult]) -> tuple[int, ...] | str | None:
 
 def _seems_computed(result: CanaryResult, canaries: Canaries) -> bool:
     alone_seconds = canaries.alone_seconds(result.decoder)
-    is_told = result.kv is not Verdict.UNKNOWN
-    return not is_told and by_time(result.first_token_seconds, alone_seconds) is Verdict.COMPUTED
+    is_told = result.kv is not HandoffVerdict.UNKNOWN
+    return not is_told and by_time(result.first_token_seconds, alone_seconds) is HandoffVerdict.COMPUTED
 
 
 def _is_decoders_own(result: CanaryResult, canaries: Canaries) -> bool:

@@ -96,7 +96,7 @@ def _serve(pool: Pool, call: Call) -> None:
     if not pool.has_room(call.pick_request):
         raise RuntimeError("idle instances have no room")
     with pool.lease(call.pick_request()) as lease:
-        lease.tell(call.prompt_tokens, call.prompt_tokens // 2)
+        lease.note_usage(call.prompt_tokens, call.prompt_tokens // 2)
         lease.free_compute()
 
 

@@ -269,7 +269,7 @@ class Replay:
                     kv = await engine.prefill(tokens, request.blocks[: tokens // BLOCK_TOKENS])
                     course.prefill_seconds = self._loop.time() - sent_at
                     course.cached_tokens = kv.cached_tokens
-                    prefiller.tell(tokens, kv.cached_tokens if self._tells_cached else None)
+                    prefiller.note_usage(tokens, kv.cached_tokens if self._tells_cached else None)
                     prefiller.free_compute()
                     answer = await self.engines[decoder.backend].begin(tokens, request.output_tokens)
                     engine.give_back(kv)

@@ -15,8 +15,8 @@ from proxy.balancer.pick import PickRequest, Policy, PolicyContext
 from proxy.balancer.policies.prefiller import write_count
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts, Pools
 from proxy.balancer.roster import Roster
-from proxy.balancer.shared.fronts import Fronts, WorkerFront
 from proxy.balancer.shared.journal import Journal, JournalWriter
+from proxy.balancer.shared.queue_heads import QueueHeads, WorkerQueueHead
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Role
 from proxy.fleet.kv_events.blocks import Blocks
@@ -120,7 +120,7 @@ class NamedStore:
 class Worker:
     """One worker of a gateway: its pools, and the admission queue in front of them."""
 
-    def __init__(self, pools: Pools, clock: Callable[[], float], front: WorkerFront | None) -> None:
+    def __init__(self, pools: Pools, clock: Callable[[], float], front: WorkerQueueHead | None) -> None:
         self.pools = pools
         parts = AdmissionParts(
             has_room=self._has_room,
@@ -167,7 +167,7 @@ class Gateway:
         self._plan = plan
         count = plan.prefillers + plan.decoders
         self.scoreboard = Scoreboard(workers=plan.workers, slots=count, guests=guests)
-        self._journal = Journal(plan.workers + guests, tellers=int(plan.kv_events))
+        self._journal = Journal(plan.workers + guests, write_only=int(plan.kv_events))
         self.events = self._journal.writer(self._journal.workers) if plan.kv_events else None
         """Writer of received KV events. None: the gateway receives none."""
         addresses = [("10.0.0.1", 7000 + number) for number in range(count)]
@@ -175,7 +175,7 @@ class Gateway:
         self._health = Health(None, self._clock, rng)
         self._engines = engines
         self._rng = rng
-        self._fronts = Fronts(plan.workers, guests)
+        self._fronts = QueueHeads(plan.workers, guests)
         self.workers = [self._worker(number) for number in range(plan.workers)]
 
     def _worker(self, number: int) -> Worker:
@@ -191,7 +191,7 @@ class Gateway:
             scoreboard=self.scoreboard,
             key_usage=usage,
             board=board,
-            fronts=self._fronts,
+            queue_heads=self._fronts,
             journal=self._journal.writer(workers),
         )
         return StateExchange(
@@ -217,7 +217,7 @@ class Gateway:
             facts=self._plan.facts,
             journal=self._journal.writer(worker) if self._journal.rings > 1 else None,
             role=role,
-            elsewhere=self.scoreboard.elsewhere(row),
+            others_running=self.scoreboard.others_running(row),
             lag_within=self._plan.loop_lag.within if self._plan.loop_lag else lambda began, ended: 0.0,
         )
         return Pool(

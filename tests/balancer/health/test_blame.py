@@ -13,7 +13,7 @@ from proxy.common.errors import Failure, UpstreamError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.balancer.health.blame import Ways
+    from proxy.balancer.health.blame import FailedEngines
 
 P1, P2, P3 = (Backend(Role.PREFILL, "p", port) for port in (1, 2, 3))
 D1 = Backend(Role.DECODE, "d", 1)
@@ -92,7 +92,7 @@ def test_who_is_blamed_is_told_once() -> None:
 
 def test_the_units_of_a_request_are_one_request() -> None:
     told = Told()
-    ways: Ways = {}
+    ways: FailedEngines = {}
     with Blame(ways) as one, Blame(ways) as other:
         told.fails(one, (P1, "500"))
         told.fails(other, (P2, "500"))

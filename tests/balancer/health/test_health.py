@@ -82,7 +82,7 @@ class Story:
             case ["stall"]:
                 transition = health.on_stall(A, self.peers)
             case ["verdict"]:
-                transition = health.on_verdict(A, self.peers)
+                transition = health.on_peer_verdict(A, self.peers)
             case ["other"]:
                 transition = health.on_outcome(B, None, self.peers)
             case [*trial, "refuses", count]:
@@ -297,7 +297,7 @@ def test_one_that_was_doubted_wrongly_gets_its_full_share_at_once_and_has_no_eje
 def test_verdicts_of_others_never_take_the_last_ones_nor_more_than_the_share() -> None:
     story = Story([A, B, C, D])
     for peer in story.peers:
-        story.health.on_verdict(peer, story.peers)
+        story.health.on_peer_verdict(peer, story.peers)
     assert [story.health.of(peer).state for peer in story.peers] == [EJECTED, EJECTED, UP, UP]
 
 

@@ -58,7 +58,7 @@ class Decoders:
                 clock=balancer.clock,
                 role=Role.DECODE,
                 facts=lambda _: EngineFacts(kv_tokens=self.kv_tokens),
-                elsewhere=lambda _: self.others,
+                others_running=lambda _: self.others,
             )
         )
         self.pool = Pool(

@@ -81,7 +81,7 @@ class Prefillers:
         with self.pool.lease(request) as lease:
             uncached = request.prompt_tokens - (cached or 0)
             self.clock.now += uncached / 1000 if seconds is None else seconds
-            lease.tell(request.prompt_tokens, cached)
+            lease.note_usage(request.prompt_tokens, cached)
             lease.free_compute()
             return lease.backend
 
@@ -146,7 +146,7 @@ def test_the_charge_is_what_has_to_be_computed_and_is_given_back_exactly(prefill
     prefillers.teach()
     cold = prefillers.begin(prompt(1, 2, 3, 4, 5, 6, 7, 8))
     charged = prefillers.scoreboard.load(cold.backend.slot).compute
-    cold.tell(8 * PIECE, 0)
+    cold.note_usage(8 * PIECE, 0)
     prefillers.clock.now += 4.0
     cold.free_compute()
     cold.__exit__(None, None, None)
@@ -185,7 +185,7 @@ def test_requests_one_behind_the_other_are_not_thought_to_take_as_long_as_they_w
     for pair in zip(*by_backend.values(), strict=True):
         prefillers.clock.now += 8 * PIECE / 1000
         for lease in pair:
-            lease.tell(8 * PIECE, 0)
+            lease.note_usage(8 * PIECE, 0)
             lease.free_compute()
             lease.__exit__(None, None, None)
     candidates = prefillers.pool._chooser.candidates
@@ -360,7 +360,7 @@ def test_workers_hear_a_sample_once_it_is_known_that_the_event_loop_was_not_late
 
 
 def test_all_workers_hear_what_engines_tell_of_their_caches() -> None:
-    balancer, journal = Balancer(), Journal(workers=2, tellers=1)
+    balancer, journal = Balancer(), Journal(workers=2, write_only=1)
     workers = [Prefillers(balancer, worker=worker, journal=journal) for worker in range(2)]
     engines = journal.writer(2)
     there = workers[0].serve(prompt(1, 2, 3))
@@ -377,7 +377,7 @@ def test_all_workers_hear_what_engines_tell_of_their_caches() -> None:
 
 
 def test_a_cache_that_is_emptied_is_no_other_engine_and_gets_what_is_under_way() -> None:
-    journal = Journal(workers=1, tellers=1)
+    journal = Journal(workers=1, write_only=1)
     prefillers = Prefillers(Balancer(), journal=journal)
     served = prefillers.serve(prompt(1, 2, 3))
     known = prefillers.policy._prefillers.of(served)
@@ -464,7 +464,7 @@ def burst(prefillers: Prefillers, *, together: bool) -> None:
             prefillers.clock.now += 1.024
         for each in by_backend.values():
             if len(each) > place:
-                each[place].tell(2 * PIECE, 0)
+                each[place].note_usage(2 * PIECE, 0)
                 each[place].__exit__(None, None, None)
 
 
@@ -509,12 +509,12 @@ def test_prompts_that_are_answered_at_once_teach_what_they_take_together(prefill
             by_backend.setdefault(lease.backend, []).append(lease)
         prefillers.clock.now += step(4)
         for first, *_ in by_backend.values():
-            first.tell(4 * PIECE, 0)
+            first.note_usage(4 * PIECE, 0)
             first.__exit__(None, None, None)
         prefillers.clock.now += step(8)
         for _, *others in by_backend.values():
             for each in others:
-                each.tell(4 * PIECE, 0)
+                each.note_usage(4 * PIECE, 0)
                 each.__exit__(None, None, None)
     assert prefillers.policy.work_seconds(candidates, asked) == pytest.approx(step(4), rel=0.05)
 
@@ -535,7 +535,7 @@ def test_who_waits_goes_along_with_one_that_begins_next_if_that_spares_more_than
     prefillers.pool.work_seconds(waiting)
     assert prefillers.pool.has_room()
     assert (prefillers.pool.first_to_go([waiting]) == 0) is goes
-    prefillers.pool.waits_no_more(waiting)
+    prefillers.pool.left_queue(waiting)
 
 
 def test_a_prompt_that_takes_as_long_everywhere_is_sent_into_the_next_step(prefillers: Prefillers) -> None:
@@ -600,7 +600,7 @@ def test_long_prompts_that_are_computed_alone_do_not_show_that_all_are(prefiller
         for place in range(3):
             prefillers.clock.now += 10.24
             for lease in leases[2 * place : 2 * place + 2]:
-                lease.tell(20 * PIECE, 0)
+                lease.note_usage(20 * PIECE, 0)
                 lease.__exit__(None, None, None)
     assert not any(prefiller.works_on_one for prefiller in prefillers.policy._prefillers.by_key.values())
 
@@ -643,7 +643,7 @@ def test_a_request_is_held_for_about_twice_its_predicted_wait(prefillers: Prefil
     held = prefillers.pool.hold_seconds(waiting[0], 4)
     assert held == pytest.approx(2 * (4.1 + 2 * 4.1 + 3 * 4.1), rel=0.15)
     for request in waiting:
-        prefillers.pool.waits_no_more(request)
+        prefillers.pool.left_queue(request)
     assert prefillers.pool.hold_seconds(waiting[0], 1) < held - 12
     assert prefillers.pool.would_take()
 

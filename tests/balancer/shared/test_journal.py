@@ -101,7 +101,7 @@ def test_reading_backwards_ends_at_what_is_not_whole() -> None:
 
 
 def test_a_teller_is_heard_by_all_workers_and_one_worker_alone_by_nobody() -> None:
-    journal = Journal(workers=1, tellers=1)
+    journal = Journal(workers=1, write_only=1)
     worker, teller = journal.writer(0), journal.writer(1)
     teller.write(b"counted")
     assert worker.has_news

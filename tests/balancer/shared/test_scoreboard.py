@@ -11,7 +11,7 @@ from proxy.balancer.health.health import Health
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts
 from proxy.balancer.roster import Roster
-from proxy.balancer.shared.scoreboard import LANES, Handovers, Pinned, Scoreboard, SlotReader, layout
+from proxy.balancer.shared.scoreboard import LANES, HandoffCount, Pinned, Scoreboard, SlotReader, layout
 from proxy.common.backend import Load, Role
 
 
@@ -121,14 +121,14 @@ def test_what_a_forked_worker_charged_is_seen_and_can_be_erased_after_it_died() 
 def test_hand_overs_are_counted_by_decoder_and_by_lanes_of_prefillers() -> None:
     board = Scoreboard(workers=2, slots=LANES + 4)
     for worker in range(2):
-        board.row(worker).hand_over(0, 3, 100)
-        board.row(worker).hand_over(1, 3, 10)
-    board.row(0).hand_over(LANES + 1, 3, 7)  # in the lane of slot 1
-    assert board.handovers(3) == Handovers(5, 227)
-    assert board.handovers_by_lane(3) == {0: Handovers(2, 200), 1: Handovers(3, 27)}
-    assert (board.handovers(2), board.handovers_by_lane(2)) == (Handovers(), {})
+        board.row(worker).count_handoff(0, 3, 100)
+        board.row(worker).count_handoff(1, 3, 10)
+    board.row(0).count_handoff(LANES + 1, 3, 7)  # in the lane of slot 1
+    assert board.handoffs(3) == HandoffCount(5, 227)
+    assert board.handoffs_by_lane(3) == {0: HandoffCount(2, 200), 1: HandoffCount(3, 27)}
+    assert (board.handoffs(2), board.handoffs_by_lane(2)) == (HandoffCount(), {})
     board.erase(0)
-    assert board.handovers(3) == Handovers(2, 110)
+    assert board.handoffs(3) == HandoffCount(2, 110)
 
 
 class Replica:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.balancer.fitness.handovers import Verdict
+from proxy.balancer.compatibility.handoff_verdicts import HandoffVerdict
 from proxy.fleet.canary import Agreement, CanaryPrompt, agreement, prompt_bytes
 from proxy.fleet.canary.compare import by_counters, by_time, by_usage
 from proxy.wire.exposition import PromptTokens
@@ -20,36 +20,38 @@ def after(transferred: float = 0, computed: float = 0, cached: float = 0) -> Pro
     ("reading", "verdict"),
     [
         (after(), None),  # it has not been counted yet
-        (after(transferred=2000), Verdict.TRANSFERRED),
-        (after(transferred=1999, computed=1), Verdict.TRANSFERRED),
-        (after(computed=2000), Verdict.COMPUTED),
-        (after(transferred=2000, computed=4000), Verdict.UNKNOWN),  # others ask it, too
-        (after(computed=100, cached=1900), Verdict.UNKNOWN),  # it ignores the salt
-        (PromptTokens(0.0, 5.0, 0.0), Verdict.UNKNOWN),  # it has started anew
-        (None, Verdict.UNKNOWN),
+        (after(transferred=2000), HandoffVerdict.TRANSFERRED),
+        (after(transferred=1999, computed=1), HandoffVerdict.TRANSFERRED),
+        (after(computed=2000), HandoffVerdict.COMPUTED),
+        (after(transferred=2000, computed=4000), HandoffVerdict.UNKNOWN),  # others ask it, too
+        (after(computed=100, cached=1900), HandoffVerdict.UNKNOWN),  # it ignores the salt
+        (PromptTokens(0.0, 5.0, 0.0), HandoffVerdict.UNKNOWN),  # it has started anew
+        (None, HandoffVerdict.UNKNOWN),
     ],
 )
-def test_counters_around_a_canary_tell_what_became_of_it(reading: PromptTokens | None, verdict: Verdict | None) -> None:
+def test_counters_around_a_canary_tell_what_became_of_it(
+    reading: PromptTokens | None, verdict: HandoffVerdict | None
+) -> None:
     assert by_counters(BEFORE, reading, 2000, from_store=False) is verdict
 
 
 def test_what_a_decoder_calls_cached_of_a_fresh_prompt_was_fetched() -> None:
-    assert by_usage(1999, 2000) is Verdict.TRANSFERRED
-    assert by_usage(0, 2000) is by_usage(None, 2000) is Verdict.UNKNOWN
+    assert by_usage(1999, 2000) is HandoffVerdict.TRANSFERRED
+    assert by_usage(0, 2000) is by_usage(None, 2000) is HandoffVerdict.UNKNOWN
 
 
 @pytest.mark.parametrize(
     ("handoff_seconds", "alone_seconds", "verdict"),
     [
-        (0.1, 1.0, Verdict.TRANSFERRED),
-        (0.9, 1.0, Verdict.COMPUTED),
-        (0.09, 0.1, Verdict.UNKNOWN),  # too fast to tell
-        (None, 1.0, Verdict.UNKNOWN),
-        (0.9, None, Verdict.UNKNOWN),
+        (0.1, 1.0, HandoffVerdict.TRANSFERRED),
+        (0.9, 1.0, HandoffVerdict.COMPUTED),
+        (0.09, 0.1, HandoffVerdict.UNKNOWN),  # too fast to tell
+        (None, 1.0, HandoffVerdict.UNKNOWN),
+        (0.9, None, HandoffVerdict.UNKNOWN),
     ],
 )
 def test_a_hand_over_that_takes_as_long_as_a_prefill_most_likely_was_one(
-    handoff_seconds: float | None, alone_seconds: float | None, verdict: Verdict
+    handoff_seconds: float | None, alone_seconds: float | None, verdict: HandoffVerdict
 ) -> None:
     assert by_time(handoff_seconds, alone_seconds) is verdict
 

@@ -58,7 +58,7 @@ class Gateway:
     def state(self, origin: str) -> tuple[bool, int, str | None]:
         """Whether a source has told anything, how often it has failed, and what is wrong now."""
         state = self.states.all()[origin]
-        return state.told_at is not None, state.failures, state.problem
+        return state.succeeded_at is not None, state.failures, state.problem
 
     async def has(self, *members: str) -> None:
         await until(lambda: self.members() == list(members), f"the members to be {members}")

@@ -159,7 +159,7 @@ async def test_an_engine_without_counters_is_unknown(deploy: Deploy, caplog: pyt
 async def test_short_prompts_say_nothing(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
     gateway = await watched(deploy, decoder={"protocol": "none"})
     await send(gateway, 5, "hi")
-    assert gateway.scoreboard.handovers(gateway.worker.pools.decode.backends()[0].slot).count == 0
+    assert gateway.scoreboard.handoffs(gateway.worker.pools.decode.backends()[0].slot).count == 0
     assert told(caplog, "WARNING") == []
     gateway.expects_pinned, gateway.expects_inexact_pins = 5, True
 

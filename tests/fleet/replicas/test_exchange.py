@@ -16,8 +16,8 @@ import pytest
 
 from proxy.balancer.health.health import HealthBoard
 from proxy.balancer.roster import Roster
-from proxy.balancer.shared.fronts import Fronts
 from proxy.balancer.shared.journal import Journal
+from proxy.balancer.shared.queue_heads import QueueHeads
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Load, Role
 from proxy.common.errors import LimitExceeded
@@ -85,7 +85,7 @@ async def _gateway(
         scoreboard=board,
         key_usage=gateway.usage,
         board=HealthBoard(workers, slots=8),
-        fronts=Fronts(workers, guests=1),
+        queue_heads=QueueHeads(workers, guests=1),
         journal=journal,
     )
     async with (

@@ -18,8 +18,8 @@ from proxy.balancer.policies.prefill_samples import ComparedPrompt
 from proxy.balancer.policies.prefiller import write_count
 from proxy.balancer.policies.prefixes import CacheCount
 from proxy.balancer.roster import Roster
-from proxy.balancer.shared.fronts import Fronts
 from proxy.balancer.shared.journal import Journal
+from proxy.balancer.shared.queue_heads import QueueHeads
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Load, Role
 from proxy.fleet.replicas.gateway_state import News, decode_news, encode_news
@@ -48,13 +48,17 @@ class Gateway:
     scoreboard: Scoreboard = field(default_factory=lambda: Scoreboard(workers=2, slots=8, guests=1))
 
     def __post_init__(self) -> None:
-        self.board, self.fronts = HealthBoard(2, slots=8), Fronts(2, guests=1)
-        journal, usage = Journal(3, tellers=1), KeyUsage(2, slots=1, guests=1)
+        self.board, self.queue_heads = HealthBoard(2, slots=8), QueueHeads(2, guests=1)
+        journal, usage = Journal(3, write_only=1), KeyUsage(2, slots=1, guests=1)
         self.roster = Roster([("p", port) for port in self.order], [], self.scoreboard)
         context = PolicyContext(clock=self.clock, journal=journal.writer(0))
         self.policy = LeastSeconds(context)
         rows = SharedRows(
-            scoreboard=self.scoreboard, key_usage=usage, board=self.board, fronts=self.fronts, journal=journal.writer(2)
+            scoreboard=self.scoreboard,
+            key_usage=usage,
+            board=self.board,
+            queue_heads=self.queue_heads,
+            journal=journal.writer(2),
         )
         self.own = LocalState(self.name, self.roster, dict, rows)
         self.guests = PeerRows(rows)
@@ -138,10 +142,10 @@ def test_what_has_changed_on_any_worker_is_told_once(pair: tuple[Gateway, Gatewa
 
 def test_who_is_next_here_is_told_when_it_is_another(pair: tuple[Gateway, Gateway]) -> None:
     one, _ = pair
-    one.fronts.put(1, 70)
-    one.fronts.put(0, 50)
+    one.queue_heads.put(1, 70)
+    one.queue_heads.put(0, 50)
     assert [news and news.front for news in (one.news(), one.news())] == [50, None]
-    one.fronts.put(0, 0)
+    one.queue_heads.put(0, 0)
     assert [news and news.front for news in (one.news(), one.news())] == [70, None]
     assert one.own.told(1.0).front == 70
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.balancer.shared.fronts import AGEING, NOBODY, front_of
+from proxy.balancer.shared.queue_heads import AGEING, NO_HEAD, encode_head
 from proxy.fleet.replicas.gateway_state import GatewayState, News, decode, decode_news, encode
 from proxy.fleet.replicas.peers import Peers
 
@@ -65,15 +65,15 @@ def test_news_count_from_gateways_that_are_known_and_not_before_what_they_have_t
 def test_who_waits_longest_at_another_gateway_is_known_by_this_clock() -> None:
     peers = Peers("me", ttl_seconds=1.0)
     ours, theirs = 100.0, 7.0
-    told = GatewayState(round(theirs * 1e9), front=front_of(0, AGEING * 5.0))  # for two seconds
+    told = GatewayState(round(theirs * 1e9), front=encode_head(0, AGEING * 5.0))  # for two seconds
     peers.hear({"one": encode(told), "two": encode(GatewayState(1))}, ours)
-    assert peers.front(ours) == front_of(0, AGEING * (ours - 2.0))
-    assert peers.hear_news(News("one", told.turn + 500_000_000, front=NOBODY), ours + 0.5)
-    assert peers.front(ours + 0.5) == NOBODY
+    assert peers.front(ours) == encode_head(0, AGEING * (ours - 2.0))
+    assert peers.hear_news(News("one", told.turn + 500_000_000, front=NO_HEAD), ours + 0.5)
+    assert peers.front(ours + 0.5) == NO_HEAD
     assert peers.hear_news(News("one", told.turn + 600_000_000, front=told.front), ours + 0.6)
     assert peers.hear_news(News("one", told.turn + 700_000_000), ours + 0.7)  # where it was
-    assert peers.front(ours + 0.7) == front_of(0, AGEING * (ours - 2.0))
-    assert peers.front(ours + 9.0) == NOBODY
+    assert peers.front(ours + 0.7) == encode_head(0, AGEING * (ours - 2.0))
+    assert peers.front(ours + 9.0) == NO_HEAD
 
 
 def test_who_has_left_counts_no_more_at_once() -> None:

@@ -190,7 +190,7 @@ def test_a_verdict_is_understood_however_long_a_host_is_up() -> None:
 @pytest.mark.parametrize("state", [HealthState.DOWN, HealthState.EJECTED])
 def test_what_was_only_heard_is_no_finding_of_a_workers_own(state: HealthState) -> None:
     board, backend = HealthBoard(workers=2, slots=4), Backend(Role.DECODE, "d", 1, slot=2)
-    board.note(0, backend, state, is_heard=True)
-    assert (board.is_of_no_use(backend), board.states(backend)) == (False, [state, HealthState.UNKNOWN])
-    board.note(1, backend, state)
-    assert board.is_of_no_use(backend)
+    board.set_state(0, backend, state, is_from_peer=True)
+    assert (board.is_found_unhealthy(backend), board.states(backend)) == (False, [state, HealthState.UNKNOWN])
+    board.set_state(1, backend, state)
+    assert board.is_found_unhealthy(backend)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from proxy.balancer.compatibility.incompatibilities import IncompatibilityKind
+from proxy.balancer.compatibility.recognition import EngineReport, recognise, unsuited
 from proxy.balancer.engines.engine_facts import Identity, parse_kind, parse_setup
-from proxy.balancer.fitness.misfits import MisfitKind
-from proxy.balancer.fitness.recognition import EngineReport, recognise, unsuited
 from proxy.common.backend import Role
 from proxy.settings import SettingsError
 
@@ -193,23 +193,28 @@ def test_what_vllm_says_in_another_shape_tells_nothing(info: Any) -> None:
 @pytest.mark.parametrize(
     ("engine", "connector", "kind", "words"),
     [
-        (vllm(P), "sglang_bootstrap", MisfitKind.CONNECTOR, "is vLLM"),
-        (sglang(D), "mooncake_bootstrap", MisfitKind.CONNECTOR, "use sglang_bootstrap, or auto"),
-        (sglang(P, "null"), "sglang_bootstrap", MisfitKind.ROLE, "without --disaggregation-mode"),
-        (sglang(D, "decode"), "plain", MisfitKind.ROLE, "is to do both stages"),
-        (vllm(D, "NixlConnector"), "mooncake_bootstrap", MisfitKind.CONNECTOR, "runs NixlConnector"),
-        (vllm(P, "MooncakeConnector"), "vllm_store", MisfitKind.CONNECTOR, "use mooncake_bootstrap, or auto"),
-        (vllm(P, "MooncakeConnector", kv_role="kv_consumer"), "mooncake_bootstrap", MisfitKind.ROLE, "as a prefiller"),
+        (vllm(P), "sglang_bootstrap", IncompatibilityKind.CONNECTOR, "is vLLM"),
+        (sglang(D), "mooncake_bootstrap", IncompatibilityKind.CONNECTOR, "use sglang_bootstrap, or auto"),
+        (sglang(P, "null"), "sglang_bootstrap", IncompatibilityKind.ROLE, "without --disaggregation-mode"),
+        (sglang(D, "decode"), "plain", IncompatibilityKind.ROLE, "is to do both stages"),
+        (vllm(D, "NixlConnector"), "mooncake_bootstrap", IncompatibilityKind.CONNECTOR, "runs NixlConnector"),
+        (vllm(P, "MooncakeConnector"), "vllm_store", IncompatibilityKind.CONNECTOR, "use mooncake_bootstrap, or auto"),
+        (
+            vllm(P, "MooncakeConnector", kv_role="kv_consumer"),
+            "mooncake_bootstrap",
+            IncompatibilityKind.ROLE,
+            "as a prefiller",
+        ),
         (
             said(D, "d:1", models("vllm"), {"vllm_config": {"kv_transfer_config": None}}),
             "vllm_pull",
-            MisfitKind.CONNECTOR,
+            IncompatibilityKind.CONNECTOR,
             "without a --kv-transfer-config",
         ),
     ],
 )
 def test_an_engine_that_does_not_suit_the_chosen_connector(
-    engine: EngineReport, connector: str, kind: MisfitKind, words: str
+    engine: EngineReport, connector: str, kind: IncompatibilityKind, words: str
 ) -> None:
     found = unsuited(engine, connector, None)
     assert found is not None
@@ -242,4 +247,4 @@ def test_decoders_meet_sglangs_prefillers_where_they_are() -> None:
     assert unsuited(engine, "sglang_bootstrap", 8998) is None
     found = unsuited(engine, "sglang_bootstrap", 8999)
     assert found is not None
-    assert found[0] is MisfitKind.BOOTSTRAP
+    assert found[0] is IncompatibilityKind.BOOTSTRAP

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.balancer.fitness.handovers import Verdict
+from proxy.balancer.compatibility.handoff_verdicts import HandoffVerdict
 from proxy.balancer.shared.memory import SharedValue
 
 if TYPE_CHECKING:
@@ -30,10 +30,10 @@ _BYTES_PER_VERDICT = 320
 _MAX_PAIRS = 4096
 
 
-_UNKNOWN: Final = Verdict.UNKNOWN  # to read a member off its class takes as long as four calls
+_UNKNOWN: Final = HandoffVerdict.UNKNOWN  # to read a member off its class takes as long as four calls
 
 
-class MisfitKind(StrEnum):
+class IncompatibilityKind(StrEnum):
     """The ways in which an instance may not fit. The values are metric labels."""
 
     KV_NOT_FETCHED = "kv_not_fetched"
@@ -55,15 +55,15 @@ class MisfitKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Misfit:
+class Incompatibility:
     """`since` is on the monotonic clock, which all workers share; `hint` says what is wrong and what to look at."""
 
-    kind: MisfitKind
+    kind: IncompatibilityKind
     hint: str
     since: float
 
 
-class Misfits:
+class Incompatibilities:
     """Reading costs a look at the version as long as nothing has changed; changing takes a lock that all workers
     share.
     """
@@ -79,32 +79,36 @@ class Misfits:
         self.versions = self._shared.head
         """Its first cell moves with every change, whichever worker made it."""
         self._read_version = -1
-        self._misfits: dict[str, dict[MisfitKind, Misfit]] = {}  # by names of backends, which have one role each
-        self._verdicts: dict[str, Verdict] = {}
-        self._pairs: dict[str, dict[str, Verdict]] = {}  # by decoders' names and then prefillers'
-        self._divided: dict[str, dict[str, Verdict]] = {}  # of these those that are not all as the decoder's verdict
+        self._misfits: dict[
+            str, dict[IncompatibilityKind, Incompatibility]
+        ] = {}  # by names of backends, which have one role each
+        self._verdicts: dict[str, HandoffVerdict] = {}
+        self._pairs: dict[str, dict[str, HandoffVerdict]] = {}  # by decoders' names and then prefillers'
+        self._divided: dict[
+            str, dict[str, HandoffVerdict]
+        ] = {}  # of these those that are not all as the decoder's verdict
         with self._shared.exclusive():
             self._write()
 
     # What is known
 
-    def of(self, backend: Backend) -> Sequence[Misfit]:
+    def of(self, backend: Backend) -> Sequence[Incompatibility]:
         """The ways in which a backend does not fit."""
         self._read()
         return tuple(self._misfits.get(backend.name, {}).values())
 
-    def has(self, backend: Backend, kind: MisfitKind) -> bool:
+    def has(self, backend: Backend, kind: IncompatibilityKind) -> bool:
         """Whether it is known not to fit in this."""
         if self.versions[0] != self._read_version:
             self._read()
         return bool(self._misfits) and kind in self._misfits.get(backend.name, ())
 
-    def has_any(self, kind: MisfitKind) -> bool:
+    def has_any(self, kind: IncompatibilityKind) -> bool:
         """Whether some backend is known not to fit in this."""
         self._read()
         return any(kind in known for known in self._misfits.values())
 
-    def verdict(self, decoder: Backend, prefiller: Backend | None = None) -> Verdict:
+    def verdict(self, decoder: Backend, prefiller: Backend | None = None) -> HandoffVerdict:
         """What it makes of KV that is handed over to it: from this prefiller where that is known, or altogether."""
         if self.versions[0] != self._read_version:
             self._read()
@@ -113,14 +117,14 @@ class Misfits:
             return self._divided.get(decoder.name, {}).get(prefiller.name, verdict)
         return verdict
 
-    def pairs(self, decoder: Backend) -> Mapping[str, Verdict]:
+    def pairs(self, decoder: Backend) -> Mapping[str, HandoffVerdict]:
         """What it makes of the KV of those prefillers, by name, of which that is known."""
         self._read()
         return self._pairs.get(decoder.name, {})
 
     # What changes it
 
-    def add(self, backend: Backend, kind: MisfitKind, hint: str) -> bool:
+    def add(self, backend: Backend, kind: IncompatibilityKind, hint: str) -> bool:
         """A backend does not fit in this way. Whether that is news, which is to be logged."""
         if self.has(backend, kind):
             return False
@@ -129,14 +133,14 @@ class Misfits:
             known = self._misfits.setdefault(backend.name, {})
             if kind in known:
                 return False
-            known[kind] = Misfit(kind, hint[:_MAX_HINT], self._clock())
+            known[kind] = Incompatibility(kind, hint[:_MAX_HINT], self._clock())
             if sum(map(len, self._misfits.values())) > self._max_misfits:
                 del known[kind]  # logged as often as it is found, then, and not listed
                 return True
             self._write()
             return True
 
-    def remove(self, backend: Backend, kind: MisfitKind) -> bool:
+    def remove(self, backend: Backend, kind: IncompatibilityKind) -> bool:
         """A backend fits in this way again. Whether that is news, which is to be logged."""
         if not self.has(backend, kind):
             return False
@@ -150,7 +154,9 @@ class Misfits:
             self._write()
             return True
 
-    def judge(self, decoder: Backend, verdict: Verdict, pairs: Mapping[str, Verdict] | None = None) -> None:
+    def judge(
+        self, decoder: Backend, verdict: HandoffVerdict, pairs: Mapping[str, HandoffVerdict] | None = None
+    ) -> None:
         """Keep what was found about a decoder: altogether, and with each prefiller, by name, of which that is known."""
         pairs = {} if pairs is None else dict(pairs)
         if self.verdict(decoder) is verdict and self._pairs.get(decoder.name, {}) == pairs:
@@ -158,7 +164,7 @@ class Misfits:
         with self._shared.exclusive():
             self._read()
             self._verdicts[decoder.name], self._pairs[decoder.name] = verdict, pairs
-            if verdict is Verdict.UNKNOWN and not pairs:
+            if verdict is HandoffVerdict.UNKNOWN and not pairs:
                 del self._verdicts[decoder.name], self._pairs[decoder.name]
             elif sum(map(len, self._pairs.values())) > _MAX_PAIRS:
                 self._pairs[decoder.name] = {}
@@ -192,13 +198,15 @@ class Misfits:
         self._read_version, (misfits, verdicts) = self._shared.read()
         self._misfits, self._verdicts, self._pairs = {}, {}, {}
         for name, verdict, pairs in verdicts:
-            self._verdicts[name] = Verdict(verdict)
-            self._pairs[name] = {prefiller: Verdict(of_pair) for prefiller, of_pair in pairs.items()}
+            self._verdicts[name] = HandoffVerdict(verdict)
+            self._pairs[name] = {prefiller: HandoffVerdict(of_pair) for prefiller, of_pair in pairs.items()}
         self._divided = {
             name: pairs for name, pairs in self._pairs.items() if set(pairs.values()) - {self._verdicts[name]}
         }
         for name, kind, hint, since in misfits:
-            self._misfits.setdefault(name, {})[MisfitKind(kind)] = Misfit(MisfitKind(kind), hint, since)
+            self._misfits.setdefault(name, {})[IncompatibilityKind(kind)] = Incompatibility(
+                IncompatibilityKind(kind), hint, since
+            )
 
     def _write(self) -> None:
         misfits: list[Any] = [
@@ -215,23 +223,23 @@ NO_KV_PARAMS: Final = (
     "--kv-transfer-config, and that this gateway's connector serves it"
 )
 
-_NO_KV_PARAMS: Final = MisfitKind.NO_KV_PARAMS  # to read a member off its class takes as long as four calls
+_NO_KV_PARAMS: Final = IncompatibilityKind.NO_KV_PARAMS  # to read a member off its class takes as long as four calls
 
 # Answers in a row. A request may ask the same prefiller twice.
 _LEAST_WITHOUT_PARAMS: Final = 3
 
 
-class Fitness:
+class CompatibilityMonitor:
     """One worker's findings. `row` is its own. `on_change` hears of a backend, a kind, and the hint; None: it fits
     again.
     """
 
     def __init__(
         self,
-        misfits: Misfits,
+        misfits: Incompatibilities,
         row: LoadRow,
         keys: EngineKeys,
-        on_change: Callable[[Backend, MisfitKind, str | None], None] = lambda *_: None,
+        on_change: Callable[[Backend, IncompatibilityKind, str | None], None] = lambda *_: None,
     ) -> None:
         self.misfits = misfits
         self._row = row
@@ -242,18 +250,18 @@ class Fitness:
         """The version of misfits at which all backends took this gateway's key: none of them has to be looked up."""
         self._without_params: dict[Backend, int] = {}  # answers in a row
 
-    def report(self, backend: Backend, kind: MisfitKind, hint: str | None) -> None:
+    def report(self, backend: Backend, kind: IncompatibilityKind, hint: str | None) -> None:
         """An instance does not fit in one way, and why; None: it does fit."""
         is_news = self.misfits.remove(backend, kind) if hint is None else self.misfits.add(backend, kind, hint)
         if is_news:
             self._on_change(backend, kind, hint)
 
-    def handed_over(self, prefiller: Backend, decoder: Backend, tokens: int, least_tokens: int) -> Verdict:
+    def note_handoff(self, prefiller: Backend, decoder: Backend, tokens: int, least_tokens: int) -> HandoffVerdict:
         """A decoder has answered a prompt of about `tokens` tokens whose KV it was to fetch from this prefiller: what
         becomes of that KV. From a prompt of less than `least_tokens` nothing follows.
         """
         if tokens >= least_tokens:
-            self._row.hand_over(prefiller.slot, decoder.slot, tokens)
+            self._row.count_handoff(prefiller.slot, decoder.slot, tokens)
         return self.misfits.verdict(decoder, prefiller)
 
     def prefilled(self, prefiller: Backend, has_params: bool) -> None:
@@ -270,14 +278,14 @@ class Fitness:
 
     def refused_key(self, backend: Backend) -> None:
         """A backend has answered 401, and has served no request yet."""
-        self.report(backend, MisfitKind.ENGINE_KEY, self._keys.advice(backend))
+        self.report(backend, IncompatibilityKind.ENGINE_KEY, self._keys.advice(backend))
 
     def served(self, backend: Backend) -> None:
         """A backend has served a request."""
         version = self.versions[0]
-        if self.misfits.has(backend, MisfitKind.ENGINE_KEY):
-            self.report(backend, MisfitKind.ENGINE_KEY, None)
-        elif not self.misfits.has_any(MisfitKind.ENGINE_KEY):
+        if self.misfits.has(backend, IncompatibilityKind.ENGINE_KEY):
+            self.report(backend, IncompatibilityKind.ENGINE_KEY, None)
+        elif not self.misfits.has_any(IncompatibilityKind.ENGINE_KEY):
             self.takes_key_at = version
 
     def forget(self, backend: Backend) -> None:

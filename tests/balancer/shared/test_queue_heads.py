@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.balancer.shared.fronts import AGEING, NOBODY, Fronts, WorkerFront, front_of, moved
+from proxy.balancer.shared.queue_heads import AGEING, NO_HEAD, QueueHeads, WorkerQueueHead, encode_head, shift_head
 from tests.forking import in_child
 
 
-def _worker_fronts(workers: int = 2, guests: int = 0) -> tuple[Fronts, list[WorkerFront]]:
-    fronts = Fronts(workers, guests)
+def _worker_fronts(workers: int = 2, guests: int = 0) -> tuple[QueueHeads, list[WorkerQueueHead]]:
+    fronts = QueueHeads(workers, guests)
     return fronts, [front for number in range(workers) if (front := fronts.of_worker(number)) is not None]
 
 
 def test_the_more_urgent_stands_in_front_and_then_who_has_less_work_or_came_earlier() -> None:
     in_order = [(-2000, 900.0), (-1, 50.0), (0, 10.0), (0, 10.5), (3, 0.0), (9999, 1.0)]
-    fronts = [front_of(*rank) for rank in in_order]
+    fronts = [encode_head(*rank) for rank in in_order]
     assert fronts == sorted(fronts)
-    assert NOBODY not in fronts
+    assert NO_HEAD not in fronts
 
 
 @pytest.mark.parametrize("priority", [-3, 0, 7])
 def test_where_one_stands_is_told_to_hosts_with_other_clocks(priority: int) -> None:
     came, offset = 1000.0, -250.0
-    there = front_of(priority, 2.0 + AGEING * (came + offset))
-    assert moved(there, -offset) == front_of(priority, 2.0 + AGEING * came)
-    assert moved(there, -1e9) == front_of(priority, 0.0)  # nonsense is no other priority
+    there = encode_head(priority, 2.0 + AGEING * (came + offset))
+    assert shift_head(there, -offset) == encode_head(priority, 2.0 + AGEING * came)
+    assert shift_head(there, -1e9) == encode_head(priority, 0.0)  # nonsense is no other priority
 
 
 def test_nobody_is_let_pass_where_there_is_one_queue() -> None:
-    assert Fronts().of_worker(0) is None
+    assert QueueHeads().of_worker(0) is None
 
 
 def test_room_is_left_for_a_moment_to_who_stands_in_front_and_not_once_more() -> None:
@@ -47,16 +47,16 @@ def test_room_is_left_for_a_moment_to_who_stands_in_front_and_not_once_more() ->
     assert not one.leaves_room(-1, 5.0, 100.08)
     other.tell_empty()
     assert not one.leaves_room(0, 5.0, 100.09)
-    assert fronts.own() == NOBODY
+    assert fronts.own() == NO_HEAD
 
 
 def test_other_gateways_count_as_one_more_worker_and_workers_see_each_other() -> None:
     fronts, (one, other) = _worker_fronts(guests=1)
-    fronts.put_guests(front_of(0, 2.0))
+    fronts.put_guests(encode_head(0, 2.0))
     in_child(lambda: one.tell(0, 3.0))
-    assert fronts.own() == front_of(0, 3.0)
+    assert fronts.own() == encode_head(0, 3.0)
     assert other.leaves_room(0, 2.5, 1.0)
-    fronts.put_guests(NOBODY)
+    fronts.put_guests(NO_HEAD)
     assert not other.leaves_room(0, 2.5, 2.0)
-    fronts.put(0, NOBODY)
+    fronts.put(0, NO_HEAD)
     assert not other.leaves_room(0, 9.0, 3.0)

@@ -13,8 +13,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from proxy.balancer.compatibility.incompatibilities import IncompatibilityKind
 from proxy.balancer.engines.engine_facts import Identity, Setup
-from proxy.balancer.fitness.misfits import MisfitKind
 from proxy.common.backend import Role
 from proxy.common.terms import counted
 from proxy.settings import CONNECTOR_TRAITS, SettingsError
@@ -83,35 +83,43 @@ def recognise(engines: Sequence[EngineReport]) -> RecognisedConnector:
     return _vllm(engines)
 
 
-def unsuited(engine: EngineReport, connector: str, bootstrap_port: int | None) -> tuple[MisfitKind, str] | None:
+def unsuited(
+    engine: EngineReport, connector: str, bootstrap_port: int | None
+) -> tuple[IncompatibilityKind, str] | None:
     """In what an engine does not suit the connector that was chosen, and what to look at; None: in nothing it tells.
 
     `bootstrap_port`: where decoders are told to meet it, if it was given.
     """
     identity, setup, traits = engine.identity, engine.setup, CONNECTOR_TRAITS[connector]
     if identity.is_gateway:
-        return MisfitKind.GATEWAY, _GATEWAY
+        return IncompatibilityKind.GATEWAY, _GATEWAY
     if identity.kind is None or engine.role is Role.ENCODE:
         return None
     if traits.engine not in (None, identity.kind):
-        return MisfitKind.CONNECTOR, _wrong_kind(identity.kind, connector)
+        return IncompatibilityKind.CONNECTOR, _wrong_kind(identity.kind, connector)
     started = _started_otherwise(engine) if traits.takes_prefillers else _started_alone(setup)
     if started is not None:
-        return MisfitKind.ROLE, started
+        return IncompatibilityKind.ROLE, started
     if identity.kind == "SGLang":
         return _wrong_port(engine, bootstrap_port)
     if not traits.takes_prefillers or not setup.tells_transfer:
         return None
     if not setup.kv_connectors:
-        return MisfitKind.CONNECTOR, "was started without a --kv-transfer-config, so it cannot hand over KV cache"
+        return (
+            IncompatibilityKind.CONNECTOR,
+            "was started without a --kv-transfer-config, so it cannot hand over KV cache",
+        )
     if _KEEPING.issuperset(setup.kv_connectors):
-        return MisfitKind.CONNECTOR, _keeps(setup.kv_connectors)
+        return IncompatibilityKind.CONNECTOR, _keeps(setup.kv_connectors)
     served_by = {_CONNECTORS.get(part) for part in setup.kv_connectors}
     if served_by & {None, connector, *traits.passes_on}:
         return None
     its = " and ".join(setup.kv_connectors)
     wanted = " or ".join(sorted(filter(None, served_by)))
-    return MisfitKind.CONNECTOR, f"runs {its}, which connector {connector} does not serve: use {wanted}, or auto"
+    return (
+        IncompatibilityKind.CONNECTOR,
+        f"runs {its}, which connector {connector} does not serve: use {wanted}, or auto",
+    )
 
 
 def _wrong_kind(kind: str, connector: str) -> str:
@@ -143,13 +151,13 @@ def _started_alone(setup: Setup) -> str | None:
     return f"is to do both stages but was started with --disaggregation-mode {mode}"
 
 
-def _wrong_port(engine: EngineReport, bootstrap_port: int | None) -> tuple[MisfitKind, str] | None:
+def _wrong_port(engine: EngineReport, bootstrap_port: int | None) -> tuple[IncompatibilityKind, str] | None:
     """Whether decoders are told another port than SGLang's bootstrap server has."""
     its = engine.setup.bootstrap_port
     if engine.role is not Role.PREFILL or its is None or bootstrap_port in (None, its):
         return None
     hint = f"has its bootstrap server at port {its}, and decoders are sent to {bootstrap_port}"
-    return MisfitKind.BOOTSTRAP, f"{hint}: give it as `--prefill URL {its}`"
+    return IncompatibilityKind.BOOTSTRAP, f"{hint}: give it as `--prefill URL {its}`"
 
 
 def _vllm(engines: Sequence[EngineReport]) -> RecognisedConnector:

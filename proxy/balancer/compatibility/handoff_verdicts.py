@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
-from proxy.balancer.shared.scoreboard import Handovers
+from proxy.balancer.shared.scoreboard import HandoffCount
 from proxy.wire.exposition import PromptTokens
 
 if TYPE_CHECKING:
@@ -27,14 +27,14 @@ LEAST_SHARE: Final = 0.25
 # Where this much more was computed than was handed over, others ask the engine, too, and who computed is not known.
 _MOST_SHARE: Final = 4.0
 
-LEAST_TOKENS: Final = 32
+MIN_TOKENS: Final = 32
 """A prompt that is shorter says nothing."""
-LEAST_STORED_TOKENS: Final = 512
+MIN_STORED_TOKENS: Final = 512
 """Likewise where a store is between the engines. It holds whole blocks: of 16 to 128 tokens in vLLM and vLLM-Ascend,
 256 in LMCache."""
 
 
-class Verdict(StrEnum):
+class HandoffVerdict(StrEnum):
     """What becomes of KV that is handed over to a decoder."""
 
     TRANSFERRED = "transferred"
@@ -44,8 +44,8 @@ class Verdict(StrEnum):
 
 
 def judge(
-    before: PromptTokens, after: PromptTokens, sent: Handovers, *, from_store: bool, least: int = LEAST_HANDOVERS
-) -> Verdict | None:
+    before: PromptTokens, after: PromptTokens, sent: HandoffCount, *, from_store: bool, least: int = LEAST_HANDOVERS
+) -> HandoffVerdict | None:
     """The verdict on the hand-overs between two readings. None: there were less than `least`, too few to say as yet.
 
     `from_store`: what the decoder has in its own prefix cache it does not look for in the store, so that only much
@@ -53,16 +53,16 @@ def judge(
     """
     transferred, computed, cached = (new - old for new, old in zip(after, before, strict=True))
     if min(transferred, computed, cached) < 0:
-        return Verdict.UNKNOWN  # the engine has started anew, or another one behind the same address was asked
+        return HandoffVerdict.UNKNOWN  # the engine has started anew, or another one behind the same address was asked
     if transferred > 0:
-        return Verdict.TRANSFERRED
+        return HandoffVerdict.TRANSFERRED
     if sent.count < least:
         return None
     if from_store:
-        is_much = computed >= sent.count * LEAST_STORED_TOKENS
+        is_much = computed >= sent.count * MIN_STORED_TOKENS
         is_ours = computed + cached <= _MOST_SHARE * sent.tokens
-        return Verdict.COMPUTED if is_much and is_ours else Verdict.UNKNOWN
-    return Verdict.COMPUTED if computed + cached >= LEAST_SHARE * sent.tokens else Verdict.UNKNOWN
+        return HandoffVerdict.COMPUTED if is_much and is_ours else HandoffVerdict.UNKNOWN
+    return HandoffVerdict.COMPUTED if computed + cached >= LEAST_SHARE * sent.tokens else HandoffVerdict.UNKNOWN
 
 
 @dataclass(slots=True)
@@ -71,18 +71,18 @@ class CounterWatch:
 
     from_store: bool
     told: PromptTokens | None = None
-    sent: Handovers = field(default_factory=Handovers)
+    sent: HandoffCount = field(default_factory=HandoffCount)
 
-    def read(self, told: PromptTokens | None, sent: Handovers) -> tuple[Verdict, int] | None:
+    def read(self, told: PromptTokens | None, sent: HandoffCount) -> tuple[HandoffVerdict, int] | None:
         """Take a reading, None if the engine tells nothing; `sent` were the hand-overs before it was asked for.
 
         The verdict on the hand-overs since the last one, and how many these are. None: it is too early to say.
         """
         count, tokens = sent.count - self.sent.count, sent.tokens - self.sent.tokens
         if told is None or self.told is None or count < 0:  # a worker died, and its part is gone
-            found: Verdict | None = Verdict.UNKNOWN
+            found: HandoffVerdict | None = HandoffVerdict.UNKNOWN
         else:
-            found = judge(self.told, told, Handovers(count, tokens), from_store=self.from_store)
+            found = judge(self.told, told, HandoffCount(count, tokens), from_store=self.from_store)
         if found is None:
             return None
         self.told, self.sent = told, sent
@@ -117,7 +117,7 @@ class ExpiryWatch:
 
     def read(
         self, now: float, totals: Totals | None, fetch_nothing: Collection[Hashable], lease_seconds: float
-    ) -> tuple[Verdict, int] | None:
+    ) -> tuple[HandoffVerdict, int] | None:
         """Take a reading at `now`, in seconds; None if the engine tells nothing. `fetch_nothing`: decoders that are
         known not to fetch from this prefiller.
 
@@ -139,13 +139,13 @@ class ExpiryWatch:
         # More than was sent is what others have lost.
         if LEAST_HANDOVERS <= lost <= doubtful + self._sent_before and lost >= LEAST_SHARE * doubtful:
             self._begin(totals, doubtful)
-            return Verdict.COMPUTED, lost
+            return HandoffVerdict.COMPUTED, lost
         if doubtful and self._started is None:
             self._started = now
         if doubtful < LEAST_HANDOVERS or self._started is None or now - self._started < 2 * lease_seconds:
             return None
         self._begin(totals, doubtful)
-        return Verdict.TRANSFERRED, max(0, lost)
+        return HandoffVerdict.TRANSFERRED, max(0, lost)
 
     def _begin(self, totals: Totals | None, sent_before: int) -> None:
         self._since, self._started, self._sent_before = totals, None, sent_before
@@ -156,7 +156,9 @@ Instance = TypeVar("Instance")
 _NOTHING: Final = PromptTokens(0.0, 0.0, 0.0)
 
 
-def attribute(grown: PromptTokens, sent: Mapping[int, Handovers], involved: Collection[int]) -> dict[int, PromptTokens]:
+def attribute(
+    grown: PromptTokens, sent: Mapping[int, HandoffCount], involved: Collection[int]
+) -> dict[int, PromptTokens]:
     """What of a decoder's growth each lane's hand-overs account for; nothing for lanes of which it cannot be said.
 
     `sent`: the hand-overs that the growth has in it for certain. `involved`: the lanes of those that it may have in it.
@@ -182,7 +184,7 @@ class _Evidence:
     """What is known of one pair and has not been judged."""
 
     grown: PromptTokens = _NOTHING
-    sent: Handovers = field(default_factory=Handovers)
+    sent: HandoffCount = field(default_factory=HandoffCount)
 
 
 @dataclass(slots=True)
@@ -191,12 +193,12 @@ class PairWatch:
 
     from_store: bool
     _told: PromptTokens | None = None
-    _sent: Mapping[int, Handovers] = field(default_factory=dict)
+    _sent: Mapping[int, HandoffCount] = field(default_factory=dict)
     _evidence: dict[int, _Evidence] = field(default_factory=dict)
 
     def read(
-        self, told: PromptTokens | None, before: Mapping[int, Handovers], after: Mapping[int, Handovers]
-    ) -> dict[int, Verdict] | None:
+        self, told: PromptTokens | None, before: Mapping[int, HandoffCount], after: Mapping[int, HandoffCount]
+    ) -> dict[int, HandoffVerdict] | None:
         """Take a reading, None if the engine tells nothing. `before` and `after`: the hand-overs by lane when it was
         asked and when it had answered; what is in between it may have counted or not.
 
@@ -211,15 +213,15 @@ class PairWatch:
         if grown is None or min(grown) < 0 or any(handovers.count < 0 for handovers in sent.values()):
             self._evidence.clear()  # the engine has started anew, or a worker died and its part is gone
             return None
-        found = dict[int, Verdict]()
+        found = dict[int, HandoffVerdict]()
         for lane, part in attribute(grown, sent, involved).items():
             known = self._evidence.setdefault(lane, _Evidence())
             known.grown = PromptTokens(*(a + b for a, b in zip(known.grown, part, strict=True)))
-            known.sent = Handovers(known.sent.count + sent[lane].count, known.sent.tokens + sent[lane].tokens)
+            known.sent = HandoffCount(known.sent.count + sent[lane].count, known.sent.tokens + sent[lane].tokens)
             verdict = judge(_NOTHING, known.grown, known.sent, from_store=self.from_store)
             if verdict is not None:
                 del self._evidence[lane]
-                if verdict is not Verdict.UNKNOWN:
+                if verdict is not HandoffVerdict.UNKNOWN:
                     found[lane] = verdict
         return found
 
@@ -228,15 +230,15 @@ class PairWatch:
         self._evidence.pop(lane, None)
 
 
-def _growth(before: Mapping[int, Handovers], after: Mapping[int, Handovers]) -> dict[int, Handovers]:
+def _growth(before: Mapping[int, HandoffCount], after: Mapping[int, HandoffCount]) -> dict[int, HandoffCount]:
     """The lanes that have changed, and by how much."""
     growth = {}
     for lane, handovers in after.items():
-        old = before.get(lane, Handovers())
+        old = before.get(lane, HandoffCount())
         if handovers != old:
-            growth[lane] = Handovers(handovers.count - old.count, handovers.tokens - old.tokens)
+            growth[lane] = HandoffCount(handovers.count - old.count, handovers.tokens - old.tokens)
     for lane in before.keys() - after.keys():
-        growth[lane] = Handovers(-before[lane].count, -before[lane].tokens)
+        growth[lane] = HandoffCount(-before[lane].count, -before[lane].tokens)
     return growth
 
 

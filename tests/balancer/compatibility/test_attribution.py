@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.balancer.fitness.handovers import Culprits, PairWatch, Verdict, attribute, culprits
-from proxy.balancer.shared.scoreboard import Handovers
+from proxy.balancer.compatibility.handoff_verdicts import Culprits, HandoffVerdict, PairWatch, attribute, culprits
+from proxy.balancer.shared.scoreboard import HandoffCount
 from proxy.wire.exposition import PromptTokens
 
 ZERO = PromptTokens(0.0, 0.0, 0.0)
-SENT = {0: Handovers(3, 300), 1: Handovers(3, 300)}
+SENT = {0: HandoffCount(3, 300), 1: HandoffCount(3, 300)}
 
 
 @pytest.mark.parametrize(
     ("grown", "sent", "involved", "attributed"),
     [
-        (PromptTokens(0, 300, 0), {1: Handovers(3, 300)}, {1}, {1: PromptTokens(0, 300, 0)}),
-        (PromptTokens(200, 9, 90), {1: Handovers(3, 300)}, {1}, {1: PromptTokens(200, 9, 90)}),
-        (PromptTokens(100, 300, 0), {1: Handovers(3, 300)}, {0, 1}, {}),  # the other's may have been counted already
+        (PromptTokens(0, 300, 0), {1: HandoffCount(3, 300)}, {1}, {1: PromptTokens(0, 300, 0)}),
+        (PromptTokens(200, 9, 90), {1: HandoffCount(3, 300)}, {1}, {1: PromptTokens(200, 9, 90)}),
+        (PromptTokens(100, 300, 0), {1: HandoffCount(3, 300)}, {0, 1}, {}),  # the other's may have been counted already
         (PromptTokens(0, 600, 60), SENT, {0, 1}, {0: PromptTokens(0, 300, 30), 1: PromptTokens(0, 300, 30)}),
         (PromptTokens(590, 10, 0), SENT, {0, 1}, {0: PromptTokens(300, 0, 0), 1: PromptTokens(300, 0, 0)}),
         (PromptTokens(300, 300, 0), SENT, {0, 1}, {}),
         (PromptTokens(300, 0, 300), SENT, {0, 1}, {}),  # whose prompts did it have itself?
-        (PromptTokens(900, 30, 0), {0: Handovers(9, 900), 1: Handovers(1, 30)}, {0, 1}, {0: PromptTokens(900, 0, 0)}),
+        (
+            PromptTokens(900, 30, 0),
+            {0: HandoffCount(9, 900), 1: HandoffCount(1, 30)},
+            {0, 1},
+            {0: PromptTokens(900, 0, 0)},
+        ),
     ],
 )
 def test_growth_is_attributed_where_there_is_no_doubt(
-    grown: PromptTokens, sent: dict[int, Handovers], involved: set[int], attributed: dict[int, PromptTokens]
+    grown: PromptTokens, sent: dict[int, HandoffCount], involved: set[int], attributed: dict[int, PromptTokens]
 ) -> None:
     assert attribute(grown, sent, involved) == attributed
 
@@ -37,28 +42,28 @@ class Decoder:
     def __init__(self) -> None:
         self.watch = PairWatch(from_store=False)
         self.told = ZERO
-        self.sent = dict[int, Handovers]()
+        self.sent = dict[int, HandoffCount]()
         assert self.read() is None
 
     def serve(self, lane: int, *, fetches: bool) -> None:
-        old = self.sent.get(lane, Handovers())
-        self.sent[lane] = Handovers(old.count + 1, old.tokens + 100)
+        old = self.sent.get(lane, HandoffCount())
+        self.sent[lane] = HandoffCount(old.count + 1, old.tokens + 100)
         grown = (100, 0, 0) if fetches else (0, 100, 0)
         self.told = PromptTokens(*(a + b for a, b in zip(self.told, grown, strict=True)))
 
-    def read(self) -> dict[int, Verdict] | None:
+    def read(self) -> dict[int, HandoffVerdict] | None:
         return self.watch.read(self.told, dict(self.sent), dict(self.sent))
 
 
 def test_a_pair_is_found_although_its_hand_overs_alternate_with_anothers() -> None:
-    decoder, found = Decoder(), dict[int, Verdict]()
+    decoder, found = Decoder(), dict[int, HandoffVerdict]()
     for _ in range(3):
         assert 1 not in found
         decoder.serve(0, fetches=True)
         found |= decoder.read() or {}
         decoder.serve(1, fetches=False)
         found |= decoder.read() or {}
-    assert found == {0: Verdict.TRANSFERRED, 1: Verdict.COMPUTED}
+    assert found == {0: HandoffVerdict.TRANSFERRED, 1: HandoffVerdict.COMPUTED}
 
 
 def test_nothing_is_said_of_pairs_that_are_always_mixed() -> None:
@@ -72,7 +77,7 @@ def test_nothing_is_said_of_pairs_that_are_always_mixed() -> None:
 
 def test_all_pairs_of_a_decoder_that_fetches_nothing_are_found_at_once_and_so_is_that_it_fetches_again() -> None:
     decoder = Decoder()
-    for fetches, verdict in ((False, Verdict.COMPUTED), (True, Verdict.TRANSFERRED)):
+    for fetches, verdict in ((False, HandoffVerdict.COMPUTED), (True, HandoffVerdict.TRANSFERRED)):
         for _ in range(3):
             decoder.serve(0, fetches=fetches)
             decoder.serve(1, fetches=fetches)
@@ -92,7 +97,7 @@ def test_what_was_known_of_an_engine_that_starts_anew_does_not_count() -> None:
         decoder.serve(1, fetches=False)
     assert decoder.read() == {}
     decoder.serve(1, fetches=False)
-    assert decoder.read() == {1: Verdict.COMPUTED}
+    assert decoder.read() == {1: HandoffVerdict.COMPUTED}
 
 
 def test_nor_does_what_a_worker_had_counted_that_has_died() -> None:
@@ -103,7 +108,7 @@ def test_nor_does_what_a_worker_had_counted_that_has_died() -> None:
         decoder.serve(1, fetches=False)
         decoder.read()
     decoder.serve(0, fetches=True)
-    decoder.sent[1] = Handovers(1, 100)
+    decoder.sent[1] = HandoffCount(1, 100)
     assert decoder.read() is None
 
 
@@ -118,7 +123,7 @@ def test_nor_does_what_was_known_before_an_engine_told_nothing() -> None:
     assert decoder.read() is None
     for _ in range(3):
         decoder.serve(1, fetches=False)
-    assert decoder.read() == {1: Verdict.COMPUTED}
+    assert decoder.read() == {1: HandoffVerdict.COMPUTED}
 
 
 def test_nor_does_what_another_prefiller_had_left_in_its_lane() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.balancer.fitness.handovers import ExpiryWatch, Totals, Verdict
+from proxy.balancer.compatibility.handoff_verdicts import ExpiryWatch, HandoffVerdict, Totals
 
 LEASE = 30.0
 
@@ -25,24 +25,24 @@ def totals(expired: int = 0, orphans: int = 0, **sent: int) -> Totals:
     [
         (10.0, totals(d=9), "", None),  # leases of these may still expire
         (40.0, totals(expired=2, d=9), "", None),  # a few
-        (40.0, totals(expired=3, d=9), "", (Verdict.COMPUTED, 3)),
-        (40.0, totals(expired=9, d=9), "", (Verdict.COMPUTED, 9)),
+        (40.0, totals(expired=3, d=9), "", (HandoffVerdict.COMPUTED, 3)),
+        (40.0, totals(expired=9, d=9), "", (HandoffVerdict.COMPUTED, 9)),
         (40.0, totals(expired=3, d=90), "", None),
-        (60.0, totals(expired=3, d=90), "", (Verdict.TRANSFERRED, 3)),
-        (60.0, totals(d=9), "", (Verdict.TRANSFERRED, 0)),
+        (60.0, totals(expired=3, d=90), "", (HandoffVerdict.TRANSFERRED, 3)),
+        (60.0, totals(d=9), "", (HandoffVerdict.TRANSFERRED, 0)),
         (60.0, totals(d=2), "", None),  # too few to say
         (59.0, totals(d=9), "", None),
         (40.0, totals(expired=9, orphans=9, d=9), "", None),  # this gateway knows of them
-        (40.0, totals(expired=9, orphans=5, d=9), "", (Verdict.COMPUTED, 4)),
+        (40.0, totals(expired=9, orphans=5, d=9), "", (HandoffVerdict.COMPUTED, 4)),
         (40.0, totals(expired=9, d=9), "d", None),  # the decoder explains it
         (40.0, totals(expired=9, orphans=9, d=9, e=9), "d", None),  # and this gateway counts its as orphans
-        (40.0, totals(expired=15, orphans=9, d=9, e=9), "d", (Verdict.COMPUTED, 6)),
+        (40.0, totals(expired=15, orphans=9, d=9, e=9), "d", (HandoffVerdict.COMPUTED, 6)),
         (40.0, totals(expired=50, d=9), "", None),  # others have it prefill, too
         (40.0, None, "", None),
     ],
 )
 def test_leases_that_expire(
-    at: float, read: Totals | None, fetch_nothing: str, found: tuple[Verdict, int] | None
+    at: float, read: Totals | None, fetch_nothing: str, found: tuple[HandoffVerdict, int] | None
 ) -> None:
     one = watch()
     assert one.read(0.0, totals(d=1), fetch_nothing, LEASE) is None
@@ -52,20 +52,20 @@ def test_leases_that_expire(
 def test_leases_that_expire_when_nothing_more_is_handed_over_count() -> None:
     first = watch()
     assert first.read(0.0, totals(d=1), (), LEASE) is None
-    assert first.read(60.0, totals(d=5), (), LEASE) == (Verdict.TRANSFERRED, 0)
-    assert first.read(70.0, totals(expired=4, d=5), (), LEASE) == (Verdict.COMPUTED, 4)
+    assert first.read(60.0, totals(d=5), (), LEASE) == (HandoffVerdict.TRANSFERRED, 0)
+    assert first.read(70.0, totals(expired=4, d=5), (), LEASE) == (HandoffVerdict.COMPUTED, 4)
 
 
 def test_time_in_which_nothing_was_handed_over_does_not_count() -> None:
     idle = watch()
     assert idle.read(600.0, totals(), (), LEASE) is None
     assert idle.read(900.0, totals(d=5), (), LEASE) is None
-    assert idle.read(960.0, totals(d=5), (), LEASE) == (Verdict.TRANSFERRED, 0)
+    assert idle.read(960.0, totals(d=5), (), LEASE) == (HandoffVerdict.TRANSFERRED, 0)
 
 
 def test_counters_that_begin_anew_say_nothing_of_what_was_before() -> None:
     one = watch(expired=40, d=40)
     assert one.read(60.0, totals(expired=3, d=45), (), LEASE) is None
     assert one.read(61.0, totals(expired=3, d=50), (), LEASE) is None
-    assert one.read(90.0, totals(expired=8, d=50), (), LEASE) == (Verdict.COMPUTED, 5)
+    assert one.read(90.0, totals(expired=8, d=50), (), LEASE) == (HandoffVerdict.COMPUTED, 5)
     assert one.read(91.0, totals(expired=9, d=20), (), LEASE) is None

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from proxy.balancer.fitness.pinned_kv import Pin, PinnedKv
+from proxy.balancer.compatibility.pinned_kv import Pin, PinnedKv
 from proxy.balancer.health.health import Health
 from proxy.balancer.pick import PickRequest
 from proxy.balancer.policies.least_tokens import make_policy
