@@ -93,7 +93,7 @@ class Instances:
         )
         misfits = GaugeMetricFamily(
             "pdproxy_instance_misfit",
-            "FailedEngines in which a healthy instance does not fit the others or this gateway, by kind. Always 1.",
+            "Ways in which a healthy instance does not fit the others or this gateway, by kind. Always 1.",
             labels=(*labels, "kind"),
         )
         knee = GaugeMetricFamily(
