@@ -44,7 +44,7 @@ def test_query_is_substituted_without_selections() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "expected"),
     [
         ([], ["no data: q"]),
         ([Series({}, [(1.0, float("nan"))])], ["no number: q"]),

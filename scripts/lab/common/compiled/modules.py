@@ -7,7 +7,7 @@ from typing import Final
 _BY_PACKAGE: Final = {
     "balancer": "chooser lease pick pool",
     "balancer/engines": "progress",
-    "balancer/fitness": "misfits",
+    "balancer/compatibility": "incompatibilities",
     "balancer/health": "blame",
     "balancer/policies": (
         "concurrency decode_pace least_decode_seconds least_seconds"
