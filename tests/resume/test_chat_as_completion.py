@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.resume.chat_as_completion import chat_logprobs
-from proxy.sim.model import logprobs as sim_logprobs
-from proxy.sim.model.logprobs import Speller
+from proxy.sim.dialects import vllm_answers as sim_logprobs
+from proxy.sim.dialects.vllm_answers import Speller
 
 
 @given(st.lists(st.integers(0, 127), max_size=6), st.integers(0, 5))

@@ -14,8 +14,8 @@ from proxy.resume.chat_as_completion import CompletionAsChat
 from proxy.resume.overlap import Mismatch
 from proxy.resume.seam import Seam, SeamPlan, StopGuard
 from proxy.resume.transcript import Transcript
-from proxy.sim.model import logprobs as sim_logprobs
-from proxy.sim.model.logprobs import Speller
+from proxy.sim.dialects import vllm_answers as sim_logprobs
+from proxy.sim.dialects.vllm_answers import Speller
 from proxy.wire.openai import Api
 
 if TYPE_CHECKING:

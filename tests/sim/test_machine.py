@@ -13,7 +13,7 @@ import pytest
 
 from lab.replay.virtual_time import VirtualLoop, run
 from proxy.sim.engine import SimulatedEngine
-from proxy.sim.engine.machine_scheduler import MachineCache, MachineScheduler
+from proxy.sim.engine.scheduler import MachineCache, MachineScheduler
 from proxy.sim.hardware.machines import MACHINES
 from proxy.sim.options import Options
 

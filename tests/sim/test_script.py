@@ -7,9 +7,8 @@ from typing import Any
 import orjson
 import pytest
 
-from proxy.sim.model.script import rest_of_turn
 from proxy.sim.model.tokenizer import END, decode, render_chat
-from proxy.sim.model.writer import Writer
+from proxy.sim.model.writer import Writer, rest_of_turn
 
 PART = [
     {"say": "I look.", "calls": [{"name": "read", "arguments": {"path": "a [b]"}}]},

@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from proxy.sim.engine import SimulatedEngine
-from proxy.sim.model.schema import Unsupported, instance
+from proxy.sim.model.grammar import Unsupported, instance
 
 if TYPE_CHECKING:
     from tests.sim.conftest import Client

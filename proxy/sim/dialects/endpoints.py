@@ -6,18 +6,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.sim.dialects.chat import ChatAnswer
-from proxy.sim.dialects.completion import CompletionAnswer
 from proxy.sim.dialects.sglang_answers import GenerateAnswer, SglangChat, SglangCompletion
-from proxy.sim.dialects.sglang_ask import read_generate, read_openai
-from proxy.sim.dialects.vllm_ask import read_ask
+from proxy.sim.dialects.sglang_requests import read_generate, read_openai
+from proxy.sim.dialects.vllm_answers import ChatAnswer, CompletionAnswer
+from proxy.sim.dialects.vllm_requests import read_ask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from proxy.sim.dialects.answers import Answer
-    from proxy.sim.errors import EngineError
-    from proxy.sim.model.ask import Ask
+    from proxy.sim.dialects.vllm_answers import Answer
+    from proxy.sim.model.request import Ask, EngineError
     from proxy.sim.profile import Profile
 
 

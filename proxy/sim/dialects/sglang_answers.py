@@ -8,17 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from proxy.sim.dialects.answers import DONE, Answer, event
-from proxy.sim.dialects.chat import ChatAnswer
-from proxy.sim.dialects.completion import CompletionAnswer
-from proxy.sim.model.logprobs import native_logprobs
+from proxy.sim.dialects.vllm_answers import DONE, Answer, ChatAnswer, CompletionAnswer, event, native_logprobs
 from proxy.sim.model.tokenizer import END
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as Seq
+    from collections.abc import Sequence
 
-    from proxy.sim.model.ask import Ask
-    from proxy.sim.model.sequence import Delta, Sequence
+    from proxy.sim.model.request import Ask, Delta, TokenSequence
     from proxy.sim.options import Options
 
 _METADATA = {"weight_version": "default"}
@@ -93,7 +89,11 @@ class SglangChat(ChatAnswer):
         return [*ends, *_last(self, self.chunk_kind)]
 
     def whole(
-        self, sequences: Seq[Sequence], texts: Seq[Delta], cached_tokens: int, kv_params: dict[str, Any] | None
+        self,
+        sequences: Sequence[TokenSequence],
+        texts: Sequence[Delta],
+        cached_tokens: int,
+        kv_params: dict[str, Any] | None,
     ) -> dict[str, Any]:
         choices = []
         for delta in texts:
@@ -138,7 +138,11 @@ class SglangCompletion(CompletionAnswer):
         return _last(self, self.chunk_kind)
 
     def whole(
-        self, sequences: Seq[Sequence], texts: Seq[Delta], cached_tokens: int, kv_params: dict[str, Any] | None
+        self,
+        sequences: Sequence[TokenSequence],
+        texts: Sequence[Delta],
+        cached_tokens: int,
+        kv_params: dict[str, Any] | None,
     ) -> dict[str, Any]:
         return _whole(self, [self._of_sglang(delta) for delta in texts], sequences)
 
@@ -162,7 +166,11 @@ class GenerateAnswer(Answer):
         return [DONE]
 
     def whole(
-        self, sequences: Seq[Sequence], texts: Seq[Delta], cached_tokens: int, kv_params: dict[str, Any] | None
+        self,
+        sequences: Sequence[TokenSequence],
+        texts: Sequence[Delta],
+        cached_tokens: int,
+        kv_params: dict[str, Any] | None,
     ) -> Any:
         answers = [self._so_far(delta) for delta in texts]
         return answers if self.ask.is_batch else answers[0]
@@ -226,7 +234,7 @@ def _last(answer: Answer, kind: str) -> list[bytes]:
     return [event(answer.head(kind) | {"choices": [], "usage": counts}), DONE]
 
 
-def _whole(answer: Answer, choices: list[dict[str, Any]], sequences: Seq[Sequence]) -> dict[str, Any]:
+def _whole(answer: Answer, choices: list[dict[str, Any]], sequences: Sequence[TokenSequence]) -> dict[str, Any]:
     tokens = sum(len(sequence.output) for sequence in sequences)
     counts = _usage(answer.prompt_tokens, tokens)
     return answer.head(answer.kind) | {"choices": choices, "usage": counts, "metadata": _METADATA}

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 from aiohttp import web
 
 from proxy.sim.dialects.endpoints import endpoints, error_body
-from proxy.sim.dialects.vllm_ask import read_ask
+from proxy.sim.dialects.vllm_requests import read_ask
 from proxy.sim.engine.faults import UnknownAction
-from proxy.sim.engine.replies import json_response, read_json, refusal
-from proxy.sim.engine.stream import hang
-from proxy.sim.errors import EngineError
+from proxy.sim.engine.stream import hang, json_response, read_json, refusal
+from proxy.sim.model.request import EngineError
 from proxy.sim.model.tokenizer import decode, encode, render_chat
 
 if TYPE_CHECKING:

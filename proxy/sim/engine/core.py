@@ -1,10 +1,15 @@
-"""The parts of one simulated engine that its requests share."""
+"""Parts of a simulated engine that its requests share, and the metrics that `/metrics` shows.
+
+The metrics are written by hand, because a client library would register them in the registry of the process, next to
+the gateway's metrics if both run in one test.
+"""
 
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
 
 from proxy.sim.kv.cache import block_names
 
@@ -13,9 +18,7 @@ if TYPE_CHECKING:
 
     from proxy.sim.engine.faults import Faults
     from proxy.sim.engine.kv_events import KvEventPublisher
-    from proxy.sim.engine.machine_scheduler import MachineCache, MachineScheduler
-    from proxy.sim.engine.metrics import EngineMetrics
-    from proxy.sim.engine.scheduler import Scheduler
+    from proxy.sim.engine.scheduler import MachineCache, MachineScheduler, Scheduler
     from proxy.sim.kv.cache import PrefixCache
     from proxy.sim.kv.protocol import KvProtocol
     from proxy.sim.options import Options
@@ -54,3 +57,82 @@ class Core:
         else:
             given = headers.get("x-request-id") or named.get("request_id")
         return given if isinstance(given, str) and given else uuid.uuid4().hex
+
+
+_SOURCES: Final = ("local_compute", "local_cache_hit", "external_kv_transfer")
+_SECONDS: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class Histogram:
+    """Counts per bucket of a duration in seconds."""
+
+    __slots__ = ("counts", "sum", "total")
+
+    def __init__(self) -> None:
+        self.counts = [0] * len(_SECONDS)
+        self.sum = 0.0
+        self.total = 0
+
+    def observe(self, seconds: float) -> None:
+        self.sum += seconds
+        self.total += 1
+        for index, bound in enumerate(_SECONDS):
+            if seconds <= bound:
+                self.counts[index] += 1
+
+    def lines(self, name: str, labels: str) -> list[str]:
+        lines = [f"# TYPE {name} histogram"]
+        for bound, count in zip(_SECONDS, self.counts, strict=True):
+            lines.append(f'{name}_bucket{{{labels},le="{bound}"}} {count}')
+        lines.append(f'{name}_bucket{{{labels},le="+Inf"}} {self.total}')
+        lines.append(f"{name}_sum{{{labels}}} {self.sum}")
+        lines.append(f"{name}_count{{{labels}}} {self.total}")
+        return lines
+
+
+@dataclass(slots=True)
+class EngineMetrics:
+    """What only `/metrics` needs; everything else is read from the engine's state when scraped."""
+
+    model: str
+    prompt_tokens_by_source: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(_SOURCES, 0)))
+    requests_by_reason: Counter[str] = field(default_factory=Counter)
+    time_to_first_token: Histogram = field(default_factory=Histogram)
+    request_seconds: Histogram = field(default_factory=Histogram)
+    token_seconds: Histogram = field(default_factory=Histogram)
+
+    def count_prompt(self, *, computed: int = 0, cached: int = 0, transferred: int = 0) -> None:
+        self.prompt_tokens_by_source["local_compute"] += computed
+        self.prompt_tokens_by_source["local_cache_hit"] += cached
+        self.prompt_tokens_by_source["external_kv_transfer"] += transferred
+
+    def finished(self, reason: str, queued_at: float, first_token_at: float, ended_at: float, tokens: int) -> None:
+        self.requests_by_reason[reason] += 1
+        self.time_to_first_token.observe(first_token_at - queued_at)
+        self.request_seconds.observe(ended_at - queued_at)
+        if tokens > 1:
+            self.token_seconds.observe((ended_at - first_token_at) / (tokens - 1))
+
+    def render(self, gauges: dict[tuple[str, str], float], counters: dict[str, float]) -> str:
+        """The exposition text.
+
+        Names are given without `vllm:` and, for counters, without `_total`; a gauge's name comes with its own labels.
+        """
+        labels = f'engine="0",model_name="{self.model}"'
+        lines: list[str] = []
+        for (name, more), value in gauges.items():
+            all_labels = f"{labels},{more}" if more else labels
+            lines += [f"# TYPE vllm:{name} gauge", f"vllm:{name}{{{all_labels}}} {value}"]
+        for name, value in counters.items():
+            lines += [f"# TYPE vllm:{name}_total counter", f"vllm:{name}_total{{{labels}}} {value}"]
+        lines += _by_label("prompt_tokens_by_source", "source", self.prompt_tokens_by_source, labels)
+        lines += _by_label("request_success", "finished_reason", self.requests_by_reason, labels)
+        lines += self.time_to_first_token.lines("vllm:time_to_first_token_seconds", labels)
+        lines += self.request_seconds.lines("vllm:e2e_request_latency_seconds", labels)
+        lines += self.token_seconds.lines("vllm:request_time_per_output_token_seconds", labels)
+        return "\n".join(lines) + "\n"
+
+
+def _by_label(name: str, label: str, values: Counter[str], labels: str) -> list[str]:
+    lines = [f"# TYPE vllm:{name}_total counter"]
+    return lines + [f'vllm:{name}_total{{{labels},{label}="{key}"}} {value}' for key, value in values.items()]

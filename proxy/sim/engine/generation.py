@@ -6,11 +6,18 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from proxy.sim.errors import EngineError, internal_error
 from proxy.sim.kv.protocol import Child, Leg, Loaded
 from proxy.sim.model.grammar import GrammarWriter
 from proxy.sim.model.parser import Phase, start_phase
-from proxy.sim.model.sequence import Delta, GarbageWriter, Sequence, Strike, TokenSource
+from proxy.sim.model.request import (
+    Delta,
+    EngineError,
+    GarbageWriter,
+    Strike,
+    TokenSequence,
+    TokenSource,
+    internal_error,
+)
 from proxy.sim.model.writer import Writer
 
 if TYPE_CHECKING:
@@ -18,7 +25,7 @@ if TYPE_CHECKING:
 
     from proxy.sim.engine.core import Core
     from proxy.sim.engine.faults import Plan
-    from proxy.sim.model.ask import Ask
+    from proxy.sim.model.request import Ask
 
 _STRIKES = (
     "recompute",
@@ -124,7 +131,7 @@ class Generation:
                 for task in self._arriving:
                     task.cancel()
 
-    def _admitted(self, sequence: Sequence, arrivals: asyncio.TaskGroup) -> None:
+    def _admitted(self, sequence: TokenSequence, arrivals: asyncio.TaskGroup) -> None:
         arrive = self._fetch if self._leg is Leg.DECODE else self._meet
         self._arriving.append(arrivals.create_task(arrive(sequence)))
 
@@ -140,7 +147,7 @@ class Generation:
         message = "EngineCore encountered an issue. See stack trace (above) for the root cause."
         self._end(EngineError(500, message, "InternalServerError"))
 
-    async def _meet(self, sequence: Sequence) -> None:
+    async def _meet(self, sequence: TokenSequence) -> None:
         try:
             await self._core.protocol.meet(self._child(sequence))
         except EngineError as error:
@@ -149,7 +156,7 @@ class Generation:
         self._prefill(sequence)
         self._core.scheduler.begin(sequence)
 
-    def _sequence(self, index: int, prompt: list[int]) -> Sequence:
+    def _sequence(self, index: int, prompt: list[int]) -> TokenSequence:
         options = self._core.options
         ask = self._ask
         limit = options.default_max_tokens if ask.max_tokens is None else ask.max_tokens
@@ -160,7 +167,7 @@ class Generation:
             # Reasoning that is not to be shown is none for a grammar (vLLM `resolve_reasoning_ended`).
             reasons = ask.is_thinking and ask.include_reasoning and start_phase(prompt) is Phase.REASONING
             writer = GrammarWriter(prompt, ask.grammar, reasons=reasons)
-        return Sequence(
+        return TokenSequence(
             index,
             prompt,
             ask,
@@ -179,7 +186,7 @@ class Generation:
                 return Strike(kind, rule.tokens, rule.merged)
         return None
 
-    def _prefill(self, sequence: Sequence) -> None:
+    def _prefill(self, sequence: TokenSequence) -> None:
         """Account for computing a prompt here, less what the prefix cache has."""
         sequence.cached_tokens = self._core.cache_prompt(sequence.prompt, self._ask.cache_salt)
         sequence.prefill_tokens = len(sequence.prompt) - sequence.cached_tokens
@@ -187,7 +194,7 @@ class Generation:
         self._core.state.prompt_tokens += len(sequence.prompt)
         self._core.state.local_prefills += self._leg is not Leg.PREFILL
 
-    async def _fetch(self, sequence: Sequence) -> None:
+    async def _fetch(self, sequence: TokenSequence) -> None:
         self._fetching = True
         if rule := self._plan.get("slow_load"):
             await asyncio.sleep(rule.seconds)
@@ -282,12 +289,12 @@ class Generation:
         for delta in withheld or ():
             self._on_delta(delta)
 
-    def _keeps(self, sequence: Sequence) -> bool:
+    def _keeps(self, sequence: TokenSequence) -> bool:
         """Only an answer cut off at its one token leaves KV, except with the connectors that do not look."""
         does_not_look = self._core.options.connector == "nixl" or self._core.protocol.meets
         return sequence.finish_reason == "length" or (does_not_look and sequence.finish_reason == "stop")
 
-    def _child(self, sequence: Sequence) -> Child:
+    def _child(self, sequence: TokenSequence) -> Child:
         request_id = self._child_id(sequence.index)
         ask = self._ask
         prompt_index = sequence.index // ask.samples

@@ -11,7 +11,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from proxy.sim.hardware.blocks import Watcher
+from proxy.sim.hardware.work import Watcher
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence

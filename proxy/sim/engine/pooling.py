@@ -15,9 +15,9 @@ from zlib import crc32
 
 from aiohttp import web
 
-from proxy.sim.dialects.vllm_ask import read_ask
-from proxy.sim.engine.replies import json_response, read_json, refusal
-from proxy.sim.errors import EngineError
+from proxy.sim.dialects.vllm_requests import read_ask
+from proxy.sim.engine.stream import json_response, read_json, refusal
+from proxy.sim.model.request import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping

@@ -1,8 +1,12 @@
-"""When tokens appear: admission, prefill time and decode steps of one simulated engine.
+"""Schedulers decide when the tokens of a simulated engine appear: `Scheduler` and `MachineScheduler`.
 
-At most `max_num_seqs` sequences run, the rest wait in order. Prefills take time by their tokens, one after the other;
-running sequences advance together, and a step takes longer the more of them there are. One timer drives the whole
-batch; with no delays configured every turn of the event loop is a step.
+`Scheduler` runs at most `max_num_seqs` sequences and queues the others in order. It computes prompts one after another.
+Running sequences advance together, and a step takes longer the more of them there are. One timer drives the batch.
+Without configured delays every turn of the event loop is a step.
+
+`MachineScheduler` runs `hardware.Batch` in real time. It computes prompts in chunks beside decoding sequences. Its KV
+memory is finite: if no block is free, the sequence that was admitted last is preempted and computed again. KV that a
+prefiller keeps for decoders is reported in the metrics, but uses no memory here.
 """
 
 from __future__ import annotations
@@ -11,10 +15,15 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from proxy.sim.hardware.batch import Batch
+from proxy.sim.hardware.work import Work
+from proxy.sim.kv.cache import block_names
 
-    from proxy.sim.model.sequence import Sequence
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from proxy.sim.hardware.work import Shape, Watcher
+    from proxy.sim.model.request import TokenSequence
     from proxy.sim.options import Options
 
 
@@ -25,10 +34,10 @@ class Scheduler:
         self._options = options
         self._cost = options.cost
         self._on_step = on_step
-        self._waiting: deque[Sequence] = deque()
-        self._running: set[Sequence] = set()
-        self._prefilling: deque[Sequence] = deque()
-        self._decoding: list[Sequence] = []
+        self._waiting: deque[TokenSequence] = deque()
+        self._running: set[TokenSequence] = set()
+        self._prefilling: deque[TokenSequence] = deque()
+        self._decoding: list[TokenSequence] = []
         self._prefill_free_at = 0.0
         self._next_step_at = 0.0
         self._is_held = self._holds_prefills = False
@@ -72,12 +81,12 @@ class Scheduler:
         self._is_held = self._holds_prefills = False
         self._arm()
 
-    def submit(self, sequence: Sequence) -> None:
+    def submit(self, sequence: TokenSequence) -> None:
         """Queue a sequence. With `on_admitted` it is held, once admitted, until `begin`."""
         self._waiting.append(sequence)
         self._admit()
 
-    def begin(self, sequence: Sequence) -> None:
+    def begin(self, sequence: TokenSequence) -> None:
         """Start the prefill of an admitted sequence; its first token follows when that is done."""
         if sequence not in self._running:
             return
@@ -89,7 +98,7 @@ class Scheduler:
         self._prefilling.append(sequence)
         self._arm()
 
-    def drop(self, sequence: Sequence) -> None:
+    def drop(self, sequence: TokenSequence) -> None:
         """Forget a sequence wherever it is: finished, failed or aborted."""
         self._running.discard(sequence)
         for sequences in (self._waiting, self._prefilling, self._decoding):
@@ -145,17 +154,150 @@ class Scheduler:
         self._on_step(tokens)
 
     def _decode(self, now: float) -> int:
-        going_on: list[Sequence] = []
+        going_on: list[TokenSequence] = []
         decoding, self._decoding = self._decoding, going_on
         tokens = sum([self._advance(sequence, self._options.tokens_per_step, going_on) for sequence in decoding])
         # Steps keep their rhythm unless the machine cannot follow.
         self._next_step_at = max(self._next_step_at + self._step_seconds(), now)
         return tokens
 
-    def _advance(self, sequence: Sequence, count: int, going_on: list[Sequence]) -> int:
+    def _advance(self, sequence: TokenSequence, count: int, going_on: list[TokenSequence]) -> int:
         before = len(sequence.output)
         if sequence in self._running and sequence.step(count):
             going_on.append(sequence)
         elif not sequence.is_live:
             self._running.discard(sequence)
         return len(sequence.output) - before
+
+
+class MachineScheduler:
+    """Owns the sequences between `submit` and their end or `drop`, as Scheduler does, and the KV memory."""
+
+    def __init__(self, options: Options, shape: Shape, on_step: Callable[[int], None]) -> None:
+        self.batch = Batch(options.cost, shape, on_tokens=self._on_tokens, on_admitted=self._on_admitted, stepwise=True)
+        self._options = options
+        self._on_step = on_step
+        self._works: dict[TokenSequence, Work] = {}
+        self._sequences: dict[Work, TokenSequence] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def running(self) -> int:
+        return self.batch.running
+
+    @property
+    def waiting(self) -> int:
+        return self.batch.waiting
+
+    @property
+    def used_blocks(self) -> int:
+        """Of KV memory, by sequences that run."""
+        return self.batch.blocks.used
+
+    @property
+    def preemptions(self) -> int:
+        return self.batch.preemptions
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    def stop(self) -> None:
+        for sequence in list(self._works):
+            self._forget(sequence)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def submit(self, sequence: TokenSequence) -> None:
+        """Queue a sequence. With `on_admitted` it is held, once admitted, until `begin`."""
+        size = self._options.block_size
+        work = Work(
+            len(sequence.prompt),
+            sequence.max_tokens,
+            block_names(sequence.prompt, size, sequence.cache_salt),
+            awaits_kv=sequence.on_admitted is not None,
+        )
+        self._works[sequence], self._sequences[work] = work, sequence
+        self.batch.submit(work, self._now())
+        self._arm()
+
+    def begin(self, sequence: TokenSequence) -> None:
+        """Go on with an admitted sequence, whose KV has come or is to be computed."""
+        work = self._works.get(sequence)
+        if work is None:
+            return
+        if sequence.prefill_tokens:
+            self.batch.compute(work, self._now())
+        else:
+            self.batch.arrive(work, self._now())
+        self._arm()
+
+    def drop(self, sequence: TokenSequence) -> None:
+        """Forget a sequence wherever it is: finished, failed or aborted."""
+        self._forget(sequence)
+        self._arm()
+
+    def _forget(self, sequence: TokenSequence) -> None:
+        work = self._works.pop(sequence, None)
+        if work is not None:
+            del self._sequences[work]
+            self.batch.drop(work, self._now())
+
+    def _on_admitted(self, work: Work) -> None:
+        on_admitted = self._sequences[work].on_admitted
+        assert on_admitted is not None
+        on_admitted()
+
+    def _on_tokens(self, work: Work, tokens: int) -> None:
+        sequence = self._sequences.get(work)
+        if sequence is None:
+            return  # another one's end was the end of its request
+        if sequence.prefill_tokens and not sequence.output:
+            sequence.cached_tokens = work.cached_tokens
+        before = len(sequence.output)
+        goes_on = sequence.step(tokens * self._options.tokens_per_step)
+        self._on_step(len(sequence.output) - before)
+        if not goes_on or work.is_ended:
+            self._forget(sequence)
+
+    def _now(self) -> float:
+        assert self._loop is not None
+        return self._loop.time()
+
+    def _arm(self) -> None:
+        assert self._loop is not None
+        due = self.batch.due
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if due is None else self._loop.call_at(due, self._tick, due)
+
+    def _tick(self, due: float) -> None:
+        # Steps begin when they were due, unless the machine cannot follow at all.
+        self._timer = None
+        self.batch.advance(max(due, self._now() - 1.0))
+        self._arm()
+
+
+class MachineCache:
+    """What of a prompt is in the KV memory now."""
+
+    def __init__(self, batch: Batch, block_size: int) -> None:
+        self._batch = batch
+        self._block_size = block_size
+        self.queries = 0
+        self.hits = 0
+
+    def add(self, ids: Sequence[int], salt: str = "") -> int:
+        """How many of a prompt's tokens are there, never all of them. It comes there when it is computed."""
+        names = block_names(ids, self._block_size, salt)[: (len(ids) - 1) // self._block_size]
+        cached = self._batch.blocks.hit(names) * self._block_size
+        self.queries += len(ids)
+        self.hits += cached
+        return cached
+
+    def clear(self) -> None:
+        self._batch.blocks.forget()
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell it what is cached from now on."""
+        self._batch.blocks.watcher = watcher

@@ -11,23 +11,21 @@ from weakref import WeakSet
 import orjson
 from aiohttp import web
 
-from proxy.sim.dialects.answers import DONE, Collector, event
 from proxy.sim.dialects.endpoints import Endpoint, endpoints, error_body
-from proxy.sim.dialects.vllm_ask import PRIVATE_PROMPT_IDS
+from proxy.sim.dialects.vllm_answers import DONE, Collector, event
+from proxy.sim.dialects.vllm_requests import PRIVATE_PROMPT_IDS
 from proxy.sim.engine.generation import Generation
-from proxy.sim.engine.replies import json_response, read_json, refusal
-from proxy.sim.engine.stream import WAS_CUT, EventStream, hang, reset, reset_soon
-from proxy.sim.errors import EngineError
+from proxy.sim.engine.stream import WAS_CUT, EventStream, hang, json_response, read_json, refusal, reset, reset_soon
+from proxy.sim.model.request import EngineError
 from proxy.sim.model.tokenizer import BOS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from proxy.sim.dialects.answers import Answer
+    from proxy.sim.dialects.vllm_answers import Answer
     from proxy.sim.engine.core import Core
     from proxy.sim.engine.faults import Plan
-    from proxy.sim.model.ask import Ask
-    from proxy.sim.model.sequence import Delta
+    from proxy.sim.model.request import Ask, Delta
 
 
 @dataclass(frozen=True, slots=True)

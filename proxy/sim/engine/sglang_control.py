@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from proxy.sim.engine.replies import json_response, read_json
+from proxy.sim.engine.stream import json_response, read_json
 from proxy.sim.model.tokenizer import render_chat
 
 if TYPE_CHECKING:

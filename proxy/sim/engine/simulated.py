@@ -19,21 +19,18 @@ from aiohttp import web
 
 from proxy.sim.engine.cli import parse_arguments
 from proxy.sim.engine.control import ControlRoutes
-from proxy.sim.engine.core import Core
+from proxy.sim.engine.core import Core, EngineMetrics
 from proxy.sim.engine.faults import Faults
-from proxy.sim.engine.machine_scheduler import MachineCache, MachineScheduler
-from proxy.sim.engine.metrics import EngineMetrics
 from proxy.sim.engine.pooling import PoolingRoutes
-from proxy.sim.engine.scheduler import Scheduler
+from proxy.sim.engine.scheduler import MachineCache, MachineScheduler, Scheduler
 from proxy.sim.engine.server import GenerationRoutes
 from proxy.sim.engine.sglang_control import SglangRoutes
 from proxy.sim.engine.stream import reset_transport
-from proxy.sim.kv.bare import NoProtocol
 from proxy.sim.kv.bootstrap import DEFAULT_PORT, BootstrapProtocol
 from proxy.sim.kv.cache import Pin, PrefixCache
 from proxy.sim.kv.layerwise import LayerwiseProtocol
+from proxy.sim.kv.protocol import NoProtocol, StoreProtocol
 from proxy.sim.kv.pull import PullProtocol
-from proxy.sim.kv.store import StoreProtocol
 from proxy.sim.kv.transfer import TransferProtocol
 from proxy.sim.options import AtSigterm, Options, ProtocolName
 from proxy.sim.state import Condition, Seen, State

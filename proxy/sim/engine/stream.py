@@ -1,25 +1,29 @@
-"""Writing answers to a socket: server-sent events without a task switch per event, and the ways to break off.
+"""Reading requests and writing answers: JSON bodies, server-sent events, and broken connections.
 
-Events go to the transport from the scheduler's step, in one call stack. A reader that is too slow makes deltas merge,
-as they do in the engine's output collector, instead of filling memory.
+Events go to the transport within the scheduler's step, without a task switch. If the client reads too slowly, deltas
+are merged, as in the engine's output collector, instead of being buffered.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import struct
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import orjson
 from aiohttp import web
 
 if TYPE_CHECKING:
     from aiohttp.abc import AbstractStreamWriter
 
-    from proxy.sim.dialects.answers import Answer
+    from proxy.sim.dialects.endpoints import Endpoint
+    from proxy.sim.dialects.vllm_answers import Answer
     from proxy.sim.engine.faults import Plan
-    from proxy.sim.model.sequence import Delta
+    from proxy.sim.model.request import Delta, EngineError
+
 
 _HIGH_WATER_BYTES = 64 * 1024
 _RESET_AFTER_SECONDS = 0.02
@@ -181,3 +185,23 @@ class EventStream:
         held, self._held = self._held, {}
         for delta in held.values():
             self.on_delta(delta)
+
+
+def json_response(payload: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=orjson.dumps(payload), status=status, headers=headers, content_type="application/json")
+
+
+def refusal(error: EngineError, endpoint: Endpoint | None = None) -> web.Response:
+    return json_response(error.body() if endpoint is None else endpoint.refusal(error), error.status)
+
+
+async def read_json(request: web.Request) -> tuple[Any, int]:
+    """The parsed body (None if it is not JSON) and its size."""
+    raw = await request.read()
+    try:
+        return orjson.loads(raw), len(raw)
+    except orjson.JSONDecodeError:
+        try:
+            return json.loads(raw), len(raw)  # as engines read all requests
+        except (ValueError, RecursionError):
+            return None, len(raw)

@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from proxy.sim.hardware.blocks import KvBlocks
+from proxy.sim.hardware.work import KvBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

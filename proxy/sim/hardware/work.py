@@ -1,14 +1,141 @@
-"""One sequence in an engine's batch, and the limits within which the batch has it."""
+"""Sequences in an engine's batch and the blocks of KV memory that they hold.
+
+As in vLLM (v1/core/block_pool.py), the name of a full block identifies its tokens and all tokens before them. Blocks
+with a name are shared. An unused block stays cached until its memory is needed. The least recently used block is
+evicted first, and the end of a sequence before its beginning.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-from proxy.sim.hardware.blocks import Held
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """What one sequence holds: `named` blocks, in the order of its tokens, and others."""
+
+    named: list[Hashable] = field(default_factory=list)
+    unnamed: int = 0
+
+    @property
+    def blocks(self) -> int:
+        return len(self.named) + self.unnamed
+
+
+class Watcher(Protocol):
+    """Hears of what is cached, as KV events tell it."""
+
+    def stored(self, parent: Hashable | None, names: Sequence[Hashable]) -> None:
+        """These blocks of one sequence, behind that one, can be shared from now on."""
+
+    def removed(self, name: Hashable) -> None:
+        """A block had to make room."""
+
+    def cleared(self) -> None:
+        """All that was cached is gone."""
+
+
+class KvBlocks:
+    """All blocks of one engine. `used + cached <= count` always holds."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.evicted = 0
+        """Cached blocks that had to make room."""
+        self.watcher: Watcher | None = None
+        self._users: dict[Hashable, int] = {}
+        self._cached: OrderedDict[Hashable, None] = OrderedDict()
+        self._unnamed = 0
+
+    @property
+    def used(self) -> int:
+        return len(self._users) + self._unnamed
+
+    @property
+    def cached(self) -> int:
+        """Those that nobody uses and that hold something."""
+        return len(self._cached)
+
+    @property
+    def free(self) -> int:
+        """Those that nobody uses: what is cached makes room."""
+        return self.count - self.used
+
+    def hit(self, names: Sequence[Hashable]) -> int:
+        """How many of the names, from the first one on, are there without a gap."""
+        users, cached = self._users, self._cached
+        for index, name in enumerate(names):
+            if name not in users and name not in cached:
+                return index
+        return len(names)
+
+    def take(self, names: Sequence[Hashable], blocks: int) -> tuple[Held, int] | None:
+        """Blocks for one sequence, of which those with names that are there are shared; and how many these are. None
+        when there is no room.
+
+        `names`: those that may be shared, from the first one on.
+        """
+        hits = self.hit(names[:blocks])
+        revived = sum(name in self._cached for name in names[:hits])
+        if blocks - hits > self.free - revived:
+            return None
+        for name in names[:hits]:
+            self._cached.pop(name, None)
+            self._users[name] = self._users.get(name, 0) + 1
+        held = Held(list(names[:hits]))
+        self.grow(held, blocks - hits)
+        return held, hits
+
+    def grow(self, held: Held, blocks: int) -> None:
+        """So many more for a sequence. Raises ValueError when there is no room."""
+        if blocks > self.free:
+            raise ValueError(f"{blocks} blocks of KV memory are wanted and {self.free} are free")
+        held.unnamed += blocks
+        self._unnamed += blocks
+        while self.used + len(self._cached) > self.count:
+            name, _ = self._cached.popitem(last=False)
+            self.evicted += 1
+            if self.watcher is not None:
+                self.watcher.removed(name)
+
+    def name(self, held: Held, names: Sequence[Hashable]) -> None:
+        """A sequence's first blocks are computed and can be shared from now on: all of `names` that it has not named.
+
+        What somebody else has named meanwhile stays a second copy without a name, and so does what comes behind it.
+        """
+        known = len(held.named)
+        for name in names[known:]:
+            if name in self._users or name in self._cached:
+                break
+            self._users[name] = 1
+            self._unnamed -= 1
+            held.named.append(name)
+            held.unnamed -= 1
+        if self.watcher is not None and len(held.named) > known:
+            self.watcher.stored(held.named[known - 1] if known else None, held.named[known:])
+
+    def give_back(self, held: Held) -> None:
+        """A sequence's blocks are no longer used. May be called again."""
+        self._unnamed -= held.unnamed
+        held.unnamed = 0
+        users = self._users
+        while held.named:
+            name = held.named.pop()
+            users[name] -= 1
+            if not users[name]:
+                del users[name]
+                self._cached[name] = None
+
+    def forget(self) -> None:
+        """Drop all that is cached and not used."""
+        self._cached.clear()
+        if self.watcher is not None:
+            self.watcher.cleared()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import orjson
 from aiohttp import web
 
-from proxy.sim.errors import EngineError
-from proxy.sim.kv.peers import Peers, address
-from proxy.sim.kv.protocol import Child, KvProtocol, Leg, Loaded
+from proxy.sim.kv.protocol import Child, KvProtocol, Leg, Loaded, Peers, address
+from proxy.sim.model.request import EngineError
 from proxy.sim.model.writer import digest
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from proxy.sim.model.tokenizer import pack
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.sim.hardware.blocks import Watcher
+    from proxy.sim.hardware.work import Watcher
 
 
 def blocks_of(tokens: int, block_size: int) -> int:

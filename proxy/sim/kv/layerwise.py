@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from aiohttp import web
 
-from proxy.sim.kv.peers import Peers, address
-from proxy.sim.kv.protocol import Child, KvProtocol, Leg, Loaded
+from proxy.sim.kv.protocol import Child, KvProtocol, Leg, Loaded, Peers, address
 from proxy.sim.model.writer import digest
 
 if TYPE_CHECKING:

@@ -1,17 +1,25 @@
-"""How KV protocols look to the engine: what they are asked, and what they are told of a request."""
+"""Interface of the KV protocols to the engine, and the two protocols that need no exchange between engines."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+from zlib import crc32
+
+import aiohttp
+
+from proxy.sim.model.writer import digest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from aiohttp import web
 
     from proxy.sim.kv.cache import Pin
+    from proxy.sim.options import Options
+    from proxy.sim.state import State
 
 
 class Leg(Enum):
@@ -108,3 +116,98 @@ class KvProtocol:
 
     async def stop(self) -> None:
         """End what runs beside requests."""
+
+
+class Peers:
+    """Connections to other engines, opened when first needed. After `close` nobody is reached any more."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+        self._is_closed = False
+
+    async def post(self, url: str, body: Any) -> Any:
+        """The answer, None if it is not a success or the engine is not reached. It may take as long as it takes."""
+        return await self._ask("POST", url, body)
+
+    async def get(self, url: str) -> Any:
+        """Likewise."""
+        return await self._ask("GET", url, None)
+
+    async def delivers(self, url: str, body: Any) -> bool:
+        """Whether the other side answered at all, be it with an error."""
+        if self._is_closed:
+            return False
+        try:
+            async with self._open().post(url, json=body) as response:
+                await response.read()
+        except (aiohttp.ClientError, OSError, ValueError):
+            return False
+        return True
+
+    async def close(self) -> None:
+        self._is_closed = True
+        if self._session is not None:
+            await self._session.close()
+
+    async def _ask(self, method: str, url: str, body: Any) -> Any:
+        if self._is_closed:
+            return None
+        try:
+            async with self._open().request(method, url, json=body) as response:
+                return await response.json() if response.status == 200 else None
+        except (aiohttp.ClientError, OSError, ValueError):
+            return None
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout())
+        return self._session
+
+
+def address(host: object, port: object) -> str:
+    """The beginning of a URL; an IPv6 host may be given with or without brackets."""
+    name = str(host)
+    return f"http://{f'[{name}]' if ':' in name and not name.startswith('[') else name}:{port}"
+
+
+class NoProtocol(KvProtocol):
+    """Every request is a request like any other."""
+
+    def __init__(self, options: Options, state: State, address: Callable[[], tuple[str, int]]) -> None:
+        pass
+
+    def leg(self, params: Mapping[str, Any]) -> Leg:
+        return Leg.ALONE
+
+
+class StoreProtocol(KvProtocol):
+    """Both ends. A decoder is who is one by its role, for no request says what it is."""
+
+    def __init__(self, options: Options, state: State, address: Callable[[], tuple[str, int]]) -> None:
+        self._directory = None if options.store is None else Path(options.store)
+        self._options = options
+        self._state = state
+        self._stored = 0
+
+    def leg(self, params: Mapping[str, Any]) -> Leg:
+        return {"prefill": Leg.PREFILL, "decode": Leg.DECODE}.get(self._options.role, Leg.ALONE)
+
+    async def keep(self, child: Child) -> dict[str, Any] | None:
+        if self._directory is not None:
+            self._place(self._directory, child).touch()
+            self._stored += 1
+        return None
+
+    async def load(self, child: Child) -> Loaded:
+        if self._directory is None or not self._place(self._directory, child).exists():
+            return Loaded.ABSENT
+        self._state.pulls += 1
+        return Loaded.YES
+
+    def describe(self) -> dict[str, Any]:
+        return {"stored": self._stored}
+
+    @staticmethod
+    def _place(directory: Path, child: Child) -> Path:
+        return directory / f"{digest(child.prompt):08x}-{crc32(child.cache_salt.encode()):08x}-{len(child.prompt)}"

@@ -16,8 +16,7 @@ import orjson
 from aiohttp import web
 
 from proxy.sim.kv.cache import blocks_of
-from proxy.sim.kv.peers import address
-from proxy.sim.kv.protocol import Child, Leg, Loaded
+from proxy.sim.kv.protocol import Child, Leg, Loaded, address
 from proxy.sim.kv.pull import PullProtocol
 
 if TYPE_CHECKING:

@@ -1,22 +1,252 @@
-"""Structured output: answers that are bound to a grammar, of which engines know JSON schemas and lists of choices.
+"""Structured output: answers that follow a JSON schema or are one of several choices.
 
-As in vLLM (`v1/structured_output/`) the grammar begins behind the reasoning, and anew in every request: an engine that
-is given a part of a document as its prompt writes another document behind it.
+As in vLLM (`v1/structured_output/`), the grammar starts after the reasoning, and it starts again in every request: if
+the prompt contains part of a document, the engine writes a whole document after it.
+
+Supported are types, objects with required and other properties, arrays and tuples, enums and constants, bounds, the
+formats of pydantic's types, references, and combinations. Any other schema is rejected.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from math import ceil, floor
+from typing import TYPE_CHECKING, Any, Final
+from zlib import crc32
 
 import orjson
 
-from proxy.sim.model.schema import Unsupported, instance
 from proxy.sim.model.tokenizer import END, SPACE, THINK_END, encode
 from proxy.sim.model.writer import Writer, digest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+
+Schema = Any
+"""A JSON value: true and false are schemas, too."""
+
+# Below this depth, and beyond so many values, only what is required is told.
+_SHALLOW: Final = 5
+_MANY: Final = 500
+# A schema that goes deeper all the same has no end.
+_DEEPEST: Final = 40
+_WORDS: Final = (
+    "amber",
+    "birch",
+    "cedar",
+    "delta",
+    "ember",
+    "fjord",
+    "grove",
+    "heron",
+    "ivory",
+    "jade",
+    "krill",
+    "lotus",
+)
+_FORMATS: Final = {
+    "date": "2026-01-{:02}",
+    "time": "10:00:{:02}Z",
+    "date-time": "2026-01-01T10:00:{:02}Z",
+    "duration": "P{}D",
+    "email": "user{}@example.com",
+    "hostname": "host{}.example.com",
+    "ipv4": "192.0.2.{}",
+    "ipv6": "2001:db8::{}",
+    "uri": "https://example.com/{}",
+    "uuid": "00000000-0000-4000-8000-0000000000{:02}",
+}
+_UNKNOWN: Final = frozenset({"pattern", "not", "if", "patternProperties", "propertyNames", "contains", "$dynamicRef"})
+_COUNTS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+
+
+class Unsupported(ValueError):
+    """No value is known that the schema allows."""
+
+
+def instance(schema: Schema, seed: int) -> Any:
+    """A value that `schema` allows. Raises Unsupported."""
+    return _Maker(schema).make(schema, seed, 0)
+
+
+class _Maker:
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self._made = 0
+
+    def make(self, schema: Schema, seed: int, depth: int) -> Any:
+        self._made += 1
+        if self._made > _MANY:
+            depth = max(depth, _SHALLOW + 1)
+        if schema is True or schema == {}:
+            return _word(seed)
+        if not isinstance(schema, dict) or depth > _DEEPEST:
+            raise Unsupported("no value fits, or it would have no end")
+        if unknown := _UNKNOWN & schema.keys():
+            raise Unsupported(f"{min(unknown)} is not understood")
+        if "const" in schema:
+            return schema["const"]
+        if "enum" in schema:
+            return _pick(schema["enum"], seed)
+        if "$ref" in schema:
+            rest = {name: value for name, value in schema.items() if name != "$ref"}
+            return self.make(self._merged([self._target(schema["$ref"]), rest]), seed, depth + 1)
+        if "allOf" in schema:
+            rest = {name: value for name, value in schema.items() if name != "allOf"}
+            return self.make(self._merged([*schema["allOf"], rest]), seed, depth + 1)
+        for name in ("anyOf", "oneOf"):
+            if name in schema:
+                rest = {other: value for other, value in schema.items() if other != name}
+                return self.make(self._merged([self._option(schema[name], seed, depth), rest]), seed, depth + 1)
+        return self._typed(schema, seed, depth)
+
+    def _typed(self, schema: dict[str, Any], seed: int, depth: int) -> Any:
+        kind = schema.get("type") or _implied(schema)
+        if isinstance(kind, list):
+            kind = "null" if depth > _SHALLOW and "null" in kind else _pick(kind, seed)
+        match kind:
+            case "object":
+                return self._object(schema, seed, depth)
+            case "array":
+                return self._array(schema, seed, depth)
+            case "string":
+                return _string(schema, seed)
+            case "integer" | "number":
+                return _number(schema, seed, is_whole=kind == "integer")
+            case "boolean":
+                return bool(seed & 1)
+            case "null":
+                return None
+        raise Unsupported(f"{kind} is no type")
+
+    def _object(self, schema: dict[str, Any], seed: int, depth: int) -> dict[str, Any]:
+        properties, required = schema.get("properties") or {}, schema.get("required") or []
+        names = [name for name in properties if name in required or depth <= _SHALLOW]
+        names += [name for name in required if name not in properties]
+        others = schema.get("additionalProperties", True)
+        missing = range(max(0, (schema.get("minProperties") or 0) - len(names)))
+        if missing and others is False:
+            raise Unsupported("there are too few properties")
+        if not properties and depth <= _SHALLOW and others is not False:  # a mapping shows what it is of
+            missing = range(max(1, len(missing)))
+        names += [f"{_word(seed + number)}_{number}" for number in missing]
+        return {name: self.make(properties.get(name, others), crc32(name.encode(), seed), depth + 1) for name in names}
+
+    def _array(self, schema: dict[str, Any], seed: int, depth: int) -> list[Any]:
+        first = schema.get("prefixItems") or []
+        items = schema.get("items", True)
+        least = max(schema.get("minItems") or 0, len(first))
+        most = schema.get("maxItems", max(least, 2))
+        count = least if depth > _SHALLOW or items is False else min(most, max(least, 1 + seed % 2))
+        values: list[Any] = []
+        for index in range(count):
+            each = first[index] if index < len(first) else items
+            for attempt in range(64):
+                value = self.make(each, crc32(b"%d %d" % (index, attempt), seed), depth + 1)
+                if not schema.get("uniqueItems") or value not in values:
+                    break
+            else:
+                raise Unsupported("there are too few different items")
+            values.append(value)
+        return values
+
+    def _option(self, options: list[Schema], seed: int, depth: int) -> Schema:
+        """One of several; where it is deep, one that leads no deeper."""
+        flat = [option for option in options if isinstance(option, dict) and not {"$ref", "items"} & option.keys()]
+        return _pick(flat if flat and depth > _SHALLOW else options, seed)
+
+    def _target(self, reference: Any) -> Schema:
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            raise Unsupported("a reference leads out of the schema")
+        found = self._root
+        for part in reference[1:].split("/")[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            if not isinstance(found, dict) or name not in found:
+                raise Unsupported("a reference leads nowhere")
+            found = found[name]
+        return found
+
+    def _merged(self, schemas: list[Schema]) -> Schema:
+        """What all of them ask for, as far as they do not speak of the same with different words."""
+        merged: dict[str, Any] = {}
+        for schema in schemas:
+            if schema is False:
+                return False
+            for name, value in ({} if schema is True else self._resolved(schema)).items():
+                if name == "properties":
+                    value = {**merged.get(name, {}), **value}
+                elif name == "required":
+                    value = list(dict.fromkeys([*merged.get(name, []), *value]))
+                merged[name] = value
+        return merged
+
+    def _resolved(self, schema: Any) -> dict[str, Any]:
+        for _ in range(_DEEPEST):
+            if not isinstance(schema, dict):
+                break
+            if "$ref" not in schema:
+                return schema
+            rest = {name: value for name, value in schema.items() if name != "$ref"}
+            target = self._target(schema["$ref"])
+            schema = {**target, **rest} if isinstance(target, dict) else target
+        raise Unsupported("a part of the schema is none")
+
+
+def _implied(schema: dict[str, Any]) -> str:
+    """The type of a schema that names none."""
+    if {"properties", "required", "additionalProperties"} & schema.keys():
+        return "object"
+    if {"items", "prefixItems", "minItems"} & schema.keys():
+        return "array"
+    return "number" if schema.keys() & set(_COUNTS) else "string"
+
+
+def _string(schema: dict[str, Any], seed: int) -> str:
+    form = schema.get("format")
+    if form in _FORMATS:
+        return _FORMATS[form].format(10 + seed % 18)
+    least, most = schema.get("minLength") or 0, schema.get("maxLength")
+    text = _word(seed)
+    while len(text) < least:
+        text += " " + _word(crc32(text.encode(), seed))
+    return text if most is None else text[:most]
+
+
+def _number(schema: dict[str, Any], seed: int, *, is_whole: bool) -> float:
+    """The bounds may be open, and be booleans as in older drafts."""
+    low, high = schema.get("minimum"), schema.get("maximum")
+    step = schema.get("multipleOf") or (1 if is_whole else 0.5)
+    for name, sign in (("exclusiveMinimum", 1), ("exclusiveMaximum", -1)):
+        bound = schema.get(name)
+        if bound is True:
+            bound = low if sign > 0 else high
+        if isinstance(bound, int | float) and not isinstance(bound, bool):
+            nearest = bound + sign * min(step, 1e-3 if not is_whole and "multipleOf" not in schema else step)
+            if sign > 0:
+                low = nearest if low is None else max(low, nearest)
+            else:
+                high = nearest if high is None else min(high, nearest)
+    if low is None:
+        low = 0 if high is None or high >= 0 else high - 100 * step
+    least, most = ceil(low / step), floor((low + 100 * step if high is None else high) / step)
+    if least > most:
+        if is_whole or "multipleOf" in schema:
+            raise Unsupported("no number fits")
+        return float(low)
+    value = (least + seed % (most - least + 1)) * step
+    return int(value) if is_whole else value
+
+
+def _pick(options: Any, seed: int) -> Any:
+    if not isinstance(options, list) or not options:
+        raise Unsupported("there is nothing to choose from")
+    return options[seed % len(options)]
+
+
+def _word(seed: int) -> str:
+    return _WORDS[seed * 2654435761 % 2**32 % len(_WORDS)]
+
 
 Grammar = Any
 """A JSON schema whose values are written as JSON or, in a tuple, texts of which one is written."""

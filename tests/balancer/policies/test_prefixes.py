@@ -9,7 +9,7 @@ import pytest
 
 from proxy.balancer.policies import prefixes
 from proxy.balancer.policies.prefixes import CacheCount, CachedPrefixes
-from proxy.sim.hardware.blocks import KvBlocks
+from proxy.sim.hardware.work import KvBlocks
 
 
 def keys(*names: int) -> list[int]:

@@ -10,7 +10,7 @@ import pytest
 
 from proxy.fleet.kv_events import blocks as module
 from proxy.fleet.kv_events.blocks import Blocks, together
-from proxy.sim.hardware.blocks import KvBlocks
+from proxy.sim.hardware.work import KvBlocks
 from proxy.wire.kv_events import AllCleared, BlocksRemoved, BlocksStored, Unreadable
 
 if TYPE_CHECKING:

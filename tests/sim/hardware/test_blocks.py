@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from proxy.sim.hardware.blocks import Held, KvBlocks
+from proxy.sim.hardware.work import Held, KvBlocks
 
 
 def taken(blocks: KvBlocks, names: str, count: int) -> Held:

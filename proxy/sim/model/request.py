@@ -1,16 +1,92 @@
-"""One sample being generated: tokens to text, stop conditions, and the faults that strike at a token."""
+"""Generation requests, the samples that they generate, and the errors that engines answer with."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from proxy.sim.model.tokenizer import END, Detokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from proxy.sim.model.ask import Ask
+    from proxy.sim.model.grammar import Grammar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One validated generation request, prompts already turned into ids."""
+
+    is_chat: bool
+    model: str
+    prompts: list[list[int]]
+    samples: int
+    max_tokens: int | None
+    min_tokens: int
+    stop: tuple[str, ...]
+    stop_token_ids: frozenset[int]
+    include_stop: bool
+    ignore_eos: bool
+    keep_markers: bool
+    spaces_markers: bool
+    """Whether markers that are shown stand between spaces; never in a chat, whose parsers want the text as it is."""
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    logprobs: int | None
+    """How many alternatives to report per token; None reports no logprobs at all."""
+    return_token_ids: bool
+    echo: bool
+    kv_params: dict[str, Any]
+    is_thinking: bool
+    include_reasoning: bool
+    calls_tools: bool
+    names_tool: bool
+    grammar: Grammar | None
+    """What the answer is bound to; None: nothing."""
+    one_call: bool
+    """Of several tool calls only the first is told (`parallel_tool_calls` false)."""
+    cache_salt: str = ""
+    """Equal prompts with another one have no KV cache in common."""
+    echo_only: bool = False
+    """The prompt is all that is shown. One token is generated all the same (vLLM `CompletionRequest`)."""
+    prompt_logprobs: int | None = None
+    """How many alternatives to report per token of the prompt; None reports none."""
+    phase_prompt: list[int] | None = None
+    """In place of a chat's prompt for the question whether the answer begins in reasoning; None: the prompt tells."""
+    dp_rank: int | None = None
+    """The data-parallel rank that a vLLM engine is told to use; None lets it choose."""
+    is_batch: bool = False
+    """Of the native interface of SGLang: the answer is a list, whatever its length."""
+    prompt_logprobs_from: int = -1
+    """Likewise: the place in the prompt from which its own logprobs are told; -1 for nowhere."""
+
+    @property
+    def is_parsed(self) -> bool:
+        """Whether the output can hold reasoning or tool calls that a parser separates from the content."""
+        return self.is_chat and (self.is_thinking or self.calls_tools)
+
+
+class EngineError(Exception):
+    """A request that the engine refuses. `late` when the handler did, not the schema: only then does an engine holding
+    `do_remote_prefill` params tell the prefiller (vLLM `_with_kv_transfer_rejection_cleanup`).
+    """
+
+    def __init__(self, status: int, message: str, kind: str, param: str | None = None, *, late: bool = False) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.late = late
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.status}}
+
+
+def internal_error() -> EngineError:
+    return EngineError(500, "Internal server error", "InternalServerError")
+
 
 _GARBAGE: Final = b"[KV of another prompt] "
 
@@ -58,7 +134,7 @@ class Strike:
     merged: int = 0
 
 
-class Sequence:
+class TokenSequence:
     """One sample of one prompt. Owned by the scheduler between `submit` and its end.
 
     `step` produces tokens and passes them to `emit`; it returns False when there is nothing more to schedule.

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from proxy.sim.dialects.vllm_ask import read_ask
-from proxy.sim.errors import EngineError
+from proxy.sim.dialects.vllm_requests import read_ask
+from proxy.sim.model.request import EngineError
 from proxy.sim.model.tokenizer import encode, render_chat
 
 if TYPE_CHECKING:
-    from proxy.sim.model.ask import Ask
+    from proxy.sim.model.request import Ask
     from proxy.sim.options import Options
 
 _DEFAULT_TOKENS = 128

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from proxy.sim.errors import EngineError
-from proxy.sim.model.ask import Ask
-from proxy.sim.model.grammar import read_grammar
-from proxy.sim.model.schema import Unsupported
+from proxy.sim.model.grammar import Unsupported, read_grammar
+from proxy.sim.model.request import Ask, EngineError
 from proxy.sim.model.tokenizer import encode, render_chat, thinking_asked
 
 if TYPE_CHECKING:

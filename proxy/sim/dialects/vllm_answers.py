@@ -1,0 +1,456 @@
+"""Answers of the OpenAI API as vLLM writes them: chats, completions and their log probabilities.
+
+The order of the fields and the explicit nulls follow vLLM's response models dumped with `exclude_unset`: a field that a
+handler sets is written even if it is null.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from proxy.sim.model.parser import KimiParser, Phase, parse_whole, start_phase
+from proxy.sim.model.request import Delta
+from proxy.sim.model.tokenizer import MARKERS, SECTION_BEGIN, THINK_END, Detokenizer, decode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from proxy.sim.model.request import Ask, TokenSequence
+    from proxy.sim.options import Options
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(payload: Any) -> bytes:
+    return b"data: " + orjson.dumps(payload) + b"\n\n"
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None) -> dict[str, Any]:
+    counts: dict[str, Any] = {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens": completion_tokens,
+    }
+    if cached_tokens is not None:
+        counts["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+    return counts
+
+
+def fingerprint(options: Options) -> str | None:
+    return f"vllm-{options.profile.version}-sim" if options.profile.has_fingerprint else None
+
+
+class Collector:
+    """Puts the deltas of a whole answer together, one per choice."""
+
+    def __init__(self, choices: int) -> None:
+        self.deltas = [Delta(index, "", []) for index in range(choices)]
+
+    def on_delta(self, delta: Delta) -> None:
+        self.deltas[delta.index].merge(delta)
+
+
+class Answer:
+    """What chat and completions have in common: the head of every body and chunk, and the token counts."""
+
+    kind = ""
+    chunk_kind = ""
+
+    def __init__(self, ask: Ask, options: Options, answer_id: str) -> None:
+        self.ask = ask
+        self.options = options
+        self.answer_id = answer_id
+        self.created = int(time.time())
+        self.sent_tokens = [0] * (len(ask.prompts) * ask.samples)
+        self.prompt_tokens = sum(map(len, ask.prompts))
+
+    def head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.answer_id, "object": kind, "created": self.created, "model": self.ask.model}
+
+    @property
+    def unknown_tokens(self) -> int:
+        """How many tokens at the beginning of each prompt have no log probabilities: the first, and whatever was not
+        computed here.
+        """
+        if self.options.profile.is_sglang:
+            is_foreign = self.options.role == "decode"
+        else:
+            is_foreign = bool(self.ask.kv_params.get("do_remote_prefill"))
+        return self.prompt_tokens if is_foreign else 1
+
+    def prompt_logprobs(self, prompt: list[int]) -> list[dict[str, Any] | None] | None:
+        top = self.ask.prompt_logprobs
+        return None if top is None else prompt_logprobs(prompt, top, unknown=min(self.unknown_tokens, len(prompt)))
+
+    def events(self, delta: Delta) -> list[bytes]:
+        raise NotImplementedError
+
+    def whole(
+        self,
+        sequences: Sequence[TokenSequence],
+        texts: Sequence[Delta],
+        cached_tokens: int,
+        kv_params: dict[str, Any] | None,
+    ) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def completion_details(self, index: int | None = None) -> dict[str, Any]:
+        """What usage says about the tokens of one choice, or of all, in the versions that say it."""
+        return {}
+
+    def closing(self, cached_tokens: int) -> list[bytes]:
+        """What follows the last choice: usage if asked for, then the end."""
+        if not self.ask.include_usage:
+            return [DONE]
+        counts = usage(self.prompt_tokens, sum(self.sent_tokens), self._details(cached_tokens))
+        counts |= {name: details for name, details in self.completion_details().items() if details is not None}
+        chunk = self.head(self.chunk_kind) | {"choices": [], "usage": counts}
+        if name := fingerprint(self.options):
+            chunk["system_fingerprint"] = name
+        return [event(chunk), DONE]
+
+    def _details(self, cached_tokens: int) -> int | None:
+        return cached_tokens if self.options.prompt_tokens_details else None
+
+    def _whole_usage(self, sequences: Sequence[TokenSequence], cached_tokens: int) -> dict[str, Any]:
+        tokens = sum(len(sequence.output) for sequence in sequences)
+        counts = usage(self.prompt_tokens, tokens, self._details(cached_tokens))
+        counts.setdefault("prompt_tokens_details", None)
+        return counts | self.completion_details()
+
+    def _is_swallowed(self, delta: Delta) -> bool:
+        """A chunk without text or tokens before the first token is not sent, whatever else it says."""
+        if delta.text or delta.token_ids or self.sent_tokens[delta.index]:
+            return False
+        return delta.finish_reason is None or self.options.profile.swallows_empty_finish
+
+    def _chunk(self, choice: dict[str, Any], index: int) -> bytes:
+        chunk: dict[str, Any] = self.head(self.chunk_kind) | {"choices": [choice]}
+        if self.ask.continuous_usage:
+            prompt = self.ask.prompts[index // self.ask.samples]
+            chunk["usage"] = usage(len(prompt), self.sent_tokens[index]) | self.completion_details(index)
+        elif self.options.profile.explicit_nulls and not self.ask.is_chat:
+            chunk["usage"] = None
+        name = fingerprint(self.options)
+        if name and choice["finish_reason"] and not self.ask.include_usage:
+            chunk["system_fingerprint"] = name
+        if self.options.profile.streams_kv_params:
+            chunk["kv_transfer_params"] = self.own_kv_params() if choice["finish_reason"] else None
+        return event(chunk)
+
+    def own_kv_params(self) -> dict[str, Any] | None:
+        """What a prefiller needs to fetch a decoder's KV cache; None unless the decoder offers it."""
+        options = self.options
+        if not (options.bidirectional_kv_xfer and options.profile.streams_kv_params) or options.role == "prefill":
+            return None
+        blocks = -(-(self.prompt_tokens + sum(self.sent_tokens)) // options.block_size)
+        where = {"remote_engine_id": "decoder", "remote_request_id": self.answer_id, "tp_size": 1}
+        where |= {"remote_host": options.kv_host or "decoder.internal", "remote_port": 5600}
+        return {"do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [*range(blocks)], **where}
+
+
+class Speller:
+    """The texts of one choice's tokens: a token within a character has none, the last one has all of it
+    (vLLM `v1/engine/logprobs.py`).
+    """
+
+    def __init__(self) -> None:
+        self._detokenizer = Detokenizer(keep_markers=True)
+
+    def spell(self, token_ids: Sequence[int]) -> list[str]:
+        return [self._detokenizer.feed(token) for token in token_ids]
+
+
+def chat_logprobs(token_ids: Sequence[int], top: int, speller: Speller) -> dict[str, Any]:
+    return {
+        "content": [
+            _entry(token, text, 0) | {"top_logprobs": _alternatives(token, text, top)}
+            for token, text in zip(token_ids, speller.spell(token_ids), strict=True)
+        ]
+    }
+
+
+def completion_logprobs(
+    token_ids: Sequence[int], top: int, text_offset: int, speller: Speller, *, unknown: int = 0
+) -> dict[str, Any]:
+    """`unknown`: so many tokens at the beginning have none, as the first of a prompt, which nothing goes before."""
+    tokens = speller.spell(token_ids)
+    offsets: list[int] = []
+    for token in tokens:
+        offsets.append(text_offset)
+        text_offset += len(token)
+    known = list(zip(token_ids, tokens, strict=True))[unknown:]
+    alternatives = [_alternatives(token, text, top + 1) for token, text in known]
+    return {
+        "text_offset": offsets,
+        "token_logprobs": [None] * unknown + [_logprob(token, 0) for token, _ in known],
+        "tokens": tokens,
+        "top_logprobs": [None] * unknown
+        + [{entry["token"]: entry["logprob"] for entry in entries} for entries in alternatives],
+    }
+
+
+def prompt_logprobs(prompt: Sequence[int], top: int, *, unknown: int) -> list[dict[str, Any] | None]:
+    """By token id, as vLLM tells them. `unknown` as in completion_logprobs."""
+    told: list[dict[str, Any] | None] = [None] * unknown
+    for token in prompt[unknown:]:
+        ranked = {token: 0} | {(token + rank) % 256: rank for rank in range(1, top)}
+        told.append(
+            {
+                str(rival): {"logprob": _logprob(token, rank), "rank": rank + 1, "decoded_token": decode([rival])}
+                for rival, rank in ranked.items()
+            }
+        )
+    return told
+
+
+def _alternatives(token: int, text: str, count: int) -> list[dict[str, Any]]:
+    """The sampled token and its rivals, printable ones."""
+    rivals = [_entry(token, decode([97 + (token + rank) % 26]), rank) for rank in range(1, count)]
+    return [_entry(token, text, 0), *rivals][:count]
+
+
+def _logprob(token: int, rank: int) -> float:
+    return -(token * 37 % 97 + 1) / 1000 - rank
+
+
+def _entry(token: int, text: str, rank: int) -> dict[str, Any]:
+    return {"token": text, "logprob": _logprob(token, rank), "bytes": list(text.encode())}
+
+
+def native_logprobs(token_ids: Sequence[int]) -> list[list[Any]]:
+    """SGLang's triples of logprob, id and text; the text is null unless asked for."""
+    return [[_logprob(token, 0), token, None] for token in token_ids]
+
+
+class ChatAnswer(Answer):
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(self, ask: Ask, options: Options, answer_id: str) -> None:
+        super().__init__(ask, options, answer_id)
+        self._started = False
+        is_engine = options.profile.has_parser_engine
+        start = start_phase(ask.phase_prompt or ask.prompts[0])
+        self._parsers = [
+            KimiParser(start, reads_tools=ask.calls_tools, is_engine=is_engine)
+            for _ in range(ask.samples if ask.is_parsed else 0)
+        ]
+        self._spellers = [Speller() for _ in range(ask.samples if ask.logprobs is not None else 0)]
+        self._thinks = [start is Phase.REASONING and ask.is_thinking] * ask.samples
+        self._reasoning_tokens = [0] * ask.samples
+        # Without a parser there is no reasoning to hide; the older parsers show it in streams all the same.
+        has_parser = bool(options.reasoning_parser or options.tool_call_parser)
+        self._hides_reasoning = is_engine and has_parser and not ask.include_reasoning
+        head = orjson.dumps(self.head(self.chunk_kind))[:-1]
+        self._plain_start = b"data: " + head + b',"choices":[{"index":0,"delta":{"content":'
+        no_params = b',"kv_transfer_params":null' if options.profile.streams_kv_params else b""
+        self._plain_end = b'},"logprobs":null,"finish_reason":null,"token_ids":null}]%b}\n\n' % no_params
+        self._is_plain = not (ask.continuous_usage or ask.return_token_ids or self._parsers or ask.logprobs is not None)
+
+    def events(self, delta: Delta) -> list[bytes]:
+        events = [] if self._started else self._role_chunks()
+        self._started = True
+        if self._is_swallowed(delta) or delta.finish_reason == "error" or delta.fault:
+            return events
+        self.sent_tokens[delta.index] += len(delta.token_ids)
+        self._count_reasoning(delta)
+        if self._is_plain and delta.finish_reason is None and delta.index == 0:
+            return [*events, self._plain_start + orjson.dumps(delta.text) + self._plain_end]
+        message = self._message(delta)
+        if message is None:
+            if delta.finish_reason is None and not (self._shows_token_ids() or self._shows_logprobs()):
+                return events
+            message = {}
+        return [*events, self._chunk(self._choice(delta, message), delta.index)]
+
+    def _role_chunks(self) -> list[bytes]:
+        chunks = []
+        for index in range(self.ask.samples):
+            delta = {"role": "assistant", "content": ""}
+            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            chunk = self.head(self.chunk_kind) | {"choices": [choice]}
+            if self.ask.continuous_usage:
+                chunk["usage"] = usage(self.prompt_tokens, 0) | self.completion_details(index)
+            chunk["prompt_token_ids"] = self.ask.prompts[0] if self.ask.return_token_ids else None
+            if self.options.profile.has_prompt_text:
+                chunk["prompt_text"] = None
+            chunks.append(event(chunk))
+        return chunks
+
+    def _message(self, delta: Delta) -> dict[str, Any] | None:
+        if not self._parsers:
+            return {"content": delta.text}
+        message = self._parsers[delta.index].feed(delta.text, finished=delta.finish_reason is not None)
+        if message and self._hides_reasoning:
+            message.pop("reasoning", None)
+        if message and self.ask.one_call and "tool_calls" in message:
+            # A list that is empty then is told all the same (vLLM `maybe_filter_parallel_tool_calls`).
+            message["tool_calls"] = [call for call in message["tool_calls"] if call["index"] == 0]
+        return message or None
+
+    def _shows_token_ids(self) -> bool:
+        return self.ask.return_token_ids and not self._hides_reasoning
+
+    def _shows_logprobs(self) -> bool:
+        return self.ask.logprobs is not None and not self._hides_reasoning
+
+    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        if self.ask.logprobs is None or self._hides_reasoning:
+            return None
+        return chat_logprobs(delta.token_ids, self.ask.logprobs, self._spellers[delta.index])
+
+    def _count_reasoning(self, delta: Delta) -> None:
+        if not self._thinks[delta.index]:
+            return
+        for token in delta.token_ids:
+            if token in (THINK_END, SECTION_BEGIN):
+                self._thinks[delta.index] = False
+                return
+            self._reasoning_tokens[delta.index] += token not in MARKERS
+
+    def completion_details(self, index: int | None = None) -> dict[str, Any]:
+        if not self.options.profile.counts_reasoning:
+            return {}
+        if not self.options.reasoning_parser:
+            return {"completion_tokens_details": None}
+        tokens = sum(self._reasoning_tokens) if index is None else self._reasoning_tokens[index]
+        return {"completion_tokens_details": {"reasoning_tokens": tokens}}
+
+    def _choice(self, delta: Delta, message: dict[str, Any]) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": delta.index, "delta": message}
+        choice |= {"logprobs": self._logprobs(delta), "finish_reason": None}
+        if delta.finish_reason is not None:
+            called = bool(self._parsers) and self._parsers[delta.index].called_tools
+            is_changed = delta.finish_reason == "stop" or not self.options.profile.keeps_length_finish
+            calls_tools = called and not self.ask.names_tool and is_changed
+            choice["finish_reason"] = "tool_calls" if calls_tools else delta.finish_reason
+            choice["stop_reason"] = delta.stop_reason
+        choice["token_ids"] = delta.token_ids if self._shows_token_ids() else None
+        return choice
+
+    def whole(
+        self,
+        sequences: Sequence[TokenSequence],
+        texts: Sequence[Delta],
+        cached_tokens: int,
+        kv_params: dict[str, Any] | None,
+    ) -> dict[str, Any]:
+        choices = [self._whole_choice(delta) for delta in texts]
+        return self.head(self.kind) | {
+            "choices": choices,
+            "service_tier": None,
+            "system_fingerprint": fingerprint(self.options),
+            "usage": self._whole_usage(sequences, cached_tokens),
+            "prompt_logprobs": self.prompt_logprobs(self.ask.prompts[0]),
+            "prompt_token_ids": self.ask.prompts[0] if self.ask.return_token_ids else None,
+            **({"prompt_text": None} if self.options.profile.has_prompt_text else {}),
+            "kv_transfer_params": self.own_kv_params() if kv_params is None else kv_params,
+            **({"metrics": None} if self.options.profile.has_routed_experts else {}),
+        }
+
+    def _whole_choice(self, delta: Delta) -> dict[str, Any]:
+        fields: dict[str, Any] = {"content": delta.text, "reasoning": None}
+        calls_tools = False
+        self._thinks[delta.index] = self.ask.is_thinking
+        self._count_reasoning(delta)
+        if self._parsers:
+            fields, calls_tools = parse_whole(
+                delta.text,
+                is_thinking=self.ask.is_thinking,
+                reads_tools=self.ask.calls_tools,
+                is_engine=self.options.profile.has_parser_engine,
+            )
+            if not self.ask.include_reasoning:
+                fields["reasoning"] = None
+            if self.ask.one_call and "tool_calls" in fields:
+                fields["tool_calls"] = fields["tool_calls"][:1]
+        message = {"role": "assistant", "content": None, "refusal": None, "annotations": None, "audio": None}
+        message |= {"function_call": None} | fields
+        return {
+            "index": delta.index,
+            "message": message,
+            "logprobs": self._logprobs(delta),
+            "finish_reason": "tool_calls" if calls_tools and not self.ask.names_tool else delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+            "token_ids": delta.token_ids if self._shows_token_ids() else None,
+            **({"routed_experts": None} if self.options.profile.has_routed_experts else {}),
+        }
+
+
+class CompletionAnswer(Answer):
+    kind = "text_completion"
+    chunk_kind = "text_completion"
+
+    def __init__(self, ask: Ask, options: Options, answer_id: str) -> None:
+        super().__init__(ask, options, answer_id)
+        self._has_begun = [False] * len(self.sent_tokens)
+        self._text_offsets = [0] * len(self.sent_tokens)
+        self._spellers = [Speller() for _ in self.sent_tokens] if ask.logprobs is not None else []
+
+    def events(self, delta: Delta) -> list[bytes]:
+        if self._is_swallowed(delta) or delta.finish_reason == "error" or delta.fault:
+            return []
+        choice = self._choice(delta)
+        self.sent_tokens[delta.index] += len(delta.token_ids)
+        return [self._chunk(choice, delta.index)]
+
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        is_first = not self._has_begun[delta.index]
+        self._has_begun[delta.index] = True
+        prompt = self.ask.prompts[delta.index // self.ask.samples]
+        echoed = prompt if self.ask.echo and is_first else []
+        logprobs = None if self.ask.logprobs is None else self._logprobs(delta, self.ask.logprobs, echoed)
+        return {
+            "index": delta.index,
+            "text": decode(echoed, keep_markers=True) + ("" if self.ask.echo_only else delta.text),
+            "logprobs": logprobs,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+            "prompt_token_ids": prompt if self.ask.return_token_ids and is_first else None,
+            "token_ids": delta.token_ids if self.ask.return_token_ids else None,
+        }
+
+    def _logprobs(self, delta: Delta, top: int, echoed: list[int]) -> dict[str, Any]:
+        index = delta.index
+        shown = echoed + ([] if self.ask.echo_only else delta.token_ids)
+        unknown = min(self.unknown_tokens, len(echoed))
+        offset, speller = self._text_offsets[index], self._spellers[index]
+        logprobs = completion_logprobs(shown, top, offset, speller, unknown=unknown)
+        if echoed:
+            self._text_offsets[index] += len(decode(echoed, keep_markers=True))
+        if self.options.profile.offsets_follow_tokens:
+            self._text_offsets[index] = offset + sum(map(len, logprobs["tokens"]))
+        else:
+            # Text held back for stop strings lags the tokens, so offsets of two chunks may overlap.
+            self._text_offsets[index] += len(delta.text)
+        return logprobs
+
+    def whole(
+        self,
+        sequences: Sequence[TokenSequence],
+        texts: Sequence[Delta],
+        cached_tokens: int,
+        kv_params: dict[str, Any] | None,
+    ) -> dict[str, Any]:
+        choices = []
+        for delta in texts:
+            choice = self._choice(delta)
+            token_ids, prompt_ids = choice.pop("token_ids"), choice.pop("prompt_token_ids")
+            told = self.prompt_logprobs(self.ask.prompts[delta.index // self.ask.samples])
+            choice |= {"token_ids": token_ids, "prompt_logprobs": told, "prompt_token_ids": prompt_ids}
+            if self.options.profile.has_routed_experts:
+                choice["routed_experts"] = None
+            choices.append(choice)
+        return self.head(self.kind) | {
+            "choices": choices,
+            "service_tier": None,
+            "system_fingerprint": fingerprint(self.options),
+            "usage": self._whole_usage(sequences, cached_tokens),
+            "kv_transfer_params": self.own_kv_params() if kv_params is None else kv_params,
+            **({"metrics": None} if self.options.profile.has_routed_experts else {}),
+        }
