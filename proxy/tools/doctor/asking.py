@@ -1,4 +1,4 @@
-"""Asks engines what the checks want to know of them: the only questions of the doctor's own."""
+"""Queries engines for the data that the checks need."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Asker:
-    """`idle_seconds`: how long a connection is left idle before it is used again."""
+    """Queries engines. `idle_seconds`: idle time of a connection before the keep-alive check reuses it."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Asker:
         self._idle_seconds = idle_seconds
 
     async def examine(self, backend: Backend) -> Examined:
-        """Ask one engine everything."""
+        """Query one engine for all that the checks need."""
         examined = Examined(backend=backend)
         try:
             addresses = await self._names.find(backend.host)
@@ -72,7 +72,7 @@ class Asker:
         facts = with_setup(facts_of(version, _answer(models)), info)
         return replace(
             examined,
-            version=_told_version(version, info),
+            version=_reported_version(version, info),
             models=models if isinstance(models, str) else models.status,
             facts=facts,
             keeps_alive=keeps_alive,
@@ -81,7 +81,7 @@ class Asker:
         )
 
     async def connect_problem(self, host: str, port: int) -> str:
-        """Why there is no connection; empty: there is one."""
+        """Return why a connection fails; empty if it succeeds."""
         try:
             addresses = await self._names.find(host)
         except (AddressProblem, ValueError) as error:
@@ -110,7 +110,7 @@ class Asker:
         return _answer(version), models
 
     async def _keeps_alive(self, backend: Backend) -> bool | None:
-        """Asked on a session of its own, so that no other question is on the connection."""
+        """Return whether a connection can be reused; None if unknown. Uses a session of its own."""
         reused = asyncio.Event()
 
         async def on_reuse(session: aiohttp.ClientSession, context: SimpleNamespace, params: object) -> None:
@@ -132,7 +132,7 @@ class Asker:
         timeout_seconds: float | None = None,
         session: aiohttp.ClientSession | None = None,
     ) -> BufferedResponse | str:
-        """The answer, or why there is none."""
+        """Return the response, or the reason why there is none."""
         seconds = timeout_seconds or self._settings.health.timeout_seconds
         try:
             headers = self._keys.headers(backend)
@@ -142,7 +142,7 @@ class Asker:
 
 
 def bootstrap_place(examined: Examined, settings: Settings) -> tuple[str, int] | None:
-    """Where decoders look for a prefiller's bootstrap server; None: they look for none."""
+    """Return host and port of a prefiller's bootstrap server; None if decoders use none."""
     backend, traits = examined.backend, settings.connector_traits
     if backend.role is not Role.PREFILL or not traits.meets_at_bootstrap:
         return None
@@ -156,15 +156,15 @@ def _answer(told: BufferedResponse | str) -> BufferedResponse | None:
 
 
 def _ahead(answer: BufferedResponse) -> float | None:
-    """How far its clock is ahead; None: it tells no time."""
+    """Return how many seconds the engine's clock is ahead; None without a valid `Date` header."""
     try:
         return parsedate_to_datetime(answer.headers["Date"]).timestamp() - time.time()  # noqa: TID251 the time of day
     except (KeyError, ValueError, TypeError):
         return None
 
 
-def _told_version(version: BufferedResponse | None, info: BufferedResponse | None) -> str | None:
-    """Of vLLM that of /version, of SGLang that of /server_info."""
+def _reported_version(version: BufferedResponse | None, info: BufferedResponse | None) -> str | None:
+    """Return the version: vLLM reports it at /version, SGLang at /server_info."""
     for answer in (version, info):
         told = answer.json_or_none if answer is not None else None
         found = told.get("version") if isinstance(told, dict) else None

@@ -1,4 +1,4 @@
-"""The sub-command: its flags, its progress, its report and its exit code."""
+"""The sub-command `doctor`: flags, progress, report and exit code."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _LOOK_SECONDS: Final = 2.0
 _LEARNED: Final = re.compile(rb'^pdproxy_instance_knee\{address="([^"]*)"[^}]*\} (\S+)', re.MULTILINE)
 
 _DESCRIPTION: Final = """\
-Ask every instance of the configuration what it is, send one long prompt of ours through every pair of a prefiller and a
-decoder, and say what does not fit and what to do about it. All other flags are the gateway's: give those it is started
-with. Instances that were added at run time are not known here."""
+Examine every configured instance and send one long test prompt through every pair of a prefill and a decode instance.
+Report each problem and how to fix it. Also pass the flags with which the gateway is started. Instances that were added
+at run time are not examined."""
 _EPILOG: Final = """\
-The exit code is 0 when all is well, 1 when there are warnings, and 2 when something does not work."""
+The exit code is 0 without problems, 1 with warnings, and 2 with failures."""
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run it; returns the exit code. Raises SettingsError."""
+    """Run the doctor and return the exit code. Raises SettingsError."""
     flags, rest = _parser().parse_known_args(argv)
     loaded = load(rest, environ)
     cores = os.cpu_count() or 1
@@ -51,7 +51,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     )
     examination = Examination(loaded, options, progress=progress.show)
     try:
-        with logs.silenced():  # what its parts have to say to an operator of a gateway is in the findings
+        with logs.silenced():  # the findings contain what a gateway would log
             found += asyncio.run(examination.run())
     finally:
         progress.clear()
@@ -59,7 +59,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def tell(found: Sequence[Finding], environ: Mapping[str, str], *, is_json: bool) -> int:
-    """Print what was found; returns the exit code that says how bad it is."""
+    """Print the findings and return the exit code."""
     if is_json:
         print(as_json(found).decode())
     else:
@@ -85,15 +85,27 @@ def _parser() -> argparse.ArgumentParser:
         type=whole,
         default=1,
         metavar="N",
-        help="prompts through each pair; 0 generates nothing (1)",
+        help="test prompts for each pair; 0 sends none (1)",
     )
-    add("--canary-tokens", type=whole, default=2048, metavar="N", help="about how long such a prompt is (2048)")
-    add("--canary-seconds", type=positive, default=60.0, metavar="N", help="how long its answer may take (60)")
+    add(
+        "--canary-tokens",
+        type=whole,
+        default=2048,
+        metavar="N",
+        help="approximate length of a test prompt, in tokens (2048)",
+    )
+    add(
+        "--canary-seconds",
+        type=positive,
+        default=60.0,
+        metavar="N",
+        help="time limit for the answer to a test prompt, in seconds (60)",
+    )
     return parser
 
 
 class ProgressLine:
-    """A line on standard error that shows how far a command is, if standard error is a terminal."""
+    """Progress line on standard error, shown only on a terminal."""
 
     def __init__(self) -> None:
         self._width = 0
@@ -112,7 +124,7 @@ class ProgressLine:
 
 
 def _is_gateway(host: str, port: int) -> bool:
-    """Whether a gateway like this one answers there."""
+    """Return whether a pdproxy gateway answers at this address."""
     try:
         return blocking_http.get(reachable(host), port, "/livez", _LOOK_SECONDS).server == SERVER
     except blocking_http.HttpRequestError:
@@ -120,7 +132,7 @@ def _is_gateway(host: str, port: int) -> bool:
 
 
 def _learned_limits(host: str, port: int) -> dict[str, int]:
-    """Return what the gateway there has learned, by the addresses of instances; empty if it does not tell."""
+    """Return the request limits that a running gateway has learned, by instance address; empty if unavailable."""
     try:
         page = blocking_http.get(reachable(host), port, "/metrics", _LOOK_SECONDS, wants_body=True).body
     except blocking_http.HttpRequestError:

@@ -1,4 +1,4 @@
-"""Checks of single engines, by what they have told. Pure."""
+"""Checks of single engines. Pure."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 _SKEW_SECONDS: Final = 5.0
 
 _HINTS: Final = {
-    IncompatibilityKind.CONNECTOR: "start it with the --kv-transfer-config of the others",
-    IncompatibilityKind.ROLE: "give it in its own role, or start it again in the one that it was given",
+    IncompatibilityKind.CONNECTOR: "start it with the same --kv-transfer-config as the other engines",
+    IncompatibilityKind.ROLE: "configure it in the role that it was started for, or restart it in the configured role",
 }
-"""Where the words have none."""
+"""Hints for findings whose text contains none."""
 
 
 def check_engines(fleet: Fleet) -> list[Finding]:
-    """What the checks of this group find."""
+    """Return the findings of all checks in this group."""
     return [finding for engine in fleet.engines for check in ENGINE_CHECKS for finding in check(engine, fleet)]
 
 
 def well(engine: Examined) -> Finding:
-    """What is said of an engine of which no check has found anything."""
+    """Return the summary of an engine without findings."""
     identity, seconds = engine.facts.identity, min(s for s in engine.connects.values() if isinstance(s, float))
     told = [
         f"{identity.kind or 'an engine'} {engine.version or ''}".strip(),
@@ -50,8 +50,8 @@ def check_name(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
             Severity.FAILURE,
             "name",
             engine.subject,
-            f"the name has no address: {engine.name_problem}",
-            "correct the host name, or this host's DNS; admin.networks says where instances may be",
+            f"the host name does not resolve: {engine.name_problem}",
+            "correct the host name or the DNS of this host; admin.networks lists the allowed networks",
         )
 
 
@@ -62,12 +62,12 @@ def check_connect(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
         return
     if not engine.is_reached:
         words = f"cannot connect ({next(iter(dead.values()))})"
-        hint = "is the engine up, and host and port right? A firewall that drops packets shows as a time-out"
+        hint = "check that the engine runs at this host and port; a firewall that drops packets causes a time-out"
         yield Finding(Severity.FAILURE, "connect", engine.subject, words, hint)
         return
     for address, problem in dead.items():
         words = f"of its {len(engine.connects)} addresses {address} is dead ({problem})"
-        hint = "take the address out of DNS: connections begin there and lose time"
+        hint = "remove the address from DNS: connection attempts to it waste time"
         yield Finding(Severity.WARNING, "address", engine.subject, words, hint)
 
 
@@ -75,18 +75,18 @@ def check_health(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
     """It passes its health check."""
     path = fleet.settings.health.path
     if isinstance(engine.health, str) and engine.health:
-        hint = "it accepts connections and says nothing: is it loading, hung, or something else than an engine?"
+        hint = "it accepts connections and does not respond: it may be loading or hung, or it is not an engine"
         yield Finding(Severity.FAILURE, "health", engine.subject, engine.health, hint)
     elif isinstance(engine.health, int) and engine.health != 200:
         words = f"{path} answered with status {engine.health}"
-        hint = "the engine says that it is not well: its log has more"
+        hint = "the engine reports that it is unhealthy: see its log"
         if engine.health == 404:
-            hint = "is health.path right, and an engine on that port?"
+            hint = "check health.path, and that an engine listens on that port"
         yield Finding(Severity.FAILURE, "health", engine.subject, words, hint)
 
 
 def check_key(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
-    """It takes the key it is sent."""
+    """Check that the engine accepts its API key."""
     if engine.facts.identity.refused_key:
         words = fleet.keys.advice(engine.backend)
         what, _, hint = words.partition(": ")
@@ -95,32 +95,36 @@ def check_key(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
 
 
 def check_models(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
-    """It says which model it serves, as an engine does."""
+    """Check that /v1/models lists a model."""
     if engine.models in ("", 401, 403) or engine.facts.identity.is_gateway:
         return
-    hint = "is that the port of the engine's API server?"
+    hint = "check that this is the port of the engine's API server"
     if engine.models != 200:
         told = engine.models if isinstance(engine.models, str) else f"/v1/models answered with status {engine.models}"
         yield Finding(Severity.FAILURE, "models", engine.subject, told, hint)
     elif not engine.facts.identity.models:
         yield Finding(Severity.FAILURE, "models", engine.subject, "/v1/models lists no model", hint)
     elif engine.facts.identity.kind is None:
-        words = "is neither vLLM nor SGLang, by its /v1/models"
+        words = "/v1/models identifies neither vLLM nor SGLang"
         yield Finding(
-            Severity.WARNING, "kind", engine.subject, words, "a proxy in front of it hides its health and load"
+            Severity.WARNING,
+            "kind",
+            engine.subject,
+            words,
+            "do not put a proxy in front of an engine: it hides health and load",
         )
 
 
 def check_version(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
-    """It tells its version, by which the gateway knows what it can do."""
+    """Check that the engine reports its version, from which pdproxy derives its features."""
     if engine.models == 200 and engine.version is None and engine.facts.identity.kind == "vLLM":
-        words = "does not tell its version at /version"
-        hint = "what only newer engines can do is not used, such as letting go of KV that nobody fetches"
+        words = "does not report its version at /version"
+        hint = "pdproxy does not use features of newer engines, such as releasing KV cache that no decoder fetches"
         yield Finding(Severity.WARNING, "version", engine.subject, words, hint)
 
 
 def check_suits(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
-    """Connector, role and bootstrap port, where it tells them; and that it is no gateway."""
+    """Check connector, role and bootstrap port as far as the engine reports them, and that it is no gateway."""
     backend = engine.backend
     report = EngineReport(backend.role, backend.name, engine.facts.identity)
     found = unsuited(report, fleet.settings.connector, backend.bootstrap_port)
@@ -133,7 +137,7 @@ def check_suits(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
 def check_bootstrap(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
     """The bootstrap server at which decoders meet a prefiller can be reached."""
     if engine.bootstrap and not any(check_suits(engine, fleet)):
-        hint = "decoders meet it there: give its bootstrap port as `--prefill URL PORT`"
+        hint = "decode instances connect to it there: pass the bootstrap port as `--prefill URL PORT`"
         yield Finding(Severity.FAILURE, "bootstrap", engine.subject, engine.bootstrap, hint)
 
 
@@ -142,20 +146,22 @@ def check_clock(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
     ahead = engine.ahead_seconds
     if ahead is not None and abs(ahead) > _SKEW_SECONDS:
         words = f"its clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} this host's"
-        hint = "run NTP on both: log lines and traces of one request cannot be put together"
+        hint = "run NTP on both hosts; otherwise log lines and traces of a request cannot be matched"
         yield Finding(Severity.WARNING, "clock", engine.subject, words, hint)
 
 
 def check_keep_alive(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
     """Its connections can be used again."""
     if engine.keeps_alive is False:
-        words = f"closes connections after each answer, or before they were idle for {IDLE_SECONDS:.1f} s"
-        hint = "every request opens a connection: look for a proxy in between, and at the engine's keep-alive time-out"
+        words = f"closes connections after each response, or after less than {IDLE_SECONDS:.1f} s without requests"
+        hint = (
+            "every request opens a new connection: check for a proxy in between, and the engine's keep-alive time-out"
+        )
         yield Finding(Severity.WARNING, "keep-alive", engine.subject, words, hint)
 
 
 def check_metrics(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
-    """A decoder's /metrics tell where its prompts' KV comes from."""
+    """Check that a decoder's /metrics count the origin of KV cache."""
     if (
         engine.models != 200
         or engine.backend.role is not Role.DECODE
@@ -163,35 +169,43 @@ def check_metrics(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
     ):
         return
     if not engine.counts_prompts:
-        words = "/metrics is not there" if not engine.has_metrics else "/metrics does not count where KV comes from"
-        hint = "nobody notices when it computes prompts that were handed over: do not disable its metrics"
+        words = (
+            "/metrics is not available" if not engine.has_metrics else "/metrics does not count the origin of KV cache"
+        )
+        hint = "without it pdproxy cannot detect recomputed prompts: enable the engine's metrics"
         yield Finding(Severity.WARNING, "metrics", engine.subject, words, f"{hint} (SGLang: --enable-metrics)")
 
 
 def check_limits(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
-    """The gateway sends it no more at a time than it works on."""
+    """Check that the gateway sends at most as many requests as the engine runs."""
     admission, its = fleet.settings.admission, engine.facts.max_num_seqs
     for role, option, limit in (
         (Role.PREFILL, "admission.max_running_prefill", admission.max_running_prefill),
         (Role.DECODE, "admission.max_running_decode", admission.max_running_decode),
     ):
         if engine.backend.role is role and limit is not None and its is not None and limit > its:
-            words = f"works on {its} requests at a time, and {option} allows {limit}"
-            yield Finding(Severity.WARNING, "limit", engine.subject, words, f"leave {option} out: the engine is asked")
+            words = f"runs at most {its} requests at a time, but {option} allows {limit}"
+            yield Finding(
+                Severity.WARNING,
+                "limit",
+                engine.subject,
+                words,
+                f"remove {option}: pdproxy then uses the limit that the engine reports",
+            )
 
 
 def check_lease(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
-    """KV is kept as long as the gateway believes."""
+    """Check that the engine keeps KV cache as long as the gateway assumes."""
     setup, believed = engine.facts.identity.setup, fleet.settings.kv.pin_seconds
     its = None if setup is None else setup.lease_seconds
     if engine.backend.role is not Role.PREFILL or its is None:
         return
     if believed is not None and believed > its:
-        words = f"keeps KV that is not fetched for {its:g} s, and kv.pin_seconds says {believed:g}"
-        hint = "leave kv.pin_seconds out or lower it: a late decoder would fetch what belongs to others by then"
+        words = f"keeps KV cache for {its:g} s until it is fetched, but kv.pin_seconds is {believed:g}"
+        hint = "remove kv.pin_seconds or lower it: a late decode instance could fetch the KV cache of another request"
         yield Finding(Severity.FAILURE, "lease", engine.subject, words, hint)
     elif believed is None and its < (assumed := pin_seconds(KvTransfer.NIXL, engine.facts.version)):
-        words = f"keeps KV that is not fetched for {its:g} s, and decoders are waited for as if it were {assumed:g}"
+        words = f"keeps KV cache for {its:g} s until it is fetched, but pdproxy assumes {assumed:g} s"
         yield Finding(Severity.WARNING, "lease", engine.subject, words, f"set kv.pin_seconds to {its:g}")
 
 

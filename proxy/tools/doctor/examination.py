@@ -1,4 +1,4 @@
-"""The whole examination: engines are asked, canaries sent, and the checks look at what came of it."""
+"""Runs the examination: query engines, send canaries, run the checks."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Examination:
         self._progress = progress
 
     async def run(self) -> list[Finding]:
-        """Everything that was found. Nothing of it outlives the call."""
+        """Run the examination and return all findings. Everything is closed at return."""
         async with AsyncExitStack() as stack:
             callbacks: list[socket.socket] = []
             listeners = stack.enter_context(Listeners(socket.socket(), callbacks=callbacks))
@@ -107,10 +107,10 @@ class Examination:
             told = {finding.subject for finding in found if finding.severity > Severity.NOTE}
             spoilt = {finding.subject for finding in found if finding.severity is Severity.FAILURE}
             found = [well(engine) for engine in fleet.engines if engine.subject not in told] + found
-            fit = [engine for engine in fleet.told if engine.is_well and engine.subject not in spoilt]
+            fit = [engine for engine in fleet.told if engine.is_healthy and engine.subject not in spoilt]
             if self._canaries_per_pair and fleet.settings.connector != "auto":
                 live.apply(replace(live.current, settings=_for_canaries(fleet.settings)))
-                for engine in fit:  # as the prober would, so that connectors know whom they deal with
+                for engine in fit:  # connectors need these facts; in a gateway the prober sets them
                     balancing.health.on_probe(engine.backend, ok=True, reason="passed its health check")
                     balancing.health.note_facts(engine.backend, engine.facts)
                 async with _linked(basis, balancing, lines, callbacks) as link:
@@ -135,25 +135,25 @@ class Examination:
         return await asyncio.gather(*map(examine, backends))
 
     def _with_connector(self, fleet: Fleet) -> tuple[Fleet, list[Finding]]:
-        """The fleet with the connector that `auto` comes to, and what is to be said of that."""
+        """Replace connector `auto` by the detected one; return the fleet and the findings."""
         settings = fleet.settings
         if settings.connector != "auto":
             return fleet, []
-        told = [engine for engine in fleet.told if engine.is_well]
+        told = [engine for engine in fleet.told if engine.is_healthy]
         reports = [EngineReport(engine.backend.role, engine.backend.name, engine.facts.identity) for engine in told]
         try:
             if settings.prefill and {report.role for report in reports} != {Role.PREFILL, Role.DECODE}:
-                raise SettingsError("connector auto: not every role has an instance that says what it is")
+                raise SettingsError("connector auto: not every role has an instance that reports its software")
             connector = recognise(reports).connector if settings.prefill else "plain"
             settings = with_connector(self._loaded, connector).settings
         except SettingsError as error:
-            hint = "correct that, or name the connector"
+            hint = "correct the instances, or set connector explicitly"
             return fleet, [Finding(Severity.FAILURE, "connector", "gateway", str(error), hint)]
         found = Finding(Severity.NOTE, "connector", "gateway", f"connector auto is {connector}")
         return replace(fleet, settings=settings), [found]
 
     async def _send_canaries(self, link: Link, fit: Sequence[Examined]) -> list[Finding]:
-        """`fit`: at least one, which all serve the same."""
+        """Send canaries. `fit`: compatible engines of one model, at least one."""
         settings = link.context.settings
         takes_prefillers = settings.connector_traits.takes_prefillers
         prefillers = [engine for engine in fit if engine.backend.role is Role.PREFILL]
@@ -172,7 +172,7 @@ class Examination:
             results += await asyncio.gather(*(canary.hand_over(*pair) for pair in some))
             self._progress("canaries", len(results), total)
         done = len(results)
-        # Behind the others: an engine that ignores the salt has the prompt in its cache by now, and not before.
+        # Runs last: an engine that ignores the salt caches the prompt.
         for few in _chunks([decoder.backend for decoder in decoders], _PAIRS_AT_ONCE):
             for result in await asyncio.gather(*map(canary.alone, few)):
                 if result is not None:
@@ -188,10 +188,10 @@ class Examination:
 
 
 async def _with_bootstraps(fleet: Fleet, asker: Asker) -> Fleet:
-    """The fleet with what is known of the bootstrap servers, where its connector has some."""
+    """Check the bootstrap servers of prefill instances and return the updated fleet."""
 
     async def look(engine: Examined) -> Examined:
-        place = bootstrap_place(engine, fleet.settings) if engine.is_well else None
+        place = bootstrap_place(engine, fleet.settings) if engine.is_healthy else None
         if place is None or not (problem := await asker.connect_problem(*place)):
             return engine
         return replace(engine, bootstrap=f"cannot connect to its bootstrap server at port {place[1]} ({problem})")
@@ -203,14 +203,14 @@ async def _with_bootstraps(fleet: Fleet, asker: Asker) -> Fleet:
 async def _linked(
     basis: Basis, balancing: Balancing, lines: Lines, callbacks: list[socket.socket]
 ) -> AsyncIterator[Link]:
-    """The connector, which engines can call back if it has them do so."""
+    """Run the connector, with its callback port if it needs one."""
     settings = basis.settings
     async with AsyncExitStack() as stack:
         if settings.connector_traits.needs_callback_port:
             host = settings.layerwise.host or settings.listen.host
             try:
                 callbacks.append(create_listener(host, settings.layerwise.port))
-            except PortInUse:  # by a gateway that runs
+            except PortInUse:  # a running gateway has it
                 callbacks.append(create_listener(host, 0))
         link = await stack.enter_async_context(build_link(basis, balancing, lines))
         if callbacks:
@@ -222,17 +222,21 @@ async def _linked(
 
 
 async def _discovered(roster: Roster, settings: Settings) -> list[Finding]:
-    """Add the instances of sources of discovery to those that are configured; which sources fail, or leave a role
-    without any.
-    """
+    """Add discovered instances to the roster; return findings for failed sources and empty roles."""
     problems = await look_once(SOURCES, roster, settings, _SOURCE_SECONDS)
     found = [
-        Finding(Severity.FAILURE, "source", origin, words, "what it names was not examined")
+        Finding(Severity.FAILURE, "source", origin, words, "its instances were not examined")
         for origin, words in problems.items()
     ]
     if not problems:
         found += [
-            Finding(Severity.FAILURE, "source", role, "no source names an instance", "are there any?")
+            Finding(
+                Severity.FAILURE,
+                "source",
+                role,
+                "no discovery source lists an instance",
+                "check the sources, or start instances of this role",
+            )
             for role in Role
             if settings.may_find(role) and settings.needs(role) and not roster.members(role)
         ]
@@ -240,13 +244,13 @@ async def _discovered(roster: Roster, settings: Settings) -> list[Finding]:
 
 
 def _for_canaries(settings: Settings) -> Settings:
-    """A prompt is neither left to a decoder because it is short nor when nothing was handed over, and sent once."""
+    """Return settings under which every canary uses a KV handoff and is sent once."""
     kv = settings.kv.model_copy(update={"on_missing": "error", "prefill_min_tokens": 0, "skip_prefill": False})
     return settings.model_copy(update={"kv": kv})
 
 
 def rounds(pairs: Collection[tuple[Backend, Backend]]) -> Iterator[list[tuple[Backend, Backend]]]:
-    """The pairs a few at a time, of which no two have an engine in common."""
+    """Yield the pairs in groups in which each engine occurs once."""
     left = list(pairs)
     while left:
         some: list[tuple[Backend, Backend]] = []

@@ -1,4 +1,4 @@
-"""What a check says."""
+"""Findings: the results of checks."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ if TYPE_CHECKING:
 
 
 class Severity(IntEnum):
-    """How bad a finding is. The worst of all is the exit code: 0, 1 or 2."""
+    """Severity of a finding. The highest one is the exit code: 0, 1 or 2."""
 
     OK = -1
-    """All is well."""
+    """No problem."""
     NOTE = 0
-    """Worth knowing, and nothing to do."""
+    """Information that requires no action."""
     WARNING = 1
-    """It works, and not as it should."""
+    """It works, but with limitations."""
     FAILURE = 2
     """It does not work."""
 
     @property
     def word(self) -> str:
-        """In a report: `ok`, `note`, `warning` or `failure`."""
+        """Return the name in reports: `ok`, `note`, `warning` or `failure`."""
         return self.name.lower()
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check of one subject."""
 
     severity: Severity
     check: str
-    """What was looked at, in one word, for programs."""
+    """Name of the check, one word, for programs."""
     subject: str
-    """Of what: `prefill 10.0.0.1:7100`, `10.0.0.1:7100 → 10.0.0.3:7100`, `gateway`."""
+    """Checked object: `prefill 10.0.0.1:7100`, `10.0.0.1:7100 → 10.0.0.3:7100`, `gateway`."""
     words: str
-    """What is the matter. No part of a key, a prompt or an answer is in it."""
+    """Description of the result. Contains no part of a key, prompt or answer."""
     hint: str = ""
-    """What to do about it; empty where the words say so, or all is well."""
+    """Recommended action; empty if none is needed or the description has it."""
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """0: all is well; 1: there are warnings; 2: there are failures."""
+    """Return 0 without problems, 1 with warnings, 2 with failures."""
     return max((0, *(finding.severity for finding in findings)))

@@ -1,4 +1,4 @@
-"""Checks of engines beside each other: what differs between them that should not. Pure."""
+"""Checks that compare engines with each other. Pure."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def check_fleet(fleet: Fleet) -> list[Finding]:
-    """What the checks of this group find."""
+    """Return the findings of all checks in this group."""
     return [finding for check in FLEET_CHECKS for finding in check(fleet)]
 
 
 def check_same_models(fleet: Fleet) -> Iterator[Finding]:
-    """All serve a model that each role serves."""
+    """Check that every engine serves a model that all roles serve."""
     told = {engine.backend: engine.serves for engine in fleet.engines if engine.backend.role is not Role.ENCODE}
     for backend, words in minority_instances(told).items():
         what, _, hint = words.partition(": ")
@@ -29,39 +29,39 @@ def check_same_models(fleet: Fleet) -> Iterator[Finding]:
 
 
 def check_same_length(fleet: Fleet) -> Iterator[Finding]:
-    """Sequences may be equally long everywhere."""
+    """Check that the maximum sequence length is equal."""
     for engines in by_model(fleet.told):
         lengths = {engine: engine.facts.max_model_len for engine in engines if engine.facts.max_model_len}
         for engine, length, common in _odd(lengths):
-            words = f"takes {length} tokens (--max-model-len), and others {common}"
-            hint = "what fits one engine is refused by the next one"
+            words = f"accepts {length} tokens (--max-model-len), but others accept {common}"
+            hint = "a request that fits one engine is rejected by another: use the same limit everywhere"
             yield Finding(Severity.WARNING, "length", engine.subject, words, hint)
 
 
 def check_same_version(fleet: Fleet) -> Iterator[Finding]:
-    """All are of one version: engines of two may not understand each other's KV cache."""
+    """Check that all versions are equal: KV cache may be incompatible between versions."""
     for engines in by_model(fleet.told):
         for engine, version, common in _odd_versions(engines):
-            words = f"is version {version}, and others are {common}"
-            hint = "fine during an upgrade; KV cache may not travel between versions, and some features are not used"
+            words = f"runs version {version}, but others run {common}"
+            hint = "acceptable during an upgrade; KV cache and some features may be incompatible between versions"
             yield Finding(Severity.WARNING, "version", engine.subject, words, hint)
 
 
 def check_same_connector(fleet: Fleet) -> Iterator[Finding]:
-    """All move their KV cache in the same way, where they tell."""
+    """Check that all engines that report it use the same KV connector."""
     parts = {
         engine: " and ".join(setup.kv_connectors)
         for engine in fleet.told
         if (setup := engine.facts.identity.setup) is not None and setup.kv_connectors
     }
     for engine, its, common in _odd(parts):
-        words = f"runs {its}, and others run {common}"
-        hint = "they cannot hand over to each other: give all engines one --kv-transfer-config"
+        words = f"runs {its}, but others run {common}"
+        hint = "KV handoff between them is impossible: start all engines with the same --kv-transfer-config"
         yield Finding(Severity.FAILURE, "connector", engine.subject, words, hint)
 
 
 def check_different_places(fleet: Fleet) -> Iterator[Finding]:
-    """No two instances are one engine."""
+    """Check that no two instances are the same engine."""
     places: dict[object, Examined] = {}
     for engine in fleet.engines:
         setup = engine.facts.identity.setup
@@ -73,35 +73,35 @@ def check_different_places(fleet: Fleet) -> Iterator[Finding]:
             places.setdefault(name, engine)
         if first is not None:
             words = f"is the same engine as {first.subject}, by its address or its engine_id"
-            hint = "give each engine once, and an engine_id of its own: decoders find KV by it"
+            hint = "configure each engine once, with a unique engine_id: decode instances locate KV cache by it"
             yield Finding(Severity.FAILURE, "duplicate", engine.subject, words, hint)
 
 
 def check_roles_are_filled(fleet: Fleet) -> Iterator[Finding]:
-    """Each role has an engine that is well."""
+    """Check that each role has a healthy engine."""
     for role in (Role.PREFILL, Role.DECODE):
         engines = fleet.of(role)
-        if engines and not any(engine.is_well for engine in engines):
-            words = f"none of the {len(engines)} {role} instances is well"
-            hint = "requests are refused with 503 until one is"
+        if engines and not any(engine.is_healthy for engine in engines):
+            words = f"none of the {len(engines)} {role} instances is healthy"
+            hint = "requests are rejected with 503 until one is healthy"
             yield Finding(Severity.FAILURE, "role", "gateway", words, hint)
 
 
 def check_aliases(fleet: Fleet) -> Iterator[Finding]:
-    """Aliases are of models that some engine serves."""
+    """Check that every alias refers to a model that an engine serves."""
     served = {name for engine in fleet.told for name in engine.serves}
     if not served:
         return
     for alias in fleet.settings.models.aliases:
         said, _, meant = alias.rpartition("=")
         if meant not in served:
-            words = f"models.aliases sends {said!r} to {meant!r}, which no engine serves"
+            words = f"models.aliases maps {said!r} to {meant!r}, which no engine serves"
             hint = f"engines serve {', '.join(map(repr, sorted(served)[:3]))}"
             yield Finding(Severity.FAILURE, "alias", "gateway", words, hint)
 
 
 def by_model(engines: Iterable[Examined]) -> list[list[Examined]]:
-    """Together those that serve the same."""
+    """Group engines by the models that they serve."""
     groups: dict[frozenset[str], list[Examined]] = {}
     for engine in engines:
         groups.setdefault(engine.serves, []).append(engine)
@@ -109,7 +109,7 @@ def by_model(engines: Iterable[Examined]) -> list[list[Examined]]:
 
 
 def _odd_versions(engines: Sequence[Examined]) -> Iterator[tuple[Examined, object, object]]:
-    """Of engines of each kind those whose version is not the most common one, and that."""
+    """Yield engines whose version differs from the most common one of their software, and both versions."""
     for kind in {engine.facts.identity.kind for engine in engines}:
         of_kind = [engine for engine in engines if engine.facts.identity.kind == kind]
         versions = {engine: engine.version for engine in of_kind if engine.version}
@@ -117,7 +117,7 @@ def _odd_versions(engines: Sequence[Examined]) -> Iterator[tuple[Examined, objec
 
 
 def _odd(values: Mapping[Examined, object]) -> Iterator[tuple[Examined, object, object]]:
-    """Those whose value is not the most common one, and that."""
+    """Yield engines whose value differs from the most common one, and both values."""
     if len(set(values.values())) < 2:
         return
     common = Counter(values.values()).most_common(1)[0][0]

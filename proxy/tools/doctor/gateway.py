@@ -23,35 +23,35 @@ _SUBJECT: Final = "gateway"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What the checks look at. `is_gateway` says whether a gateway like this one answers at a host and port."""
+    """Input of the checks. `is_gateway` returns whether a pdproxy gateway answers at a host and port."""
 
     loaded: Loaded
     is_gateway: Callable[[str, int], bool]
     cores: int
     learned_limits: Callable[[str, int], Mapping[str, int]] = lambda host, port: {}
-    """Requests that instances get at most by what the gateway at a host and port has learned, by their addresses."""
+    """Returns the request limits that the gateway at a host and port has learned, by instance address."""
 
 
 def check_gateway(host: Host) -> list[Finding]:
-    """What all checks of this group find."""
+    """Return the findings of all checks in this group."""
     found = [finding for check in GATEWAY_CHECKS for finding in check(host)]
     if not any(finding.severity > Severity.NOTE for finding in found):
         settings = host.loaded.settings
         workers = counted(settings.workers, "worker")
-        words = f"connector {settings.connector}, {settings.fleet}, {workers}, configuration in order"
+        words = f"connector {settings.connector}, {settings.fleet}, {workers}, configuration is valid"
         found.insert(0, Finding(Severity.OK, "configuration", _SUBJECT, words))
     return found
 
 
 def check_warnings(host: Host) -> Iterator[Finding]:
-    """Nothing in the environment or on the command line is almost an option."""
+    """Check for misspelt options in the environment and on the command line."""
     for warning in host.loaded.warnings:
         words, _, hint = warning.partition(": ")
-        yield Finding(Severity.WARNING, "environment", _SUBJECT, words, hint or "leave out what is not meant")
+        yield Finding(Severity.WARNING, "environment", _SUBJECT, words, hint or "remove it, or correct the spelling")
 
 
 def check_doors(host: Host) -> Iterator[Finding]:
-    """Who is served and who may administer."""
+    """Check that client and administration access is restricted."""
     for told in host.loaded.settings.doors:
         words, _, hint = told.partition(": ")
         severity = Severity.NOTE if words.startswith("administration is closed") else Severity.WARNING
@@ -59,7 +59,7 @@ def check_doors(host: Host) -> Iterator[Finding]:
 
 
 def check_key_files(host: Host) -> Iterator[Finding]:
-    """Nobody else on this host can read the keys."""
+    """Check that other users of this host cannot read the key files."""
     auth = host.loaded.settings.auth
     for option, path in (
         ("auth.engine_api_key_file", auth.engine_api_key_file),
@@ -72,15 +72,15 @@ def check_key_files(host: Host) -> Iterator[Finding]:
 
 
 def check_keys_differ(host: Host) -> Iterator[Finding]:
-    """Keys of one side are not those of another."""
+    """Check that the admin key differs from the engine key."""
     auth = host.loaded.settings.auth
     if auth.admin_key is not None and auth.admin_key == auth.engine_api_key:
-        words = "auth.admin_key is the engines' key, which every engine and its log may show"
-        yield Finding(Severity.WARNING, "keys", _SUBJECT, words, "draw another one: openssl rand -hex 32")
+        words = "auth.admin_key equals the engine key, which engines and their logs may expose"
+        yield Finding(Severity.WARNING, "keys", _SUBJECT, words, "generate another key: openssl rand -hex 32")
 
 
 def check_ports(host: Host) -> Iterator[Finding]:
-    """The ports to listen on are free, or a gateway is there already."""
+    """Check that the ports are free or belong to a running gateway."""
     settings = host.loaded.settings
     for option, name, port in (
         ("listen.port", settings.listen.host, settings.listen.port),
@@ -95,33 +95,33 @@ def check_ports(host: Host) -> Iterator[Finding]:
             if option != "admin.probe_port" and host.is_gateway(name, port):
                 words = f"a gateway listens on {option} {port}"
                 yield Finding(
-                    Severity.NOTE, "port", _SUBJECT, words, "the running one is not asked about its state here"
+                    Severity.NOTE, "port", _SUBJECT, words, "the doctor does not examine the state of a running gateway"
                 )
                 for address, most in host.learned_limits(name, port).items():
-                    words = f"the gateway has learned that {address} should have at most {most} requests at a time"
-                    hint = "requests wait for that; balance.decode_policy: least_tokens does without"
+                    words = f"the gateway has learned a limit for {address}: at most {most} requests at a time"
+                    hint = "further requests are queued; balance.decode_policy: least_tokens has no such limit"
                     yield Finding(Severity.NOTE, "learned", f"decode {address}", words, hint)
             else:
                 hint = f"`ss -ltnp 'sport = :{port}'` names the program; stop it, or choose another {option}"
                 yield Finding(Severity.FAILURE, "port", _SUBJECT, str(error), hint)
         except OSError as error:
-            hint = f"{option} must be free, and an address of this host; ports below 1024 need a privilege"
+            hint = f"use a free port and an address of this host for {option}; ports below 1024 require a privilege"
             yield Finding(Severity.FAILURE, "port", _SUBJECT, str(error), hint)
 
 
 def check_fds(host: Host) -> Iterator[Finding]:
-    """There are file descriptors for as many clients as may come."""
+    """Check that there are enough file descriptors for the clients."""
     for told in shortages(host.loaded.settings):
         words, _, hint = told.partition(": ")
         yield Finding(Severity.WARNING, "fds", _SUBJECT, words, hint)
 
 
 def check_workers(host: Host) -> Iterator[Finding]:
-    """There is a core for each worker."""
+    """Check that there is a core for each worker."""
     workers = host.loaded.settings.workers
     if workers > host.cores:
         words = f"{counted(workers, 'worker')} share {counted(host.cores, 'core')}"
-        hint = "set workers to the number of cores, or auto: more only wait for each other"
+        hint = "set workers to the number of cores or to auto: additional workers only compete for them"
         yield Finding(Severity.WARNING, "workers", _SUBJECT, words, hint)
 
 

@@ -1,6 +1,6 @@
-"""Checks of pairs, by what became of their canaries. Pure.
+"""Checks of pairs, based on canary results. Pure.
 
-Who is to blame is decided as for hand-overs of clients: an instance where all its pairs are bad, otherwise the pair.
+An instance is reported if all its pairs failed, as for handoffs of clients. Otherwise the pair is reported.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ if TYPE_CHECKING:
     from proxy.fleet.canary import CanaryResult
     from proxy.settings import Settings
 
-# What is faster than this cannot be called slow, whatever it is compared with.
+# Faster handoffs are never reported as slow.
 _LEAST_SLOW_SECONDS: Final = 1.0
 _LATE_SHARE: Final = 0.5
 _ALL: Final = "all pairs"
-_FAILED: Final = (Severity.FAILURE, "its log has more")
+_FAILED: Final = (Severity.FAILURE, "see the log of the engine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canaries:
-    """What became of all canaries."""
+    """Results of all canaries."""
 
     settings: Settings
     pairs: Sequence[CanaryResult]
-    """Empty where the connector has no hand-over."""
+    """Results of pairs; empty if the connector has no handoff."""
     alone: Mapping[Backend, CanaryResult]
-    """By decoders, without those whose engines cannot be asked alone."""
+    """Results of decoders alone, without engines that require a prefiller."""
     lease_seconds: Callable[[Backend], float | None]
-    """How long a prefiller keeps KV that nobody fetches; None: the connector has no leases."""
+    """Returns the seconds for which a prefiller keeps unfetched KV cache; None if the connector has no leases."""
 
     @property
     def answered(self) -> list[CanaryResult]:
-        """The hand-overs that led to an answer."""
+        """Handoffs that produced an answer."""
         return [result for result in self.pairs if not result.problem]
 
     def alone_seconds(self, decoder: Backend) -> float | None:
-        """How long a decoder alone takes to its first token; None: not known."""
+        """Return the TTFT of a decoder alone, in seconds; None if unknown."""
         alone = self.alone.get(decoder)
         return None if alone is None or alone.problem else alone.first_token_seconds
 
 
 def check_pairs(canaries: Canaries) -> list[Finding]:
-    """What all checks of this group find. A pair of which none found anything is well."""
+    """Return the findings of all checks in this group, and one for each pair without problems."""
     found = [finding for check in PAIR_CHECKS for finding in check(canaries)]
     bad = {finding.subject for finding in found if finding.severity > Severity.NOTE}
     for result in canaries.answered:
@@ -73,7 +73,7 @@ def _well(result: CanaryResult, canaries: Canaries) -> Finding:
     kv = (
         "KV was fetched"
         if result.kv is HandoffVerdict.TRANSFERRED
-        else "answered, and the engines do not tell if KV was fetched"
+        else "answered; the engines do not report whether KV was fetched"
     )
     has_times = canaries.settings.connector_traits.has_prefill_first and result.first_token_seconds is not None
     took = f", {result.seconds:.2f} s"
@@ -94,17 +94,17 @@ def _is_compared(result: CanaryResult, canaries: Canaries) -> bool:
 
 
 def check_answers(canaries: Canaries) -> Iterator[Finding]:
-    """Each canary was answered."""
+    """Check that each canary was answered."""
     failed = [r for r in canaries.pairs if r.problem and not _is_decoders_own(r, canaries)]
-    # What broke while a decoder should have fetched may be either's fault; the rest is of who said so.
+    # Either engine may have caused a failed transfer. Other failures belong to the engine that reported them.
     of_engine = {r.blamed: r for r in failed if r.blamed is not None and not _may_be_of_pair(r)}
     for subject, result in _blamed([result for result in failed if _may_be_of_pair(result)], canaries):
         told = result.problem
         if result.blamed is not None:
             told = f"{result.blamed.role} {result.blamed.name} {result.problem}"
         hint = (
-            "does the decoder reach the address in the prefiller's kv_transfer_params (VLLM_NIXL_SIDE_CHANNEL_HOST and "
-            "_PORT), and do both run the same connector? Their logs have more"
+            "check that the decode instance reaches the address in the prefiller's kv_transfer_params "
+            "(VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT) and that both run the same connector; see their logs"
         )
         yield Finding(Severity.FAILURE, "handover", subject, f"KV handoff failed: {told}", hint)
     for backend, result in of_engine.items():
@@ -112,21 +112,25 @@ def check_answers(canaries: Canaries) -> Iterator[Finding]:
             what, _, hint = NO_KV_PARAMS.partition(": ")
             yield Finding(Severity.FAILURE, "no_kv_params", _of(backend), what, hint)
         else:
-            severity, hint = (Severity.WARNING, "it is busy: ask again") if result.is_busy else _FAILED
+            severity, hint = (
+                (Severity.WARNING, "the engine is busy: run the doctor again") if result.is_busy else _FAILED
+            )
             yield Finding(severity, "answer", _of(backend), f"canary request failed: the engine {result.problem}", hint)
 
 
 def check_alone(canaries: Canaries) -> Iterator[Finding]:
-    """Each decoder that can be asked alone answers."""
+    """Check that each decoder answers without a prefiller, if its engine supports that."""
     for decoder, result in canaries.alone.items():
         if result.problem:
-            severity, hint = (Severity.WARNING, "it is busy: ask again") if result.is_busy else _FAILED
+            severity, hint = (
+                (Severity.WARNING, "the engine is busy: run the doctor again") if result.is_busy else _FAILED
+            )
             words = f"canary request sent to this decode instance alone failed: the engine {result.problem}"
             yield Finding(severity, "answer", _of(decoder), words, hint)
 
 
 def check_fetched(canaries: Canaries) -> Iterator[Finding]:
-    """The decoder has fetched the KV cache, by its counters, its usage or the time."""
+    """Check by counters, usage or time that decoders load the KV cache."""
     hints = NOT_STORED if canaries.settings.connector_traits.is_store else NOT_FETCHED
     computed = [result for result in canaries.answered if result.kv is HandoffVerdict.COMPUTED]
     for subject, result in _blamed(computed, canaries):
@@ -136,7 +140,7 @@ def check_fetched(canaries: Canaries) -> Iterator[Finding]:
         if subject == _pair(result.prefiller, result.decoder):
             what, hint = (
                 "the decode instance recomputes the prompts of this prefill instance",
-                "does it reach the prefiller?",
+                "check that it reaches the prefill instance over the network",
             )
         elif subject == _ALL:
             what = "decode instances do not load KV from any prefill instance: they recompute every prompt"
@@ -155,7 +159,7 @@ def check_fetched(canaries: Canaries) -> Iterator[Finding]:
 
 
 def check_same_answers(canaries: Canaries) -> Iterator[Finding]:
-    """Answers are the decoder's own, or, where it cannot be asked alone, those of most pairs."""
+    """Check that answers equal that of the decoder alone or, if unavailable, those of most pairs."""
     differing: list[CanaryResult] = []
     drifting: list[CanaryResult] = []
     for result in canaries.answered:
@@ -171,35 +175,35 @@ def check_same_answers(canaries: Canaries) -> Iterator[Finding]:
     if not canaries.pairs:
         differing = [alone for alone in canaries.alone.values() if _is_odd(alone, canaries)]
         for result in differing:
-            words = "its answer to a greedy prompt is another than that of most others"
+            words = "its answer to a greedy prompt differs from that of most instances"
             hint = "compare model, revision, quantization and versions"
             yield Finding(Severity.WARNING, "corrupt", _of(result.decoder), words, hint)
         return
     for subject, _ in _blamed(differing, canaries):
-        words = "the answer after a hand-over is another than without one: the KV cache arrives damaged"
+        words = "the answer after a KV handoff differs from the answer without one: the KV cache arrives damaged"
         hint = (
-            "take it out of service; compare model, revision, quantization, --kv-cache-dtype, block size, tensor "
+            "remove it from service; compare model, revision, quantization, --kv-cache-dtype, block size, tensor "
             "parallel size and versions of both engines"
         )
         yield Finding(Severity.FAILURE, "corrupt", subject, words, hint)
     for subject, _ in _blamed(drifting, canaries):
-        words = "the answer after a hand-over begins as without one, and then goes another way"
-        hint = "different kernels or parallel sizes can do that; if not, compare versions and --kv-cache-dtype"
+        words = "the answer after a KV handoff begins like the answer without one and then diverges"
+        hint = "different kernels or parallel sizes can cause this; otherwise compare versions and --kv-cache-dtype"
         yield Finding(Severity.WARNING, "corrupt", subject, words, hint)
 
 
 def check_same_tokens(canaries: Canaries) -> Iterator[Finding]:
-    """Both engines make the same tokens of a prompt."""
+    """Check that both engines count the same number of prompt tokens."""
     for result in canaries.answered:
         one, other = result.prompt_tokens, result.decoder_prompt_tokens
         if result.prefiller is not None and one is not None and other is not None and one != other:
-            words = f"the prefiller makes {one} tokens of a prompt, and the decoder {other}"
-            hint = "give both the same --tokenizer, --tokenizer-mode and model revision"
+            words = f"the prefill instance counts {one} prompt tokens, but the decode instance counts {other}"
+            hint = "start both with the same --tokenizer, --tokenizer-mode and model revision"
             yield Finding(Severity.FAILURE, "tokenizer", _pair(result.prefiller, result.decoder), words, hint)
 
 
 def check_deadline(canaries: Canaries) -> Iterator[Finding]:
-    """A hand-over takes much less time than it may, and than the prefiller keeps the KV cache."""
+    """Check that a handoff is much faster than its time limit and the lease of the KV cache."""
     if not canaries.settings.connector_traits.has_prefill_first:
         return
     for result in canaries.answered:
@@ -209,14 +213,14 @@ def check_deadline(canaries: Canaries) -> Iterator[Finding]:
         lease = canaries.lease_seconds(prefiller)
         deadline = min(canaries.settings.timeouts.handoff_seconds, lease / 2 if lease else float("inf"))
         if seconds > _LATE_SHARE * deadline:
-            words = f"a hand-over takes {seconds:.2f} s of the {deadline:g} s that it may take"
-            hint = "with longer prompts or more load hand-overs fail: raise timeouts.handoff_seconds"
+            words = f"a KV handoff takes {seconds:.2f} s of the allowed {deadline:g} s"
+            hint = "with longer prompts or more load KV handoffs will fail: raise timeouts.handoff_seconds"
             if lease:
                 hint += f"; the prefiller keeps KV for {lease:g} s, and half of that is the limit"
             yield Finding(Severity.WARNING, "slow", _pair(prefiller, result.decoder), words, hint)
         elif (alone := canaries.alone_seconds(result.decoder)) and seconds > max(_LEAST_SLOW_SECONDS, alone):
-            words = f"to fetch the KV cache takes {seconds:.2f} s, and to compute it {alone:.2f} s"
-            hint = "is the transfer going over TCP instead of RDMA (UCX_TLS, UCX_NET_DEVICES, Mooncake's protocol)?"
+            words = f"loading the KV cache takes {seconds:.2f} s, but computing it takes only {alone:.2f} s"
+            hint = "check whether the transfer uses TCP instead of RDMA (UCX_TLS, UCX_NET_DEVICES, Mooncake's protocol)"
             yield Finding(Severity.WARNING, "slow", _pair(prefiller, result.decoder), words, hint)
 
 
@@ -230,11 +234,11 @@ PAIR_CHECKS: Final[tuple[Callable[[Canaries], Iterable[Finding]], ...]] = (
 )
 
 
-# How
+# Helpers
 
 
 def _blamed(bad: Sequence[CanaryResult], canaries: Canaries) -> Iterator[tuple[str, CanaryResult]]:
-    """Who is to blame, with a bad result for each: all pairs, an instance all of whose pairs are bad, or a pair."""
+    """Yield each culprit and one of its results: all pairs, an instance whose pairs all failed, or a pair."""
     by_pair = {(result.prefiller, result.decoder): result for result in bad if result.prefiller is not None}
     prefillers = dict.fromkeys(result.prefiller for result in canaries.pairs if result.prefiller is not None)
     decoders = dict.fromkeys(result.decoder for result in canaries.pairs)
@@ -249,7 +253,7 @@ def _blamed(bad: Sequence[CanaryResult], canaries: Canaries) -> Iterator[tuple[s
 
 
 def _expected(result: CanaryResult, canaries: Canaries) -> tuple[int, ...] | str | None:
-    """What the answer should be; None: nobody knows."""
+    """Return the expected answer; None if unknown."""
     alone = canaries.alone.get(result.decoder)
     if alone is not None:
         return None if alone.problem else alone.answer
@@ -263,7 +267,7 @@ def _is_odd(alone: CanaryResult, canaries: Canaries) -> bool:
 
 
 def _majority(results: Sequence[CanaryResult]) -> tuple[int, ...] | str | None:
-    """The answer of more than half of them; None: there is none."""
+    """Return the answer of more than half of the results; None if there is no majority."""
     (answer, votes), *_ = Counter(result.answer for result in results).most_common(1) or [("", 0)]
     return answer if votes > len(results) / 2 else None
 
@@ -275,7 +279,7 @@ def _seems_computed(result: CanaryResult, canaries: Canaries) -> bool:
 
 
 def _is_decoders_own(result: CanaryResult, canaries: Canaries) -> bool:
-    """The decoder does not answer alone, either."""
+    """Return whether the decoder also fails without a prefiller."""
     alone = canaries.alone.get(result.decoder)
     return result.blamed == result.decoder and alone is not None and bool(alone.problem)
 

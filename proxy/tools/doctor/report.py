@@ -1,4 +1,4 @@
-"""Findings as a table for people and as JSON for programs."""
+"""Reports of findings: a table for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 _MARKS: Final = {Severity.OK: "✓", Severity.NOTE: "·", Severity.WARNING: "!", Severity.FAILURE: "✗"}
 _COLOURS: Final = {Severity.OK: "32", Severity.NOTE: "2", Severity.WARNING: "33", Severity.FAILURE: "31;1"}
 _LEAST_WORDS: Final = 40
-# More pairs that are well than this are told in one line.
+# Above this number, pairs without problems are summarized in one line.
 _MANY: Final = 8
 
 
 def as_table(findings: Sequence[Finding], width: int, *, coloured: bool) -> str:
-    """A line for each finding, what is worst last, where a terminal shows it. `width` in characters."""
+    """Return a table of findings, worst last, so that it stays visible. `width`: in characters."""
     shown = sorted(_gathered(findings), key=lambda finding: finding.severity)
     subjects = min(44, max((len(finding.subject) for finding in shown), default=0))
     lines = [line for finding in shown for line in _lines(finding, subjects, width, coloured=coloured)]
@@ -29,7 +29,7 @@ def as_table(findings: Sequence[Finding], width: int, *, coloured: bool) -> str:
 
 
 def as_json(findings: Sequence[Finding]) -> bytes:
-    """One object: the exit code, and every finding."""
+    """Return a JSON object with the exit code and all findings."""
     told = [
         {
             "severity": finding.severity.word,
@@ -57,20 +57,20 @@ def _lines(finding: Finding, subjects: int, width: int, *, coloured: bool) -> It
 
 
 def _harmless(text: str) -> str:
-    """Without what moves a terminal's cursor: engines say what their models are called."""
+    """Replace control characters: model names come from engines and could move the cursor."""
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 def _gathered(findings: Sequence[Finding]) -> list[Finding]:
-    """Those that say that a pair is well are one, if they are many."""
+    """Summarize pairs without problems in one finding if there are many."""
     many = [finding for finding in findings if finding.check == "kv" and finding.severity is Severity.OK]
     if len(many) <= _MANY:
         return list(findings)
     rest = [finding for finding in findings if finding not in many]
-    return [*rest, Finding(Severity.OK, "kv", f"{len(many)} pairs", "KV was fetched, and the answers are right")]
+    return [*rest, Finding(Severity.OK, "kv", f"{len(many)} pairs", "KV was fetched, and the answers are correct")]
 
 
 def _summary(findings: Sequence[Finding]) -> str:
     counts = {s: sum(finding.severity is s for finding in findings) for s in (Severity.FAILURE, Severity.WARNING)}
     told = [counted(count, severity.word) for severity, count in counts.items() if count]
-    return " and ".join(told) or "all is well"
+    return " and ".join(told) or "no problems found"

@@ -1,4 +1,4 @@
-"""What engines have told, for the checks."""
+"""Data about engines, as input of the checks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from proxy.settings import Settings
 
 IDLE_SECONDS: Final = 2.2
-"""A little longer than the gateway keeps an idle connection to an engine."""
+"""Slightly longer than the gateway keeps an idle connection to an engine, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Examined:
-    """What one engine has told. A text in place of something else is why that is not known."""
+    """Data about one engine. A text in place of another type is the reason why the value is unknown."""
 
     backend: Backend
     addresses: tuple[str, ...] = ()
@@ -29,30 +29,30 @@ class Examined:
     connects: dict[str, float | str] = field(default_factory=dict)
     """By address: seconds to connect, or the problem."""
     health: int | str = ""
-    """The status of its health route, or the problem; empty: not asked."""
+    """Status of its health route, or the problem; empty if not queried."""
     version: str | None = None
-    """As it writes it."""
+    """Version as the engine reports it."""
     models: int | str = ""
-    """The status of /v1/models, or the problem; empty: not asked."""
+    """Status of /v1/models, or the problem; empty if not queried."""
     facts: EngineFacts = field(default_factory=EngineFacts)
     ahead_seconds: float | None = None
-    """How far its clock is ahead of ours; None: it tells no time."""
+    """Seconds by which its clock is ahead of this host; None if unknown."""
     keeps_alive: bool | None = None
     """Whether a connection can be used again after IDLE_SECONDS; None: not known."""
     has_metrics: bool = False
     counts_prompts: bool = False
-    """Its /metrics tell where its prompts' KV came from."""
+    """Whether its /metrics count the origin of KV cache."""
     bootstrap: str = ""
-    """Why its bootstrap server, if decoders need one, is not there; empty: there is one, or none is needed."""
+    """Why its bootstrap server is unreachable; empty if it is reachable or not needed."""
 
     @property
     def subject(self) -> str:
-        """As findings call it."""
+        """Name in findings."""
         return f"{self.backend.role} {self.backend.name}"
 
     @property
     def serves(self) -> frozenset[str]:
-        """Its models without adapters, as whoever named it says, or else as it tells; empty: it does not."""
+        """Models without adapters, from the configuration or else as the engine reports; empty if unknown."""
         return frozenset(self.backend.models) or self.facts.identity.models
 
     @property
@@ -61,24 +61,24 @@ class Examined:
         return any(isinstance(told, float) for told in self.connects.values())
 
     @property
-    def is_well(self) -> bool:
+    def is_healthy(self) -> bool:
         """Whether it passes its health check."""
         return self.health == 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """All engines, and the settings that they are to suit. `settings.connector` may still be `auto`."""
+    """All engines, and the settings to check them against. `settings.connector` may still be `auto`."""
 
     settings: Settings
     keys: EngineKeys
     engines: Sequence[Examined]
 
     def of(self, role: Role) -> list[Examined]:
-        """Those of one role."""
+        """Return the engines of one role."""
         return [engine for engine in self.engines if engine.backend.role is role]
 
     @property
     def told(self) -> list[Examined]:
-        """Those that say what they are, encoders aside, which serve other models' parts."""
+        """Engines that list their models, without encoders, which serve parts of other models."""
         return [engine for engine in self.engines if engine.models == 200 and engine.backend.role is not Role.ENCODE]
