@@ -1,1 +1,4 @@
-"""Grafana's dashboards, one module each. `grafana` defines the model, and `scripts/dashboards` writes the files."""
+"""Grafana's dashboards, one module each; `grafana` defines the elements and their JSON.
+
+`scripts/dashboards` writes them into `configs/grafana/`, and a test fails while those are stale.
+"""

@@ -1,4 +1,4 @@
-"""How well requests are spread over the instances, and who waits."""
+"""Distribution of requests over the instances, and the queue."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from lab.dashboards.promql import (
 def _reasons(role: str) -> Panel:
     return Panel(
         title=f"Why: {role}",
-        description=f"Choices of an instance of role {role}, per second, by reason (pdproxy_choices_total), such as "
-        "the prompt in its cache, being soonest done, being one of several equal ones, or the only candidate.",
+        description=f"Selections of an instance of role {role} per second, by reason "
+        "(pdproxy_choices_total). Examples: the prefix is cached, lowest predicted time, "
+        "rotation between equal candidates, only candidate.",
         unit="ops",
         width=12,
         stacked=True,
@@ -42,9 +43,9 @@ PREDICTIONS: Final = Row(
         _reasons("decode"),
         Panel(
             title="Prefills: taken over predicted",
-            description="What prefills took over what was predicted when their prefillers were chosen "
-            "(pdproxy_prefill_prediction_ratio). 1 is right; steadily elsewhere, prefillers do something else besides, "
-            "or their speed changes.",
+            description="Actual prefill time divided by the predicted time "
+            "(pdproxy_prefill_prediction_ratio). Ideal value: 1. A persistent deviation means "
+            "that the prefill speed changed or that the instances serve other traffic.",
             unit="none",
             decimals=2,
             queries=percentiles("pdproxy_prefill_prediction_ratio"),
@@ -52,17 +53,18 @@ PREDICTIONS: Final = Row(
         ),
         Panel(
             title="Cached tokens: predicted and found",
-            description="Prompt tokens per second that prefillers were thought to have cached, and those that they "
-            "had, as far as they tell (pdproxy_prefill_hit_tokens_total). Far fewer found than predicted: caches are "
-            "smaller than thought, or switched off.",
+            description="Prompt tokens per second that were predicted to be cached, and that prefillers "
+            "reported as cached (pdproxy_prefill_hit_tokens_total). If far fewer are found than "
+            "predicted, caches are smaller than assumed or disabled.",
             unit="short",
             queries=[Query(rate("pdproxy_prefill_hit_tokens_total", by="kind"), "{{kind}}")],
             runbook="how-it-chooses",
         ),
         Panel(
             title="What requests wait for",
-            description="Requests that had to wait, per second, by what for (pdproxy_queue_waits_total): room at an "
-            "instance of a role, a better prefiller than those with room, or others before them.",
+            description="Requests that had to wait, per second, by cause (pdproxy_queue_waits_total): no "
+            "capacity at an instance of a role, a better prefiller without capacity, or other "
+            "queued requests.",
             unit="ops",
             stacked=True,
             queries=[Query(rate("pdproxy_queue_waits_total", by="reason"), "{{reason}}")],
@@ -70,8 +72,8 @@ PREDICTIONS: Final = Row(
         ),
         Panel(
             title="Knees of decoders",
-            description="Answers at a time beyond which a decoder was seen to make fewer tokens a second, so that it "
-            "gets no more (pdproxy_instance_knee).",
+            description="Saturation point: number of concurrent answers beyond which a decoder produces fewer "
+            "tokens per second (pdproxy_instance_knee). pdproxy sends no more than this.",
             unit="none",
             queries=[Query(f'{_KNEES} or label_replace(vector(0), "address", "none seen", "", "")', "{{address}}")],
             runbook="how-it-chooses",
@@ -97,23 +99,24 @@ _QUEUE: Final = Row(
     [
         Panel(
             title="Waiting",
-            description="Requests that wait for an instance with room (pdproxy_queued_requests). "
-            "`admission.max_waiting` bounds each worker's.",
+            description="Requests in the queue (pdproxy_queued_requests). The limit of each worker is "
+            "`admission.max_waiting`.",
             unit="none",
             queries=[Query(gauge("pdproxy_queued_requests", by="instance"), "{{instance}}")],
             runbook="overload",
         ),
         Panel(
             title="How long they waited",
-            description="Time in the queue, of those that had to wait (pdproxy_queue_seconds).",
+            description="Time in the queue of the requests that had to wait (pdproxy_queue_seconds).",
             unit="s",
             queries=percentiles("pdproxy_queue_seconds"),
             runbook="overload",
         ),
         Panel(
             title="How many had to wait",
-            description="Share of generation requests that waited at all (pdproxy_queue_seconds over "
-            "pdproxy_requests_total). Near 1 the fleet is full: add instances of the role that is.",
+            description="Share of generation requests that waited (pdproxy_queue_seconds over "
+            "pdproxy_requests_total). Near 1 the fleet is saturated: add instances of the "
+            "saturated role.",
             unit="percentunit",
             queries=[
                 Query(share(rate("pdproxy_queue_seconds_count"), rate("pdproxy_requests_total", GENERATES)), "waited")
@@ -122,7 +125,7 @@ _QUEUE: Final = Row(
         ),
         Panel(
             title="Waiting, how many how long",
-            description="Requests that had to wait, by the time they did (pdproxy_queue_seconds).",
+            description="Distribution of the time in the queue (pdproxy_queue_seconds).",
             kind="heatmap",
             unit="s",
             width=12,
@@ -131,9 +134,9 @@ _QUEUE: Final = Row(
         ),
         Panel(
             title="Refused for lack of room",
-            description="Requests per second that were 503 because the queue was full, the wait too long, or "
-            "connections, buffers or memory were used up; and 429 for limits of a client's key "
-            "(pdproxy_rejected_total).",
+            description="Requests per second that were rejected with 503 because the queue was full, the wait "
+            "too long, or connections, buffers or memory exhausted, and with 429 because of the "
+            "limits of a client key (pdproxy_rejected_total).",
             unit="reqps",
             width=12,
             queries=[
@@ -157,9 +160,10 @@ def _share_of_each(role: str) -> Panel:
     all_picks = rate("pdproxy_instance_requests_total", f'role="{role}",address=~"$address"')
     return Panel(
         title=f"Share of each instance: {role}",
-        description=f"Of the requests that instances of role {role} were sent (pdproxy_instance_requests_total). "
-        "Under `least_tokens` those with longer prompts or answers get fewer; under `least_load` those "
-        "with the cache get more.",
+        description=f"Share of each instance in the requests of role {role} "
+        "(pdproxy_instance_requests_total). Under `least_tokens`, instances with longer "
+        "prompts or answers get fewer requests. Under `least_load`, instances with the cached "
+        "prefix get more.",
         unit="percentunit",
         highest=1,
         stacked=True,
@@ -176,9 +180,9 @@ _CHOICE: Final = Row(
         Panel(
             width=8,
             title="Uneven: requests in flight",
-            description="Standard deviation over mean of the requests in flight among the instances of a role that "
-            "are up (pdproxy_instance_inflight): 0 is even, 1 is one of two with everything. Few "
-            "requests are never even.",
+            description="Standard deviation divided by the mean of the requests in flight at the healthy "
+            "instances of a role (pdproxy_instance_inflight). 0: even. 1: one of two instances "
+            "has all requests. With few requests, the distribution is always uneven.",
             unit="none",
             decimals=2,
             queries=[Query(_spread("pdproxy_instance_inflight"), "{{role}}")],
@@ -187,8 +191,8 @@ _CHOICE: Final = Row(
         Panel(
             width=8,
             title="Uneven: estimated load",
-            description="The same of the tokens being worked on and held as KV cache (pdproxy_instance_load_tokens), "
-            "which is what `least_tokens` levels.",
+            description="Standard deviation divided by the mean of the estimated tokens in computation and in "
+            "the KV cache (pdproxy_instance_load_tokens). `least_tokens` keeps this low.",
             unit="none",
             decimals=2,
             queries=[Query(_spread("pdproxy_instance_load_tokens"), "{{role}}")],
@@ -197,8 +201,8 @@ _CHOICE: Final = Row(
         Panel(
             width=8,
             title="Found in the prefix cache",
-            description="Share of prompt tokens that engines found in their cache (pdproxy_tokens_total): what a "
-            "choice by `least_load` is to raise.",
+            description="Share of prompt tokens that engines found in their prefix cache "
+            "(pdproxy_tokens_total). `least_load` increases it.",
             unit="percentunit",
             highest=1,
             queries=[
@@ -211,7 +215,7 @@ _CHOICE: Final = Row(
         ),
         Panel(
             title="Eligible instances",
-            description="Instances that are up, by role (pdproxy_instance_up): what there is to choose from.",
+            description="Healthy instances by role (pdproxy_instance_up).",
             unit="none",
             queries=[
                 Query(
@@ -223,8 +227,8 @@ _CHOICE: Final = Row(
         ),
         Panel(
             title="Second choices",
-            description="Requests that were sent to another instance after a failure, per second, by role "
-            "(pdproxy_retries_total), beside all that were sent (pdproxy_instance_requests_total).",
+            description="Retries per second, by role (pdproxy_retries_total), and all requests sent to "
+            "instances (pdproxy_instance_requests_total).",
             unit="reqps",
             queries=[
                 Query(rate("pdproxy_retries_total", by="stage"), "{{stage}} again"),
@@ -239,7 +243,7 @@ _CHOICE: Final = Row(
 CHOOSING: Final = Dashboard(
     name="choosing",
     title="pdproxy / Choosing and queue",
-    description="How well requests are spread over the instances, and who waits.",
+    description="Distribution of requests over the instances, and the queue.",
     variables=[JOB, GATEWAYS, ROLE, ADDRESS],
     rows=[_QUEUE, _CHOICE, PREDICTIONS],
 )

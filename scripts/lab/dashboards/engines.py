@@ -52,18 +52,18 @@ _LOAD: Final = Row(
         ),
         Panel(
             title="Waiting in engines",
-            description="Requests that wait inside each engine (vllm:num_requests_waiting, sglang:num_queue_reqs). "
-            "If they do so for long, tell the gateway the engines' limits "
-            "(admission.max_running_prefill, _decode), so that requests wait where there is still a "
-            "choice.",
+            description="Requests in the queue of each engine (vllm:num_requests_waiting, "
+            "sglang:num_queue_reqs). If engines queue requests for a long time, set "
+            "admission.max_running_prefill and max_running_decode to their limits. The gateway "
+            "can still choose another instance for requests in its own queue.",
             unit="none",
             queries=[Query(_WAITING, _EACH)],
             runbook="overload",
         ),
         Panel(
             title="KV cache in use",
-            description="Share of each engine's KV cache (vllm:kv_cache_usage_perc, sglang:token_usage). Near 1 "
-            "decoders preempt, or ask the gateway for another prefill.",
+            description="Used share of each engine's KV cache (vllm:kv_cache_usage_perc, sglang:token_usage). "
+            "Near 1, decoders preempt requests or ask for recomputation.",
             unit="percentunit",
             highest=1,
             queries=[Query(_KV_USED, _EACH)],
@@ -71,10 +71,10 @@ _LOAD: Final = Row(
         ),
         Panel(
             title="The gateway's count less the engine's",
-            description="Requests in flight as the gateway counts them (pdproxy_instance_inflight) less those that "
-            "the engine has, running or waiting. Near 0 the gateway knows its engines; steadily below, "
-            "somebody else uses them; steadily above, requests are on the network or in the engine's "
-            "front.",
+            description="Requests in flight as counted by the gateway (pdproxy_instance_inflight) minus the "
+            "running and waiting requests of the engine. Near 0: both agree. Persistently below "
+            "0: the engine serves other clients. Persistently above 0: requests are in transit or "
+            "in the engine's frontend.",
             unit="none",
             width=12,
             lowest=None,
@@ -82,8 +82,8 @@ _LOAD: Final = Row(
         ),
         Panel(
             title="Engines that Prometheus reaches",
-            description="1: its metrics are scraped (up). An instance that the gateway calls up and Prometheus does "
-            "not reach has no metrics route, or another network.",
+            description="1 if Prometheus scrapes the engine (up). If the gateway reports an instance as up "
+            "and Prometheus does not, its metrics route is disabled or not reachable.",
             unit="none",
             width=12,
             highest=1,
@@ -97,8 +97,8 @@ _WORK: Final = Row(
     [
         Panel(
             title="Prompt tokens",
-            description="Prompt tokens per second that each engine took in (vllm:prompt_tokens_total, "
-            "sglang:prompt_tokens_total). Decoders count what they were handed, too.",
+            description="Prompt tokens processed per second by each engine (vllm:prompt_tokens_total, "
+            "sglang:prompt_tokens_total). Decoders also count prompts whose KV cache they loaded.",
             unit="short",
             queries=[Query(f"{_rate('vllm:prompt_tokens_total')} or {_rate('sglang:prompt_tokens_total')}", _EACH)],
         ),
@@ -111,9 +111,9 @@ _WORK: Final = Row(
         ),
         Panel(
             title="Where prompts' KV came from (vLLM)",
-            description="Prompt tokens per second that were computed there, found in its cache, or fetched from a "
-            "prefiller (vllm:prompt_tokens_by_source_total). Decoders that compute are PD that is not "
-            "PD.",
+            description="Prompt tokens per second that were computed, found in the cache, or loaded from a "
+            "prefiller (vllm:prompt_tokens_by_source_total). Decode instances should load KV, not "
+            "compute it. A high computed share means that the handoff is broken.",
             unit="short",
             queries=[
                 Query(_rate("vllm:prompt_tokens_by_source_total", by="instance, source"), "{{instance}} {{source}}")
@@ -135,15 +135,15 @@ _WORK: Final = Row(
         ),
         Panel(
             title="Preemptions (vLLM)",
-            description="Requests per second that lost their KV cache to others (vllm:num_preemptions_total): too "
-            "little memory for what is running.",
+            description="Preempted requests per second (vllm:num_preemptions_total). The KV cache is too "
+            "small for the running requests.",
             unit="ops",
             queries=[Query(_rate("vllm:num_preemptions_total"), _EACH)],
         ),
         Panel(
             title="First token, p95: gateway and engines (vLLM)",
-            description="The whole way as clients see it (pdproxy_time_to_first_token_seconds) beside what each "
-            "engine says of its part (vllm:time_to_first_token_seconds).",
+            description="Time to first token as seen by clients (pdproxy_time_to_first_token_seconds), and as "
+            "reported by each engine (vllm:time_to_first_token_seconds).",
             unit="s",
             queries=[
                 Query(quantile(0.95, "pdproxy_time_to_first_token_seconds"), "gateway"),
@@ -156,7 +156,7 @@ _WORK: Final = Row(
 ENGINES: Final = Dashboard(
     name="engines",
     title="pdproxy / Engines beside the gateway",
-    description="The engines' own metrics, of vLLM and SGLang, beside what the gateway believes of them.",
+    description="Metrics of vLLM and SGLang next to the gateway's view of the engines.",
     variables=[JOB, GATEWAYS, _JOB, _ENGINE],
     rows=[_LOAD, _WORK],
 )

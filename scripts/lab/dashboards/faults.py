@@ -1,4 +1,4 @@
-"""What went wrong, what of it clients saw, and what was saved."""
+"""Dashboard of failures, their effect on clients, and recovered answers."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _CLIENTS: Final = Row(
         ),
         Panel(
             title="Broken answers",
-            description="Answers that ended early although their status had been sent, per second, by who ended them "
-            "and why (pdproxy_streams_broken_total). `client left` is normal.",
+            description="Answers that ended early after their status had been sent, per second, by side and "
+            "reason (pdproxy_streams_broken_total). `client left` is normal.",
             unit="reqps",
             stacked=True,
             queries=[Query(rate("pdproxy_streams_broken_total", by="side, reason"), "{{side}} {{reason}}")],
@@ -49,9 +49,8 @@ _SAVED: Final = Row(
     [
         Panel(
             title="Answers continued, by cause",
-            description="Answers that lost their decoder and went on elsewhere, per second, by its failure "
-            "(pdproxy_resumes_total). `recomputed`: decoders run out of KV memory; give them less, or "
-            "more memory.",
+            description="Answers that lost their decoder and continued on another instance, per second, by "
+            "cause (pdproxy_resumes_total). `recomputed`: decoders run out of KV cache.",
             unit="ops",
             stacked=True,
             queries=[Query(rate("pdproxy_resumes_total", by="cause") + " > 0", "{{cause}}")],
@@ -67,7 +66,7 @@ _SAVED: Final = Row(
         ),
         Panel(
             title="Saved and lost",
-            description="Answers that were continued, and those that had begun and could not be "
+            description="Answers that continued after a failure, and answers that could not be continued "
             "(pdproxy_resumes_total, pdproxy_resume_failures_total).",
             unit="ops",
             queries=[Query(_RESUMES, "continued"), Query(_NOT_RESUMED, "lost")],
@@ -75,16 +74,15 @@ _SAVED: Final = Row(
         ),
         Panel(
             title="Prefilled again",
-            description="Tokens per second that were prefilled once more to continue answers "
-            "(pdproxy_resumed_tokens_total): what saving them cost.",
+            description="Tokens per second that were prefilled again to continue answers "
+            "(pdproxy_resumed_tokens_total).",
             unit="short",
             queries=[Query(rate("pdproxy_resumed_tokens_total"), "tokens")],
             runbook="when-a-decoder-is-lost",
         ),
         Panel(
             title="Sent again, by failure",
-            description="Requests that were sent to another engine, per second, by role and by the failure before "
-            "(pdproxy_retries_total).",
+            description="Retries per second, by role and by cause (pdproxy_retries_total).",
             unit="ops",
             width=12,
             stacked=True,
@@ -93,9 +91,9 @@ _SAVED: Final = Row(
         ),
         Panel(
             title="Not sent again",
-            description="Requests that failed because the retry budget had no place in time "
-            "(pdproxy_retry_budget_exhausted_total), and requests that were stopped because engines went "
-            "down under them (pdproxy_suspect_requests_total), per second.",
+            description="Requests per second that failed because the retry budget was exhausted "
+            "(pdproxy_retry_budget_exhausted_total) or that were stopped because engines went "
+            "down while serving them (pdproxy_suspect_requests_total).",
             unit="ops",
             width=12,
             queries=[
@@ -113,8 +111,7 @@ _CAUSES: Final = Row(
     [
         Panel(
             title="Ejections",
-            description="Instances that were taken out because of their requests, per second, by cause "
-            "(pdproxy_instance_ejected_total).",
+            description="Ejections of instances per second, by cause (pdproxy_instance_ejected_total).",
             unit="ops",
             stacked=True,
             queries=[Query(rate("pdproxy_instance_ejected_total", by="role, reason"), "{{role}} {{reason}}")],
@@ -122,8 +119,8 @@ _CAUSES: Final = Row(
         ),
         Panel(
             title="Odd engines",
-            description="Failed look-ups of instances' names, and events of engines' streams that cannot be "
-            "read, per second (pdproxy_dns_errors_total, pdproxy_sse_bad_events_total).",
+            description="Failed look-ups of instance names, and invalid events in engine streams, per second "
+            "(pdproxy_dns_errors_total, pdproxy_sse_bad_events_total).",
             unit="ops",
             queries=[
                 Query(rate("pdproxy_dns_errors_total"), "name look-ups"),
@@ -133,8 +130,9 @@ _CAUSES: Final = Row(
         ),
         Panel(
             title="Odd clients",
-            description="Requests that were not valid HTTP (pdproxy_http_parse_errors_total), and answers that "
-            "clients left or did not read, per second (pdproxy_streams_broken_total).",
+            description="Requests that were not valid HTTP (pdproxy_http_parse_errors_total), and answers "
+            "whose client disconnected or stopped reading, per second "
+            "(pdproxy_streams_broken_total).",
             unit="ops",
             queries=[
                 Query(rate("pdproxy_http_parse_errors_total"), "malformed"),
@@ -144,8 +142,8 @@ _CAUSES: Final = Row(
         ),
         Panel(
             title="Canaries",
-            description="Test prompts of the gateway's own, per second, by what they have shown "
-            "(pdproxy_canaries_total); none without `doctor.every_seconds`.",
+            description="Canary prompts per second, by result (pdproxy_canaries_total). Enabled by "
+            "`doctor.every_seconds`.",
             unit="ops",
             stacked=True,
             queries=[Query(rate("pdproxy_canaries_total", by="result"), "{{result}}")],
@@ -153,7 +151,7 @@ _CAUSES: Final = Row(
         ),
         Panel(
             title="Workers replaced",
-            description="Workers that died or stood still and were replaced, per hour "
+            description="Workers per hour that were replaced because they exited or were blocked "
             "(pdproxy_worker_replacements_total).",
             unit="none",
             queries=[
@@ -163,8 +161,9 @@ _CAUSES: Final = Row(
         ),
         Panel(
             title="Configuration",
-            description="Age of the configuration in use (pdproxy_config_last_reload_success_timestamp_seconds). "
-            "Reloads that were refused are in the log.",
+            description="Age of the configuration in use "
+            "(pdproxy_config_last_reload_success_timestamp_seconds). Rejected reloads are in the "
+            "log.",
             unit="s",
             queries=[
                 Query(
@@ -177,8 +176,8 @@ _CAUSES: Final = Row(
         ),
         Panel(
             title="Log lines not written",
-            description="Lines per second that were dropped because the log is not read in time, and those left out "
-            "because too many of a kind came at once (pdproxy_log_lines_dropped_total, "
+            description="Log lines per second that were dropped because the log consumer cannot keep up, or "
+            "left out because of the rate limit (pdproxy_log_lines_dropped_total, "
             "pdproxy_log_lines_suppressed_total).",
             unit="ops",
             queries=[
@@ -189,8 +188,8 @@ _CAUSES: Final = Row(
         ),
         Panel(
             title="Measures against overload",
-            description="What is done for lack of memory (pdproxy_overload_state): 0 nothing, 1 connections are "
-            "closed after each answer, 2 new requests are refused.",
+            description="Measures against memory shortage (pdproxy_overload_state). 0: none. 1: connections "
+            "are closed after each answer. 2: new requests are rejected.",
             kind="state-timeline",
             unit="none",
             lowest=None,
@@ -205,7 +204,7 @@ _CAUSES: Final = Row(
 FAULTS: Final = Dashboard(
     name="faults",
     title="pdproxy / Resume and faults",
-    description="What went wrong, what of it clients saw, and what was saved.",
+    description="Failures, their effect on clients, and recovered answers.",
     variables=[JOB, GATEWAYS],
     rows=[_CLIENTS, _SAVED, _CAUSES],
 )

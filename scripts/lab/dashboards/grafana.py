@@ -1,4 +1,4 @@
-"""The parts of a dashboard, and the JSON that Grafana 11 and 12 import.
+"""Elements of a dashboard, and the JSON that Grafana 11 and 12 import.
 
 No part depends on an installation: the data source is a variable, and dashboards have no `uid` and are linked by their
 tag.
@@ -162,7 +162,7 @@ def _laid_out(rows: Sequence[Row]) -> list[dict[str, Any]]:
         made.append(head)
         top += 1
         left = line = 0
-        # Panels of a collapsed row are part of it, and others follow it.
+        # The panels of a folded row are inside it; the panels of an open row follow it.
         inside: list[dict[str, Any]] = head["panels"] if row.is_folded else made  # type: ignore[assignment]
         for panel in row.panels:
             width, height = panel.width or row.width, panel.height or row.height

@@ -1,4 +1,4 @@
-"""State, traffic, load and failures of each instance."""
+"""Dashboard of the instances: state, traffic, load and failures of each."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _STATE: Final = Row(
     [
         Panel(
             title="State",
-            description="What health checks and requests say (pdproxy_instance_state). Down: health checks fail. "
-            "Ejected: requests failed although health checks pass. On probation: one request is tried. "
-            "Each gateway and worker judges for itself; this is one worker's view.",
+            description="Health of each instance (pdproxy_instance_state). Down: health checks fail. Ejected: "
+            "requests fail although health checks succeed. On probation: one trial request is "
+            "sent. This is the view of one worker; workers and gateways decide independently.",
             kind="state-timeline",
             unit="none",
             lowest=None,
@@ -46,9 +46,9 @@ _STATE: Final = Row(
         ),
         Panel(
             title="Now",
-            description="All instances at a glance: up (pdproxy_instance_up), requests in flight there, finished "
-            "requests per second, share of them that failed, estimated tokens being worked on and held "
-            "as KV cache, failures since the last success.",
+            description="All instances: up (pdproxy_instance_up), requests in flight, finished requests per "
+            "second, share of failed requests, estimated tokens in computation and in the KV "
+            "cache, failures since the last success.",
             kind="table",
             unit="short",
             lowest=None,
@@ -77,28 +77,28 @@ _TRAFFIC: Final = Row(
     [
         Panel(
             title="Requests",
-            description="Requests sent to each instance that ended, per second (pdproxy_instance_requests_total).",
+            description="Finished requests of each instance per second (pdproxy_instance_requests_total).",
             unit="reqps",
             queries=[Query(_requests(), _LEGEND)],
         ),
         Panel(
             title="In flight",
-            description="Requests that each instance works on (pdproxy_instance_inflight), of all gateways.",
+            description="Requests in flight at each instance, from all gateways (pdproxy_instance_inflight).",
             unit="none",
             queries=[Query(_gauge("pdproxy_instance_inflight"), _LEGEND)],
         ),
         Panel(
             title="Load: computing",
-            description="Estimated tokens that each instance is working on (pdproxy_instance_load_tokens): what "
-            "`least_tokens` levels among prefillers.",
+            description="Estimated tokens in computation at each instance (pdproxy_instance_load_tokens). "
+            "`least_tokens` balances them among prefillers.",
             unit="short",
             queries=[Query(_gauge("pdproxy_instance_load_tokens", 'kind="compute"'), _LEGEND)],
             runbook="how-it-chooses",
         ),
         Panel(
             title="Load: KV cache",
-            description="Estimated tokens that each instance holds as KV cache (pdproxy_instance_load_tokens): what "
-            "`least_tokens` levels among decoders.",
+            description="Estimated tokens in the KV cache of each instance (pdproxy_instance_load_tokens). "
+            "`least_tokens` balances them among decoders.",
             unit="short",
             queries=[Query(_gauge("pdproxy_instance_load_tokens", 'kind="kv"'), _LEGEND)],
             runbook="how-it-chooses",
@@ -112,8 +112,9 @@ _TROUBLE: Final = Row(
     [
         Panel(
             title="Failures",
-            description="Requests that failed at each instance, per second, by failure "
-            "(pdproxy_instance_requests_total). The gateway tries most of them again elsewhere.",
+            description="Failed requests of each instance per second, by failure "
+            "(pdproxy_instance_requests_total). The gateway retries most of them on another "
+            "instance.",
             unit="reqps",
             width=12,
             queries=[
@@ -126,7 +127,7 @@ _TROUBLE: Final = Row(
         ),
         Panel(
             title="Share that failed",
-            description="Of the requests sent to each instance (pdproxy_instance_requests_total).",
+            description="Share of failed requests of each instance (pdproxy_instance_requests_total).",
             unit="percentunit",
             width=12,
             highest=1,
@@ -135,8 +136,7 @@ _TROUBLE: Final = Row(
         ),
         Panel(
             title="Ejections",
-            description="Times an instance was taken out because its requests failed, per hour, by cause "
-            "(pdproxy_instance_ejected_total).",
+            description="Ejections of each instance per hour, by cause (pdproxy_instance_ejected_total).",
             unit="none",
             queries=[
                 Query(
@@ -148,9 +148,9 @@ _TROUBLE: Final = Row(
         ),
         Panel(
             title="Does not fit",
-            description="Instances that are well and still do not fit the others or the gateway, by kind "
-            "(pdproxy_instance_misfit): a wrong connector, model or key. The log has one warning for "
-            "each. 0: all fit.",
+            description="Healthy instances that are incompatible with the others or with the gateway, by kind "
+            "(pdproxy_instance_misfit), for example because of a wrong connector, model or key. "
+            "The log has one warning for each.",
             unit="none",
             queries=[
                 Query(
@@ -163,8 +163,8 @@ _TROUBLE: Final = Row(
         ),
         Panel(
             title="Pinned KV",
-            description="KV caches that a prefiller keeps although no decoder will fetch them, and the age of the "
-            "oldest (pdproxy_instance_pinned_kv, pdproxy_instance_pinned_kv_oldest_seconds).",
+            description="Orphaned KV caches of each prefiller, which no decoder will fetch, and the age of "
+            "the oldest (pdproxy_instance_pinned_kv, pdproxy_instance_pinned_kv_oldest_seconds).",
             unit="none",
             queries=[Query(_gauge("pdproxy_instance_pinned_kv", over="max"), _LEGEND)],
             runbook="kv-cache-that-nobody-fetches",
@@ -175,7 +175,7 @@ _TROUBLE: Final = Row(
 INSTANCES_PAGE: Final = Dashboard(
     name="instances",
     title="pdproxy / Instances",
-    description="Every instance by itself: its state, its traffic, its load and its failures.",
+    description="State, traffic, load and failures of each instance.",
     variables=[JOB, GATEWAYS, ROLE, ADDRESS],
     rows=[_STATE, _TRAFFIC, _TROUBLE],
 )

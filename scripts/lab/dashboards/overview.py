@@ -1,4 +1,4 @@
-"""Health, traffic and latency of the gateway."""
+"""Dashboard of health, traffic and latency."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _healthy(title: str, role: str) -> Panel:
     up = gauge("pdproxy_instance_up", f'role="{role}"', by="address", over="max")
     return Panel(
         title=title,
-        description=f"Instances of role {role} that are up (pdproxy_instance_up). None: requests are 503.",
+        description=f"Healthy instances of role {role} (pdproxy_instance_up). With 0, requests are rejected with 503.",
         kind="stat",
         unit="none",
         queries=[Query(f"sum({up}) or vector(0)")],
@@ -39,7 +39,7 @@ _WELL: Final = Row(
     [
         Panel(
             title="Requests",
-            description="Generation requests that ended, per second (pdproxy_requests_total).",
+            description="Finished generation requests per second (pdproxy_requests_total).",
             kind="stat",
             unit="reqps",
             queries=[Query(rate("pdproxy_requests_total", GENERATES))],
@@ -58,7 +58,8 @@ _WELL: Final = Row(
         ),
         Panel(
             title="First token, p95",
-            description="95 of 100 streamed answers began sooner (pdproxy_time_to_first_token_seconds).",
+            description="95th percentile of the time to the first token of streamed answers "
+            "(pdproxy_time_to_first_token_seconds).",
             kind="stat",
             unit="s",
             queries=[Query(quantile(0.95, "pdproxy_time_to_first_token_seconds"))],
@@ -67,7 +68,7 @@ _WELL: Final = Row(
         ),
         Panel(
             title="Between tokens, p95",
-            description="95 of 100 parts of streamed answers came sooner after the one before "
+            description="95th percentile of the time between two parts of a streamed answer "
             "(pdproxy_inter_token_seconds, a sample).",
             kind="stat",
             unit="s",
@@ -78,7 +79,7 @@ _WELL: Final = Row(
         _healthy("Decoders up", "decode"),
         Panel(
             title="Waiting",
-            description="Requests that wait for an instance with room (pdproxy_queued_requests).",
+            description="Requests in the queue (pdproxy_queued_requests).",
             kind="stat",
             unit="none",
             queries=[Query(gauge("pdproxy_queued_requests"))],
@@ -87,7 +88,7 @@ _WELL: Final = Row(
         ),
         Panel(
             title="Alerts",
-            description="Alerts of configs/prometheus/alerts.yaml that are firing, of all gateways.",
+            description="Firing alerts of configs/prometheus/alerts.yaml, for all gateways.",
             kind="stat",
             unit="none",
             queries=[Query(_FIRING)],
@@ -104,15 +105,16 @@ _TRAFFIC: Final = Row(
     [
         Panel(
             title="Requests by API",
-            description="Requests that ended, per second (pdproxy_requests_total).",
+            description="Finished requests per second (pdproxy_requests_total).",
             unit="reqps",
             queries=[Query(rate("pdproxy_requests_total", by="api") + " > 0", "{{api}}")],
             stacked=True,
         ),
         Panel(
             title="Answers by status",
-            description="Answers by HTTP status, per second; 499 are clients that left before there was one "
-            "(pdproxy_requests_total). An answer that broke off counts with the status it had.",
+            description="Answers per second, by HTTP status (pdproxy_requests_total). 499: the client "
+            "disconnected before a status was sent. An answer that broke off counts with the "
+            "status that was sent.",
             unit="reqps",
             queries=[Query(rate("pdproxy_requests_total", GENERATES, by="code") + " > 0", "{{code}}")],
             stacked=True,
@@ -120,14 +122,14 @@ _TRAFFIC: Final = Row(
         ),
         Panel(
             title="Tokens",
-            description="Tokens per second as engines report them: of prompts, those of them that were cached, and "
-            "generated ones (pdproxy_tokens_total). They count when their request has ended.",
+            description="Tokens per second as reported by engines: of prompts, cached, and generated "
+            "(pdproxy_tokens_total). They are counted when the request ends.",
             unit="short",
             queries=[Query(rate("pdproxy_tokens_total", by="kind"), "{{kind}}")],
         ),
         Panel(
             title="In flight",
-            description="Requests that clients have sent and that have not ended (pdproxy_inflight_requests).",
+            description="Client requests in flight (pdproxy_inflight_requests).",
             unit="none",
             queries=[Query(gauge("pdproxy_inflight_requests", GENERATES, by="api"), "{{api}}")],
             stacked=True,
@@ -135,7 +137,7 @@ _TRAFFIC: Final = Row(
         ),
         Panel(
             title="How requests ended",
-            description="All that did not simply end (`--`), by who ended them and where, per second "
+            description="Requests that did not complete normally (`--`), per second, by `term` "
             "(pdproxy_request_end_total). First letter: C, c client, S, s engine, P gateway, K drain; "
             "second: where.",
             unit="reqps",
@@ -145,7 +147,7 @@ _TRAFFIC: Final = Row(
         ),
         Panel(
             title="Refused",
-            description="Requests that no engine was asked about, per second, by reason (pdproxy_rejected_total).",
+            description="Requests rejected before an engine was asked, per second, by reason (pdproxy_rejected_total).",
             unit="reqps",
             queries=[Query(rate("pdproxy_rejected_total", by="reason") + " > 0", "{{reason}}")],
             stacked=True,
@@ -179,7 +181,7 @@ _LATENCY: Final = Row(
         ),
         Panel(
             title="First token, how many took how long",
-            description="Streamed answers by the time to their first token (pdproxy_time_to_first_token_seconds).",
+            description="Distribution of the time to first token (pdproxy_time_to_first_token_seconds).",
             kind="heatmap",
             unit="s",
             width=12,
@@ -188,7 +190,7 @@ _LATENCY: Final = Row(
         ),
         Panel(
             title="First token by API, p95",
-            description="The same for each API (pdproxy_time_to_first_token_seconds).",
+            description="95th percentile of the time to first token, by API (pdproxy_time_to_first_token_seconds).",
             unit="s",
             width=12,
             queries=[Query(quantile(0.95, "pdproxy_time_to_first_token_seconds", by="api"), "{{api}}")],
@@ -201,8 +203,8 @@ _GATEWAY: Final = Row(
     [
         Panel(
             title="CPU",
-            description="Cores in use by all workers (pdproxy_cpu_seconds_total). A worker cannot use more than one: "
-            "near one core for each of `workers`, add workers.",
+            description="CPU cores in use by all workers (pdproxy_cpu_seconds_total). A worker uses at most "
+            "one core. If each worker is near one core, increase `workers`.",
             unit="none",
             queries=[Query(rate("pdproxy_cpu_seconds_total", by="instance"), "{{instance}}")],
         ),
@@ -214,8 +216,8 @@ _GATEWAY: Final = Row(
         ),
         Panel(
             title="Event loop late",
-            description="How late the event loop of the worst worker ran in the last 15 s "
-            "(pdproxy_loop_lag_seconds). Tokens of all its streams are as late.",
+            description="Maximum delay of the event loop of any worker in the last 15 s "
+            "(pdproxy_loop_lag_seconds). All streams of this worker are delayed by this time.",
             unit="s",
             queries=[Query(gauge("pdproxy_loop_lag_seconds", by="instance", over="max"), "{{instance}}")],
             thresholds={_LAG: "red"},
@@ -223,8 +225,8 @@ _GATEWAY: Final = Row(
         ),
         Panel(
             title="Limits",
-            description="Memory as a share of what the container or host allows, and open files of the worst worker "
-            "as a share of its limit (pdproxy_memory_share, pdproxy_open_fds_share).",
+            description="Used memory as a share of the limit of the container or host, and the highest share "
+            "of open files of any worker (pdproxy_memory_share, pdproxy_open_fds_share).",
             unit="percentunit",
             highest=1,
             queries=[
@@ -244,7 +246,7 @@ _GATEWAY: Final = Row(
         ),
         Panel(
             title="Version",
-            description="What runs (pdproxy_build_info).",
+            description="Versions in use (pdproxy_build_info).",
             kind="table",
             unit="none",
             width=12,
@@ -263,7 +265,7 @@ _GATEWAY: Final = Row(
 OVERVIEW: Final = Dashboard(
     name="overview",
     title="pdproxy / Overview",
-    description="Is the gateway well, what does it serve, and how fast?",
+    description="Health, traffic and latency of the gateway.",
     variables=[JOB, GATEWAYS],
     rows=[_WELL, _TRAFFIC, _LATENCY, _GATEWAY],
 )

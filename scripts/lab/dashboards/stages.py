@@ -1,4 +1,4 @@
-"""Time of a request between prefillers and decoders, and the state of its KV cache."""
+"""Dashboard of the stages between prefillers and decoders, and of the KV handoff."""
 
 from __future__ import annotations
 
@@ -37,23 +37,22 @@ _TIME: Final = Row(
     [
         Panel(
             title="Mean time by stage",
-            description=f"How an average request spends its time ({_STAGE}). {_MEANING}.",
+            description=f"Average time of a request in each stage ({_STAGE}). {_MEANING}.",
             unit="s",
             queries=[Query(mean(_STAGE, by="stage"), "{{stage}}")],
             stacked=True,
         ),
         Panel(
             title="p95 by stage",
-            description=f"95 of 100 requests were done with each stage sooner ({_STAGE}). {_MEANING}.",
+            description=f"95th percentile of the time in each stage ({_STAGE}). {_MEANING}.",
             unit="s",
             queries=[Query(quantile(0.95, _STAGE, by="stage"), "{{stage}}")],
         ),
         Panel(
             title="Before the first token, by stage",
-            description="Share of the stages in the time before the first token: which of them is worth work. Mostly "
-            "queue: too few instances, or limits too low. Mostly prefill: more prefillers, or a better "
-            "cache. Mostly handoff and first_token: the KV transfer, or decoders that are full "
-            f"({_STAGE}).",
+            description="Share of each stage in the time to first token. Mostly queue: too few instances, or "
+            "limits too low. Mostly prefill: add prefillers, or improve the prefix cache. Mostly "
+            "handoff and first_token: slow KV transfer, or saturated decoders.",
             unit="percentunit",
             highest=1,
             stacked=True,
@@ -69,7 +68,7 @@ _TIME: Final = Row(
         ),
         Panel(
             title="Prefill, how many took how long",
-            description=f"Prefill legs by their time ({_STAGE}).",
+            description=f"Distribution of the prefill time ({_STAGE}).",
             kind="heatmap",
             unit="s",
             lowest=None,
@@ -78,7 +77,7 @@ _TIME: Final = Row(
         Panel(
             width=8,
             title="Prefill",
-            description=f"Until the prefiller has answered ({_STAGE}).",
+            description=f"Time until the prefiller has answered ({_STAGE}).",
             unit="s",
             queries=percentiles(_STAGE, 'stage="prefill"'),
         ),
@@ -97,7 +96,7 @@ _TIME: Final = Row(
         Panel(
             width=8,
             title="Streaming",
-            description=f"From the first token to the end of the answer ({_STAGE}).",
+            description=f"Time from the first token to the end of the answer ({_STAGE}).",
             unit="s",
             queries=percentiles(_STAGE, 'stage="stream"'),
         ),
@@ -110,16 +109,16 @@ _TOKENS: Final = Row(
     [
         Panel(
             title="Prompt tokens",
-            description="Tokens of prompts per second, and those of them that engines found in their prefix cache "
+            description="Prompt tokens per second, and prompt tokens found in the prefix cache of engines "
             "(pdproxy_tokens_total).",
             unit="short",
             queries=[Query(_PROMPT, "prompt"), Query(_CACHED, "cached")],
         ),
         Panel(
             title="Found in the prefix cache",
-            description="Share of prompt tokens that engines did not compute (pdproxy_tokens_total). Nothing at all: "
-            "engines may not tell it; start them with --enable-prompt-tokens-details (vLLM) or "
-            "--enable-cache-report (SGLang).",
+            description="Share of prompt tokens found in the prefix cache of engines (pdproxy_tokens_total). "
+            "If empty, engines do not report it: start them with --enable-prompt-tokens-details "
+            "(vLLM) or --enable-cache-report (SGLang).",
             unit="percentunit",
             highest=1,
             queries=[Query(share(_CACHED, _PROMPT), "cached")],
@@ -127,14 +126,14 @@ _TOKENS: Final = Row(
         ),
         Panel(
             title="Generated tokens",
-            description="Tokens of answers per second (pdproxy_tokens_total).",
+            description="Generated tokens per second (pdproxy_tokens_total).",
             unit="short",
             queries=[Query(rate("pdproxy_tokens_total", 'kind="completion"'), "generated")],
         ),
         Panel(
             title="Tokens per request",
-            description="Mean size of prompts and answers (pdproxy_tokens_total over pdproxy_request_end_total): "
-            "what the fleet has to be made for.",
+            description="Mean number of tokens of prompts and answers (pdproxy_tokens_total over "
+            "pdproxy_request_end_total).",
             unit="short",
             width=12,
             queries=[
@@ -144,8 +143,8 @@ _TOKENS: Final = Row(
         ),
         Panel(
             title="Prompts without a prefill leg",
-            description="Short prompts that went to a decoder alone, per second (pdproxy_prefills_skipped_total, "
-            "kv.prefill_min_tokens).",
+            description="Prompts per second that a decoder computed without a prefiller "
+            "(pdproxy_prefills_skipped_total, kv.prefill_min_tokens, kv.skip_prefill).",
             unit="reqps",
             width=12,
             queries=[Query(rate("pdproxy_prefills_skipped_total"), "skipped")],
@@ -158,8 +157,8 @@ _KV: Final = Row(
     [
         Panel(
             title="Hand-overs",
-            description="What the decoders' own counters say of the KV they were handed, per second "
-            "(pdproxy_handovers_total): transferred, computed once more, or unknown.",
+            description="KV handoffs per second, by the result in the decoders' metrics "
+            "(pdproxy_handovers_total): transferred, recomputed, or unknown.",
             unit="ops",
             queries=[Query(rate("pdproxy_handovers_total", by="result"), "{{result}}")],
             stacked=True,
@@ -167,8 +166,8 @@ _KV: Final = Row(
         ),
         Panel(
             title="Computed once more",
-            description="Share of hand-overs after which the decoder computed the prompt again, of those of which is "
-            "known (pdproxy_handovers_total): work done twice.",
+            description="Share of handoffs after which the decoder recomputed the prompt, among those with a "
+            "known result (pdproxy_handovers_total).",
             unit="percentunit",
             highest=1,
             queries=[Query(share(_COMPUTED, _TOLD), "computed again")],
@@ -177,7 +176,7 @@ _KV: Final = Row(
         ),
         Panel(
             title="Prefills without KV parameters",
-            description="Prefill answers with which no decoder can fetch anything, per second, by what was done next "
+            description="Prefill answers without KV parameters, per second, by the next action "
             "(pdproxy_missing_kv_total).",
             unit="ops",
             queries=[Query(rate("pdproxy_missing_kv_total", by="action"), "{{action}}")],
@@ -185,8 +184,8 @@ _KV: Final = Row(
         ),
         Panel(
             title="Orphaned KV caches",
-            description="Prefilled KV that no decoder fetched, per second, and what became of it "
-            "(pdproxy_kv_orphans_total, pdproxy_kv_released_total).",
+            description="Orphaned KV caches per second, which no decoder fetched, and results of their "
+            "release (pdproxy_kv_orphans_total, pdproxy_kv_released_total).",
             unit="ops",
             queries=[
                 Query(rate("pdproxy_kv_orphans_total"), "orphaned"),
@@ -196,7 +195,7 @@ _KV: Final = Row(
         ),
         Panel(
             title="Pinned KV",
-            description="Estimated tokens of KV that a prefiller keeps for nobody (pdproxy_instance_pinned_kv_tokens).",
+            description="Estimated tokens of orphaned KV cache at each prefiller (pdproxy_instance_pinned_kv_tokens).",
             unit="short",
             queries=[
                 Query(
@@ -210,9 +209,9 @@ _KV: Final = Row(
         ),
         Panel(
             title="Pairs kept apart",
-            description="Times a prefiller and a decoder were parted after failed hand-overs, per second "
-            "(pdproxy_pair_quarantines_total), and hand-overs that ended in a failure to load "
-            "(pdproxy_retries_total).",
+            description="Quarantines of a prefiller and a decoder after failed handoffs "
+            "(pdproxy_pair_quarantines_total), and failed loads of KV cache "
+            "(pdproxy_retries_total), per second.",
             unit="ops",
             queries=[
                 Query(rate("pdproxy_pair_quarantines_total"), "quarantines"),
@@ -226,7 +225,7 @@ _KV: Final = Row(
 STAGES: Final = Dashboard(
     name="stages",
     title="pdproxy / Prefill and decode stages",
-    description="Where the time of requests goes between prefillers and decoders, and what becomes of their KV caches.",
+    description="Time of requests in each stage between prefillers and decoders, and results of the KV handoff.",
     variables=[JOB, GATEWAYS, ROLE, ADDRESS],
     rows=[_TIME, _TOKENS, _KV],
 )
