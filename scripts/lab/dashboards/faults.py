@@ -50,7 +50,8 @@ _SAVED: Final = Row(
         Panel(
             title="Answers continued, by cause",
             description="Answers that lost their decoder and continued on another instance, per second, by "
-            "cause (pdproxy_resumes_total). `recomputed`: decoders run out of KV cache.",
+            "cause (pdproxy_resumes_total). `recomputed`: decoders run out of KV cache; "
+            "send them fewer requests, or give them more memory.",
             unit="ops",
             stacked=True,
             queries=[Query(rate("pdproxy_resumes_total", by="cause") + " > 0", "{{cause}}")],

@@ -52,7 +52,8 @@ _TIME: Final = Row(
             title="Before the first token, by stage",
             description="Share of each stage in the time to first token. Mostly queue: too few instances, or "
             "limits too low. Mostly prefill: add prefillers, or improve the prefix cache. Mostly "
-            "handoff and first_token: slow KV transfer, or saturated decoders.",
+            "handoff and first_token: slow KV transfer, or saturated decoders "
+            f"({_STAGE}).",
             unit="percentunit",
             highest=1,
             stacked=True,
