@@ -256,17 +256,18 @@ Item = TypeVar("Item")
 
 
 def slowed(weights: Sequence[int], percents: Sequence[int], cost: int) -> list[int]:
-    """Weights with which a backend is as loaded by its share of the work as another by all of it.
+    """Return weights with which a backend at a share of its capacity is compared with fully loaded ones.
 
-    `cost` is the weight of the request that is to be placed. Without it an idle backend would weigh nothing, whatever
-    its share.
+    `cost` is the weight of the request to place. Without it an idle backend would weigh nothing, whatever its share.
     """
     return [(weight + cost) * FULL_PERCENT // share for weight, share in zip(weights, percents, strict=True)]
 
 
 def taking_part(candidates: Sequence[Item], percents: Sequence[int], rng: random.Random) -> Sequence[Item]:
-    """For policies that do not look at weights: each candidate with the probability of its share, compared with the
-    largest that there is, so that somebody always takes part, and all do where all came back together.
+    """Return candidates drawn by their shares, for policies that ignore weights.
+
+    Each takes part with the probability of its share relative to the largest one. So at least one always takes part,
+    and all do if all of them came back at the same time.
     """
     largest = max(percents)
     return [candidate for candidate, share in zip(candidates, percents, strict=True) if rng.randrange(largest) < share]

@@ -1,7 +1,7 @@
-"""The port of policies: PickRequest, Candidate, Policy.
+"""Interface of policies: a PickRequest describes the request for a lease, a Candidate an eligible backend.
 
-A PickRequest says what the request for a lease costs and what is known about it. The chooser shows the eligible
-backends to the role's policy as Candidates, and the policy names one of them.
+The chooser passes the eligible backends to the role's policy, and the policy chooses one of them. The facts behind a
+choice are kept unchanged, at no cost. `reason` and `figures` evaluate them on demand, after the request has ended.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ knows no seconds said so, of which those that are not in the table are `other`."
 
 
 def reason(pick: Pick) -> str:
-    """One of REASONS."""
+    """Return why a backend was chosen, as one of REASONS."""
     backend, looked = pick
     if isinstance(looked, str):
         return looked
@@ -63,7 +63,7 @@ def reason(pick: Pick) -> str:
 
 
 def figures(pick: Pick) -> Figures | None:
-    """What there was to choose from; None: nothing was looked at."""
+    """Return the candidates and the policy's numbers about them, or None if no policy was asked."""
     _, looked = pick
     if isinstance(looked, str):
         return None

@@ -428,7 +428,7 @@ _MAX_PROBLEM: Final = 400
 
 @dataclass(frozen=True, slots=True)
 class SourceState:
-    """Of one source since the gateway began, or since the source was configured if that was later."""
+    """State of one discovery source since the gateway started, or since the source was configured if that was later."""
 
     succeeded_at: float | None = None
     """When it last said which instances there are, in seconds since the epoch; None: not yet."""
@@ -439,7 +439,11 @@ class SourceState:
 
 
 class SourceStates:
-    """By origin. Reading costs a look at the version as long as nothing has changed."""
+    """State of the discovery sources by origin, for all workers.
+
+    The roster has the instances that a source names; this table has whether the source can be read. The worker that
+    watches the sources writes it. Reading costs one comparison while nothing has changed. Create it before forking.
+    """
 
     def __init__(self) -> None:
         self._shared = SharedValue("list of sources", _CAPACITY_BYTES)
@@ -447,14 +451,14 @@ class SourceStates:
         self._states: dict[str, SourceState] = {}
 
     def all(self) -> Mapping[str, SourceState]:
-        """The state of each source by its origin, such as `file:/etc/engines.yaml`, in the order of the settings."""
+        """Return the state of each source by its origin, such as `file:/etc/engines.yaml`, in the settings' order."""
         if self._shared.version != self._read_version:
             self._read_version, rows = self._shared.read()
             self._states = {origin: SourceState(*row) for origin, row in rows.items()}
         return self._states
 
     def keep(self, origins: Collection[str]) -> None:
-        """These sources there are now, and no others."""
+        """Keep the states of these sources, and drop all others."""
         states = self.all()
         self._write({origin: states.get(origin, SourceState()) for origin in origins})
 

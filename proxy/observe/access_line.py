@@ -38,7 +38,7 @@ class AccessFacts:
     kv: str
     """See AttemptRecord."""
     prefill_reason: str | None
-    """Why the prefiller was chosen, one of choice.REASONS; None: no prefiller was chosen."""
+    """Why the prefiller was chosen, one of pick.REASONS; None: no prefiller was chosen."""
     decode_reason: str | None
     units: int
     attempts: int

@@ -1,11 +1,11 @@
-"""Whether decoders fetch the KV that is handed over to them, judged by the counters of both sides. Pure.
+"""Verdicts on KV handoffs, from the counters of decoders and prefillers. Pure functions and their state.
 
-No answer tells: a decoder without a KV connector takes the parameters, computes the prompt once more and answers as
-well as any. But engines count where their prompts' KV came from. Between two readings of these counters hand-overs were
-sent; what the counters grew by says whether they were of any use.
+Answers do not show whether a handoff worked: a decoder without a KV connector ignores the parameters, recomputes the
+prompt and answers as well as any other. But engines count where the KV of their prompts came from. A verdict compares
+the growth of these counters between two readings with the handoffs that were sent in between.
 
-A false alarm is worse than silence, so a decoder computes only when there is no other explanation: several hand-overs,
-each of a prompt that is worth one, and not a single token came from elsewhere, while the counters did move.
+A false alarm is worse than a late one. So COMPUTED requires that there is no other explanation: several handoffs of
+prompts that are long enough, counters that have grown, and not one token from another engine.
 """
 
 from __future__ import annotations
@@ -21,39 +21,44 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping
 
 
-LEAST_HANDOVERS: Final = 3
-# What a decoder had to compute of a prompt may be less than was estimated, and part of it was in its prefix cache.
+LEAST_HANDOFFS: Final = 3
+# A decoder may compute less than the estimated prompt, and part of the prompt may be in its prefix cache.
 LEAST_SHARE: Final = 0.25
-# Where this much more was computed than was handed over, others ask the engine, too, and who computed is not known.
+# If the engine computed this many times more than the handoffs, other clients use it, and nothing follows.
 _MOST_SHARE: Final = 4.0
 
 MIN_TOKENS: Final = 32
-"""A prompt that is shorter says nothing."""
+"""Minimum length of a prompt that counts for a verdict."""
 MIN_STORED_TOKENS: Final = 512
-"""Likewise where a store is between the engines. It holds whole blocks: of 16 to 128 tokens in vLLM and vLLM-Ascend,
+"""The same with a store between the engines. A store holds whole blocks: 16 to 128 tokens in vLLM and vLLM-Ascend, and
 256 in LMCache."""
 
 
 class HandoffVerdict(StrEnum):
-    """What becomes of KV that is handed over to a decoder."""
+    """The result of handoffs to a decoder."""
 
     TRANSFERRED = "transferred"
     COMPUTED = "computed"
-    """The decoder computes the prompt once more."""
+    """The decoder computes the prompt again."""
     UNKNOWN = "unknown"
 
 
 def judge(
-    before: PromptTokens, after: PromptTokens, sent: HandoffCount, *, from_store: bool, least: int = LEAST_HANDOVERS
+    before: PromptTokens, after: PromptTokens, sent: HandoffCount, *, from_store: bool, least: int = LEAST_HANDOFFS
 ) -> HandoffVerdict | None:
-    """The verdict on the hand-overs between two readings. None: there were less than `least`, too few to say as yet.
+    """Return the verdict on the handoffs between two readings, or None if there were fewer than `least`.
 
-    `from_store`: what the decoder has in its own prefix cache it does not look for in the store, so that only much
-    computed per hand-over says that it found nothing there.
+    Args:
+        before: Counters of the earlier reading.
+        after: Counters of the later reading.
+        sent: Handoffs between the two.
+        from_store: The engines share a store. A decoder does not read from the store what its own prefix cache has, so
+            only many computed tokens per handoff show that the store had nothing.
+        least: Minimum number of handoffs for a verdict.
     """
     transferred, computed, cached = (new - old for new, old in zip(after, before, strict=True))
     if min(transferred, computed, cached) < 0:
-        return HandoffVerdict.UNKNOWN  # the engine has started anew, or another one behind the same address was asked
+        return HandoffVerdict.UNKNOWN  # the engine was restarted, or another one answered at the same address
     if transferred > 0:
         return HandoffVerdict.TRANSFERRED
     if sent.count < least:
@@ -67,62 +72,69 @@ def judge(
 
 @dataclass(slots=True)
 class CounterWatch:
-    """What is known of one decoder's counters: the last reading that was judged, and what had been sent by then."""
+    """The last judged reading of one decoder's counters, and the handoffs sent until then."""
 
     from_store: bool
-    told: PromptTokens | None = None
+    last_reading: PromptTokens | None = None
     sent: HandoffCount = field(default_factory=HandoffCount)
 
-    def read(self, told: PromptTokens | None, sent: HandoffCount) -> tuple[HandoffVerdict, int] | None:
-        """Take a reading, None if the engine tells nothing; `sent` were the hand-overs before it was asked for.
+    def read(self, reading: PromptTokens | None, sent: HandoffCount) -> tuple[HandoffVerdict, int] | None:
+        """Return the verdict on the handoffs since the last judged reading and their number, or None.
 
-        The verdict on the hand-overs since the last one, and how many these are. None: it is too early to say.
+        Args:
+            reading: Counters of the decoder. None: it reports none.
+            sent: All handoffs that were sent before the counters were requested.
         """
         count, tokens = sent.count - self.sent.count, sent.tokens - self.sent.tokens
-        if told is None or self.told is None or count < 0:  # a worker died, and its part is gone
+        if reading is None or self.last_reading is None or count < 0:  # a worker died, and its counts are gone
             found: HandoffVerdict | None = HandoffVerdict.UNKNOWN
         else:
-            found = judge(self.told, told, HandoffCount(count, tokens), from_store=self.from_store)
+            found = judge(self.last_reading, reading, HandoffCount(count, tokens), from_store=self.from_store)
         if found is None:
             return None
-        self.told, self.sent = told, sent
+        self.last_reading, self.sent = reading, sent
         return found, max(0, count)
 
 
 class Totals(NamedTuple):
-    """Counts since the prefiller or the workers started."""
+    """Counts since the start of the prefiller, or of the workers."""
 
     expired: float
     """Leases that ended without a decoder, as the prefiller counts them."""
     orphans: int
-    """KV caches on it that this gateway has given up."""
+    """KV caches on the prefiller that this gateway has given up."""
     sent: Mapping[Any, int]
-    """Hand-overs, by decoder."""
+    """Handoffs by decoder."""
 
 
 @dataclass(slots=True)
 class ExpiryWatch:
-    """What is known of one prefiller's leases since the last verdict.
+    """The leases of one prefiller since the last verdict.
 
-    vLLM's NixlConnector counts the requests whose KV it has freed because no decoder fetched it in time. This gateway
-    can explain some of that: it has given KV up itself, and some decoders are known to fetch nothing. What remains was
-    handed over and lost: decoders do not come for it, or their notice does not reach the prefiller.
+    vLLM's NixlConnector counts the requests whose KV it has freed because no decoder fetched it in time. pdproxy
+    explains some of them: it has given up that KV, or the decoder is known to fetch nothing. The others are lost:
+    decoders do not fetch their KV, or their notification does not reach the prefiller.
     """
 
     _since: Totals | None = None
     _started: float | None = None
-    """When the first hand-over was seen; None: there was none."""
+    """Clock seconds of the first handoff in this window. None: there was none."""
     _sent_before: int = 0
-    """Hand-overs in the window before this one, whose leases expire in this one."""
+    """Handoffs of the previous window, whose leases expire in this one."""
 
     def read(
         self, now: float, totals: Totals | None, fetch_nothing: Collection[Hashable], lease_seconds: float
     ) -> tuple[HandoffVerdict, int] | None:
-        """Take a reading at `now`, in seconds; None if the engine tells nothing. `fetch_nothing`: decoders that are
-        known not to fetch from this prefiller.
+        """Return the verdict on the leases and the number of lost ones, or None if it is too early.
 
-        COMPUTED, as soon as a good part of what was handed over was lost, with how many; TRANSFERRED, when two leases
-        long less than that was. None: it is too early to say.
+        COMPUTED: at least a quarter of the unexplained handoffs were lost. TRANSFERRED: fewer were lost in the time of
+        two leases.
+
+        Args:
+            now: Clock seconds.
+            totals: Counts until now. None: the prefiller reports none.
+            fetch_nothing: Decoders that are known not to fetch from this prefiller.
+            lease_seconds: Time after which the prefiller frees KV that no decoder has fetched.
         """
         since = self._since
         if totals is None or since is None:
@@ -130,19 +142,19 @@ class ExpiryWatch:
             return None
         expired, orphans = totals.expired - since.expired, totals.orphans - since.orphans
         sent = {decoder: count - since.sent.get(decoder, 0) for decoder, count in totals.sent.items()}
-        if min(expired, orphans, *sent.values()) < 0:  # it has started anew, or a worker died and its part is gone
+        if min(expired, orphans, *sent.values()) < 0:  # a restart, or a worker died and its counts are gone
             self._begin(totals, 0)
             return None
         explained = sum(count for decoder, count in sent.items() if decoder in fetch_nothing)
         doubtful = sum(sent.values()) - explained
         lost = round(expired) - max(orphans, explained)
-        # More than was sent is what others have lost.
-        if LEAST_HANDOVERS <= lost <= doubtful + self._sent_before and lost >= LEAST_SHARE * doubtful:
+        # More losses than handoffs are those of another gateway.
+        if LEAST_HANDOFFS <= lost <= doubtful + self._sent_before and lost >= LEAST_SHARE * doubtful:
             self._begin(totals, doubtful)
             return HandoffVerdict.COMPUTED, lost
         if doubtful and self._started is None:
             self._started = now
-        if doubtful < LEAST_HANDOVERS or self._started is None or now - self._started < 2 * lease_seconds:
+        if doubtful < LEAST_HANDOFFS or self._started is None or now - self._started < 2 * lease_seconds:
             return None
         self._begin(totals, doubtful)
         return HandoffVerdict.TRANSFERRED, max(0, lost)
@@ -159,29 +171,36 @@ _NOTHING: Final = PromptTokens(0.0, 0.0, 0.0)
 def attribute(
     grown: PromptTokens, sent: Mapping[int, HandoffCount], involved: Collection[int]
 ) -> dict[int, PromptTokens]:
-    """What of a decoder's growth each lane's hand-overs account for; nothing for lanes of which it cannot be said.
+    """Return the part of a decoder's growth that each lane's handoffs explain, without the lanes that are in doubt.
 
-    `sent`: the hand-overs that the growth has in it for certain. `involved`: the lanes of those that it may have in it.
+    A lane is a prefiller's column of the scoreboard. A decoder counts for all prefillers together. The growth can be
+    attributed in three cases: all handoffs came from one prefiller, nothing was fetched at all, or the decoder computed
+    so little that the prompts of the lane cannot be among it.
+
+    Args:
+        grown: Growth of the counters between two readings.
+        sent: Handoffs by lane that the growth includes for certain.
+        involved: Lanes whose handoffs the growth may include.
     """
     if len(involved) == 1:
         return dict.fromkeys(sent, grown)
     if not grown.transferred:
-        tokens = sum(handovers.tokens for handovers in sent.values())
+        tokens = sum(handoffs.tokens for handoffs in sent.values())
         return {
-            lane: PromptTokens(0.0, *(part * handovers.tokens / tokens for part in grown[1:]))
-            for lane, handovers in sent.items()
+            lane: PromptTokens(0.0, *(part * handoffs.tokens / tokens for part in grown[1:]))
+            for lane, handoffs in sent.items()
         }
     not_fetched = grown.computed + grown.cached
     return {
-        lane: PromptTokens(float(handovers.tokens), 0.0, 0.0)
-        for lane, handovers in sent.items()
-        if handovers.count >= LEAST_HANDOVERS and not_fetched < LEAST_SHARE * handovers.tokens
+        lane: PromptTokens(float(handoffs.tokens), 0.0, 0.0)
+        for lane, handoffs in sent.items()
+        if handoffs.count >= LEAST_HANDOFFS and not_fetched < LEAST_SHARE * handoffs.tokens
     }
 
 
 @dataclass(slots=True)
 class _Evidence:
-    """What is known of one pair and has not been judged."""
+    """Growth and handoffs of one pair that are not judged yet."""
 
     grown: PromptTokens = _NOTHING
     sent: HandoffCount = field(default_factory=HandoffCount)
@@ -189,29 +208,37 @@ class _Evidence:
 
 @dataclass(slots=True)
 class PairWatch:
-    """What one decoder's counters have told of its pairs since the last verdict on each."""
+    """Collects what one decoder's counters show about its pairs, until it suffices for a verdict on each.
+
+    A prefiller whose handoffs alternate with those of another one is found as well, because evidence is collected over
+    many readings. A pair stays unknown if every interval has mixed handoffs of which some are fetched and some are not.
+    """
 
     from_store: bool
-    _told: PromptTokens | None = None
+    _last_reading: PromptTokens | None = None
     _sent: Mapping[int, HandoffCount] = field(default_factory=dict)
     _evidence: dict[int, _Evidence] = field(default_factory=dict)
 
     def read(
-        self, told: PromptTokens | None, before: Mapping[int, HandoffCount], after: Mapping[int, HandoffCount]
+        self, reading: PromptTokens | None, before: Mapping[int, HandoffCount], after: Mapping[int, HandoffCount]
     ) -> dict[int, HandoffVerdict] | None:
-        """Take a reading, None if the engine tells nothing. `before` and `after`: the hand-overs by lane when it was
-        asked and when it had answered; what is in between it may have counted or not.
+        """Return the verdicts by lane that a reading completes, or None if all earlier evidence is invalid.
 
-        The verdicts that this has led to. None: what was known before does not count any more.
+        Args:
+            reading: Counters of the decoder. None: it reports none.
+            before: Handoffs by lane when the counters were requested.
+            after: Handoffs by lane when they arrived. The reading may include those in between or not.
         """
-        last, self._told = self._told, told
+        last, self._last_reading = self._last_reading, reading
         sent, involved = _growth(self._sent, before), _growth(self._sent, after)
         self._sent = before
         grown = (
-            None if told is None or last is None else PromptTokens(*(b - a for a, b in zip(last, told, strict=True)))
+            None
+            if reading is None or last is None
+            else PromptTokens(*(b - a for a, b in zip(last, reading, strict=True)))
         )
-        if grown is None or min(grown) < 0 or any(handovers.count < 0 for handovers in sent.values()):
-            self._evidence.clear()  # the engine has started anew, or a worker died and its part is gone
+        if grown is None or min(grown) < 0 or any(handoffs.count < 0 for handoffs in sent.values()):
+            self._evidence.clear()  # a restart, or a worker died and its counts are gone
             return None
         found = dict[int, HandoffVerdict]()
         for lane, part in attribute(grown, sent, involved).items():
@@ -231,12 +258,12 @@ class PairWatch:
 
 
 def _growth(before: Mapping[int, HandoffCount], after: Mapping[int, HandoffCount]) -> dict[int, HandoffCount]:
-    """The lanes that have changed, and by how much."""
+    """Return the lanes that have changed, with the difference."""
     growth = {}
-    for lane, handovers in after.items():
+    for lane, handoffs in after.items():
         old = before.get(lane, HandoffCount())
-        if handovers != old:
-            growth[lane] = HandoffCount(handovers.count - old.count, handovers.tokens - old.tokens)
+        if handoffs != old:
+            growth[lane] = HandoffCount(handoffs.count - old.count, handoffs.tokens - old.tokens)
     for lane in before.keys() - after.keys():
         growth[lane] = HandoffCount(-before[lane].count, -before[lane].tokens)
     return growth
@@ -244,20 +271,20 @@ def _growth(before: Mapping[int, HandoffCount], after: Mapping[int, HandoffCount
 
 @dataclass(frozen=True, slots=True)
 class Culprits(Generic[Instance]):
-    """The instances and pairs to blame where no KV is fetched; each bad pair is explained once."""
+    """Instances and pairs that do not transfer KV. Each bad pair is explained once."""
 
     decoders: frozenset[Instance]
     """Decoders that fetch from no prefiller."""
     prefillers: frozenset[Instance]
-    """No decoder fetches from them, though not all of these fetch nothing anyway."""
+    """Prefillers from which no decoder fetches, although some decoders fetch from others."""
     pairs: frozenset[tuple[Instance, Instance]]
-    """The other ones: prefiller, decoder."""
+    """Other bad pairs, as (prefiller, decoder)."""
 
 
 def culprits(
     bad: Collection[tuple[Instance, Instance]], prefillers: Collection[Instance], decoders: Collection[Instance]
 ) -> Culprits[Instance]:
-    """Blame an instance where all its pairs, with the partners that are up, are among the bad ones."""
+    """Blame an instance if all its pairs with available partners are bad, and otherwise the pairs."""
     pairs = frozenset(bad)
     bad_decoders = frozenset(
         decoder for decoder in decoders if prefillers and all((prefiller, decoder) in pairs for prefiller in prefillers)

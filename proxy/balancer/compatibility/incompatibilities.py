@@ -1,8 +1,8 @@
-"""Which healthy instances do not fit the others or this gateway: known to all workers, logged once.
+"""Healthy instances that are incompatible with the others or with this gateway, shared by all workers.
 
-A misfit serves, or refuses for a good reason, so it is no matter of health; but its operator wants to know about it,
-and when it is over. The worker that finds one reports it here, and the first to do so logs it. What decoders make of
-the KV that is handed to them is kept here, too. Build it before forking.
+An incompatible instance still serves requests, or rejects them for a good reason, so its health is not affected. Its
+operator must learn of it, and of its end. The worker that finds an incompatibility records it here, and the first one
+logs it. Verdicts on the KV handoffs to decoders are kept here, too. Create the table before forking.
 """
 
 from __future__ import annotations
@@ -24,39 +24,43 @@ if TYPE_CHECKING:
 
 
 _MAX_MISFITS = 512
-_BYTES_PER_MISFIT = 2048  # a host name has at most 253, and a hint is cut
+_BYTES_PER_MISFIT = 2048  # a host name has at most 253 bytes, and a hint is cut
 _MAX_HINT = 400
 _BYTES_PER_VERDICT = 320
 _MAX_PAIRS = 4096
 
 
-_UNKNOWN: Final = HandoffVerdict.UNKNOWN  # to read a member off its class takes as long as four calls
+# Reading a member of an enumeration takes as long as four calls.
+_UNKNOWN: Final = HandoffVerdict.UNKNOWN
 
 
 class IncompatibilityKind(StrEnum):
-    """The ways in which an instance may not fit. The values are metric labels."""
+    """The reason why an instance is incompatible. The values are metric labels."""
 
     KV_NOT_FETCHED = "kv_not_fetched"
-    """A decoder computes the prompts whose KV it is handed."""
+    """A decoder computes prompts whose KV was handed to it."""
     NO_KV_PARAMS = "no_kv_params"
-    """A prefiller's answers name nothing for a decoder to fetch."""
+    """A prefiller's answers have no KV parameters for a decoder."""
     CONNECTOR = "connector"
-    """It runs what this gateway's connector does not serve."""
+    """The engine runs a KV connector that the gateway's connector does not serve."""
     ROLE = "role"
-    """It was started for another role than it was given."""
+    """The engine was started for another role than the configured one."""
     BOOTSTRAP = "bootstrap"
-    """The bootstrap server at which decoders are to meet it is not its own, or not there."""
+    """The configured bootstrap server belongs to another engine, or does not answer."""
     MODEL = "model"
-    """It serves no model that an instance of each role serves, or another than the others."""
+    """The instance serves another model than the others, or none that each role serves."""
     ENGINE_KEY = "engine_key"
-    """It refuses the key it is sent, or wants one."""
+    """The engine rejects its key, or requires one."""
     GATEWAY = "gateway"
-    """It is a gateway and no engine."""
+    """The address is that of a gateway instead of an engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Incompatibility:
-    """`since` is on the monotonic clock, which all workers share; `hint` says what is wrong and what to look at."""
+    """One finding about an instance.
+
+    `hint` describes the problem and what to check. `since` is on the monotonic clock, which all workers share.
+    """
 
     kind: IncompatibilityKind
     hint: str
@@ -64,52 +68,59 @@ class Incompatibility:
 
 
 class Incompatibilities:
-    """Reading costs a look at the version as long as nothing has changed; changing takes a lock that all workers
-    share.
+    """The table of findings and verdicts in shared memory.
+
+    Reading costs one comparison while nothing has changed. Changing takes a lock that all workers share.
     """
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, slots: int = 1024, max_misfits: int = _MAX_MISFITS
     ) -> None:
-        """`slots`: how many backends there can be. `max_misfits`: how many misfits of theirs are kept at a time."""
+        """Create an empty table.
+
+        Args:
+            clock: Returns monotonic seconds.
+            slots: Maximum number of backends.
+            max_misfits: Maximum number of findings in the table. Further ones are logged each time, but not listed.
+        """
         self._clock = clock
         self._max_misfits = max_misfits
         capacity_bytes = max_misfits * _BYTES_PER_MISFIT + (slots + _MAX_PAIRS) * _BYTES_PER_VERDICT
         self._shared = SharedValue("list of misfits", capacity_bytes)
         self.versions = self._shared.head
-        """Its first cell moves with every change, whichever worker made it."""
+        """The first cell increases with every change by any worker."""
         self._read_version = -1
-        self._misfits: dict[
-            str, dict[IncompatibilityKind, Incompatibility]
-        ] = {}  # by names of backends, which have one role each
+        self._misfits: dict[str, dict[IncompatibilityKind, Incompatibility]] = {}
+        """By the name of the backend, which has one role."""
         self._verdicts: dict[str, HandoffVerdict] = {}
-        self._pairs: dict[str, dict[str, HandoffVerdict]] = {}  # by decoders' names and then prefillers'
-        self._divided: dict[
-            str, dict[str, HandoffVerdict]
-        ] = {}  # of these those that are not all as the decoder's verdict
+        self._pairs: dict[str, dict[str, HandoffVerdict]] = {}
+        """By the name of the decoder, then of the prefiller."""
+        self._divided: dict[str, dict[str, HandoffVerdict]] = {}
+        """The decoders whose pairs do not all have the decoder's verdict."""
         with self._shared.exclusive():
             self._write()
 
-    # What is known
-
     def of(self, backend: Backend) -> Sequence[Incompatibility]:
-        """The ways in which a backend does not fit."""
+        """Return the findings about a backend."""
         self._read()
         return tuple(self._misfits.get(backend.name, {}).values())
 
     def has(self, backend: Backend, kind: IncompatibilityKind) -> bool:
-        """Whether it is known not to fit in this."""
+        """Return whether there is a finding of this kind about a backend."""
         if self.versions[0] != self._read_version:
             self._read()
         return bool(self._misfits) and kind in self._misfits.get(backend.name, ())
 
     def has_any(self, kind: IncompatibilityKind) -> bool:
-        """Whether some backend is known not to fit in this."""
+        """Return whether there is a finding of this kind about any backend."""
         self._read()
         return any(kind in known for known in self._misfits.values())
 
     def verdict(self, decoder: Backend, prefiller: Backend | None = None) -> HandoffVerdict:
-        """What it makes of KV that is handed over to it: from this prefiller where that is known, or altogether."""
+        """Return the verdict on KV handoffs to a decoder.
+
+        With `prefiller`, return that of the pair, or of the decoder if there is none for the pair.
+        """
         if self.versions[0] != self._read_version:
             self._read()
         verdict = self._verdicts.get(decoder.name, _UNKNOWN)
@@ -118,14 +129,12 @@ class Incompatibilities:
         return verdict
 
     def pairs(self, decoder: Backend) -> Mapping[str, HandoffVerdict]:
-        """What it makes of the KV of those prefillers, by name, of which that is known."""
+        """Return the verdicts on handoffs from single prefillers to a decoder, by the prefiller's name."""
         self._read()
         return self._pairs.get(decoder.name, {})
 
-    # What changes it
-
     def add(self, backend: Backend, kind: IncompatibilityKind, hint: str) -> bool:
-        """A backend does not fit in this way. Whether that is news, which is to be logged."""
+        """Record a finding, and return whether it is new and must be logged."""
         if self.has(backend, kind):
             return False
         with self._shared.exclusive():
@@ -135,13 +144,13 @@ class Incompatibilities:
                 return False
             known[kind] = Incompatibility(kind, hint[:_MAX_HINT], self._clock())
             if sum(map(len, self._misfits.values())) > self._max_misfits:
-                del known[kind]  # logged as often as it is found, then, and not listed
+                del known[kind]
                 return True
             self._write()
             return True
 
     def remove(self, backend: Backend, kind: IncompatibilityKind) -> bool:
-        """A backend fits in this way again. Whether that is news, which is to be logged."""
+        """Remove a finding, and return whether that is new and must be logged."""
         if not self.has(backend, kind):
             return False
         with self._shared.exclusive():
@@ -157,7 +166,7 @@ class Incompatibilities:
     def judge(
         self, decoder: Backend, verdict: HandoffVerdict, pairs: Mapping[str, HandoffVerdict] | None = None
     ) -> None:
-        """Keep what was found about a decoder: altogether, and with each prefiller, by name, of which that is known."""
+        """Record the verdict on a decoder, and those on its pairs by the prefiller's name."""
         pairs = {} if pairs is None else dict(pairs)
         if self.verdict(decoder) is verdict and self._pairs.get(decoder.name, {}) == pairs:
             return
@@ -171,7 +180,7 @@ class Incompatibilities:
             self._write()
 
     def forget(self, backend: Backend) -> None:
-        """A backend has left."""
+        """Drop all findings and verdicts of a backend that has left."""
         self._read()
         if not any(
             (
@@ -189,8 +198,6 @@ class Incompatibilities:
             for pairs in self._pairs.values():
                 pairs.pop(backend.name, None)
             self._write()
-
-    # How
 
     def _read(self) -> None:
         if self._shared.version == self._read_version:
@@ -223,15 +230,21 @@ NO_KV_PARAMS: Final = (
     "--kv-transfer-config, and that this gateway's connector serves it"
 )
 
-_NO_KV_PARAMS: Final = IncompatibilityKind.NO_KV_PARAMS  # to read a member off its class takes as long as four calls
+_NO_KV_PARAMS: Final = IncompatibilityKind.NO_KV_PARAMS
 
-# Answers in a row. A request may ask the same prefiller twice.
+# Consecutive answers. One request may use the same prefiller twice.
 _LEAST_WITHOUT_PARAMS: Final = 3
 
 
 class CompatibilityMonitor:
-    """One worker's findings. `row` is its own. `on_change` hears of a backend, a kind, and the hint; None: it fits
-    again.
+    """Finds incompatibilities in one worker's traffic.
+
+    Args:
+        misfits: The table that all workers share.
+        row: The worker's row of the scoreboard, where handoffs are counted.
+        keys: Keys of engines, for advice about a rejected key.
+        on_change: Called with the backend, the kind and the hint of a new finding; the hint is None when a finding
+            ends.
     """
 
     def __init__(
@@ -247,25 +260,30 @@ class CompatibilityMonitor:
         self._on_change = on_change
         self.versions = misfits.versions
         self.takes_key_at = -1
-        """The version of misfits at which all backends took this gateway's key: none of them has to be looked up."""
-        self._without_params: dict[Backend, int] = {}  # answers in a row
+        """Version of the table at which all backends accepted the key, so that no lookup is needed. -1: none yet."""
+        self._without_params: dict[Backend, int] = {}  # consecutive answers
 
     def report(self, backend: Backend, kind: IncompatibilityKind, hint: str | None) -> None:
-        """An instance does not fit in one way, and why; None: it does fit."""
+        """Record a finding, or its end if `hint` is None."""
         is_news = self.misfits.remove(backend, kind) if hint is None else self.misfits.add(backend, kind, hint)
         if is_news:
             self._on_change(backend, kind, hint)
 
     def note_handoff(self, prefiller: Backend, decoder: Backend, tokens: int, least_tokens: int) -> HandoffVerdict:
-        """A decoder has answered a prompt of about `tokens` tokens whose KV it was to fetch from this prefiller: what
-        becomes of that KV. From a prompt of less than `least_tokens` nothing follows.
+        """Count a handoff that a decoder has answered, and return the verdict on its pair.
+
+        Args:
+            prefiller: The engine that computed the prompt.
+            decoder: The engine that was to fetch its KV.
+            tokens: Estimated length of the prompt.
+            least_tokens: Prompts that are shorter are not counted, because their KV may come from the decoder's cache.
         """
         if tokens >= least_tokens:
             self._row.count_handoff(prefiller.slot, decoder.slot, tokens)
         return self.misfits.verdict(decoder, prefiller)
 
     def prefilled(self, prefiller: Backend, has_params: bool) -> None:
-        """A prefiller has answered, with something for a decoder to fetch or without."""
+        """Record a prefiller's answer, and whether it has KV parameters for a decoder."""
         if has_params:
             if self._without_params:
                 self._without_params.pop(prefiller, None)
@@ -277,11 +295,11 @@ class CompatibilityMonitor:
             self.report(prefiller, _NO_KV_PARAMS, NO_KV_PARAMS)
 
     def refused_key(self, backend: Backend) -> None:
-        """A backend has answered 401, and has served no request yet."""
+        """Record that a backend answered 401 and has not served a request yet."""
         self.report(backend, IncompatibilityKind.ENGINE_KEY, self._keys.advice(backend))
 
     def served(self, backend: Backend) -> None:
-        """A backend has served a request."""
+        """Record that a backend has served a request, so it accepts its key."""
         version = self.versions[0]
         if self.misfits.has(backend, IncompatibilityKind.ENGINE_KEY):
             self.report(backend, IncompatibilityKind.ENGINE_KEY, None)
@@ -289,6 +307,6 @@ class CompatibilityMonitor:
             self.takes_key_at = version
 
     def forget(self, backend: Backend) -> None:
-        """A backend has left."""
+        """Drop the findings of a backend that has left."""
         self._without_params.pop(backend, None)
         self.misfits.forget(backend)

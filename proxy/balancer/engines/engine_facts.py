@@ -1,4 +1,8 @@
-"""What an engine says of itself when it comes up, read from its own answers."""
+"""Facts about an engine from its own answers, and its capabilities by version.
+
+Capabilities are one table. A row has the version of vLLM that introduced it (vLLM-Ascend uses the same numbers), the
+assumption for a vLLM of unknown version, and the SGLang engines that have it.
+"""
 
 from __future__ import annotations
 
@@ -239,7 +243,7 @@ def _count(value: Any) -> int | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Capability:
-    """Something that engines of vLLM can do from version `since` on. Only the same one is equal to it."""
+    """An ability of vLLM engines from version `since` on. Equal only to itself."""
 
     since: EngineVersion
     if_unknown: bool = False

@@ -1,9 +1,8 @@
-"""Whose fault the failures of one client's request were: the engines', or its own.
+"""Attribution of failures: to an engine, to a pair of engines, or to the request.
 
-A request that breaks down on one engine and is served by another tells something about the first one. One that breaks
-down the same way on two engines tells nothing about either: what they have in common is the request. So no
-failure is held against an engine before it is known how the request fared elsewhere, and requests that fail everywhere
-eject no engine.
+If a request breaks down on one engine and another engine serves it, the first engine is the likely cause. If it breaks
+down in the same way on two engines, the request is the likely cause. So pdproxy charges a failure to an engine only
+after the outcome on another engine is known, and a request that fails on every engine ejects none of them.
 """
 
 from __future__ import annotations
@@ -28,14 +27,20 @@ if TYPE_CHECKING:
     from proxy.wire.document import Body
 
     FailedEngines = dict[tuple[Role, bool], set[Backend]]
-    """Where a request has broken down, by role, and by whether engines said so or broke off."""
+    """Engines on which a request has broken down, by role and by whether the engine reported it or broke off."""
 
 
 _EVERYWHERE: Final = 2
 
 
 class Blame:
-    """The blame of one unit of a request; `ways` is shared by all its units. `with` it, outside of all leases."""
+    """Collects the failures of one unit of a request and charges them when its outcome is known.
+
+    A context manager, entered outside of all leases. Leaving it settles the failures.
+
+    Args:
+        ways: Engines on which the request has broken down. All units of a request share it. None: the unit is alone.
+    """
 
     __slots__ = ("_errors", "_ways")
 
@@ -45,23 +50,21 @@ class Blame:
 
     @property
     def is_open(self) -> bool:
-        """Whether something is to be settled."""
+        """Return whether failures are not settled yet."""
         return bool(self._errors)
 
     def failed(self, error: UpstreamError) -> None:
-        """An attempt failed."""
+        """Record the failure of an attempt."""
         if error.is_breakdown:
             self._errors.append(error)
             self._ways.setdefault(_way(error), set()).add(error.backend)
 
     def settle(self) -> None:
-        """It is known how the request fares elsewhere, or that it goes nowhere else: tell the balancer who is to
-        blame.
-        """
+        """Charge the failures to their engines, except those that the request caused on several engines."""
         for error in self._errors:
-            tell, error.blame = error.blame, None
-            if tell is not None and len(self._ways[_way(error)]) < _EVERYWHERE:
-                tell()
+            charge, error.blame = error.blame, None
+            if charge is not None and len(self._ways[_way(error)]) < _EVERYWHERE:
+                charge()
         self._errors.clear()
 
     def __enter__(self) -> Self:
@@ -78,64 +81,76 @@ def _way(error: UpstreamError) -> tuple[Role, bool]:
     return error.backend.role, error.failure is Failure.STATUS
 
 
-_LONGEST: Final = 10  # times `seconds`
+_MAX_FACTOR: Final = 10
+"""The longest quarantine, as a multiple of `quarantine_seconds`."""
 _DEFAULT_CHECKS: Final = HealthChecks()
-_NOBODY: Final[frozenset[Backend]] = frozenset()
+_NO_PARTNERS: Final[frozenset[Backend]] = frozenset()
 
 
 @dataclass(slots=True, eq=False)
 class _Pair:
-    failures: int = 0  # hand-overs in a row
-    quarantines: int = 0  # in a row
+    failures: int = 0  # consecutive failed handoffs
+    quarantines: int = 0  # consecutive
     until: float = 0.0
 
 
 class PairQuarantine:
-    """The pairs as one worker sees them.
+    """Keeps prefillers and decoders apart between which handoffs fail, as one worker sees them.
 
-    A pair is quarantined after `quarantine_after` failed handoffs in a row for `quarantine_seconds`, at the next
-    failure after that for twice as long, and so on up to ten times.
+    A decoder that cannot fetch KV does not report whether itself, the prefiller or the network between them is at
+    fault. So a failed handoff counts against the pair first. A pair is quarantined after fewer failures (2) than eject
+    a backend (5): if only the network between the two is bad, they are separated before either is ejected. A bad
+    prefiller fails with one decoder after the other, so in the end it is quarantined from all of them and no decoder is
+    ejected.
+
+    The quarantine is advice: the pair is used if no other is available. It starts after `quarantine_after` consecutive
+    failures. The n-th quarantine in a row lasts n times `quarantine_seconds`, up to ten times.
     """
 
     def __init__(
         self, checks: Callable[[], HealthChecks] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`checks`: returns the settings of now."""
+        """Create an empty quarantine.
+
+        Args:
+            checks: Returns the current settings. None: the defaults.
+            clock: Returns monotonic seconds.
+        """
         self._checks = checks or (lambda: _DEFAULT_CHECKS)
         self._clock = clock
-        self._pairs: dict[tuple[Backend, Backend], _Pair] = {}  # those that failed since their last success
+        self._pairs: dict[tuple[Backend, Backend], _Pair] = {}  # with failures since the last success
         self.apart: dict[Backend, dict[Backend, float]] = {}
-        """The partners quarantined with each, until when; empty while no pair ever was."""
+        """Quarantined partners of a backend with the end of their quarantine. Empty until the first quarantine."""
 
     def failed(self, prefiller: Backend, decoder: Backend) -> bool:
-        """A hand-over failed; whether the pair is quarantined now because of it."""
+        """Record a failed handoff, and return whether it starts a quarantine of the pair."""
         pair = self._pairs.setdefault((prefiller, decoder), _Pair())
         pair.failures += 1
         now = self._clock()
         checks = self._checks()
         if pair.failures < checks.quarantine_after or now < pair.until:
             return False
-        pair.quarantines = min(pair.quarantines + 1, _LONGEST)
+        pair.quarantines = min(pair.quarantines + 1, _MAX_FACTOR)
         pair.until = now + pair.quarantines * checks.quarantine_seconds
         self.apart.setdefault(prefiller, {})[decoder] = pair.until
         self.apart.setdefault(decoder, {})[prefiller] = pair.until
         return True
 
     def succeeded(self, prefiller: Backend, decoder: Backend) -> None:
-        """A hand-over went well, which clears the pair."""
+        """Record a successful handoff, which clears the pair."""
         if self._pairs:
             self._clear(prefiller, decoder)
 
     def partners_to_avoid(self, backend: Backend) -> frozenset[Backend]:
-        """The partners that are quarantined with it now. Costs one look-up while there are none."""
+        """Return the partners that are quarantined with a backend. Costs one lookup if there are none."""
         partners = self.apart.get(backend)
         if not partners:
-            return _NOBODY
+            return _NO_PARTNERS
         now = self._clock()
         return frozenset(partner for partner, until in partners.items() if now < until)
 
     def forget(self, backend: Backend) -> None:
-        """Drop what is known about a backend that has left."""
+        """Drop the failures of a backend that has left."""
         for prefiller, decoder in [pair for pair in self._pairs if backend in pair]:
             self._clear(prefiller, decoder)
 
@@ -146,23 +161,31 @@ class PairQuarantine:
             del self.apart[decoder][prefiller]
 
 
-_MOST: Final = 256
-"""Requests remembered at a time; the oldest is dropped for one more."""
+_MAX_REQUESTS: Final = 256
+"""Maximum number of remembered requests. The oldest is dropped for another one."""
 _ENTRY_BYTES: Final = 128
 _DIGEST_BYTES: Final = 16
 
-# Length and digest of the request, clock time until which it is remembered, engines that it has cost.
+# Length and digest of the request, end of its memory on the clock, and the number of engines that went down.
 _Entry = tuple[int, str, float, int]
 
 
 class SuspectMemory:
-    """Make it before forking. `clock` is the system's monotonic one, which all workers share, except in tests."""
+    """Remembers requests under which engines went down, for all workers.
+
+    A client that sends such a request again finds it remembered. Only a keyed digest of the request is kept, and the
+    key exists in memory only. Create it before forking.
+
+    Args:
+        seconds: Time for which a request is remembered.
+        clock: The monotonic clock of the system, which all workers share, except in tests.
+    """
 
     def __init__(self, seconds: float = 300.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds = seconds
         self._clock = clock
         self._key = os.urandom(32)
-        self._shared = SharedValue("memory of suspects", _MOST * _ENTRY_BYTES)
+        self._shared = SharedValue("memory of suspects", _MAX_REQUESTS * _ENTRY_BYTES)
         with self._shared.exclusive():
             self._shared.write([])
         self._head = self._shared.head
@@ -171,30 +194,28 @@ class SuspectMemory:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to compare a request with. Nearly free."""
+        """Return whether no request is remembered. Costs one comparison unless that has changed."""
         if self._head[0] != self._version:
             self._version, entries = self._shared.read()
             self._entries = [(length, digest, until, engines) for length, digest, until, engines in entries]
         return not self._entries
 
     def engines(self, body: Body) -> int:
-        """How many engines this request has cost lately."""
+        """Return the number of engines that went down under this request recently."""
         if self.is_empty:
             return 0
         now = self._clock()
-        # Without the digest of a large body, as long as no other is of its length.
+        # The digest of a large body is only computed if a remembered request has the same length.
         alike = [entry for entry in self._entries if entry[0] == length_of(body) and entry[2] > now]
         digest = self._digest(body) if alike else ""
         return next((engines for _, known, _, engines in alike if known == digest), 0)
 
     def remember(self, body: Body, engines: int) -> None:
-        """A request has cost `engines` engines. This is forgotten after a while, however often it is looked up until
-        then.
-        """
+        """Record that `engines` engines went down under a request. Lookups do not prolong the memory of it."""
         self._replace(body, engines)
 
     def forget(self, body: Body) -> None:
-        """The request was served, so it was not to blame."""
+        """Drop a request that was served, because it was not the cause."""
         if self.engines(body):
             self._replace(body, 0)
 
@@ -205,7 +226,7 @@ class SuspectMemory:
             kept = [entry for entry in entries if entry[2] > now and (entry[0], entry[1]) != (length_of(body), digest)]
             if engines:
                 kept.append((length_of(body), digest, now + self._seconds, engines))
-            self._shared.write(kept[-_MOST:])
+            self._shared.write(kept[-_MAX_REQUESTS:])
 
     def _digest(self, body: Body) -> str:
         digest = hashlib.blake2b(key=self._key, digest_size=_DIGEST_BYTES)

@@ -40,7 +40,12 @@ _STATES: Final = tuple(HealthState)
 
 
 class HealthBoard:
-    """All rows, one for each worker."""
+    """The state of every backend as each worker sees it, for status pages and metrics.
+
+    Decisions use a worker's own Health. A worker writes its own row at each change, so there are no locks. Verdicts of
+    other gateways have a row with one writer. In the last row all workers write when a backend last produced something.
+    Create the board before forking.
+    """
 
     def __init__(self, workers: int = 1, slots: int = 1024) -> None:
         self._workers = workers

@@ -1,6 +1,7 @@
-"""Ways to choose one backend among eligible ones; see pick.Policy. The table of them is in proxy/settings/policies.py.
+"""Policies without predictions: least tokens, round robin, power of two, random and length groups.
 
-These know no more of a request than that there is one, and keep at most a memory of their own last choice.
+They know the load and the length of prompts, and remember at most their own last choice. `make_policy` creates every
+policy. Their names and descriptions are in proxy/settings/policies.py.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ WEIGHTS: Mapping[Role, tuple[int, int]] = {Role.PREFILL: (10, 3), Role.DECODE: (
 
 
 def make_policy(name: str, context: PolicyContext | None = None) -> Policy:
-    """A policy of the table, by its name there, for the role of its context. To be made after forking: a random
-    generator that workers inherit makes all of them choose alike.
+    """Create the policy with this name for the role of its context.
+
+    Call it after forking: with an inherited random generator all workers would choose alike.
     """
     is_decode = context is not None and context.role is Role.DECODE
     table = DECODE_POLICIES if is_decode else POLICIES
@@ -58,12 +60,12 @@ class _Turns(Policy):
 
 
 class LeastTokens(_Turns):
-    """The least loaded; equal ones take turns, so that an idle pool does not send everything to its first member."""
+    """Chooses the least loaded backend. Equal ones take turns, so that an idle pool shares its requests."""
 
     label = "least_tokens"
 
     def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        """The request does not matter."""
+        """Choose by load alone."""
         lowest = min(weights)
         equal = [candidate for place, candidate in enumerate(candidates) if weights[place] == lowest]
         if len(equal) > 1:
@@ -73,23 +75,23 @@ class LeastTokens(_Turns):
 
 
 class RoundRobin(_Turns):
-    """The backends one after the other, whatever their load."""
+    """Chooses the backends in turn, whatever their load."""
 
     label = "round_robin"
     weighs_load = False
 
     def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        """The request does not matter."""
+        """Choose by turn alone."""
         return self._take_turn(candidates)
 
 
 class PowerOfTwo(Policy):
-    """The less loaded of two drawn at random: does not herd when several gateways see the same stale loads."""
+    """Chooses the less loaded of two random backends. This prevents herding on stale loads of several gateways."""
 
     label = "power_of_two"
 
     def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        """The request does not matter."""
+        """Choose between two random candidates by load."""
         count, draw = len(candidates), self.context.rng.randrange
         if count == 1:
             return candidates[0]
@@ -99,13 +101,13 @@ class PowerOfTwo(Policy):
 
 
 class Random(Policy):
-    """Any, each with the same probability."""
+    """Chooses any backend with equal probability."""
 
     label = "random"
     weighs_load = False
 
     def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        """The request does not matter."""
+        """Choose at random."""
         return self.context.rng.choice(candidates)
 
 
@@ -115,15 +117,17 @@ _DEFAULTS: Final = Balance()
 
 
 class LengthGroups(LeastTokens):
-    """The least loaded of the half that is meant for prompts of this length, or of the other one if that is much freer.
+    """Chooses within the group for prompts of this length, or in the other group if that is much freer.
 
-    The first half of the candidates, in the order of their slots, is for the short ones; a single one is for all.
+    Long prompts do not delay short ones. The overflow formula is that of vLLM-Ascend's hybrid proxy
+    (examples/dynamic_bucket_load_balancer). The first half of the candidates, by slot, is for short prompts. A single
+    candidate is for all.
     """
 
     label = "length_groups"
 
     def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        """Only how long its prompt is matters."""
+        """Choose by load and the length of the prompt."""
         if len(candidates) == 1:
             return candidates[0]
         settings = _DEFAULTS if self.context.balance is None else self.context.balance()
@@ -141,8 +145,9 @@ class LengthGroups(LeastTokens):
 
 
 def nearness(length: int, first: int, last: int) -> float:
-    """How near a length is to a range that it is not in: 1 at its edge, and exponentially less with the distance, which
-    is counted in halves of the range.
+    """Return how near a length is to a range outside of which it lies.
+
+    The result is 1 at the edge of the range and falls exponentially with the distance in halves of the range.
     """
     half = (last - first) / 2
     beyond = (abs(length - (first + last) / 2) - half) / half

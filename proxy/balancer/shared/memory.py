@@ -1,6 +1,6 @@
-"""A value that forked processes share: any of them may replace it, and all of them see the newest one, whole.
+"""Values in memory that forked processes share, and the record of what they have logged.
 
-Make it before forking: the memory is anonymous and inherited, so nothing has a name that others could open.
+Create them before forking. The memory is anonymous and inherited, so no other process can open it by a name.
 """
 
 from __future__ import annotations
@@ -102,17 +102,20 @@ _CAPACITY_BYTES: Final = 1024 * 1024  # 1,024 instances with the longest names t
 
 
 class LogOnce:
-    """The last word on each subject, such as an instance and its state of health."""
+    """The last logged state of each subject, such as an instance, shared by all workers.
+
+    All workers find the same changes. The first one logs a change, and the others find it here.
+    """
 
     def __init__(self, capacity_bytes: int = _CAPACITY_BYTES) -> None:
-        """`capacity_bytes`: of all subjects and words as JSON. When they do not fit, only the newest is kept."""
+        """Create an empty record. If it outgrows `capacity_bytes` as JSON, only the newest entry is kept."""
         self._shared = SharedValue("bulletin", capacity_bytes)
         self._shared.write({})
         self._read_version = -1
         self._words: dict[str, str] = {}
 
     def is_news(self, subject: str, word: str) -> bool:
-        """Whether that is not what was told of the subject last. From now on it is."""
+        """Return whether `word` differs from the last state of the subject, and record it."""
         if self._read().get(subject) == word:
             return False
         with self._shared.exclusive():
@@ -123,7 +126,7 @@ class LogOnce:
             return True
 
     def forget(self, subject: str) -> None:
-        """Drop what was told of a subject that no longer exists; if it returns, its first word is news again."""
+        """Drop a subject that no longer exists. If it returns, its first state is news."""
         with self._shared.exclusive():
             words = self._read()
             self._write({known: word for known, word in words.items() if known != subject}, or_only={})

@@ -1,8 +1,9 @@
-"""Who is the next in each worker's queue: what makes several queues nearly one.
+"""Position of the first request in each worker's queue, which keeps several queues nearly in one order.
 
-Each worker, and each other gateway of the group, has a queue of its own, and would send its own next one wherever there
-is room. So each writes the place of its next one here, and leaves room for a moment to another one whose next is before
-its own. Nobody waits for that for long, as the other one may not want this room. Create it before forking.
+Each worker, and each other gateway of the group, has a queue. Without coordination it would send its first request
+wherever there is room. So each writes the position of its first request here, and leaves room for a moment to an
+earlier one of another queue. It does not wait longer, because the other queue may not need this room. Create the table
+before forking.
 """
 
 from __future__ import annotations
@@ -14,90 +15,96 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 NO_HEAD: Final = 0
-"""In place of a front."""
+"""Position of an empty queue."""
 AGEING: Final = 1 / 3
-"""Seconds of work that a second of waiting makes up for: a unit goes before all that come later by three times its
-work, which is earliest deadline first with that as everyone's deadline. With 0 the long would starve behind the short;
-the nearer to 1, the more all wait in turn, and near saturation the short are late because of the long."""
+"""Seconds of work that one second of waiting offsets.
+
+A unit goes before all units that arrive later than three times its work: earliest deadline first, with that time as the
+deadline. With 0, long units would starve behind short ones. Near 1 the order is that of arrival, and near saturation
+short units are late because of long ones."""
 _CELL_BYTES: Final = 8
 _PLACE_BITS: Final = 52
 _MOST_PLACE: Final = (1 << _PLACE_BITS) - 1
 _MOST_PRIORITY: Final = 1 << 10
-# How long room is left: until others have looked, of which each does so every 20 ms.
+# Time for which room is left, in seconds. Each queue looks for room every 20 ms.
 _LEFT_SECONDS: Final = 0.05
 
 
 def encode_head(priority: int, place_seconds: float) -> int:
-    """Where one stands: lower goes first. `place_seconds`: its work, and AGEING times when it came by the system's
-    monotonic clock.
+    """Return a position as an integer; lower goes first.
+
+    Args:
+        priority: The request's priority; lower goes first.
+        place_seconds: Its work, plus AGEING times its arrival on the monotonic clock of the system.
     """
     clipped = min(max(priority, -_MOST_PRIORITY), _MOST_PRIORITY)
     return (clipped << _PLACE_BITS) + min(max(1, round(place_seconds * 1e6)), _MOST_PLACE)
 
 
-def shift_head(front: int, seconds: float) -> int:
-    """A front by another clock, which is `seconds` ahead of the one it was made with; NO_HEAD stays NO_HEAD."""
-    if front == NO_HEAD:
+def shift_head(head: int, seconds: float) -> int:
+    """Return a position for a clock that is `seconds` ahead of its own. NO_HEAD stays NO_HEAD."""
+    if head == NO_HEAD:
         return NO_HEAD
-    return encode_head(front >> _PLACE_BITS, (front & _MOST_PLACE) / 1e6 + AGEING * seconds)
+    return encode_head(head >> _PLACE_BITS, (head & _MOST_PLACE) / 1e6 + AGEING * seconds)
 
 
 class QueueHeads:
-    """A cell for each worker, and one for all other gateways, each with one writer."""
+    """One cell for each worker and one for all other gateways. Each cell has one writer."""
 
     def __init__(self, workers: int = 1, guests: int = 0) -> None:
         self.workers = workers
         self._cells = memoryview(mmap.mmap(-1, (workers + guests) * _CELL_BYTES)).cast("q")
 
     def of_worker(self, number: int) -> WorkerQueueHead | None:
-        """The access of the worker with this number; None: it is the only queue, so nobody has to be told."""
+        """Return the view of one worker, or None if it has the only queue."""
         return WorkerQueueHead(self, number) if len(self._cells) > 1 else None
 
-    def put(self, number: int, front: int) -> None:
-        """Write the front of the worker with this number, as `encode_head` makes it; NO_HEAD: nobody waits there."""
-        self._cells[number] = front
+    def put(self, number: int, head: int) -> None:
+        """Write the position of a worker's first request, or NO_HEAD if its queue is empty."""
+        self._cells[number] = head
 
-    def put_guests(self, front: int) -> None:
-        """Write the first of the fronts of all other gateways. Does nothing where no others are configured."""
+    def put_guests(self, head: int) -> None:
+        """Write the first position of all other gateways. Does nothing if none are configured."""
         if len(self._cells) > self.workers:
-            self._cells[self.workers] = front
+            self._cells[self.workers] = head
 
     def own(self) -> int:
-        """The first of this gateway's workers, or NO_HEAD."""
+        """Return the first position of this gateway's workers, or NO_HEAD."""
         return first_head(self._cells[: self.workers])
 
     def elsewhere(self, number: int) -> int:
-        """The first of all others, or NO_HEAD."""
+        """Return the first position of all other queues, or NO_HEAD."""
         return first_head([*self._cells[:number], *self._cells[number + 1 :]])
 
 
-def first_head(fronts: Iterable[int]) -> int:
-    """The first of these, or NO_HEAD."""
-    return min((front for front in fronts if front != NO_HEAD), default=NO_HEAD)
+def first_head(heads: Iterable[int]) -> int:
+    """Return the first of these positions, or NO_HEAD."""
+    return min((head for head in heads if head != NO_HEAD), default=NO_HEAD)
 
 
 class WorkerQueueHead:
-    """One worker's: it tells where the next one in its queue stands, and sees where those of the others do."""
+    """One worker's view: it writes its own position and compares it with the others."""
 
-    def __init__(self, fronts: QueueHeads, number: int) -> None:
-        self._fronts = fronts
+    def __init__(self, queue_heads: QueueHeads, number: int) -> None:
+        self._queue_heads = queue_heads
         self._number = number
         self._left_to = NO_HEAD
         self._left_at = 0.0
 
     def tell(self, priority: int, place_seconds: float) -> None:
-        """Its next one stands there."""
-        self._fronts.put(self._number, encode_head(priority, place_seconds))
+        """Write the position of the first request in this queue."""
+        self._queue_heads.put(self._number, encode_head(priority, place_seconds))
 
     def tell_empty(self) -> None:
-        """Nobody waits here."""
-        self._fronts.put(self._number, NO_HEAD)
+        """Record that this queue is empty."""
+        self._queue_heads.put(self._number, NO_HEAD)
 
     def leaves_room(self, priority: int, place_seconds: float, now: float) -> bool:
-        """Whether one that might go now had better leave the room to another one, for the moment. What was left to
-        somebody in vain is not left to him again.
+        """Return whether a request must leave the room to an earlier one of another queue.
+
+        Room is left to the same request only once, for a moment.
         """
-        other = self._fronts.elsewhere(self._number)
+        other = self._queue_heads.elsewhere(self._number)
         if other == NO_HEAD or other >= encode_head(priority, place_seconds):
             return False
         if other != self._left_to:

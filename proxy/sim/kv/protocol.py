@@ -172,7 +172,11 @@ def address(host: object, port: object) -> str:
 
 
 class NoProtocol(KvProtocol):
-    """Every request is a request like any other."""
+    """No KV connector: the engine ignores KV parameters and computes every prompt.
+
+    vLLM without `--kv-transfer-config` does this. It logs "Got kv_transfer_params, but no KVConnector found. Disabling
+    KVTransfer for this request."; its answer does not show it.
+    """
 
     def __init__(self, options: Options, state: State, address: Callable[[], tuple[str, int]]) -> None:
         pass
@@ -182,7 +186,12 @@ class NoProtocol(KvProtocol):
 
 
 class StoreProtocol(KvProtocol):
-    """Both ends. A decoder is who is one by its role, for no request says what it is."""
+    """A KV store that all engines share: the decoder finds the KV of a prompt in the store.
+
+    As with vLLM's MooncakeStoreConnector, and vLLM-Ascend's AscendStoreConnector and UCMConnector. The store is a
+    directory with one empty file per prompt, so it outlives engines and serves several processes. A decoder computes
+    missing KV. The engine's role decides whether it is a decoder, because requests do not show it.
+    """
 
     def __init__(self, options: Options, state: State, address: Callable[[], tuple[str, int]]) -> None:
         self._directory = None if options.store is None else Path(options.store)
