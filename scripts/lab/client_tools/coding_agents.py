@@ -1,7 +1,7 @@
 """Claude Code, Codex and opencode with default settings, without a terminal.
 
 They read a PDF, a text and a picture, edit the text and report it, while one of two decoders is killed. No request may
-fail. The model follows a script in the prompt (`proxy/sim/model/script.py`).
+fail. The model follows a script in the prompt (`proxy/sim/model/writer.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Inputs of all programs: a script in three turns, two with a tool (`proxy/sim/model/script.py`)."""
+"""Inputs of all programs: a script in three turns, two with a tool (`proxy/sim/model/writer.py`)."""
 
 from __future__ import annotations
 
