@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections import Counter
+from contextlib import ExitStack
 from itertools import pairwise
 
 import aiohttp
@@ -436,10 +438,15 @@ async def test_whether_an_engine_is_gone_is_asked_on_a_new_connection(session: a
 
 @pytest.mark.fault(111)
 async def test_many_health_checks_do_not_begin_in_one_turn_of_the_loop(session: aiohttp.ClientSession) -> None:
-    gateway = Gateway([unused_port() for _ in range(45)], interval_seconds=3600.0)
     begun: list[int] = []
-    async with gateway.prober(session) as prober:
-        while not begun or begun[-1] < 45:
-            begun.append(len(prober._due))
-            await asyncio.sleep(0)
+    with ExitStack() as stack:
+        # Sockets that are bound and do not listen: their ports differ, and refuse connections.
+        sockets = [stack.enter_context(socket.socket()) for _ in range(45)]
+        for bound in sockets:
+            bound.bind(("127.0.0.1", 0))
+        gateway = Gateway([bound.getsockname()[1] for bound in sockets], interval_seconds=3600.0)
+        async with gateway.prober(session) as prober:
+            while not begun or begun[-1] < 45:
+                begun.append(len(prober._due))
+                await asyncio.sleep(0)
     assert max(later - earlier for earlier, later in pairwise(begun)) <= 10
