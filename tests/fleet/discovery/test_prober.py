@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 
 import aiohttp
@@ -413,18 +413,24 @@ async def test_a_transition_is_one_line(caplog: pytest.LogCaptureFixture) -> Non
     ]
 
 
-async def test_whether_an_engine_is_gone_is_asked_on_a_new_connection(session: aiohttp.ClientSession) -> None:
+async def test_whether_an_engine_is_gone_is_asked_on_a_new_connection() -> None:
     """A process that has closed its listener may still serve the connections that it has."""
+    served: set[asyncio.Task[None] | None] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while await reader.readuntil(b"\r\n\r\n"):
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        served.add(asyncio.current_task())
+        with suppress(asyncio.IncompleteReadError):  # the client has closed the connection
+            while await reader.readuntil(b"\r\n\r\n"):
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+        await writer.wait_closed()
 
     listener = await asyncio.start_server(serve, HOST, 0)
     port = listener.sockets[0].getsockname()[1]
     gateway = Gateway([port], interval_seconds=3600.0)
     (backend,) = gateway.pools[Role.PREFILL].backends()
     async with (
+        aiohttp.ClientSession() as session,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as fresh,
         gateway.prober(session, fresh) as prober,
     ):
@@ -434,6 +440,7 @@ async def test_whether_an_engine_is_gone_is_asked_on_a_new_connection(session: a
         async with session.get(f"http://{HOST}:{port}/health") as answer:  # on the connection that was kept
             assert answer.status == 200
         assert await prober.is_gone(backend, 0.0)
+    await asyncio.gather(*filter(None, served))
 
 
 @pytest.mark.fault(111)
