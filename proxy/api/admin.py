@@ -13,16 +13,21 @@ import orjson
 from aiohttp import web
 
 from proxy.api.administrators import author
-from proxy.api.instance_changes import is_dry_run
-from proxy.common.errors import BadRequest
+from proxy.api.instance_changes import is_dry_run, truth
+from proxy.common.errors import BadRequest, GatewayError
+from proxy.observe.receipts import names_engine_id, names_instance, shown
 from proxy.settings import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from proxy.api.administrators import Administrators
     from proxy.observe.metrics import Metrics
+    from proxy.observe.receipts import Receipts
     from proxy.settings.change import ConfigChange
+
+    Wants = Callable[[Mapping[str, Any]], bool]
+
 
 _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 
@@ -78,3 +83,100 @@ class AdminApi:
             raise BadRequest(str(error), code="invalid_configuration") from None
         instances = {"added": change.added, "removed": change.removed}
         return _json({"dry_run": dry_run, "changed": change.options, "instances": instances})
+
+
+_FILTERS: Final = ("failed", "instance", "model", "key")
+_IDS: Final = ("id", "engine_id")
+_DEFAULT_LIMIT: Final = 50
+_MAX_LIMIT: Final = 1000
+
+
+class RequestsApi:
+    """The routes under `/admin/requests`. `settle` writes what this worker has not written yet."""
+
+    def __init__(self, receipts: Receipts, settle: Callable[[], None], administrators: Administrators) -> None:
+        self._receipts = receipts
+        self._settle = settle
+        self._administrators = administrators
+        self._one_search = asyncio.Lock()
+
+    def routes(self) -> Sequence[web.RouteDef]:
+        """For the application."""
+        only = self._administrators.only
+        return [
+            web.get("/admin/requests", only(self._show_one)),
+            web.get("/admin/requests/recent", only(self._show_recent)),
+        ]
+
+    async def _show_recent(self, request: web.Request) -> web.Response:
+        """The latest requests that fit all filters of the query, those that ended last first."""
+        asked = _asked(request, ("limit", *_FILTERS))
+        limit = _limit(asked.pop("limit", None))
+        return _json({"requests": await self._found(asked, limit)})
+
+    async def _show_one(self, request: web.Request) -> web.Response:
+        """The requests that have an id: usually one, but clients choose their ids."""
+        asked = _asked(request, _IDS)
+        if len(asked) != 1:
+            raise BadRequest(
+                "give id, a request's X-Request-Id, or engine_id, what an engine's log calls it; "
+                "/admin/requests/recent lists the latest requests"
+            )
+        found = await self._found(asked, _MAX_LIMIT)
+        if not found:
+            raise GatewayError(
+                f"no request with this {next(iter(asked))} is kept: it is not over, or others have taken its place "
+                "(admin.receipts_bytes)",
+                code="request_not_kept",
+                status=404,
+            )
+        return _json({"requests": found})
+
+    async def _found(self, asked: Mapping[str, str], limit: int) -> list[dict[str, Any]]:
+        tests = [_test(name, value) for name, value in asked.items()]
+        # What all that are wanted have in them: what an engine calls a request is longer than that.
+        literal = next((value for name, value in asked.items() if name not in ("failed", "engine_id")), None)
+        latest = partial(
+            self._receipts.latest,
+            lambda told: all(fits(told) for fits in tests),
+            limit,
+            containing=b"" if literal is None else literal.encode(errors="surrogatepass"),
+        )
+        self._settle()
+        # In a thread, so that no stream waits for it, and one after the other, because it is work for the processor.
+        async with self._one_search:
+            found = await asyncio.to_thread(latest)
+        return [shown(told) for told in found]
+
+
+def _asked(request: web.Request, known: Sequence[str]) -> dict[str, str]:
+    """The query. Raises BadRequest for what is not known, so that nobody takes a mistyped filter for one that fits
+    all.
+    """
+    query = request.query
+    for name in query:
+        if name not in known:
+            raise BadRequest(f"the query may have {', '.join(known)}", param=name[:100])
+        if len(query.getall(name)) > 1:
+            raise BadRequest(f"{name} is given twice", param=name)
+    return dict(query)
+
+
+def _limit(text: str | None) -> int:
+    if text is None:
+        return _DEFAULT_LIMIT
+    if text.isascii() and text.isdecimal() and 1 <= int(text[:9]) <= _MAX_LIMIT:
+        return int(text)
+    raise BadRequest(f"limit must be a whole number from 1 to {_MAX_LIMIT}", param="limit")
+
+
+def _test(name: str, value: str) -> Wants:
+    """Whether a request fits one filter."""
+    if name == "failed":
+        is_failed = truth(name, value)
+        return lambda told: (told["term"] != "--") is is_failed
+    if name == "instance":
+        return lambda told: names_instance(told, value)
+    if name == "engine_id":
+        return lambda told: names_engine_id(told, value)
+    return lambda told: bool(told[name] == value)

@@ -5,23 +5,25 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from aiohttp import HttpVersion11, web
 
-from proxy.api.debug_headers import debug_fields
+from proxy.balancer.pick import reason
 from proxy.dialects.call import PASSED_ON
 from proxy.dialects.requests import read
 from proxy.listener.body import memory_bytes, read_json
 from proxy.listener.replies import REQUEST_ID
+from proxy.observe.record import longest
 from proxy.wire.weight import LONG_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from proxy.api.administrators import Administrators
     from proxy.api.cors import Cors
-    from proxy.api.debug_headers import DebugHeaders
     from proxy.api.key_auth import KeyAuth
+    from proxy.balancer.pick import Pick
     from proxy.common.errors import GatewayError
     from proxy.dialects.base import Dialect
     from proxy.gateway.intake import Intake
@@ -32,6 +34,44 @@ if TYPE_CHECKING:
     from proxy.observe.observers import Observers
     from proxy.observe.record import RequestRecord
     from proxy.settings import Settings
+
+
+ASKS: Final = "X-PDProxy-Debug"
+
+
+class DebugHeaders:
+    """Trusted are those who may administer, as far as the listener of clients can tell. Others get the same answer
+    without these headers.
+    """
+
+    def __init__(self, administrators: Administrators) -> None:
+        self._administrators = administrators
+
+    async def admits(self, request: web.Request) -> bool:
+        """Return whether the client asks for these headers, and may have them."""
+        return ASKS in request.headers and await self._administrators.admits(request)
+
+
+def debug_fields(record: RequestRecord) -> Iterator[tuple[str, str]]:
+    """Yield the headers, with the figures of the access log: the instances of the first unit's last attempt, the
+    longest stages, all attempts.
+    """
+    timelines = record.timelines
+    if timelines:
+        first = timelines[0]
+        yield from _chosen("Prefill", first.prefiller, first.prefill_id, first.prefill_pick)
+        yield from _chosen("Decode", first.decoder, first.decode_id, first.decode_pick)
+    yield "X-PDProxy-Attempts", str(sum(timeline.attempts for timeline in timelines))
+    seconds = longest([timeline.seconds for timeline in timelines])
+    told = {stage.label: spent for stage, spent in seconds.items()} | {"total": record.clock() - record.started}
+    # Milliseconds, as https://www.w3.org/TR/server-timing/ has them.
+    yield "Server-Timing", ", ".join(f"{name};dur={1000 * spent:.1f}" for name, spent in told.items())
+
+
+def _chosen(role: str, instance: str, leg_id: str, pick: Pick | None) -> Iterator[tuple[str, str]]:
+    if instance != "-":
+        why = "" if pick is None else f"; reason={reason(pick)}"
+        yield f"X-PDProxy-{role}", f"{instance}; id={leg_id}{why}"
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

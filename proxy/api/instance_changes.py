@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 
 import orjson
 
-from proxy.api.queries import truth
 from proxy.balancer.health.backend_health import FULL_PERCENT
 from proxy.common.backend import Role
 from proxy.common.errors import BadRequest
@@ -15,12 +14,25 @@ from proxy.listener.body import read_body
 from proxy.settings import Endpoint, Listen, parse_endpoints
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from aiohttp import web
 
+
 _BODY: Final = Listen(max_body_bytes=64 * 1024, body_seconds=10.0)
 _LONGEST_SECONDS: Final = 1e9  # as much as for ever
+
+
+_TRUTHS: Final[Mapping[str, bool]] = {"": True, "1": True, "true": True, "0": False, "false": False}
+
+
+def truth(name: str, value: str) -> bool:
+    """Whether a parameter says yes, which its name alone does, too. Raises BadRequest for anything that is neither yes
+    nor no.
+    """
+    if value not in _TRUTHS:
+        raise BadRequest(f"{name} must be true or false", param=name)
+    return _TRUTHS[value]
 
 
 @dataclass(frozen=True, slots=True)

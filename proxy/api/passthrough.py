@@ -10,34 +10,39 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
 from aiohttp import web
+from multidict import CIMultiDict
 
-from proxy.api import exchange
 from proxy.api.role_queue import RoleQueues
+from proxy.balancer.engines.engine_keys import without_key
 from proxy.balancer.health.blame import Blame
 from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Load
 from proxy.common.errors import Failure, GatewayError, NoBackendAvailable, Overloaded, UpstreamError
 from proxy.gateway.retry import backoff_seconds, may_retry
+from proxy.listener import replies
 from proxy.listener.body import read_body
 from proxy.listener.replies import REQUEST_ID
 from proxy.observe.logs import access_line
+from proxy.upstream import connect_problem, read_bounded, upstream_error
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Mapping, Sequence
+    from collections.abc import Awaitable, Iterator, Mapping, Sequence
 
     from proxy.api.questions import QuestionParts
     from proxy.api.role_queue import RoleQueue
     from proxy.common.backend import Backend
     from proxy.gateway.lanes import Lanes
-    from proxy.gateway.retry_budget import RetryPermit
+    from proxy.gateway.retry import RetryPermit
     from proxy.listener.drain import DrainManager
     from proxy.settings import Settings
+
 
 ROUTES: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
     "tokenizer": (
@@ -66,6 +71,75 @@ ROUTES: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
 _RUN_THE_MODEL: Final = frozenset(path for _, path in ROUTES["pooling"])
 
 _PASSED_ON: Final = ("Content-Type", "Accept", "traceparent", "tracestate")
+
+
+# About one connection (RFC 9110 7.6.1) or set by the gateway itself; the length is kept apart.
+_NOT_PASSED_BACK: Final = frozenset(
+    {
+        *("connection", "keep-alive", "proxy-authenticate", "proxy-connection", "te", "trailer"),
+        *("transfer-encoding", "upgrade", "content-length", "server", "date", "x-request-id"),
+    }
+)
+# Nobody waits for more: not for an answer, and not for an engine to say why there is none.
+MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
+_MAX_REFUSAL_BYTES: Final = 1024 * 1024
+
+
+@contextmanager
+def _paused(deadline: asyncio.Timeout) -> Iterator[None]:
+    """Time spent in here is not the engine's."""
+    loop, when = asyncio.get_running_loop(), deadline.when()
+    assert when is not None
+    left_seconds = when - loop.time()
+    deadline.reschedule(None)
+    try:
+        yield
+    finally:
+        deadline.reschedule(loop.time() + left_seconds)
+
+
+def passed_back(answer: aiohttp.ClientResponse) -> CIMultiDict[str]:
+    """The engine's headers without those that are about its connection to us."""
+    named = {name.strip().lower() for line in answer.headers.getall("Connection", ()) for name in line.split(",")}
+    left_out = _NOT_PASSED_BACK | named
+    return CIMultiDict(
+        (name, value)
+        for name, value in answer.headers.items()
+        if name.lower() not in left_out and replies.can_be_sent(name, value)
+    )
+
+
+async def _refusal(backend: Backend, answer: aiohttp.ClientResponse) -> UpstreamError:
+    """The error for an answer that is none: the engine's own words, or a redirect, which is not followed."""
+    message = f"{backend.role} instance answered with status {answer.status}"
+    if answer.status < 400:
+        return UpstreamError(Failure.BAD_ANSWER, backend, message)
+    headers = {name.lower(): value for name, value in answer.headers.items()}
+    body = without_key(await read_bounded(answer, _MAX_REFUSAL_BYTES), answer.request_info.headers.get("Authorization"))
+    return UpstreamError(Failure.STATUS, backend, message, engine_status=answer.status, body=body, headers=headers)
+
+
+def _too_large(backend: Backend) -> UpstreamError:
+    return upstream_error(Failure.BAD_ANSWER, backend, "the engine's answer is too large")
+
+
+def _translated(backend: Backend, problem: Exception) -> UpstreamError:
+    """An exception of aiohttp in our words."""
+    failure, message = Failure.BAD_ANSWER, "the engine's answer is not valid HTTP"
+    match problem:
+        case aiohttp.ClientConnectorError():
+            failure, message = Failure.CONNECT, f"cannot connect ({connect_problem(problem.os_error)})"
+        case aiohttp.ConnectionTimeoutError():
+            failure, message = Failure.CONNECT, "cannot connect (timed out)"
+        case aiohttp.InvalidURL() | ValueError():
+            failure, message = Failure.CONNECT, "cannot connect (not a host name)"
+        case TimeoutError():
+            failure, message = Failure.TIMEOUT, "the engine did not answer in time"
+        case aiohttp.ClientPayloadError():
+            failure, message = Failure.BROKEN, "the engine closed the connection in the middle of its answer"
+        case aiohttp.ClientConnectionError():
+            failure, message = Failure.RESET, "the engine closed the connection without an answer"
+    return upstream_error(failure, backend, message)
 
 
 @dataclass(slots=True)
@@ -241,12 +315,12 @@ class PassthroughApi:
         try:
             async with asyncio.timeout(self._settings.timeouts.prefill_seconds) as deadline, asked as answer:
                 if not 200 <= answer.status < 300:
-                    raise await exchange.refusal(backend, answer)
-                if (answer.content_length or 0) > exchange.MAX_ANSWER_BYTES:
-                    raise exchange.too_large(backend)
+                    raise await _refusal(backend, answer)
+                if (answer.content_length or 0) > MAX_ANSWER_BYTES:
+                    raise _too_large(backend)
                 return await self._relay(request, answer, backend, record, deadline)
         except (aiohttp.ClientError, TimeoutError, ValueError) as problem:
-            raise exchange.in_our_words(backend, problem) from None
+            raise _translated(backend, problem) from None
 
     async def _relay(
         self,
@@ -257,16 +331,16 @@ class PassthroughApi:
         deadline: asyncio.Timeout,
     ) -> web.StreamResponse:
         """Copy the answer as it comes; a slow client holds the engine back, and its deadline."""
-        response = web.StreamResponse(status=answer.status, headers=exchange.passed_back(answer))
+        response = web.StreamResponse(status=answer.status, headers=passed_back(answer))
         response.content_length = answer.content_length
         record.status, record.is_committed = answer.status, True
         await self._to_client(response.prepare(request))
         async for chunk in answer.content.iter_any():
-            with exchange.held_back(deadline):
+            with _paused(deadline):
                 await self._to_client(response.write(chunk))
             record.bytes_sent += len(chunk)
-            if record.bytes_sent > exchange.MAX_ANSWER_BYTES:
-                raise exchange.too_large(backend)
+            if record.bytes_sent > MAX_ANSWER_BYTES:
+                raise _too_large(backend)
         await self._to_client(response.write_eof())
         record.broken = None
         return response

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import time
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
-from proxy.common.errors import GatewayError, overloaded
-from proxy.gateway.body_buffers import BodyBuffers
-from proxy.gateway.queue_order import InTurn, Order, Waiter
-from proxy.gateway.queue_refusals import all_refuse, queue_full, queue_timeout, too_late, too_long_a_wait
-from proxy.gateway.queue_times import Deadlines, DrainRate
+from proxy.common.errors import RETRY_AFTER_SECONDS, GatewayError, NoBackendAvailable, Overloaded, overloaded
+from proxy.gateway.queue_order import Deadlines, DrainRate, InTurn, Order, Waiter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +25,56 @@ if TYPE_CHECKING:
     from proxy.balancer.pick import PickRequest
     from proxy.balancer.shared.queue_heads import WorkerQueueHead
     from proxy.common.backend import Role
-    from proxy.gateway.body_buffers import Hold
     from proxy.gateway.queue_order import LineUp
     from proxy.observe.metrics import Metrics
     from proxy.settings.model import Admission as Limits
+
+
+# What is predicted is told no earlier than it is, and up to this part later: those who are refused together must not
+# return together.
+_SPREAD: Final = 0.2
+
+
+def queue_full() -> Overloaded:
+    """As many wait as may."""
+    return overloaded("queue_full", "too many requests are waiting for an instance")
+
+
+def queue_timeout(wait_seconds: float, absent: Role | None) -> Overloaded | NoBackendAvailable:
+    """For a unit that has waited as long as it may. `absent`: the role of which no backend is left, if that is why
+    there was no room; None: there were backends, and all were full.
+    """
+    if absent is not None:
+        nobody = NoBackendAvailable(absent)
+        nobody.retry_after_seconds = random.uniform(*RETRY_AFTER_SECONDS)
+        return nobody
+    return overloaded("queue_timeout", f"no instance had room for this request within {wait_seconds:g} s")
+
+
+def all_refuse(role: Role, seconds: float) -> Overloaded:
+    """For a unit that would wait in vain: all instances of a role refuse requests by their own Retry-After, the first
+    one for this time.
+    """
+    error = Overloaded(f"all {role.value} instances refuse requests, for another {seconds:.0f} s", code="all_refuse")
+    error.retry_after_seconds = seconds * random.uniform(1.0, 1.0 + _SPREAD)
+    return error
+
+
+def too_late(wanted_seconds: float) -> GatewayError:
+    """Its first token cannot come any more when the client wants it: to repeat it as it is cannot help."""
+    message = f"the first token cannot come within {wanted_seconds:g} s any more, as x-ttft-deadline-ms asks for"
+    return GatewayError(message, code="queue_deadline", status=504)
+
+
+def too_long_a_wait(predicted_seconds: float, may_wait_seconds: float) -> GatewayError:
+    """For a unit that is predicted to wait for longer than it may: 429, whose Retry-After is the difference."""
+    error = GatewayError(
+        f"this request would probably wait for {predicted_seconds:.1f} s, and {may_wait_seconds:.1f} s are the limit",
+        code="queue_predicted",
+        status=429,
+    )
+    error.retry_after_seconds = max(1.0, predicted_seconds - may_wait_seconds) * random.uniform(1.0, 1.0 + _SPREAD)
+    return error
 
 
 class HasRoom(Protocol):
@@ -48,6 +92,71 @@ _LOOK_AGAIN_SECONDS: Final = 0.02
 
 # After this time it is looked again which units have waited for too long for a limit that was learned.
 _LET_GO_SECONDS: Final = 0.25
+
+
+class BodyBuffers:
+    """One worker's request bodies."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.held_bytes = 0
+        """The bytes of all bodies. Only holds change it, and `take` and `give_back`."""
+
+    def take(self, body_bytes: int) -> bool:
+        """Account for so many bytes, until they are given back; False: there is no room for them. A single body always
+        fits.
+        """
+        held = self.held_bytes
+        if held and held + body_bytes > self.max_bytes:
+            return False
+        self.held_bytes = held + body_bytes
+        return True
+
+    def give_back(self, body_bytes: int) -> None:
+        """End the account of bytes that `take` has accounted for."""
+        self.held_bytes -= body_bytes
+
+    def hold(self, body_bytes: int) -> Hold:
+        """Account for a body of this length, which is about to be read, for as long as the block lasts."""
+        return Hold(self, body_bytes)
+
+
+class Hold:
+    """One request body's part of the account. Get it from `hold`; `with`, as there is nothing to wait for."""
+
+    __slots__ = ("_body_bytes", "_buffers", "_held_bytes")
+
+    def __init__(self, buffers: BodyBuffers, body_bytes: int) -> None:
+        self._buffers = buffers
+        self._body_bytes = body_bytes
+        self._held_bytes = 0
+
+    def __enter__(self) -> Self:
+        self.resize(self._body_bytes)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._buffers.held_bytes -= self._held_bytes
+        self._held_bytes = 0
+
+    def resize(self, body_bytes: int) -> None:
+        """Set the length of the body, for one that did not tell it. Raises Overloaded, and then holds what it held.
+
+        A single body always fits, however long it is.
+        """
+        buffers = self._buffers
+        others = buffers.held_bytes - self._held_bytes
+        if others and body_bytes > self._held_bytes and others + body_bytes > buffers.max_bytes:
+            raise overloaded("buffers_full", "the gateway has reached its limit of request bodies in memory")
+        buffers.held_bytes = others + body_bytes
+        self._held_bytes = body_bytes
+
+    def add(self, body_bytes: int) -> None:
+        """Hold that many bytes more. Raises Overloaded."""
+        if body_bytes:
+            self.resize(self._held_bytes + body_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

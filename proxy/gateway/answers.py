@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,7 @@ from proxy.balancer.engines.engine_facts import ROUTED_EXPERTS
 from proxy.connectors.base import parse_answer
 from proxy.gateway.assembly import Assembly
 from proxy.gateway.delivery import Delivery
-from proxy.gateway.relay import Relay
-from proxy.gateway.token_clock import TokenClock
+from proxy.gateway.relay import Relay, TokenClock
 from proxy.resume.engines import VLLM, WatchLevel
 from proxy.wire.chat_members import UnreadableMember
 from proxy.wire.document import REMOVED, SHORT_BYTES, Document, joined
@@ -21,18 +21,40 @@ from proxy.wire.openai import Api
 from proxy.wire.python_json import dumps, loads, utf8
 
 if TYPE_CHECKING:
+    from proxy.balancer.pool import Pools
     from proxy.common.errors import UpstreamError
+    from proxy.connectors.base import Connector
     from proxy.connectors.legs import Attempt
     from proxy.dialects.base import Dialect, UnitRendering
     from proxy.dialects.call import Call
+    from proxy.gateway.admission import AdmissionQueue
     from proxy.gateway.client_writer import ClientWriter
+    from proxy.gateway.common_abilities import CommonAbilities
+    from proxy.gateway.detokenizer import Detokenizer
     from proxy.gateway.relay import AnswerOwner
-    from proxy.gateway.unit_guard import UnitGuard
-    from proxy.gateway.unit_parts import FlowParts
+    from proxy.gateway.retry import RetryBudget
+    from proxy.gateway.suspects import Suspects, UnitGuard
+    from proxy.observe.metrics import Metrics
     from proxy.observe.record import RequestRecord
     from proxy.observe.timeline import Timeline
     from proxy.resume.chat_as_completion import ChatPrompt
     from proxy.resume.engines import Watching
+    from proxy.settings import Settings
+
+
+@dataclass(slots=True, kw_only=True)
+class FlowParts:
+    """Only `settings` is ever replaced: an attempt loop keeps those it began with."""
+
+    connector: Connector
+    pools: Pools
+    abilities: CommonAbilities
+    detokenizer: Detokenizer
+    suspects: Suspects
+    budget: RetryBudget
+    admission: AdmissionQueue
+    metrics: Metrics
+    settings: Settings
 
 
 class Answer(ABC):

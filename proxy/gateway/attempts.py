@@ -11,7 +11,7 @@ from proxy.common.errors import Failure, NoBackendAvailable, Overloaded, Upstrea
 from proxy.common.terms import Stage
 from proxy.gateway.resuming import Resuming
 from proxy.gateway.retry import backoff_seconds, may_retry
-from proxy.gateway.unit_guard import UnitGuard
+from proxy.gateway.suspects import UnitGuard
 from proxy.upstream import upstream_error
 from proxy.wire.chat_members import UnreadableMember
 
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from proxy.common.backend import Backend, Role
     from proxy.connectors.legs import Attempt
     from proxy.gateway.admission import Entry
-    from proxy.gateway.answers import Answer
+    from proxy.gateway.answers import Answer, FlowParts
     from proxy.gateway.suspicion import Suspicion
-    from proxy.gateway.unit_parts import FlowParts
     from proxy.observe.record import RequestRecord
     from proxy.observe.timeline import Timeline
 

@@ -6,11 +6,13 @@ was read do not come here at all: see FastForward.
 
 from __future__ import annotations
 
+import logging
+import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
-from proxy.common.errors import Failure
+from proxy.common.errors import Failure, GatewayError
 from proxy.dialects.segment import ABORTED, CONTENT, DONE, ERROR, MALFORMED, OPENING, RECOMPUTED, USAGE
-from proxy.gateway.unwritable import UNWRITABLE, report
 from proxy.resume.overlap import Mismatch
 from proxy.upstream.fast_forward import Tokens
 from proxy.wire.chat_members import UnreadableMember
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
     from proxy.dialects.segment import Meaning
     from proxy.gateway.client_writer import ClientWriter
     from proxy.gateway.delivery import Delivery
-    from proxy.gateway.token_clock import TokenClock
+    from proxy.observe.metrics import Metrics
+    from proxy.observe.record import RequestRecord
     from proxy.settings import Timeouts
     from proxy.wire.sse import Event
     from proxy.wire.token import Shape
@@ -34,6 +37,60 @@ if TYPE_CHECKING:
 END_MARK_SECONDS: Final = 1.0
 """How long the end mark of a body may take when the answer in it is whole."""
 _NO_IDS: Final[frozenset[int]] = frozenset()
+
+
+logger = logging.getLogger("proxy.flow.guard")
+
+UNWRITABLE = "the answer has a form that the gateway cannot write for its client"
+
+
+def report(error: Exception) -> None:
+    """Log where an unforeseen exception arose. Its text is left out, because it may quote the answer."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "unknown place"
+    logger.error("answer: cannot be written: %s at %s", type(error).__name__, place)
+
+
+def unwritable(error: Exception) -> GatewayError:
+    """Log an unforeseen exception; the error for the client."""
+    report(error)
+    return GatewayError(UNWRITABLE, code=f"decode_{Failure.BAD_ANSWER}", status=502)
+
+
+class TokenClock:
+    """Times the tokens of one unit: the first for the record, the gaps by sample since most are alike.
+
+    Who cannot afford a call for each token does by himself what `tick` does for all but the first; see Tokens.
+    """
+
+    __slots__ = ("_has_begun", "_metrics", "_record", "gap_from", "index", "now")
+
+    def __init__(self, record: RequestRecord, metrics: Metrics) -> None:
+        self.index = -1
+        """Of the last part of the answer that went to the client; -1: none has."""
+        self.gap_from = 0.0
+        """When the gap began that is timed: one in eight is."""
+        self.now = record.clock
+        self._has_begun = False
+        self._record = record
+        self._metrics = metrics
+
+    def tick(self) -> None:
+        """Part of the answer went to the client."""
+        self.index = index = self.index + 1
+        if index & 6:
+            return
+        if index & 1:
+            self.sample()
+            return
+        if not self._has_begun:
+            self._has_begun = True
+            self._record.first_token()
+        self.gap_from = self.now()
+
+    def sample(self) -> None:
+        """The gap that is timed has ended."""
+        self._metrics.inter_token_seconds.observe(self.now() - self.gap_from)
 
 
 class AnswerOwner(Protocol):

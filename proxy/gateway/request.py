@@ -15,7 +15,7 @@ from proxy.common.terms import Stage
 from proxy.connectors.leg_driver import LegDriver
 from proxy.gateway.attempts import FailedAttempt
 from proxy.gateway.client_writer import ClientWriter
-from proxy.gateway.unwritable import unwritable
+from proxy.gateway.relay import unwritable
 from proxy.observe import logs
 from proxy.wire.openai import error_event
 

@@ -25,8 +25,7 @@ from proxy.wire.openai import Api
 if TYPE_CHECKING:
     from proxy.common.errors import UpstreamError
     from proxy.dialects.call import Call
-    from proxy.gateway.answers import Answer
-    from proxy.gateway.unit_parts import FlowParts
+    from proxy.gateway.answers import Answer, FlowParts
     from proxy.observe.timeline import Timeline
 
 logger = logging.getLogger("proxy.flow.resuming")

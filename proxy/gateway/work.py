@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Final
 from proxy.common.errors import Failure, GatewayError, UpstreamError
 from proxy.dialects.base import Unit
 from proxy.gateway.admission import AdmissionParts, AdmissionQueue
-from proxy.gateway.answers import AssembledBody, EngineBody, StreamedAnswer
+from proxy.gateway.answers import AssembledBody, EngineBody, FlowParts, StreamedAnswer
 from proxy.gateway.attempts import AttemptLoop
-from proxy.gateway.chat_prompts import ChatPrompts
 from proxy.gateway.common_abilities import CommonAbilities
-from proxy.gateway.retry_budget import RetryBudget
-from proxy.gateway.unit_parts import FlowParts
+from proxy.gateway.detokenizer import ChatPrompts
+from proxy.gateway.retry import RetryBudget
 from proxy.resume.engines import SGLANG, VLLM, WatchLevel
 from proxy.wire.openai import error_event as openai_error_event
 

@@ -479,7 +479,7 @@ async def test_a_client_shows_its_key_and_engines_do_not_see_it(
 
 
 async def test_an_answer_has_a_bound(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.api.exchange.MAX_ANSWER_BYTES", 10)
+    monkeypatch.setattr("proxy.api.passthrough.MAX_ANSWER_BYTES", 10)
 
     async def pour(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
@@ -504,7 +504,7 @@ async def test_an_answer_has_a_bound(gateway: Gateway, monkeypatch: pytest.Monke
 
 
 async def test_an_engines_reasons_have_a_bound(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.api.exchange._MAX_REFUSAL_BYTES", 10)
+    monkeypatch.setattr("proxy.api.passthrough._MAX_REFUSAL_BYTES", 10)
     await gateway.engine(Role.PREFILL, saying(400, b"x" * 11))
     client = await client_of(gateway)
     async with client.post("/pooling") as answer:

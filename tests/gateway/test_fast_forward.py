@@ -200,7 +200,7 @@ def test_streams_without_a_shape_are_not_looked_at_for_ever(monkeypatch: pytest.
             nonlocal looks
             looks += 1
 
-    monkeypatch.setattr("proxy.gateway.token_shapes.Shape", Shape)
+    monkeypatch.setattr("proxy.gateway.delivery.Shape", Shape)
     events = [chunk({"content": "two "}, [1, 2])] * 50
     delivered([ROLE, *events, FINISH], request(Api.CHAT, stream=True), forwards=True)
     assert looks == 8

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from proxy.common.errors import GatewayError
-from proxy.gateway.queue_times import DrainRate
+from proxy.gateway.queue_order import DrainRate
 from proxy.settings.model import Admission as Limits
 from tests.gateway.test_queue_order import Counter, counter, drained
 

@@ -12,7 +12,7 @@ import orjson
 import pytest
 from yarl import URL
 
-from proxy.gateway.token_clock import TokenClock
+from proxy.gateway.relay import TokenClock
 from proxy.observe.metrics import Metrics
 from proxy.observe.record import RequestRecord
 from proxy.wire.openai import OPENAI_APIS, Api

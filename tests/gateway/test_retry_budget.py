@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from proxy.gateway.retry_budget import RetryBudget, RetryPermit
+from proxy.gateway.retry import RetryBudget, RetryPermit
 
 LONG = 3600.0
 

@@ -15,8 +15,7 @@ import proxy
 from proxy.connectors.legs import Attempt
 from proxy.gateway.assembly import Assembly
 from proxy.gateway.delivery import Delivery
-from proxy.gateway.relay import Relay
-from proxy.gateway.token_clock import TokenClock
+from proxy.gateway.relay import Relay, TokenClock
 from proxy.observe.metrics import Metrics
 from proxy.observe.record import RequestRecord
 from proxy.observe.timeline import Timeline

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from proxy.api.admin import AdminApi
+from proxy.api.admin import AdminApi, RequestsApi
 from proxy.api.broadcasts import BroadcastApi
 from proxy.api.instance_view import InstanceParts
 from proxy.api.instances import InstancesApi
-from proxy.api.requests import RequestsApi
 from proxy.api.status_page import StatusPage
 from proxy.process.configuration import shown
 from proxy.process.worker.applications import administrators_of, application, http_listener

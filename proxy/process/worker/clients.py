@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from proxy.api.cors import Cors
 from proxy.api.count_tokens import CountTokensApi
-from proxy.api.debug_headers import DebugHeaders
-from proxy.api.generation import GenerationApi, GenerationParts
+from proxy.api.generation import DebugHeaders, GenerationApi, GenerationParts
 from proxy.api.key_auth import KeyAuth
 from proxy.api.models import ModelsApi
 from proxy.api.passthrough import PassthroughApi

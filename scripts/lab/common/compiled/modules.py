@@ -22,9 +22,9 @@ _BY_PACKAGE: Final = {
         " sglang_events translated"
     ),
     "gateway": (
-        "admission answers api_keys assembly attempts body_buffers chunk_writer client_writer common_abilities"
-        " delivery fast_connection intake keep_alive queue_order queue_times relay request request_head request_parts"
-        " resuming retry retry_budget suspects suspicion token_clock token_shapes unit_guard unwritable work"
+        "admission answers api_keys assembly attempts client_writer common_abilities"
+        " delivery fast_connection intake queue_order relay request request_head request_parts"
+        " resuming retry suspects suspicion work"
     ),
     "listener": "header_deadlines",
     "observe": "access_line listeners observers receipts record timeline",
