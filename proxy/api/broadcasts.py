@@ -20,12 +20,11 @@ from proxy.api.administrators import author
 from proxy.common.errors import BadRequest
 from proxy.listener.body import read_body
 from proxy.settings import Listen
-from proxy.upstream import engine_json
+from proxy.upstream import EngineRequest, EngineRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    import aiohttp
     from aiohttp.typedefs import Handler
     from multidict import MultiMapping
 
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from proxy.api.instance_view import InstanceParts
     from proxy.balancer.engines.engine_keys import EngineKeys
     from proxy.common.backend import Backend
+    from proxy.upstream import EngineClient
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class BroadcastApi:
     def __init__(
         self,
         parts: InstanceParts,
-        session: aiohttp.ClientSession,
+        client: EngineClient,
         keys: EngineKeys,
         administrators: Administrators,
         cache_path: str = RESET_PREFIX_CACHE,
@@ -93,7 +93,7 @@ class BroadcastApi:
 
         Args:
             parts: What the routes on instances work with.
-            session: Connections to engines.
+            client: Client for engines.
             keys: Credentials for engines.
             administrators: Restricts the routes to administrators.
             cache_path: The engines' route that empties their prefix caches. Callers may use this name, too.
@@ -101,7 +101,7 @@ class BroadcastApi:
         self._pools = parts.pools
         self._roster = parts.roster
         self._scoreboard = parts.scoreboard
-        self._session = session
+        self._client = client
         self._keys = keys
         self._administrators = administrators
         self._cache_path = cache_path
@@ -174,10 +174,10 @@ class BroadcastApi:
         headers = dict(self._keys.headers(backend))
         if message.body and message.content_type:
             headers[hdrs.CONTENT_TYPE] = message.content_type
-        asked = engine_json.EngineRequest(path=message.path, query=message.query, headers=headers, body=message.body)
+        asked = EngineRequest(path=message.path, query=message.query, headers=headers, body=message.body)
         seconds = _TIMEOUT_SECONDS.get(message.path, _CACHE_TIMEOUT_SECONDS)
         try:
-            status = await engine_json.post_status(self._session, backend.url, asked, seconds, _CONNECT_SECONDS)
-        except engine_json.EngineRequestError as error:
+            status = await self._client.post_status(backend.url, asked, seconds, _CONNECT_SECONDS)
+        except EngineRequestError as error:
             return None, str(error)
         return status, "" if status < 300 else f"status {status}"

@@ -48,7 +48,7 @@ class ModelsApi:
         """
         self._pools = pools
         self._known = models
-        self._session = parts.session
+        self._client = parts.client
         self._engine_keys = parts.engine_keys
         self._client_keys = parts.client_keys
         self._metrics = parts.metrics
@@ -106,7 +106,7 @@ class ModelsApi:
         """One engine's models, or why there are none."""
         headers = self._engine_keys.headers(backend, credential)
         try:
-            answer = await ask(self._session, backend, _PATH, headers, _TIMEOUT_SECONDS, _WHAT)
+            answer = await ask(self._client, backend, _PATH, headers, _TIMEOUT_SECONDS, _WHAT)
             return [model for model in answer["data"] if isinstance(model["id"], str)]
         except UpstreamError as error:
             return error

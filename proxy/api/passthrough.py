@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
@@ -30,10 +29,12 @@ from proxy.listener import replies
 from proxy.listener.body import read_body
 from proxy.listener.replies import REQUEST_ID
 from proxy.observe.logs import access_line
-from proxy.upstream import connect_problem, read_bounded, upstream_error
+from proxy.upstream import EngineRequestError, read_bounded, upstream_error
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Iterator, Mapping, Sequence
+
+    import aiohttp
 
     from proxy.api.questions import QuestionParts
     from proxy.api.role_queue import RoleQueue
@@ -83,6 +84,11 @@ _NOT_PASSED_BACK: Final = frozenset(
 # Nobody waits for more: not for an answer, and not for an engine to say why there is none.
 MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
 _MAX_REFUSAL_BYTES: Final = 1024 * 1024
+_MESSAGES: Final = {
+    Failure.BROKEN: "the engine closed the connection in the middle of its answer",
+    Failure.RESET: "the engine closed the connection without an answer",
+    Failure.BAD_ANSWER: "the engine's answer is not valid HTTP",
+}
 
 
 @contextmanager
@@ -123,23 +129,12 @@ def _too_large(backend: Backend) -> UpstreamError:
     return upstream_error(Failure.BAD_ANSWER, backend, "the engine's answer is too large")
 
 
-def _translated(backend: Backend, problem: Exception) -> UpstreamError:
-    """An exception of aiohttp in our words."""
-    failure, message = Failure.BAD_ANSWER, "the engine's answer is not valid HTTP"
-    match problem:
-        case aiohttp.ClientConnectorError():
-            failure, message = Failure.CONNECT, f"cannot connect ({connect_problem(problem.os_error)})"
-        case aiohttp.ConnectionTimeoutError():
-            failure, message = Failure.CONNECT, "cannot connect (timed out)"
-        case aiohttp.InvalidURL() | ValueError():
-            failure, message = Failure.CONNECT, "cannot connect (not a host name)"
-        case TimeoutError():
-            failure, message = Failure.TIMEOUT, "the engine did not answer in time"
-        case aiohttp.ClientPayloadError():
-            failure, message = Failure.BROKEN, "the engine closed the connection in the middle of its answer"
-        case aiohttp.ClientConnectionError():
-            failure, message = Failure.RESET, "the engine closed the connection without an answer"
-    return upstream_error(failure, backend, message)
+def _failed(backend: Backend, error: EngineRequestError | TimeoutError) -> UpstreamError:
+    """Return the error for an exchange that failed; TimeoutError: it took too long."""
+    if isinstance(error, TimeoutError):
+        return upstream_error(Failure.TIMEOUT, backend, "the engine did not answer in time")
+    message = str(error) if error.failure is Failure.CONNECT else _MESSAGES[error.failure]
+    return upstream_error(error.failure, backend, message)
 
 
 @dataclass(slots=True)
@@ -167,7 +162,7 @@ class PassthroughApi:
     """The routes of the configured groups, on the backends of one role."""
 
     def __init__(self, parts: QuestionParts, lanes: Lanes, drain: DrainManager, settings: Settings) -> None:
-        self._session = parts.session
+        self._client = parts.client
         self._engine_keys = parts.engine_keys
         self._client_keys = parts.client_keys
         self._drain = drain
@@ -183,8 +178,6 @@ class PassthroughApi:
         """Take changed settings for requests that come from now on. The routes stay what they were."""
         self._settings = settings
         self._queues.configure(settings)
-        # `connect` includes the look-up of a name, unlike sock_connect. The rest has a deadline of ours.
-        self._timeout = aiohttp.ClientTimeout(total=None, connect=settings.timeouts.connect_seconds)
 
     def routes(self) -> Sequence[web.RouteDef]:
         """For the application."""
@@ -303,15 +296,8 @@ class PassthroughApi:
         record.instance = backend.name
         passed_on = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
         key = self._engine_keys.headers(backend, self._client_keys.credential(request))
-        asked = self._session.request(
-            request.method,
-            backend.url + path,
-            data=body or None,
-            headers={**passed_on, **key, "Accept-Encoding": "identity"},
-            skip_auto_headers=("Accept", "Content-Type", "User-Agent"),
-            timeout=self._timeout,
-            allow_redirects=False,
-        )
+        connect_seconds = self._settings.timeouts.connect_seconds
+        asked = self._client.stream(request.method, backend.url, path, body, {**passed_on, **key}, connect_seconds)
         try:
             async with asyncio.timeout(self._settings.timeouts.prefill_seconds) as deadline, asked as answer:
                 if not 200 <= answer.status < 300:
@@ -319,8 +305,8 @@ class PassthroughApi:
                 if (answer.content_length or 0) > MAX_ANSWER_BYTES:
                     raise _too_large(backend)
                 return await self._relay(request, answer, backend, record, deadline)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as problem:
-            raise _translated(backend, problem) from None
+        except (EngineRequestError, TimeoutError) as error:
+            raise _failed(backend, error) from None
 
     async def _relay(
         self,

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy.balancer.engines.engine_keys import without_key
 from proxy.common.errors import Failure, GatewayError, UpstreamError
-from proxy.upstream import engine_json
+from proxy.upstream import EngineRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    import aiohttp
     from aiohttp import web
 
     from proxy.api.key_auth import KeyAuth
     from proxy.balancer.engines.engine_keys import EngineKeys
     from proxy.common.backend import Backend
     from proxy.observe.metrics import Metrics
+    from proxy.upstream import EngineClient
 
 _MAX_ANSWER_BYTES: Final = 4 * 1024 * 1024
 
@@ -28,8 +28,8 @@ _MAX_ANSWER_BYTES: Final = 4 * 1024 * 1024
 class QuestionParts:
     """One worker's parts that the routes work with that ask engines for clients."""
 
-    session: aiohttp.ClientSession
-    """Connections to engines. It must not decompress answers."""
+    client: EngineClient
+    """Client for engines."""
     engine_keys: EngineKeys
     """Credentials for engines."""
     client_keys: KeyAuth
@@ -63,7 +63,7 @@ def counted(
 
 
 async def ask(
-    session: aiohttp.ClientSession,
+    client: EngineClient,
     backend: Backend,
     path: str,
     headers: Mapping[str, str],
@@ -72,8 +72,8 @@ async def ask(
 ) -> Any:
     """GET a path of an engine. `what`: what it is asked to do, for the message. Raises UpstreamError."""
     try:
-        answer = await engine_json.get(session, backend.url, path, timeout_seconds, headers, _MAX_ANSWER_BYTES)
-    except engine_json.EngineRequestError as error:
+        answer = await client.get(backend.url, path, timeout_seconds, headers, _MAX_ANSWER_BYTES)
+    except EngineRequestError as error:
         is_late = error.failure is Failure.TIMEOUT
         message = f"{backend.role} instance did not {what}" + (" in time" if is_late else "")
         raise UpstreamError(Failure.TIMEOUT if is_late else Failure.CONNECT, backend, message) from None

@@ -53,7 +53,7 @@ class SglangApi:
 
     def __init__(self, parts: QuestionParts, pools: Mapping[Role, Pool], probes: ProbeApi) -> None:
         self._pools = pools
-        self._session = parts.session
+        self._client = parts.client
         self._engine_keys = parts.engine_keys
         self._client_keys = parts.client_keys
         self._probes = probes
@@ -134,7 +134,7 @@ class SglangApi:
     async def _ask(self, backend: Backend, path: str, credential: str | None, what: str) -> dict[str, Any]:
         """One engine's answer, which is a JSON object. Raises UpstreamError."""
         headers = self._engine_keys.headers(backend, credential)
-        answer = await ask(self._session, backend, path, headers, _TIMEOUT_SECONDS, what)
+        answer = await ask(self._client, backend, path, headers, _TIMEOUT_SECONDS, what)
         if not isinstance(answer, dict):
             raise bad_answer(backend, what)
         return answer

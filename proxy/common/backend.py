@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from proxy.common.endpoints import canonical_host
+from proxy.common.endpoints import canonical_host, engine_url
 
 
 class Role(StrEnum):
@@ -66,4 +66,4 @@ class Backend:
     @property
     def url(self) -> str:
         """Base URL without a path, for example `http://10.0.0.1:7100`."""
-        return f"http://{self.name}"
+        return engine_url(self.host, self.port)

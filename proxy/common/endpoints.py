@@ -78,6 +78,11 @@ def reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
+def engine_url(host: str, port: int) -> str:
+    """Return the base URL of a server of an engine, without a path, for example `http://10.0.0.1:7100`."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 class Endpoint(BaseModel):
     """One engine's address. An IPv6 host is stored without brackets. As text it is `host:port`."""
 

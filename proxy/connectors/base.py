@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    import aiohttp
     from aiohttp import web
 
     from proxy.balancer.compatibility.incompatibilities import CompatibilityMonitor
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from proxy.observe.metrics import Metrics
     from proxy.observe.timeline import Timeline
     from proxy.settings import Settings, Timeouts
-    from proxy.upstream import Response, Upstream
+    from proxy.upstream import EngineClient, Response, Upstream
     from proxy.upstream.response import EngineResponse
     from proxy.wire.openai import Api
 
@@ -60,8 +59,8 @@ class ConnectorContext:
     pools: Pools
     upstream: Upstream
     releaser: Releaser
-    session: aiohttp.ClientSession
-    """The session for requests to engines that are not legs of a call."""
+    client: EngineClient
+    """Client for requests to engines that are not legs of a call."""
     keys: EngineKeys
     settings: Settings
     """The current settings. Read them where they are used, because a reload replaces them; see Connector.configure."""

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
+from proxy.common.endpoints import engine_url
 from proxy.common.errors import Failure, UpstreamError
-from proxy.upstream import engine_json, upstream_error
+from proxy.upstream import EngineRequestError, upstream_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    import aiohttp
-
     from proxy.common.backend import Backend
+    from proxy.upstream import EngineClient
 
 # A prefiller takes longer than this to start, so a newer answer comes from the process that runs now.
 _FRESH_SECONDS: Final = 5.0
@@ -36,8 +36,7 @@ _HEALTH_PATH: Final = "/health"
 
 def bootstrap_address(prefiller: Backend, default_port: int) -> str:
     """Return scheme, host and port of a prefiller's bootstrap server, for this gateway and for decoders."""
-    host = f"[{prefiller.host}]" if ":" in prefiller.host else prefiller.host
-    return f"http://{host}:{prefiller.bootstrap_port or default_port}"
+    return engine_url(prefiller.host, prefiller.bootstrap_port or default_port)
 
 
 Engines = tuple[tuple[int, str], ...]
@@ -93,7 +92,7 @@ class Bootstraps:
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        client: EngineClient,
         clock: Callable[[], float] = time.monotonic,
         *,
         report: Callable[[Backend, str | None], None] = lambda *_: None,
@@ -110,7 +109,7 @@ class Bootstraps:
                 if it reports none.
             addresses: Returns the addresses of all prefillers' bootstrap servers.
         """
-        self._session = session
+        self._client = client
         self._clock = clock
         self._report = report
         self._engine_id = engine_id
@@ -187,7 +186,7 @@ class Bootstraps:
             problem = None if engines else (Failure.CONNECT, "no engine has registered with its bootstrap server yet")
             if engines and not self._is_its_own(known.prefiller, engines):
                 problem = (Failure.BOOTSTRAP, f"the bootstrap server at port {port} is another prefiller's")
-        except engine_json.EngineRequestError as error:
+        except EngineRequestError as error:
             if error.failure is Failure.TIMEOUT:
                 problem = (Failure.CONNECT, f"its bootstrap server did not answer within {_ANSWER_SECONDS:g} s")
                 is_certain = False
@@ -223,14 +222,14 @@ class Bootstraps:
     async def _is_there(self, prefiller: Backend) -> bool:
         """Return whether the engine itself answers, with any status."""
         try:
-            await engine_json.get_status(self._session, prefiller.url, _HEALTH_PATH, _ANSWER_SECONDS)
-        except engine_json.EngineRequestError:
+            await self._client.get_status(prefiller.url, _HEALTH_PATH, _ANSWER_SECONDS)
+        except EngineRequestError:
             return False
         return True
 
     async def _query(self, address: str) -> bytes:
         """Return the answer of a bootstrap server, which needs no key. Raises EngineRequestError, ValueError."""
-        answer = await engine_json.get(self._session, address, "/query", _ANSWER_SECONDS, max_bytes=_MAX_ANSWER_BYTES)
+        answer = await self._client.get(address, "/query", _ANSWER_SECONDS, max_bytes=_MAX_ANSWER_BYTES)
         if answer.status != 200:
             raise ValueError(f"status {answer.status}")
         return answer.body

@@ -8,9 +8,9 @@ through aiohttp's client, to the same addresses.
 
 from proxy.upstream.addresses import AddressRules, is_odd_literal
 from proxy.upstream.connection import EngineConnection, Exchange, Sink, upstream_error
+from proxy.upstream.engine_client import BufferedResponse, EngineClient, EngineRequest, EngineRequestError, read_bounded
 from proxy.upstream.names import AddressProblem, Names, connect_problem
 from proxy.upstream.response import Response
-from proxy.upstream.session import new_session, read_bounded
 from proxy.upstream.silences import SilenceChecks
 from proxy.upstream.traced import TracedUpstream
 from proxy.upstream.upstream import Upstream, UpstreamOptions
@@ -18,7 +18,11 @@ from proxy.upstream.upstream import Upstream, UpstreamOptions
 __all__ = [
     "AddressProblem",
     "AddressRules",
+    "BufferedResponse",
+    "EngineClient",
     "EngineConnection",
+    "EngineRequest",
+    "EngineRequestError",
     "Exchange",
     "Names",
     "Response",
@@ -29,7 +33,6 @@ __all__ = [
     "UpstreamOptions",
     "connect_problem",
     "is_odd_literal",
-    "new_session",
     "read_bounded",
     "upstream_error",
 ]

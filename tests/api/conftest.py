@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
@@ -32,7 +31,7 @@ from proxy.gateway.work import RequestService, ServiceParts
 from proxy.listener import replies
 from proxy.observe.metrics import Metrics
 from proxy.settings import HealthChecks, Joining, Settings
-from proxy.upstream import Upstream
+from proxy.upstream import EngineClient, Upstream
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
@@ -114,7 +113,7 @@ class Gateway:
             for role in (Role.PREFILL, Role.DECODE)
         }
         self.metrics.watch_instances(self.pools.values(), self.scoreboard, self.health, self.misfits)
-        self.session: aiohttp.ClientSession
+        self.engine_client: EngineClient
         self.prober: Prober
         self.joiner: Joiner
 
@@ -122,7 +121,7 @@ class Gateway:
         self.metrics.instance_requests_total.labels(backend.role, backend.name, result).inc()
 
     async def start(self) -> None:
-        self.session = await self._stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
+        self.engine_client = await self._stack.enter_async_context(EngineClient())
         # Probes are for the prober's own tests: here they come once, so that a test says itself who is well.
         checks = HealthChecks(interval_seconds=3600, changing_interval_seconds=3600)
         joining = Joining(max_attempts=1)
@@ -130,14 +129,14 @@ class Gateway:
             pools=self.pools,
             roster=self.roster,
             health=self.health,
-            session=self.session,
-            fresh_session=self.session,
+            client=self.engine_client,
+            fresh_client=self.engine_client,
             engine_headers=self.keys().headers,
             restarts=self.metrics.background_restarts_total,
         )
         self.prober = await self._stack.enter_async_context(Prober(parts, checks))
         self.joiner = await self._stack.enter_async_context(
-            Joiner(self.pools, self.roster, joining, self.session, self.keys().headers, self.prober.joined)
+            Joiner(self.pools, self.roster, joining, self.engine_client, self.keys().headers, self.prober.joined)
         )
         await asyncio.sleep(0)  # its first round, over nobody
 

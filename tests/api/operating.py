@@ -76,7 +76,7 @@ async def client_of(
         ProbeApi(gateway.lanes(settings, roles), drain),
         AdminApi(gateway.metrics, dict, reload, administrators),
         instances,
-        BroadcastApi(parts, gateway.session, keys or gateway.keys(), administrators, cache_path),
+        BroadcastApi(parts, gateway.engine_client, keys or gateway.keys(), administrators, cache_path),
     )
     return await gateway.serve([route for api in apis for route in api.routes()])
 

@@ -50,7 +50,9 @@ async def client_of(gateway: Gateway, key: str | None = None, *ports: int, calle
     client_keys = KeyAuth(callers or ApiKeys(KeyUsage()))
     models = gateway.lanes().models
     pools = tuple(gateway.pools.values())
-    parts = QuestionParts(session=gateway.session, engine_keys=keys, client_keys=client_keys, metrics=gateway.metrics)
+    parts = QuestionParts(
+        client=gateway.engine_client, engine_keys=keys, client_keys=client_keys, metrics=gateway.metrics
+    )
     api = ModelsApi(parts, pools, models, Settings())
     return await gateway.serve(api.routes())
 

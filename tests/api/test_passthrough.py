@@ -50,7 +50,7 @@ async def client_of(
     retry = {"base_delay_seconds": 0.0, "max_delay_seconds": 0.0, **sections.pop("retry", {})}
     settings = Settings.model_validate({"passthrough": list(groups), "retry": retry, **sections})
     parts = QuestionParts(
-        session=gateway.session,
+        client=gateway.engine_client,
         engine_keys=keys or gateway.keys(),
         client_keys=KeyAuth(callers or ApiKeys(KeyUsage())),
         metrics=gateway.metrics,
@@ -516,7 +516,7 @@ async def test_settings_can_change(gateway: Gateway) -> None:
     settings = Settings()
     keys = KeyAuth(ApiKeys(KeyUsage()))
     parts = QuestionParts(
-        session=gateway.session, engine_keys=gateway.keys(), client_keys=keys, metrics=gateway.metrics
+        client=gateway.engine_client, engine_keys=gateway.keys(), client_keys=keys, metrics=gateway.metrics
     )
     api = PassthroughApi(parts, gateway.lanes(settings), DrainManager(), settings)
     client = await gateway.serve(api.routes())

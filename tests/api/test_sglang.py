@@ -45,7 +45,7 @@ async def client_of(gateway: Gateway, callers: ApiKeys | None = None) -> Client:
     client_keys = KeyAuth(callers or ApiKeys(KeyUsage()))
     probes = ProbeApi(gateway.lanes(), DrainManager())
     parts = QuestionParts(
-        session=gateway.session, engine_keys=gateway.keys(), client_keys=client_keys, metrics=gateway.metrics
+        client=gateway.engine_client, engine_keys=gateway.keys(), client_keys=client_keys, metrics=gateway.metrics
     )
     api = SglangApi(parts, gateway.pools, probes)
     return await gateway.serve(api.routes())

@@ -15,7 +15,7 @@ from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure, UpstreamError
 from proxy.connectors.bootstraps import Bootstraps, bootstrap_address, parse_engines
 from proxy.observe.metrics import Metrics
-from proxy.upstream import AddressRules, Names, new_session
+from proxy.upstream import AddressRules, EngineClient, Names
 from tests.asking import until
 from tests.canned import http
 from tests.connectors.registering import BootstrapServer, engines_told
@@ -33,8 +33,8 @@ TWO = ((0, "engine-0"), (1, "engine-1"))
 async def asking(
     clock: Clock, networks: tuple[str, ...] = ("127.0.0.0/8",), addresses: Mapping[Backend, str] | None = None
 ) -> AsyncIterator[Bootstraps]:
-    async with Names(AddressRules(networks), (), Metrics()) as names, new_session(names) as session:
-        yield Bootstraps(session, clock, addresses=lambda: addresses or {})
+    async with Names(AddressRules(networks), (), Metrics()) as names, EngineClient(names) as client:
+        yield Bootstraps(client, clock, addresses=lambda: addresses or {})
 
 
 async def refused(bootstraps: Bootstraps, address: str) -> UpstreamError:

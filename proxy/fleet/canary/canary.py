@@ -134,7 +134,7 @@ class Canary:
         return replace(result, **_measured(timeline, began), **_told(timeline, usage, reader)), usage
 
     async def _counters(self, decoder: Backend) -> PromptTokens | None:
-        exposition = await scrape(self._context.session, self._context.keys, decoder)
+        exposition = await scrape(self._context.client, self._context.keys, decoder)
         return None if exposition is None else parse_prompt_tokens(exposition)
 
     async def _counted(

@@ -32,7 +32,7 @@ from proxy.common.backend import Role
 from proxy.wire import exposition
 
 if TYPE_CHECKING:
-    from proxy.upstream.engine_json import BufferedResponse
+    from proxy.upstream import BufferedResponse
 
 VERSION_PATH: Final = "/version"
 MODELS_PATH: Final = "/v1/models"

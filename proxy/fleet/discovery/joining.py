@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.common.backend import Backend
 from proxy.common.background import Background, BackgroundOwner
-from proxy.upstream import engine_json
+from proxy.upstream import EngineRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
-
-    import aiohttp
 
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
     from proxy.common.backend import Role
     from proxy.settings import Joining
+    from proxy.upstream import EngineClient
 
 logger = logging.getLogger("proxy.discovery.joining")
 
@@ -39,7 +38,7 @@ class Joiner(BackgroundOwner):
         pools: Mapping[Role, Pool],
         roster: Roster,
         settings: Joining,
-        session: aiohttp.ClientSession,
+        client: EngineClient,
         engine_headers: Callable[[Backend], Mapping[str, str]],
         on_joined: Callable[[Backend, str], Awaitable[None]],
     ) -> None:
@@ -47,7 +46,7 @@ class Joiner(BackgroundOwner):
         self._pools = pools
         self._roster = roster
         self._settings = settings
-        self._session = session
+        self._client = client
         self._engine_headers = engine_headers
         self._on_joined = on_joined
         self._background = Background(logger, "waiting for an instance")
@@ -151,7 +150,7 @@ class Joiner(BackgroundOwner):
         """Empty when it answers, otherwise what was wrong."""
         headers = self._engine_headers(candidate)
         try:
-            status = await engine_json.get_status(self._session, candidate.url, _MODELS_PATH, _TIMEOUT_SECONDS, headers)
-        except engine_json.EngineRequestError as error:
+            status = await self._client.get_status(candidate.url, _MODELS_PATH, _TIMEOUT_SECONDS, headers)
+        except EngineRequestError as error:
             return str(error)
         return "" if status == 200 else f"{_MODELS_PATH} answered with status {status}"

@@ -35,12 +35,11 @@ from proxy.fleet.discovery.facts import (
     with_setup,
 )
 from proxy.observe import logs
-from proxy.upstream import engine_json
+from proxy.upstream import EngineRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    import aiohttp
     from prometheus_client import Counter
 
     from proxy.balancer.engines.engine_facts import EngineFacts
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from proxy.balancer.roster import Roster
     from proxy.common.backend import Backend, Role
     from proxy.settings import HealthChecks
-    from proxy.upstream.engine_json import BufferedResponse
+    from proxy.upstream import BufferedResponse, EngineClient
 
 logger = logging.getLogger("proxy.discovery.prober")
 
@@ -88,9 +87,9 @@ class ProberParts:
     """Members of these pools."""
     health: Health
     """Takes the result of each probe."""
-    session: aiohttp.ClientSession
+    client: EngineClient
     """Connections for probes."""
-    fresh_session: aiohttp.ClientSession
+    fresh_client: EngineClient
     """Opens a connection for each question whether an engine is gone."""
     engine_headers: Callable[[Backend], Mapping[str, str]]
     """Returns the headers that an engine requires."""
@@ -113,8 +112,8 @@ class Prober(BackgroundOwner):
         self._roster = parts.roster
         self._health = parts.health
         self._checks = checks
-        self._session = parts.session
-        self._fresh_session = parts.fresh_session
+        self._client = parts.client
+        self._fresh_client = parts.fresh_client
         self._engine_headers = parts.engine_headers
         self._on_transition = parts.on_transition
         self._on_removed = parts.on_removed
@@ -168,10 +167,10 @@ class Prober(BackgroundOwner):
 
     async def _has_ended(self, backend: Backend) -> bool:
         # A connection that was open before may outlive the listener. So a new one is opened.
-        session, path, headers = self._fresh_session, self._checks.path, self._engine_headers(backend)
+        path, headers = self._checks.path, self._engine_headers(backend)
         try:
-            return await engine_json.get_status(session, backend.url, path, _GONE_TIMEOUT_SECONDS, headers) != 200
-        except engine_json.EngineRequestError as error:
+            return await self._fresh_client.get_status(backend.url, path, _GONE_TIMEOUT_SECONDS, headers) != 200
+        except EngineRequestError as error:
             return error.failure is not Failure.TIMEOUT
 
     async def refresh_models(self, *, is_patient: bool) -> None:
@@ -243,13 +242,13 @@ class Prober(BackgroundOwner):
         path, problem = self._checks.path, ""
         failure: ProbeFailure | None = None
         try:
-            status = await engine_json.get_status(
-                self._session, backend.url, path, self._checks.timeout_seconds, self._engine_headers(backend)
+            status = await self._client.get_status(
+                backend.url, path, self._checks.timeout_seconds, self._engine_headers(backend)
             )
             if status != 200:
                 problem = f"{path} answered with status {status}"
                 failure = ProbeFailure.UNAVAILABLE if status == 503 else None
-        except engine_json.EngineRequestError as error:
+        except EngineRequestError as error:
             problem, failure = str(error), _PROBE_FAILURES.get(error.failure)
         try:
             success = "passed its health check"
@@ -346,17 +345,13 @@ class Prober(BackgroundOwner):
         """None: there was no answer."""
         seconds, headers = self._checks.timeout_seconds, self._engine_headers(backend)
         try:
-            return await engine_json.post(
-                self._session, backend.url, CHAT_IDS_PATH, seconds, CHAT_IDS_QUESTION, headers
-            )
-        except engine_json.EngineRequestError:
+            return await self._client.post(backend.url, CHAT_IDS_PATH, seconds, CHAT_IDS_QUESTION, headers)
+        except EngineRequestError:
             return None
 
     async def _get(self, backend: Backend, path: str, timeout_seconds: float) -> BufferedResponse | None:
         """None: there was no answer."""
         try:
-            return await engine_json.get(
-                self._session, backend.url, path, timeout_seconds, self._engine_headers(backend)
-            )
-        except engine_json.EngineRequestError:
+            return await self._client.get(backend.url, path, timeout_seconds, self._engine_headers(backend))
+        except EngineRequestError:
             return None

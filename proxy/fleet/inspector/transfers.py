@@ -21,8 +21,6 @@ from proxy.wire.exposition import parse_prompt_tokens
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    import aiohttp
-
     from proxy.balancer.compatibility.incompatibilities import CompatibilityMonitor
     from proxy.balancer.engines.engine_keys import EngineKeys
     from proxy.balancer.health.health import Health
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
     from proxy.common.background import Background
     from proxy.observe.metrics import Metrics
     from proxy.settings import ConnectorTraits
+    from proxy.upstream import EngineClient
 
 # To render its counters costs an engine some milliseconds, in which it streams nothing.
 _SELDOM: Final = 4
@@ -52,7 +51,7 @@ class InspectorParts:
     """Takes the verdicts on instances and pairs."""
     models: ServedModels
     """Models that instances serve."""
-    session: aiohttp.ClientSession
+    client: EngineClient
     """Connections for reading the counters of engines."""
     keys: EngineKeys
     """Credentials for engines."""
@@ -82,13 +81,13 @@ class Transfers:
 
     def __init__(self, parts: InspectorParts, background: Background, traits: ConnectorTraits) -> None:
         """Keep the parts of an Inspector, which has prefill instances, and its background tasks."""
-        session, keys, scoreboard = parts.session, parts.keys, parts.scoreboard
+        client, keys, scoreboard = parts.client, parts.keys, parts.scoreboard
         self._prefill_pool = parts.pools[Role.PREFILL]
         self._decode_pool = parts.pools[Role.DECODE]
         self._scoreboard = scoreboard
         self._health = parts.health
         self._fitness = parts.fitness
-        self._session = session
+        self._client = client
         self._keys = keys
         self._metrics = parts.metrics
         self._background = background
@@ -103,7 +102,7 @@ class Transfers:
                 scoreboard,
                 parts.metrics,
                 background,
-                lambda backend: scrape(session, keys, backend),
+                lambda backend: scrape(client, keys, backend),
                 parts.lease_seconds,
                 self._tell,
             )
@@ -151,7 +150,7 @@ class Transfers:
     async def _read(self, backend: Backend, known: _Decoder, interval_seconds: float) -> None:
         sent, before = self._scoreboard.handoffs(backend.slot), self._scoreboard.handoffs_by_lane(backend.slot)
         try:
-            exposition = await scrape(self._session, self._keys, backend)
+            exposition = await scrape(self._client, self._keys, backend)
         finally:
             known.is_being_read = False
         told = None if exposition is None else parse_prompt_tokens(exposition)

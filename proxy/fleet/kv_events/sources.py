@@ -11,18 +11,16 @@ from proxy.common.errors import Failure
 from proxy.fleet.discovery.facts import SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS
 from proxy.fleet.kv_events.messages import EventSource
 from proxy.settings.kv_events import port_at
-from proxy.upstream import AddressProblem, engine_json
+from proxy.upstream import AddressProblem, EngineRequestError
 from proxy.wire.kv_events import configured_sources, of_ranks, parse_sources
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import aiohttp
-
     from proxy.balancer.engines.engine_keys import EngineKeys
     from proxy.common.backend import Backend
     from proxy.settings.kv_events import KvEvents
-    from proxy.upstream import Names
+    from proxy.upstream import EngineClient, Names
     from proxy.wire import kv_events as wire
 
 _SOURCES_PATH: Final = "/kv_event_sources"
@@ -35,14 +33,14 @@ def configured(settings: KvEvents, backend: Backend) -> list[wire.EventPublisher
     return of_ranks(settings.ranks, port_at(settings.endpoint, backend.port), replay, settings.topic)
 
 
-async def asked(session: aiohttp.ClientSession, keys: EngineKeys, backend: Backend) -> list[wire.EventPublisher]:
+async def asked(client: EngineClient, keys: EngineKeys, backend: Backend) -> list[wire.EventPublisher]:
     """Return the publishers that the engine reports; empty if it reports none.
 
     Raises EngineRequestError, and ValueError for an address at which no engine can publish.
     """
-    told = parse_sources(await _answer(session, keys, backend, _SOURCES_PATH))
+    told = parse_sources(await _answer(client, keys, backend, _SOURCES_PATH))
     if told is None:
-        told = configured_sources(await _answer(session, keys, backend, SERVER_INFO_PATH))
+        told = configured_sources(await _answer(client, keys, backend, SERVER_INFO_PATH))
     return told or []
 
 
@@ -73,13 +71,13 @@ def at_address(address: str, backend: Backend, sources: Sequence[wire.EventPubli
     ]
 
 
-async def _answer(session: aiohttp.ClientSession, keys: EngineKeys, backend: Backend, path: str) -> Any:
+async def _answer(client: EngineClient, keys: EngineKeys, backend: Backend, path: str) -> Any:
     """Return the JSON of an engine's answer, or None if it is not JSON.
 
     Raises EngineRequestError, also for a status that says that the engine has no answer now.
     """
     headers = keys.headers(backend)
-    answer = await engine_json.get(session, backend.url, path, SERVER_INFO_TIMEOUT_SECONDS, headers)
+    answer = await client.get(backend.url, path, SERVER_INFO_TIMEOUT_SECONDS, headers)
     if answer.status >= 500:
-        raise engine_json.EngineRequestError(Failure.BAD_ANSWER, f"{path} answered {answer.status}")
+        raise EngineRequestError(Failure.BAD_ANSWER, f"{path} answered {answer.status}")
     return answer.json_or_none

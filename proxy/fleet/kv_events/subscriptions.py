@@ -27,12 +27,10 @@ from proxy.fleet.kv_events import sources
 from proxy.fleet.kv_events.messages import InstanceReport, SubscribeTo
 from proxy.observe import logs
 from proxy.settings.kv_events import ASK
-from proxy.upstream.engine_json import EngineRequestError
+from proxy.upstream import EngineRequestError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
-
-    import aiohttp
 
     from proxy.balancer.engines.engine_keys import EngineKeys
     from proxy.balancer.health.health import Health
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
     from proxy.fleet.kv_events.messages import EventSource
     from proxy.observe.metrics import Metrics
     from proxy.settings.kv_events import KvEvents
-    from proxy.upstream import Names
+    from proxy.upstream import EngineClient, Names
     from proxy.wire import kv_events as wire
 
 
@@ -153,7 +151,7 @@ class SubscriptionParts:
     journal: JournalWriter
     """Written here and nowhere else."""
     names: Names
-    session: aiohttp.ClientSession
+    client: EngineClient
     keys: EngineKeys
     settings: KvEvents
     metrics: Metrics
@@ -167,7 +165,7 @@ class Subscriptions(BackgroundOwner):
         self._health = parts.health
         self._journal = parts.journal
         self._names = parts.names
-        self._session = parts.session
+        self._client = parts.client
         self._keys = parts.keys
         self._settings = parts.settings
         self._metrics = parts.metrics
@@ -237,7 +235,7 @@ class Subscriptions(BackgroundOwner):
         """Until it has answered, or is gone."""
         while self._heard.get(backend) is heard:
             try:
-                heard.sources = await sources.asked(self._session, self._keys, backend)
+                heard.sources = await sources.asked(self._client, self._keys, backend)
                 if not heard.sources:
                     self._warn(backend, heard, _NOT_TOLD)
                 return

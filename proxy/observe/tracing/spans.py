@@ -176,7 +176,7 @@ def of_leg(traced: Traced, record: RequestRecord, leg: TracedLeg, *, is_of_attem
     backend, role = leg.backend, leg.backend.role
     found: Attributes = {
         "http.request.method": "POST",
-        "url.full": f"http://{backend.name}{leg.path}",
+        "url.full": f"{backend.url}{leg.path}",
         "server.address": backend.host,
         "server.port": backend.port,
         "pdproxy.role": role.value,

@@ -11,7 +11,6 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-import aiohttp
 from pydantic import ValidationError
 
 from proxy.balancer.compatibility.recognition import EngineReport, recognise
@@ -19,13 +18,13 @@ from proxy.balancer.engines.engine_facts import Identity, parse_kind, parse_setu
 from proxy.balancer.engines.engine_keys import EngineKeys
 from proxy.common.backend import Backend, Role
 from proxy.settings import Settings, SettingsError
-from proxy.upstream import engine_json
+from proxy.upstream import EngineClient, EngineRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from proxy.settings import Loaded
-    from proxy.upstream.engine_json import BufferedResponse
+    from proxy.upstream import BufferedResponse
 
 logger = logging.getLogger("proxy.supervisor.detection")
 
@@ -96,14 +95,13 @@ class _Asker:
     def __init__(self, keys: EngineKeys, timeout_seconds: float) -> None:
         self._keys = keys
         self._timeout_seconds = timeout_seconds
+        self._client = EngineClient()
 
     async def __aenter__(self) -> None:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()
-        )
+        await self._client.__aenter__()
 
     async def __aexit__(self, *_: object) -> None:
-        await self._session.close()
+        await self._client.__aexit__(None, None, None)
 
     async def ask(self, engine: Backend) -> EngineReport | str:
         """What an engine says, or why it says nothing."""
@@ -112,7 +110,7 @@ class _Asker:
             if answer.status != 200:
                 return f"{_MODELS_PATH} answered with status {answer.status}"
             models = answer.json
-        except engine_json.EngineRequestError as error:
+        except EngineRequestError as error:
             return str(error)
         except ValueError as error:
             return f"{_MODELS_PATH} failed ({type(error).__name__})"
@@ -124,7 +122,7 @@ class _Asker:
         for path in _INFO_PATHS:
             try:
                 answer = await self._get(engine, path, _INFO_TIMEOUT_SECONDS)
-            except engine_json.EngineRequestError:
+            except EngineRequestError:
                 return None
             if answer.status != 404:
                 return answer.json_or_none if answer.status == 200 else None
@@ -132,4 +130,4 @@ class _Asker:
 
     async def _get(self, engine: Backend, path: str, timeout_seconds: float) -> BufferedResponse:
         """Raises EngineRequestError."""
-        return await engine_json.get(self._session, engine.url, path, timeout_seconds, self._keys.headers(engine))
+        return await self._client.get(engine.url, path, timeout_seconds, self._keys.headers(engine))

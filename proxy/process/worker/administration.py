@@ -64,7 +64,7 @@ def _routes(
     basis.live.add(instances.configure)
     broadcasts = BroadcastApi(
         parts=parts,
-        session=engines.lines.session,
+        client=engines.lines.client,
         keys=balancing.keys,
         administrators=administrators,
         cache_path=settings.connector_traits.cache_path,

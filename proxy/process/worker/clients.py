@@ -90,7 +90,7 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
     basis.live.add(generation.configure)
     counting = _counting(basis, engines, lanes, keys)
     questions = QuestionParts(
-        session=engines.lines.session, engine_keys=balancing.keys, client_keys=keys, metrics=basis.metrics
+        client=engines.lines.client, engine_keys=balancing.keys, client_keys=keys, metrics=basis.metrics
     )
     routes = [
         *generation.routes(),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from proxy.balancer.health.backend_health import HealthState
 from proxy.common.backend import Role
 from proxy.common.background import Background
+from proxy.common.endpoints import engine_url
 from proxy.connectors import CONNECTORS
 from proxy.connectors.base import ConnectorContext
 from proxy.connectors.encoding import Encoding
@@ -24,13 +25,10 @@ from proxy.fleet.discovery.watcher import Watcher, WatcherParts
 from proxy.fleet.inspector import Inspector, InspectorParts
 from proxy.fleet.inspector.scraping import makes_progress
 from proxy.process.worker.balancing import subject
-from proxy.settings import Endpoint
-from proxy.upstream import AddressRules, Names, SilenceChecks, TracedUpstream, Upstream, UpstreamOptions, new_session
+from proxy.upstream import AddressRules, EngineClient, Names, SilenceChecks, TracedUpstream, Upstream, UpstreamOptions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
-
-    import aiohttp
 
     from proxy.balancer.pool import Pool, Pools
     from proxy.connectors.base import Connector
@@ -44,10 +42,10 @@ class Lines:
     """Connections to engines, and names looked up."""
 
     names: Names
-    session: aiohttp.ClientSession
-    """For questions that are no leg of a call, and for what is passed through."""
-    fresh_session: aiohttp.ClientSession
-    """The same, with a connection of its own for each question."""
+    client: EngineClient
+    """For requests that are not legs of a call."""
+    fresh_client: EngineClient
+    """Like `client`, but each request opens a connection of its own."""
     upstream: Upstream
 
 
@@ -135,8 +133,8 @@ async def build_lines(basis: Basis, balancing: Balancing) -> AsyncIterator[Lines
     new_upstream = Upstream if traces is None else partial(TracedUpstream, traces)
     async with (
         Names(AddressRules(settings.admin.networks), _hosts(settings), basis.metrics) as names,
-        new_session(names) as session,
-        new_session(names, keeps_connections=False) as fresh_session,
+        EngineClient(names) as client,
+        EngineClient(names, keeps_connections=False) as fresh_client,
         new_upstream(
             settings.timeouts,
             balancing.keys,
@@ -146,22 +144,22 @@ async def build_lines(basis: Basis, balancing: Balancing) -> AsyncIterator[Lines
                 on_work=balancing.health.on_work,
                 on_stall=lambda backend: balancing.pool_of.find(backend).report_stall(backend),
                 silence_seconds=settings.health.silence_seconds,
-                silence_checks=_silence_checks(balancing, session),
+                silence_checks=_silence_checks(balancing, client),
                 is_news=basis.shared.bulletin.is_news,
             ),
         ) as upstream,
     ):
         live.add(lambda new: names.configure(AddressRules(new.admin.networks), _hosts(new)))
         live.add(lambda new: upstream.configure(new.timeouts, stall_seconds(new), new.health.silence_seconds))
-        yield Lines(names=names, session=session, fresh_session=fresh_session, upstream=upstream)
+        yield Lines(names=names, client=client, fresh_client=fresh_client, upstream=upstream)
 
 
-def _silence_checks(balancing: Balancing, session: aiohttp.ClientSession) -> SilenceChecks:
+def _silence_checks(balancing: Balancing, client: EngineClient) -> SilenceChecks:
     pool_of = balancing.pool_of
     return SilenceChecks(
         is_down=lambda backend: balancing.health.of(backend).verdict is HealthState.DOWN,
         on_refused=lambda backend: pool_of.find(backend).report_refusal(backend),
-        makes_progress=partial(makes_progress, session, balancing.keys),
+        makes_progress=partial(makes_progress, client, balancing.keys),
         on_hang=lambda backend: pool_of.find(backend).report_hang(backend),
     )
 
@@ -190,7 +188,7 @@ async def build_link(
             pools=pools,
             upstream=lines.upstream,
             releaser=releaser,
-            session=lines.session,
+            client=lines.client,
             keys=balancing.keys,
             settings=settings,
             metrics=basis.metrics,
@@ -219,8 +217,8 @@ def _prober(basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Rol
         pools=pools,
         roster=shared.roster,
         health=balancing.health,
-        session=lines.session,
-        fresh_session=lines.fresh_session,
+        client=lines.client,
+        fresh_client=lines.fresh_client,
         engine_headers=balancing.keys.headers,
         on_transition=balancing.on_transition,
         on_removed=lambda backend: shared.bulletin.forget(subject(backend)),
@@ -237,7 +235,7 @@ def _joiner(basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Rol
         pools=pools,
         roster=basis.shared.roster,
         settings=basis.settings.joining,
-        session=lines.session,
+        client=lines.client,
         engine_headers=balancing.keys.headers,
         on_joined=prober.joined,
     )
@@ -254,7 +252,7 @@ def _inspector(
         health=balancing.health,
         fitness=balancing.fitness,
         models=balancing.models,
-        session=lines.session,
+        client=lines.client,
         keys=balancing.keys,
         metrics=basis.metrics,
         lease_seconds=lambda prefiller: releaser.pin_seconds(prefiller, KvTransfer.NIXL),
@@ -279,7 +277,7 @@ def _callback_url(basis: Basis) -> str | None:
     if not callbacks:
         return None
     port = callbacks[basis.index].getsockname()[1]
-    return f"http://{Endpoint(host=basis.settings.callback_host, port=port)}"
+    return engine_url(basis.settings.callback_host, port)
 
 
 def _hosts(settings: Settings) -> set[str]:

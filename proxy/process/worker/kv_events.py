@@ -35,7 +35,7 @@ async def build_kv_events(basis: Basis, balancing: Balancing, engines: Engines) 
             health=balancing.health,
             journal=journal.writer(journal.workers),
             names=engines.lines.names,
-            session=engines.lines.session,
+            client=engines.lines.client,
             keys=balancing.keys,
             settings=settings,
             metrics=basis.metrics,

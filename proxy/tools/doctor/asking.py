@@ -8,8 +8,6 @@ from dataclasses import replace
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING
 
-import aiohttp
-
 from proxy.common.backend import Role
 from proxy.fleet.discovery.facts import (
     MODELS_PATH,
@@ -21,17 +19,14 @@ from proxy.fleet.discovery.facts import (
 )
 from proxy.fleet.inspector.scraping import scrape
 from proxy.tools.doctor.told import Examined
-from proxy.upstream import AddressProblem, connect_problem, engine_json, new_session
+from proxy.upstream import AddressProblem, EngineClient, EngineRequestError, connect_problem
 from proxy.wire.exposition import parse_prompt_tokens
 
 if TYPE_CHECKING:
-    from types import SimpleNamespace
-
     from proxy.balancer.engines.engine_keys import EngineKeys
     from proxy.common.backend import Backend
     from proxy.settings import Settings
-    from proxy.upstream import Names
-    from proxy.upstream.engine_json import BufferedResponse
+    from proxy.upstream import BufferedResponse, Names
 
 
 class Asker:
@@ -40,13 +35,13 @@ class Asker:
     def __init__(
         self,
         names: Names,
-        session: aiohttp.ClientSession,
+        client: EngineClient,
         keys: EngineKeys,
         settings: Settings,
         idle_seconds: float,
     ) -> None:
         self._names = names
-        self._session = session
+        self._client = client
         self._keys = keys
         self._settings = settings
         self._idle_seconds = idle_seconds
@@ -66,7 +61,7 @@ class Asker:
         if isinstance(examined.health, str):
             return examined
         (version, models), exposition, keeps_alive = await asyncio.gather(
-            self._ask_identity(backend), scrape(self._session, self._keys, backend), self._keeps_alive(backend)
+            self._ask_identity(backend), scrape(self._client, self._keys, backend), self._keeps_alive(backend)
         )
         info = _answer(await self._get(backend, SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS))
         facts = with_setup(facts_of(version, _answer(models)), info)
@@ -110,18 +105,13 @@ class Asker:
         return _answer(version), models
 
     async def _keeps_alive(self, backend: Backend) -> bool | None:
-        """Return whether a connection can be reused; None if unknown. Uses a session of its own."""
+        """Return whether a connection can be reused; None if unknown. Uses a client of its own."""
         reused = asyncio.Event()
 
-        async def on_reuse(session: aiohttp.ClientSession, context: SimpleNamespace, params: object) -> None:
-            reused.set()
-
-        trace = aiohttp.TraceConfig()
-        trace.on_connection_reuseconn.append(on_reuse)
-        async with new_session(self._names, [trace]) as session:
+        async with EngineClient(self._names, on_reuse=reused.set) as client:
             for pause_seconds in (0.0, self._idle_seconds):
                 await asyncio.sleep(pause_seconds)
-                if isinstance(await self._get(backend, self._settings.health.path, session=session), str):
+                if isinstance(await self._get(backend, self._settings.health.path, client=client), str):
                     return None
         return reused.is_set()
 
@@ -130,14 +120,14 @@ class Asker:
         backend: Backend,
         path: str,
         timeout_seconds: float | None = None,
-        session: aiohttp.ClientSession | None = None,
+        client: EngineClient | None = None,
     ) -> BufferedResponse | str:
         """Return the response, or the reason why there is none."""
         seconds = timeout_seconds or self._settings.health.timeout_seconds
         try:
             headers = self._keys.headers(backend)
-            return await engine_json.get(session or self._session, backend.url, path, seconds, headers)
-        except engine_json.EngineRequestError as error:
+            return await (client or self._client).get(backend.url, path, seconds, headers)
+        except EngineRequestError as error:
             return str(error)
 
 

@@ -98,7 +98,7 @@ class Examination:
             lines = await stack.enter_async_context(build_lines(basis, balancing))
             settings = self._loaded.settings
             not_found = await _discovered(shared.roster, settings)
-            asker = Asker(lines.names, lines.session, balancing.keys, settings, self._idle_seconds)
+            asker = Asker(lines.names, lines.client, balancing.keys, settings, self._idle_seconds)
             fleet = Fleet(settings=settings, keys=balancing.keys, engines=await self._ask(asker, balancing))
             fleet, found = self._with_connector(fleet)
             found += not_found

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import aiohttp
 import pytest
 
+from proxy.upstream import EngineClient
 from tests.fleet.discovery.engines import Engine
 
 if TYPE_CHECKING:
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as session:
-        yield session
+async def client() -> AsyncIterator[EngineClient]:
+    async with EngineClient() as client:
+        yield client
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-import aiohttp
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
@@ -24,6 +23,8 @@ from proxy.settings import HealthChecks, Joining
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
+
+    from proxy.upstream import EngineClient
 
 HOST = "127.0.0.1"
 
@@ -114,13 +115,13 @@ class Gateway:
         self.keys = EngineKeys("s3cret")
         self.restarts = Metrics().background_restarts_total
 
-    def prober(self, session: aiohttp.ClientSession, fresh_session: aiohttp.ClientSession | None = None) -> Prober:
+    def prober(self, client: EngineClient, fresh_client: EngineClient | None = None) -> Prober:
         parts = ProberParts(
             pools=self.pools,
             roster=self.roster,
             health=self.health,
-            session=session,
-            fresh_session=fresh_session or session,
+            client=client,
+            fresh_client=fresh_client or client,
             engine_headers=self.keys.headers,
             on_transition=self.transitions.put_nowait,
             restarts=self.restarts,
@@ -128,11 +129,11 @@ class Gateway:
         return Prober(parts, self.checks)
 
     @asynccontextmanager
-    async def joining(self, session: aiohttp.ClientSession) -> AsyncIterator[Joiner]:
+    async def joining(self, client: EngineClient) -> AsyncIterator[Joiner]:
         """A joiner, with the prober that it tells of whom it lets in."""
         async with (
-            self.prober(session) as prober,
-            Joiner(self.pools, self.roster, self.settings, session, self.keys.headers, prober.joined) as joiner,
+            self.prober(client) as prober,
+            Joiner(self.pools, self.roster, self.settings, client, self.keys.headers, prober.joined) as joiner,
         ):
             yield joiner
 

@@ -6,7 +6,7 @@ import pytest
 
 from proxy.balancer.engines.engine_facts import EngineFacts, EngineVersion, Identity
 from proxy.fleet.discovery.facts import is_to_be_asked_for_chat_ids, with_chat_ids
-from proxy.upstream.engine_json import BufferedResponse
+from proxy.upstream import BufferedResponse
 
 
 @pytest.mark.parametrize(

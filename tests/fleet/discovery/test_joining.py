@@ -16,16 +16,16 @@ from proxy.settings import Joining
 from tests.fleet.discovery.engines import HOST, Engine, Gateway, until
 
 if TYPE_CHECKING:
-    import aiohttp
+    from proxy.upstream import EngineClient
 
 
 async def test_an_instance_joins_once_it_answers(
-    session: aiohttp.ClientSession, engine: Engine, caplog: pytest.LogCaptureFixture
+    client: EngineClient, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     engine.status = 503
     gateway = Gateway([], joining_attempts=1_000_000)
-    async with gateway.joining(session) as joiner:
+    async with gateway.joining(client) as joiner:
         assert joiner.join(Backend(Role.PREFILL, HOST, engine.port))
         assert not joiner.join(Backend(Role.PREFILL, HOST, engine.port))
         await until(lambda: len(engine.seen) > 2)
@@ -39,13 +39,11 @@ async def test_an_instance_joins_once_it_answers(
     assert f"prefill instance {HOST}:{engine.port} is added" in caplog.messages
 
 
-async def test_an_instance_that_joined_has_been_asked_and_serves_at_once(
-    session: aiohttp.ClientSession, engine: Engine
-) -> None:
+async def test_an_instance_that_joined_has_been_asked_and_serves_at_once(client: EngineClient, engine: Engine) -> None:
     gateway, other = Gateway([], interval_seconds=3600), Engine()
     pool = gateway.pools[Role.PREFILL]
     assert pool.backends() == ()
-    async with other.server, gateway.joining(session) as joiner:
+    async with other.server, gateway.joining(client) as joiner:
         joiner.join(Backend(Role.PREFILL, HOST, engine.port))
         transition = await gateway.transitions.get()
         assert (transition.new, transition.reason) == (HealthState.UP, "answered /v1/models")
@@ -57,9 +55,9 @@ async def test_an_instance_that_joined_has_been_asked_and_serves_at_once(
     assert sorted(path for path, _ in engine.seen) == ["/v1/models", "/v1/models", "/version"]
 
 
-async def test_the_engine_key_is_not_for_instances_added_later(session: aiohttp.ClientSession, engine: Engine) -> None:
+async def test_the_engine_key_is_not_for_instances_added_later(client: EngineClient, engine: Engine) -> None:
     gateway = Gateway([])
-    async with gateway.joining(session) as joiner:
+    async with gateway.joining(client) as joiner:
         joiner.join(Backend(Role.DECODE, HOST, engine.port))
         await until(lambda: ("/health", None) in engine.seen)
     assert ("/v1/models", None) in engine.seen
@@ -67,21 +65,21 @@ async def test_the_engine_key_is_not_for_instances_added_later(session: aiohttp.
 
 
 async def test_an_added_instance_gets_the_engine_key_when_the_administrator_says_so(
-    session: aiohttp.ClientSession, engine: Engine
+    client: EngineClient, engine: Engine
 ) -> None:
     gateway = Gateway([])
-    async with gateway.joining(session) as joiner:
+    async with gateway.joining(client) as joiner:
         joiner.join(Backend(Role.DECODE, HOST, engine.port, trusted=True))
         await gateway.transitions.get()
     assert {authorization for _, authorization in engine.seen} == {"Bearer s3cret"}
 
 
 async def test_an_instance_that_never_answers_is_given_up_with_one_warning(
-    session: aiohttp.ClientSession, engine: Engine, caplog: pytest.LogCaptureFixture
+    client: EngineClient, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.status = 503
     gateway = Gateway([], joining_attempts=3)
-    async with gateway.joining(session) as joiner:
+    async with gateway.joining(client) as joiner:
         joiner.join(Backend(Role.PREFILL, HOST, engine.port))
         await until(lambda: not joiner.joining(Role.PREFILL))
     assert [path for path, _ in engine.seen] == ["/v1/models"] * 3
@@ -90,10 +88,10 @@ async def test_an_instance_that_never_answers_is_given_up_with_one_warning(
     ]
 
 
-async def test_removing_a_joining_instance_stops_the_waiting(session: aiohttp.ClientSession, engine: Engine) -> None:
+async def test_removing_a_joining_instance_stops_the_waiting(client: EngineClient, engine: Engine) -> None:
     engine.status = 503
     gateway = Gateway([], joining_interval_seconds=3600)
-    async with gateway.joining(session) as joiner:
+    async with gateway.joining(client) as joiner:
         joiner.join(Backend(Role.PREFILL, HOST, engine.port))
         await engine.asked.wait()
         assert joiner.remove(Role.PREFILL, HOST, engine.port)
@@ -105,10 +103,10 @@ async def test_removing_a_joining_instance_stops_the_waiting(session: aiohttp.Cl
         assert joiner.joining(Role.PREFILL) == []
 
 
-async def test_a_draining_instance_may_come_back(session: aiohttp.ClientSession, engine: Engine) -> None:
+async def test_a_draining_instance_may_come_back(client: EngineClient, engine: Engine) -> None:
     gateway = Gateway([engine.port])
     pool = gateway.pools[Role.PREFILL]
-    async with gateway.joining(session) as joiner:
+    async with gateway.joining(client) as joiner:
         with pool.lease(PickRequest.of(Load())) as lease:
             joiner.remove(Role.PREFILL, HOST, engine.port)
             assert pool.eligible() == ()
@@ -117,9 +115,9 @@ async def test_a_draining_instance_may_come_back(session: aiohttp.ClientSession,
             assert pool.in_flight(lease.backend) == 1
 
 
-async def test_an_endpoint_has_one_role(session: aiohttp.ClientSession, engine: Engine) -> None:
+async def test_an_endpoint_has_one_role(client: EngineClient, engine: Engine) -> None:
     gateway = Gateway([engine.port], joining_interval_seconds=3600)
-    async with gateway.joining(session) as joiner:
+    async with gateway.joining(client) as joiner:
         with pytest.raises(ValueError, match="already a prefill instance"):
             joiner.join(Backend(Role.DECODE, HOST, engine.port))
         port = unused_port()
@@ -129,28 +127,28 @@ async def test_an_endpoint_has_one_role(session: aiohttp.ClientSession, engine: 
 
 
 async def test_an_instance_for_which_there_is_no_room_is_given_up(
-    session: aiohttp.ClientSession, engine: Engine, caplog: pytest.LogCaptureFixture
+    client: EngineClient, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     gateway = Gateway([])
     for port in range(1, 9):
         gateway.roster.add(Backend(Role.DECODE, "10.0.0.1", port))
-    async with gateway.joining(session) as joiner:
+    async with gateway.joining(client) as joiner:
         joiner.join(Backend(Role.PREFILL, HOST, engine.port))
         await until(lambda: not joiner.joining(Role.PREFILL))
     assert "there is no room for another instance" in caplog.text
 
 
-async def test_changed_settings_hold_for_the_next_instance(session: aiohttp.ClientSession) -> None:
+async def test_changed_settings_hold_for_the_next_instance(client: EngineClient) -> None:
     gateway = Gateway([], joining_interval_seconds=3600)
-    async with gateway.joining(session) as joiner:
+    async with gateway.joining(client) as joiner:
         joiner.configure(Joining(max_attempts=1))
         joiner.join(Backend(Role.DECODE, HOST, unused_port()))
         await until(lambda: not joiner.joining(Role.DECODE))
 
 
-async def test_what_exists_is_the_administrators_from_then_on(session: aiohttp.ClientSession, engine: Engine) -> None:
+async def test_what_exists_is_the_administrators_from_then_on(client: EngineClient, engine: Engine) -> None:
     gateway = Gateway([], [engine.port])
-    async with gateway.joining(session) as joiner:
+    async with gateway.joining(client) as joiner:
         assert not joiner.join(Backend(Role.DECODE, HOST, engine.port))
     gateway.roster.sync(CONFIG, [])
     assert [member.origins for member in gateway.roster.members(Role.DECODE)] == [(ADMIN,)]

@@ -9,7 +9,6 @@ from collections import Counter
 from contextlib import ExitStack, suppress
 from itertools import pairwise
 
-import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
@@ -22,22 +21,23 @@ from proxy.common.backend import Backend, Load, Role
 from proxy.common.errors import Failure, UpstreamError
 from proxy.fleet.discovery.prober import log_transition
 from proxy.settings import HealthChecks
+from proxy.upstream import EngineClient
 from tests.fleet.discovery.engines import HOST, Engine, Gateway, until
 
 
-async def test_one_good_answer_confirms_a_backend(session: aiohttp.ClientSession, engine: Engine) -> None:
+async def test_one_good_answer_confirms_a_backend(client: EngineClient, engine: Engine) -> None:
     gateway = Gateway([engine.port])
     assert not gateway.pools[Role.PREFILL].is_ready()
-    async with gateway.prober(session):
+    async with gateway.prober(client):
         transition = await gateway.transitions.get()
     assert (transition.old, transition.new) == (HealthState.UNKNOWN, HealthState.UP)
     assert gateway.pools[Role.PREFILL].is_ready()
     assert engine.seen[0] == ("/health", "Bearer s3cret")
 
 
-async def test_a_failing_backend_falls_and_rises_again(session: aiohttp.ClientSession, engine: Engine) -> None:
+async def test_a_failing_backend_falls_and_rises_again(client: EngineClient, engine: Engine) -> None:
     gateway = Gateway([engine.port])
-    async with gateway.prober(session):
+    async with gateway.prober(client):
         await gateway.transitions.get()
         engine.status, engine.seen = 503, []
         down = await gateway.transitions.get()
@@ -49,14 +49,14 @@ async def test_a_failing_backend_falls_and_rises_again(session: aiohttp.ClientSe
         assert len(engine.seen) >= 2
 
 
-async def test_nobody_listening_is_a_failed_probe(session: aiohttp.ClientSession) -> None:
+async def test_nobody_listening_is_a_failed_probe(client: EngineClient) -> None:
     gateway = Gateway([unused_port()])
-    async with gateway.prober(session):
+    async with gateway.prober(client):
         transition = await gateway.transitions.get()
     assert (transition.new, transition.reason) == (HealthState.DOWN, "cannot connect (connection refused)")
 
 
-async def test_a_probe_that_takes_too_long_has_failed(session: aiohttp.ClientSession) -> None:
+async def test_a_probe_that_takes_too_long_has_failed(client: EngineClient) -> None:
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
@@ -64,19 +64,19 @@ async def test_a_probe_that_takes_too_long_has_failed(session: aiohttp.ClientSes
     silent = await asyncio.start_server(accept, HOST, 0)
     async with silent:
         gateway = Gateway([silent.sockets[0].getsockname()[1]], timeout_seconds=0.05)
-        async with gateway.prober(session):
+        async with gateway.prober(client):
             transition = await gateway.transitions.get()
     assert (transition.new, transition.reason) == (HealthState.DOWN, "/health did not answer within 0.05 s")
 
 
-async def test_a_host_that_can_be_none_is_a_failed_probe(session: aiohttp.ClientSession) -> None:
+async def test_a_host_that_can_be_none_is_a_failed_probe(client: EngineClient) -> None:
     gateway = Gateway([])
     gateway.roster.add(Backend(Role.PREFILL, "a..b", 1))
-    async with gateway.prober(session):
+    async with gateway.prober(client):
         assert (await gateway.transitions.get()).new is HealthState.DOWN
 
 
-async def test_one_slow_backend_does_not_hold_up_the_others(session: aiohttp.ClientSession, engine: Engine) -> None:
+async def test_one_slow_backend_does_not_hold_up_the_others(client: EngineClient, engine: Engine) -> None:
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
@@ -84,18 +84,18 @@ async def test_one_slow_backend_does_not_hold_up_the_others(session: aiohttp.Cli
     silent = await asyncio.start_server(accept, HOST, 0)
     async with silent:
         gateway = Gateway([silent.sockets[0].getsockname()[1], engine.port])
-        async with gateway.prober(session):
+        async with gateway.prober(client):
             await until(lambda: len(engine.seen) > 3)
     assert gateway.transitions.get_nowait().backend.port == engine.port
     assert gateway.transitions.empty()
 
 
 async def test_a_drained_backend_is_dropped(
-    session: aiohttp.ClientSession, engine: Engine, caplog: pytest.LogCaptureFixture
+    client: EngineClient, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     gateway = Gateway([engine.port])
-    async with gateway.prober(session):
+    async with gateway.prober(client):
         with gateway.pools[Role.PREFILL].lease(PickRequest.of(Load())):
             assert gateway.roster.remove(Role.PREFILL, HOST, engine.port)
             engine.seen.clear()
@@ -105,7 +105,7 @@ async def test_a_drained_backend_is_dropped(
     assert f"prefill instance {HOST}:{engine.port} is removed" in caplog.messages
 
 
-async def test_a_backend_that_left_during_its_probe_stays_forgotten(session: aiohttp.ClientSession) -> None:
+async def test_a_backend_that_left_during_its_probe_stays_forgotten(client: EngineClient) -> None:
     arrived, go_on = asyncio.Event(), asyncio.Event()
 
     async def answer(request: web.Request) -> web.Response:
@@ -119,7 +119,7 @@ async def test_a_backend_that_left_during_its_probe_stays_forgotten(session: aio
         assert server.port is not None
         gateway = Gateway([server.port])
         (backend,) = gateway.pools[Role.PREFILL].backends()
-        async with gateway.prober(session) as prober:
+        async with gateway.prober(client) as prober:
             await arrived.wait()
             gateway.roster.remove(Role.PREFILL, HOST, server.port)
             prober.drop_drained()
@@ -132,7 +132,7 @@ async def test_a_backend_that_left_during_its_probe_stays_forgotten(session: aio
 
 
 async def test_an_instance_that_another_worker_added_serves_once_it_has_passed_a_probe(
-    session: aiohttp.ClientSession, engine: Engine
+    client: EngineClient, engine: Engine
 ) -> None:
     gateway = Gateway([unused_port()], interval_seconds=3600)
     pool = gateway.pools[Role.PREFILL]
@@ -140,18 +140,18 @@ async def test_an_instance_that_another_worker_added_serves_once_it_has_passed_a
     gateway.roster.add(Backend(Role.PREFILL, HOST, engine.port))
     _, added = pool.backends()
     assert pool.eligible() == (known,)
-    async with gateway.prober(session):
+    async with gateway.prober(client):
         changes = {(change.backend, change.new) for change in [await gateway.transitions.get() for _ in range(2)]}
     assert changes == {(known, HealthState.DOWN), (added, HealthState.UP)}
     assert pool.eligible() == (added,)
 
 
 async def test_a_backend_that_refused_connections_is_asked_soon_and_is_back_when_it_answers(
-    session: aiohttp.ClientSession, engine: Engine
+    client: EngineClient, engine: Engine
 ) -> None:
     gateway = Gateway([engine.port, unused_port()], interval_seconds=3600)
     backend, _ = gateway.pools[Role.PREFILL].backends()
-    async with gateway.prober(session):
+    async with gateway.prober(client):
         await until(lambda: gateway.health.of(backend).facts is not None)
         while not gateway.transitions.empty():
             gateway.transitions.get_nowait()
@@ -163,10 +163,10 @@ async def test_a_backend_that_refused_connections_is_asked_soon_and_is_back_when
         await until(lambda: gateway.health.of(backend).facts is not None)
 
 
-async def test_an_engine_is_asked_once_what_it_is(session: aiohttp.ClientSession, engine: Engine) -> None:
+async def test_an_engine_is_asked_once_what_it_is(client: EngineClient, engine: Engine) -> None:
     gateway = Gateway([engine.port])
     (backend,) = gateway.pools[Role.PREFILL].backends()
-    async with gateway.prober(session):
+    async with gateway.prober(client):
         await until(lambda: gateway.health.of(backend).facts == EngineFacts((0, 18), 4096))
         probes = len(engine.seen)
         await until(lambda: len(engine.seen) > probes + 2)
@@ -176,11 +176,11 @@ async def test_an_engine_is_asked_once_what_it_is(session: aiohttp.ClientSession
 
 
 async def test_an_engine_that_comes_back_is_asked_again_and_not_before_it_is_up(
-    session: aiohttp.ClientSession, engine: Engine
+    client: EngineClient, engine: Engine
 ) -> None:
     gateway = Gateway([engine.port])
     (backend,) = gateway.pools[Role.PREFILL].backends()
-    async with gateway.prober(session):
+    async with gateway.prober(client):
         await until(lambda: gateway.health.of(backend).facts is not None)
         engine.status = 503
         await until(lambda: not gateway.health.of(backend).is_healthy)
@@ -192,12 +192,12 @@ async def test_an_engine_that_comes_back_is_asked_again_and_not_before_it_is_up(
     assert (asked["/version"], asked["/v1/models"]) == (1, 1)
 
 
-async def test_prober_asks_facts_of_an_engine_on_probation(session: aiohttp.ClientSession, engine: Engine) -> None:
+async def test_prober_asks_facts_of_an_engine_on_probation(client: EngineClient, engine: Engine) -> None:
     """Its first request ends the probation, and the requests behind it depend on the facts."""
     gateway = Gateway([engine.port, unused_port()])
     pool = gateway.pools[Role.PREFILL]
     backend, other = pool.backends()
-    async with gateway.prober(session):
+    async with gateway.prober(client):
         await until(lambda: gateway.health.of(backend).facts is not None)
         gateway.health.forget(other)
         for _ in range(5):
@@ -209,12 +209,12 @@ async def test_prober_asks_facts_of_an_engine_on_probation(session: aiohttp.Clie
         assert gateway.health.of(backend).state in (HealthState.EJECTED, HealthState.PROBATION)
 
 
-async def test_an_engine_may_say_how_much_it_works_on_at_a_time(session: aiohttp.ClientSession, engine: Engine) -> None:
+async def test_an_engine_may_say_how_much_it_works_on_at_a_time(client: EngineClient, engine: Engine) -> None:
     engine.answers["/server_info"] = {"internal_states": [{"effective_max_running_requests_per_dp": 8}] * 2}
     gateway = Gateway([engine.port])
     pool = gateway.pools[Role.PREFILL]
     (backend,) = pool.backends()
-    async with gateway.prober(session):
+    async with gateway.prober(client):
         await until(lambda: pool.limit(backend) == 16)
         assert gateway.health.of(backend).facts == EngineFacts((0, 18), 4096, 16, ranks=2)
         probes = len(engine.seen)
@@ -224,20 +224,20 @@ async def test_an_engine_may_say_how_much_it_works_on_at_a_time(session: aiohttp
 
 @pytest.mark.parametrize(("kind", "ranks"), [("vllm", 2), ("somebody", None)])
 async def test_vllm_that_does_not_tell_its_configuration_has_gauges_for_its_ranks(
-    session: aiohttp.ClientSession, engine: Engine, kind: str, ranks: int | None
+    client: EngineClient, engine: Engine, kind: str, ranks: int | None
 ) -> None:
     engine.answers["/v1/models"] = {"data": [{"id": "kimi", "owned_by": kind}]}
     engine.answers["/metrics"] = "".join(f'vllm:num_requests_running{{engine="{rank}"}} 0.0\n' for rank in range(2))
     gateway = Gateway([engine.port])
     (backend,) = gateway.pools[Role.PREFILL].backends()
-    async with gateway.prober(session):
+    async with gateway.prober(client):
         await until(lambda: gateway.health.of(backend).facts == EngineFacts((0, 18), ranks=ranks))
         probes = len(engine.seen)
         await until(lambda: len(engine.seen) > probes + 2)
     assert [path for path, _ in engine.seen].count("/metrics") == (ranks is not None)
 
 
-async def test_how_much_an_engine_worked_on_before_it_went_down_says_nothing(session: aiohttp.ClientSession) -> None:
+async def test_how_much_an_engine_worked_on_before_it_went_down_says_nothing(client: EngineClient) -> None:
     asked, go_on, answers = asyncio.Event(), asyncio.Event(), iter([8, 4])
 
     async def answer(request: web.Request) -> web.Response:
@@ -256,7 +256,7 @@ async def test_how_much_an_engine_worked_on_before_it_went_down_says_nothing(ses
         gateway = Gateway([server.port])
         pool = gateway.pools[Role.PREFILL]
         (backend,) = pool.backends()
-        async with gateway.prober(session):
+        async with gateway.prober(client):
             await asked.wait()
             for ok in (False, False, False, True, True):
                 gateway.health.on_probe(backend, ok, "test")
@@ -267,7 +267,7 @@ async def test_how_much_an_engine_worked_on_before_it_went_down_says_nothing(ses
 
 
 async def test_how_an_engine_was_started_is_heard_also_if_its_models_change_while_it_is_asked(
-    session: aiohttp.ClientSession,
+    client: EngineClient,
 ) -> None:
     asked, go_on, model = asyncio.Event(), asyncio.Event(), "kimi"
 
@@ -291,7 +291,7 @@ async def test_how_an_engine_was_started_is_heard_also_if_its_models_change_whil
             facts = gateway.health.of(backend).facts
             return frozenset() if facts is None else facts.identity.models
 
-        async with gateway.prober(session):
+        async with gateway.prober(client):
             await asked.wait()
             model = "glm"
             await until(lambda: models() == {"glm"})
@@ -302,12 +302,12 @@ async def test_how_an_engine_was_started_is_heard_also_if_its_models_change_whil
 
 @pytest.mark.parametrize("says", [None, "no", {"detail": "Not Found"}, {"data": 7, "version": 7}])
 async def test_an_engine_that_does_not_say_what_it_is_is_well_and_not_asked_again(
-    session: aiohttp.ClientSession, engine: Engine, says: object
+    client: EngineClient, engine: Engine, says: object
 ) -> None:
     engine.answers = {"/version": says, "/v1/models": says}
     gateway = Gateway([engine.port])
     (backend,) = gateway.pools[Role.PREFILL].backends()
-    async with gateway.prober(session):
+    async with gateway.prober(client):
         await until(lambda: gateway.health.of(backend).facts == EngineFacts(UNKNOWN_VERSION, None))
         probes = len(engine.seen)
         await until(lambda: len(engine.seen) > probes + 2)
@@ -316,7 +316,7 @@ async def test_an_engine_that_does_not_say_what_it_is_is_well_and_not_asked_agai
 
 
 @pytest.mark.parametrize("path", ["/version", "/v1/models"])
-async def test_one_that_did_not_answer_what_it_is_is_asked_again(session: aiohttp.ClientSession, path: str) -> None:
+async def test_one_that_did_not_answer_what_it_is_is_asked_again(client: EngineClient, path: str) -> None:
     """It had much to do when it came up."""
     asked: Counter[str] = Counter()
 
@@ -333,7 +333,7 @@ async def test_one_that_did_not_answer_what_it_is_is_asked_again(session: aiohtt
         assert server.port is not None
         gateway = Gateway([server.port])
         (backend,) = gateway.pools[Role.PREFILL].backends()
-        async with gateway.prober(session):
+        async with gateway.prober(client):
             pool = gateway.pools[Role.PREFILL]
             await until(lambda: pool.engine_version(backend) is not None and pool.max_model_len(backend) == 4096)
             count, probes = asked[path], asked["/health"]
@@ -342,7 +342,7 @@ async def test_one_that_did_not_answer_what_it_is_is_asked_again(session: aiohtt
 
 
 async def test_what_an_engine_is_is_forgotten_when_it_left_while_it_was_asked(
-    session: aiohttp.ClientSession,
+    client: EngineClient,
 ) -> None:
     asked, go_on = asyncio.Event(), asyncio.Event()
 
@@ -358,7 +358,7 @@ async def test_what_an_engine_is_is_forgotten_when_it_left_while_it_was_asked(
         assert server.port is not None
         gateway = Gateway([server.port])
         (backend,) = gateway.pools[Role.PREFILL].backends()
-        async with gateway.prober(session) as prober:
+        async with gateway.prober(client) as prober:
             await asked.wait()
             gateway.roster.remove(Role.PREFILL, HOST, server.port)
             prober.drop_drained()
@@ -370,11 +370,11 @@ async def test_what_an_engine_is_is_forgotten_when_it_left_while_it_was_asked(
         assert gateway.health.of(backend).facts is None
 
 
-async def test_leaving_ends_everything_at_once(session: aiohttp.ClientSession, engine: Engine) -> None:
+async def test_leaving_ends_everything_at_once(client: EngineClient, engine: Engine) -> None:
     engine.status = 503
     gateway = Gateway([engine.port], interval_seconds=3600, joining_interval_seconds=3600)
     before = asyncio.all_tasks()
-    async with gateway.joining(session) as joiner:
+    async with gateway.joining(client) as joiner:
         joiner.join(Backend(Role.DECODE, HOST, unused_port()))
         await gateway.transitions.get()
     ours = {task for task in asyncio.all_tasks() - before if "Prober" in repr(task) or "Joiner" in repr(task)}
@@ -382,9 +382,9 @@ async def test_leaving_ends_everything_at_once(session: aiohttp.ClientSession, e
     assert joiner.joining(Role.DECODE) == []
 
 
-async def test_changed_settings_hold_for_the_next_probe(session: aiohttp.ClientSession, engine: Engine) -> None:
+async def test_changed_settings_hold_for_the_next_probe(client: EngineClient, engine: Engine) -> None:
     gateway = Gateway([engine.port])
-    async with gateway.prober(session) as prober:
+    async with gateway.prober(client) as prober:
         await gateway.transitions.get()
         prober.configure(HealthChecks(path="/nowhere", interval_seconds=0.01, changing_interval_seconds=0.01))
         transition = await gateway.transitions.get()
@@ -413,7 +413,7 @@ async def test_a_transition_is_one_line(caplog: pytest.LogCaptureFixture) -> Non
     ]
 
 
-async def test_whether_an_engine_is_gone_is_asked_on_a_new_connection() -> None:
+async def test_whether_an_engine_is_gone_is_asked_on_a_new_connection(client: EngineClient) -> None:
     """A process that has closed its listener may still serve the connections that it has."""
     served: set[asyncio.Task[None] | None] = set()
 
@@ -430,21 +430,19 @@ async def test_whether_an_engine_is_gone_is_asked_on_a_new_connection() -> None:
     gateway = Gateway([port], interval_seconds=3600.0)
     (backend,) = gateway.pools[Role.PREFILL].backends()
     async with (
-        aiohttp.ClientSession() as session,
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as fresh,
-        gateway.prober(session, fresh) as prober,
+        EngineClient(keeps_connections=False) as fresh,
+        gateway.prober(client, fresh) as prober,
     ):
         await gateway.transitions.get()
         assert not await prober.is_gone(backend, 0.0)
         listener.close()
-        async with session.get(f"http://{HOST}:{port}/health") as answer:  # on the connection that was kept
-            assert answer.status == 200
+        assert (await client.get(f"http://{HOST}:{port}", "/health", 5.0)).status == 200  # on the kept connection
         assert await prober.is_gone(backend, 0.0)
     await asyncio.gather(*filter(None, served))
 
 
 @pytest.mark.fault(111)
-async def test_many_health_checks_do_not_begin_in_one_turn_of_the_loop(session: aiohttp.ClientSession) -> None:
+async def test_many_health_checks_do_not_begin_in_one_turn_of_the_loop(client: EngineClient) -> None:
     begun: list[int] = []
     with ExitStack() as stack:
         # Sockets that are bound and do not listen: their ports differ, and refuse connections.
@@ -452,7 +450,7 @@ async def test_many_health_checks_do_not_begin_in_one_turn_of_the_loop(session: 
         for bound in sockets:
             bound.bind(("127.0.0.1", 0))
         gateway = Gateway([bound.getsockname()[1] for bound in sockets], interval_seconds=3600.0)
-        async with gateway.prober(session) as prober:
+        async with gateway.prober(client) as prober:
             while not begun or begun[-1] < 45:
                 begun.append(len(prober._due))
                 await asyncio.sleep(0)

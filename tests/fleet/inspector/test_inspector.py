@@ -8,7 +8,6 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
-import aiohttp
 import pytest
 
 from proxy.balancer.engines.engine_facts import EngineFacts, Identity
@@ -16,6 +15,7 @@ from proxy.balancer.engines.engine_keys import EngineKeys
 from proxy.common.backend import Backend, Role
 from proxy.fleet.inspector.scraping import makes_progress
 from proxy.sim.engine import SimulatedEngine
+from proxy.upstream import EngineClient
 from proxy.wire.openai import Api
 from tests.asking import request, until
 from tests.canned import CannedEngine
@@ -691,20 +691,20 @@ async def test_an_error_of_a_prefiller_with_status_200_is_one(
 @pytest.mark.fault(115)
 @pytest.mark.parametrize("profile", ["v0.18", "v0.33"])
 async def test_an_engine_makes_progress_while_its_counters_of_tokens_grow(profile: str) -> None:
-    async with SimulatedEngine(role="decode", profile_name=profile) as engine, aiohttp.ClientSession() as session:
+    async with SimulatedEngine(role="decode", profile_name=profile) as engine, EngineClient() as client:
         backend = Backend(Role.DECODE, engine.host, engine.port)
-        assert not await makes_progress(session, EngineKeys(None), backend, 0.0)
-        looking = asyncio.create_task(makes_progress(session, EngineKeys(None), backend, 0.2))
+        assert not await makes_progress(client, EngineKeys(None), backend, 0.0)
+        looking = asyncio.create_task(makes_progress(client, EngineKeys(None), backend, 0.2))
         await until(lambda: _readings(engine) == 3, "the first reading")
-        async with session.post(engine.url + "/v1/completions", json={"model": "sim", "prompt": "x"}) as response:
-            assert response.status == 200
+        body = b'{"model": "sim", "prompt": "x"}'
+        assert (await client.post(engine.url, "/v1/completions", 5.0, body)).status == 200
         assert await looking
 
 
 @pytest.mark.fault(115)
 async def test_an_engine_that_does_not_answer_makes_no_progress() -> None:
-    async with aiohttp.ClientSession() as session:
+    async with EngineClient() as client:
         async with CannedEngine("decode") as engine:
             backend = Backend(Role.DECODE, engine.host, engine.port)
-            assert not await makes_progress(session, EngineKeys(None), backend, 0.0)
-        assert not await makes_progress(session, EngineKeys(None), backend, 0.0)
+            assert not await makes_progress(client, EngineKeys(None), backend, 0.0)
+        assert not await makes_progress(client, EngineKeys(None), backend, 0.0)

@@ -19,7 +19,7 @@ from proxy.tools.doctor.asking import Asker
 from proxy.tools.doctor.engine import check_engines
 from proxy.tools.doctor.findings import Severity
 from proxy.tools.doctor.told import Fleet
-from proxy.upstream import AddressRules, Names, new_session
+from proxy.upstream import AddressRules, EngineClient, Names
 from tests.tools.doctor.fleets import Mistake, examine, examined, web_server
 
 WARNING = Severity.WARNING
@@ -276,8 +276,8 @@ async def test_a_name_of_which_one_address_is_dead_is_named() -> None:
             return ("127.0.0.9", "127.0.0.1")
 
         rules = AddressRules(settings.admin.networks)
-        async with Names(rules, {backend.host}, Metrics(), look_up=look_up) as names, new_session(names) as session:
-            told = await Asker(names, session, EngineKeys(None), settings, idle_seconds=0.01).examine(backend)
+        async with Names(rules, {backend.host}, Metrics(), look_up=look_up) as names, EngineClient(names) as client:
+            told = await Asker(names, client, EngineKeys(None), settings, idle_seconds=0.01).examine(backend)
     fleet = Fleet(settings=settings, keys=EngineKeys(None), engines=[told])
     (found,) = check_engines(fleet)
     assert (found.check, found.severity) == ("address", Severity.WARNING)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 import orjson
 
-from proxy.upstream.session import read_bounded
+from proxy.upstream import read_bounded
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
