@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from proxy.settings import Settings
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class FlowParts:
     """Only `settings` is ever replaced: an attempt loop keeps those it began with."""
 
