@@ -19,7 +19,7 @@ import pytest
 
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.journal import Journal
-from proxy.balancer.shared.queue_heads import QueueHeads
+from proxy.balancer.shared.memory import QueueHeads
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Load
 from proxy.connectors.releaser import RELEASE_MODEL

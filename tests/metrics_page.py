@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from proxy.balancer.compatibility.incompatibilities import Incompatibilities, IncompatibilityKind
-from proxy.balancer.health.health import Health
+from proxy.balancer.health import Health
+from proxy.balancer.incompatibilities import Incompatibilities, IncompatibilityKind
 from proxy.balancer.models import ServedModels
 from proxy.balancer.roster import Roster, SourceStates
 from proxy.balancer.shared.scoreboard import Scoreboard

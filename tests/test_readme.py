@@ -13,7 +13,7 @@ import pytest
 
 import proxy
 from proxy.__main__ import main
-from proxy.balancer.compatibility.incompatibilities import IncompatibilityKind
+from proxy.balancer.incompatibilities import IncompatibilityKind
 from proxy.balancer.pick import TRIAL, Prediction
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure

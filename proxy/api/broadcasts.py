@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from proxy.api.administrators import Administrators
     from proxy.api.instance_view import InstanceParts
-    from proxy.balancer.engines.engine_keys import EngineKeys
+    from proxy.balancer.engines import EngineKeys
     from proxy.common.backend import Backend
     from proxy.upstream import EngineClient
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import orjson
 
-from proxy.balancer.health.backend_health import FULL_PERCENT
+from proxy.balancer.backend_health import FULL_PERCENT
 from proxy.common.backend import Role
 from proxy.common.errors import BadRequest
 from proxy.listener.body import read_body

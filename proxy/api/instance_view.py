@@ -7,16 +7,16 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from proxy.balancer.engines.engine_facts import UNKNOWN_VERSION, EngineFacts
-from proxy.balancer.health.backend_health import FULL_PERCENT, HealthState
+from proxy.balancer.backend_health import FULL_PERCENT, HealthState
+from proxy.balancer.engines import UNKNOWN_VERSION, EngineFacts
 from proxy.balancer.roster import ADMIN
 from proxy.common.backend import Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from proxy.balancer.compatibility.incompatibilities import Incompatibilities
-    from proxy.balancer.health.health import Health, HealthBoard
+    from proxy.balancer.health import Health, HealthBoard
+    from proxy.balancer.incompatibilities import Incompatibilities
     from proxy.balancer.models import ServedModels
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Member, Roster

@@ -19,8 +19,8 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from proxy.api.role_queue import RoleQueues
-from proxy.balancer.engines.engine_keys import without_key
-from proxy.balancer.health.blame import Blame
+from proxy.balancer.blame import Blame
+from proxy.balancer.engines import without_key
 from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Load
 from proxy.common.errors import Failure, GatewayError, NoBackendAvailable, Overloaded, UpstreamError

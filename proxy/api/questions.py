@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.balancer.engines.engine_keys import without_key
+from proxy.balancer.engines import without_key
 from proxy.common.errors import Failure, GatewayError, UpstreamError
 from proxy.upstream import EngineRequestError
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from proxy.api.key_auth import KeyAuth
-    from proxy.balancer.engines.engine_keys import EngineKeys
+    from proxy.balancer.engines import EngineKeys
     from proxy.common.backend import Backend
     from proxy.observe.metrics import Metrics
     from proxy.upstream import EngineClient

@@ -1,10 +1,15 @@
-"""Who serves a request: backends, their loads and their health. No IO and no await in here.
+"""Selection of backends for requests: their loads, their health and the policies. No IO and no await in this package.
 
-pools, pool   the backends of one model and role; lease: one request's claim on one of them
-roster        who there is; members: who of them may get a request now; chooser: who gets it, by a policy
-policies      the rules, and what they learn of prefills and decodes
-health        who is up, ejected or on trial, and whose fault a failure was
-fitness       whether engines fit each other
-engines       what is known of them: software, version, sizes, keys
-shared        what all workers know of each other
+pool             the backends of one model and role
+lease            the claim of one request on one backend
+roster           the backends that exist, for all workers
+chooser, pick    the choice of a backend by a policy
+policies         the policies, and what they learn of prefills and decodes
+health           which backends are up, ejected or on probation; backend_health has the state of one backend
+stalls           detection of backends that have stopped sending
+blame            attribution of failures to an engine, a pair of engines or a request
+incompatibilities, handoff_verdicts, recognition
+                 engines that cannot work together or with this gateway
+engines          facts about an engine: software, version, sizes, keys
+shared           memory that all workers of a gateway read and write
 """

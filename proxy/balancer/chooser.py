@@ -11,7 +11,7 @@ import random
 import time
 from typing import TYPE_CHECKING, TypeVar
 
-from proxy.balancer.health.backend_health import FULL_PERCENT
+from proxy.balancer.backend_health import FULL_PERCENT
 from proxy.balancer.pick import PREFERRED, Candidate, Policy
 from proxy.balancer.policies.least_tokens import WEIGHTS
 from proxy.balancer.shared.back_offs import BackOffs

@@ -15,7 +15,7 @@ from proxy.common.backend import Role
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from proxy.balancer.health.health import Health
+    from proxy.balancer.health import Health
     from proxy.balancer.roster import Roster
     from proxy.common.backend import Backend
 

@@ -20,7 +20,7 @@ from proxy.wire.prefix import NO_KEYS, PrefixKeys
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from proxy.balancer.engines.engine_facts import EngineFacts
+    from proxy.balancer.engines import EngineFacts
     from proxy.balancer.shared.journal import JournalWriter
     from proxy.balancer.shared.scoreboard import Scoreboard
     from proxy.common.backend import Backend

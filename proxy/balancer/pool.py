@@ -14,11 +14,11 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from proxy.balancer.backend_health import FULL_PERCENT, HealthState
+from proxy.balancer.blame import PairQuarantine
 from proxy.balancer.chooser import Chooser
-from proxy.balancer.engines.engine_facts import UNKNOWN_VERSION
-from proxy.balancer.health.backend_health import FULL_PERCENT, HealthState
-from proxy.balancer.health.blame import PairQuarantine
-from proxy.balancer.health.health import ProbeFailure
+from proxy.balancer.engines import UNKNOWN_VERSION
+from proxy.balancer.health import ProbeFailure
 from proxy.balancer.lease import Lease
 from proxy.balancer.pick import TRIAL, PickRequest, Policy
 from proxy.common.backend import Load, Role
@@ -27,15 +27,14 @@ from proxy.common.errors import Failure
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from proxy.balancer.compatibility.incompatibilities import CompatibilityMonitor
-    from proxy.balancer.compatibility.pinned_kv import PinnedKv
-    from proxy.balancer.engines.engine_facts import EngineFacts, EngineVersion
-    from proxy.balancer.health.backend_health import BackendHealth
-    from proxy.balancer.health.health import Health, Transition
+    from proxy.balancer.backend_health import BackendHealth
+    from proxy.balancer.engines import EngineFacts, EngineVersion
+    from proxy.balancer.health import Health, Transition
+    from proxy.balancer.incompatibilities import CompatibilityMonitor
     from proxy.balancer.pick import Pick
     from proxy.balancer.roster import Member, Roster
     from proxy.balancer.shared.back_offs import BackOffs
-    from proxy.balancer.shared.scoreboard import LoadRow, Scoreboard
+    from proxy.balancer.shared.scoreboard import LoadRow, PinnedKv, Scoreboard
     from proxy.common.backend import Backend
     from proxy.common.errors import UpstreamError
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.balancer.health.backend_health import FULL_PERCENT
+from proxy.balancer.backend_health import FULL_PERCENT
 from proxy.balancer.shared.memory import SharedValue
 from proxy.common.backend import Backend, Load, Role
 

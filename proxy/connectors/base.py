@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from proxy.balancer.compatibility.incompatibilities import CompatibilityMonitor
-    from proxy.balancer.engines.engine_keys import EngineKeys
+    from proxy.balancer.engines import EngineKeys
+    from proxy.balancer.incompatibilities import CompatibilityMonitor
     from proxy.balancer.pick import PickRequest
     from proxy.balancer.pool import Pools
     from proxy.balancer.shared.journal import JournalWriter

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.engines.engine_facts import FORCED_TOOL_PREFILL
+from proxy.balancer.engines import FORCED_TOOL_PREFILL
 from proxy.connectors.base import Connector
 from proxy.connectors.leg_driver import opened
 from proxy.connectors.legs import Ranks

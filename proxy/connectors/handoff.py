@@ -11,7 +11,7 @@ import logging
 from enum import Enum
 from typing import TYPE_CHECKING, Final, Self
 
-from proxy.balancer.compatibility.handoff_verdicts import MIN_TOKENS
+from proxy.balancer.handoff_verdicts import MIN_TOKENS
 from proxy.balancer.lease import Lease
 from proxy.common.errors import Failure, UpstreamError
 from proxy.observe import logs

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from proxy.balancer.compatibility.incompatibilities import IncompatibilityKind
+from proxy.balancer.incompatibilities import IncompatibilityKind
 from proxy.common.errors import UpstreamError
 from proxy.common.terms import Stage
 from proxy.connectors.base import check_status, first_byte_seconds, new_attempt_id, parse_prefilled, prefill_seconds

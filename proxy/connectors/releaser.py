@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import orjson
 
-from proxy.balancer.compatibility.handoff_verdicts import HandoffVerdict
-from proxy.balancer.engines.engine_facts import ASCEND_MOONCAKE_RELEASE, NIXL_LEASE, NIXL_RELEASE
+from proxy.balancer.engines import ASCEND_MOONCAKE_RELEASE, NIXL_LEASE, NIXL_RELEASE
+from proxy.balancer.handoff_verdicts import HandoffVerdict
 from proxy.common.background import Background, BackgroundOwner
 from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.wire.ids import new_id
@@ -29,11 +29,11 @@ from proxy.wire.openai import Api
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from proxy.balancer.compatibility.incompatibilities import Incompatibilities
-    from proxy.balancer.compatibility.pinned_kv import Pin, PinnedKv
-    from proxy.balancer.engines.engine_facts import Capability, EngineVersion
+    from proxy.balancer.engines import Capability, EngineVersion
+    from proxy.balancer.incompatibilities import Incompatibilities
     from proxy.balancer.models import ServedModels
     from proxy.balancer.pool import Pools
+    from proxy.balancer.shared.scoreboard import Pin, PinnedKv
     from proxy.common.backend import Backend
     from proxy.observe.metrics import Metrics
     from proxy.settings import Settings

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 import msgspec
 import orjson
 
-from proxy.balancer.compatibility.handoff_verdicts import MIN_STORED_TOKENS, MIN_TOKENS
+from proxy.balancer.handoff_verdicts import MIN_STORED_TOKENS, MIN_TOKENS
 from proxy.balancer.local_prefill import FirstToken, LocalPrefill
 from proxy.balancer.policies.prefill_samples import compared_prompt
 from proxy.common.backend import Role

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from proxy.balancer.pick import PickRequest
-    from proxy.balancer.shared.queue_heads import WorkerQueueHead
+    from proxy.balancer.shared.memory import WorkerQueueHead
     from proxy.common.backend import Role
     from proxy.gateway.queue_order import LineUp
     from proxy.observe.metrics import Metrics

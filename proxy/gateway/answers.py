@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from proxy.balancer.engines.engine_facts import ROUTED_EXPERTS
+from proxy.balancer.engines import ROUTED_EXPERTS
 from proxy.connectors.base import parse_answer
 from proxy.gateway.assembly import Assembly
 from proxy.gateway.delivery import Delivery

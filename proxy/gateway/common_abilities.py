@@ -9,7 +9,7 @@ from proxy.resume.engines import ENGINES, VLLM
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.balancer.engines.engine_facts import Capability, EngineFacts
+    from proxy.balancer.engines import Capability, EngineFacts
     from proxy.balancer.pool import Pool
     from proxy.resume.engines import Engine
 

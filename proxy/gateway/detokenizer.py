@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from proxy.balancer.engines.engine_facts import KIMI_REASONING, KIMI_TOOLS, LENGTH_BESIDE_TOOL_CALLS, TOKEN_IDS
+from proxy.balancer.engines import KIMI_REASONING, KIMI_TOOLS, LENGTH_BESIDE_TOOL_CALLS, TOKEN_IDS
 from proxy.common.errors import NoBackendAvailable, UpstreamError
 from proxy.dialects.grammars import GRAMMARS, PROMPT_TAIL_TOKENS, grammar_of
 from proxy.resume.chat_as_completion import ChatPrompt, may_be_completion

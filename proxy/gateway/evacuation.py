@@ -17,7 +17,7 @@ from proxy.observe import logs
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from proxy.balancer.health.health import Health
+    from proxy.balancer.health import Health
     from proxy.balancer.roster import Roster
     from proxy.common.backend import Backend
     from proxy.gateway.lanes import Lanes

@@ -16,7 +16,7 @@ from itertools import chain, count, islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 
-from proxy.balancer.shared.queue_heads import AGEING
+from proxy.balancer.shared.memory import AGEING
 
 if TYPE_CHECKING:
     import asyncio

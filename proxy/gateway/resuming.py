@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from proxy.balancer.engines.engine_facts import (
+from proxy.balancer.engines import (
     CHAT_TOKEN_IDS,
     LENGTH_BESIDE_TOOL_CALLS,
     REASONING_USAGE,

@@ -14,7 +14,7 @@ from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.health.blame import Blame
+from proxy.balancer.blame import Blame
 from proxy.common.errors import Failure, NoBackendAvailable, SuspectRequest
 from proxy.gateway.suspicion import (
     MOST_ENGINES,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Sequence
     from types import TracebackType
 
-    from proxy.balancer.health.blame import SuspectMemory
+    from proxy.balancer.blame import SuspectMemory
     from proxy.balancer.pool import Pool, Pools
     from proxy.common.backend import Backend, Role
     from proxy.common.errors import UpstreamError

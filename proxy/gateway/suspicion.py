@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from proxy.balancer.health.blame import FailedEngines
+    from proxy.balancer.blame import FailedEngines
     from proxy.common.backend import Backend, Role
     from proxy.dialects.call import Call
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from proxy.balancer.pick import PickRequest
     from proxy.balancer.pool import Pools
-    from proxy.balancer.shared.queue_heads import WorkerQueueHead
+    from proxy.balancer.shared.memory import WorkerQueueHead
     from proxy.common.backend import Role
     from proxy.connectors.base import Connector
     from proxy.dialects.base import Dialect, Rendering, UnitRendering

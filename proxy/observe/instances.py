@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
-from proxy.balancer.health.backend_health import HealthState
+from proxy.balancer.backend_health import HealthState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from prometheus_client import Metric
 
-    from proxy.balancer.compatibility.incompatibilities import Incompatibilities
-    from proxy.balancer.health.health import Health
+    from proxy.balancer.health import Health
+    from proxy.balancer.incompatibilities import Incompatibilities
     from proxy.balancer.models import ServedModels
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster, SourceStates

@@ -21,8 +21,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily
 
 from proxy import __version__
-from proxy.balancer.compatibility.handoff_verdicts import HandoffVerdict
-from proxy.balancer.health.breaker import Cause
+from proxy.balancer.backend_health import Cause
+from proxy.balancer.handoff_verdicts import HandoffVerdict
 from proxy.balancer.pick import REASONS
 from proxy.common.build_info import IS_COMPILED
 from proxy.common.errors import Failure
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric
 
-    from proxy.balancer.compatibility.incompatibilities import Incompatibilities
-    from proxy.balancer.health.health import Health
+    from proxy.balancer.health import Health
+    from proxy.balancer.incompatibilities import Incompatibilities
     from proxy.balancer.models import ServedModels
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster, SourceStates

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Self
 from uuid import uuid4
 
-from proxy.balancer.compatibility.incompatibilities import Incompatibilities
-from proxy.balancer.health.blame import SuspectMemory
-from proxy.balancer.health.health import HealthBoard
+from proxy.balancer.blame import SuspectMemory
+from proxy.balancer.health import HealthBoard
+from proxy.balancer.incompatibilities import Incompatibilities
 from proxy.balancer.roster import Roster, SourceStates
 from proxy.balancer.shared.back_offs import BackOffs
 from proxy.balancer.shared.journal import Journal
-from proxy.balancer.shared.memory import LogOnce
-from proxy.balancer.shared.queue_heads import NO_HEAD, QueueHeads
+from proxy.balancer.shared.memory import NO_HEAD, LogOnce, QueueHeads
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.gateway.api_keys import KeyUsage
 from proxy.observe.receipts import Receipts

@@ -17,7 +17,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.engines.progress import Pace
+from proxy.balancer.stalls import Pace
 from proxy.common.background import Background
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.engines.progress import StreamProgress
+from proxy.balancer.stalls import StreamProgress
 from proxy.common.errors import Failure, UpstreamError
 from proxy.upstream.connection import EngineConnection, upstream_error
 from proxy.upstream.dialing import Dialer
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from proxy.balancer.engines.engine_keys import EngineKeys
+    from proxy.balancer.engines import EngineKeys
     from proxy.common.backend import Backend, Role
     from proxy.settings import Timeouts
     from proxy.upstream.names import Names

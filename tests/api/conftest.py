@@ -11,10 +11,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from proxy.balancer.compatibility.incompatibilities import Incompatibilities
-from proxy.balancer.engines.engine_keys import EngineKeys
-from proxy.balancer.health.blame import SuspectMemory
-from proxy.balancer.health.health import Health, HealthBoard
+from proxy.balancer.blame import SuspectMemory
+from proxy.balancer.engines import EngineKeys
+from proxy.balancer.health import Health, HealthBoard
+from proxy.balancer.incompatibilities import Incompatibilities
 from proxy.balancer.models import ServedModels
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolParts, Pools

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from aiohttp.test_utils import TestClient
 
     from proxy.api.admin import Reload
-    from proxy.balancer.engines.engine_keys import EngineKeys
+    from proxy.balancer.engines import EngineKeys
     from tests.api.conftest import Gateway
 
     Client = TestClient[web.Request, web.Application]

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from aiohttp import web
 
-from proxy.balancer.compatibility.incompatibilities import IncompatibilityKind
-from proxy.balancer.engines.engine_facts import EngineFacts
-from proxy.balancer.health.backend_health import HealthState
+from proxy.balancer.backend_health import HealthState
+from proxy.balancer.engines import EngineFacts
+from proxy.balancer.incompatibilities import IncompatibilityKind
 from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Load, Role
 from proxy.settings import Settings

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from aiohttp.test_utils import TestClient
 
-    from proxy.balancer.engines.engine_keys import EngineKeys
+    from proxy.balancer.engines import EngineKeys
     from tests.api.conftest import Gateway
 
     Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.health.health import Health, Transition
+from proxy.balancer.health import Health, Transition
 from proxy.balancer.pick import PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts

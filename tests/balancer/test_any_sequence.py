@@ -16,10 +16,9 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from proxy.balancer.health.backend_health import HealthState
-from proxy.balancer.health.blame import PairQuarantine
-from proxy.balancer.health.breaker import BreakerPhase
-from proxy.balancer.health.health import Health
+from proxy.balancer.backend_health import BreakerPhase, HealthState
+from proxy.balancer.blame import PairQuarantine
+from proxy.balancer.health import Health
 from proxy.balancer.pick import PickRequest
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts
@@ -31,7 +30,7 @@ from proxy.settings import POLICIES, HealthChecks
 from tests.clock import Clock
 
 if TYPE_CHECKING:
-    from proxy.balancer.health.health import Transition
+    from proxy.balancer.health import Transition
     from proxy.balancer.lease import Lease
 
 SLOTS = 8

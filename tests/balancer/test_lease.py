@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.health.backend_health import HealthState
+from proxy.balancer.backend_health import HealthState
 from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Backend, Load
 from proxy.common.errors import BadRequest, Failure, NoBackendAvailable, UpstreamError

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.engines.engine_facts import EngineFacts
+from proxy.balancer.engines import EngineFacts
 from proxy.balancer.local_prefill import DOUBT_SECONDS, FirstToken, LocalChoice, LocalPrefill
 from proxy.balancer.pick import PickRequest
 from proxy.balancer.policies.prefill_samples import compared_prompt

@@ -11,22 +11,21 @@ from typing import TYPE_CHECKING
 import hypothesis.strategies as st
 from hypothesis import given
 
-from proxy.balancer.compatibility.pinned_kv import PinnedKv
-from proxy.balancer.engines.engine_facts import EngineFacts
-from proxy.balancer.health.backend_health import HealthState
-from proxy.balancer.health.health import Health
+from proxy.balancer.backend_health import HealthState
+from proxy.balancer.engines import EngineFacts
+from proxy.balancer.health import Health
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts
 from proxy.balancer.roster import Roster
-from proxy.balancer.shared.scoreboard import LoadRow, Scoreboard
+from proxy.balancer.shared.scoreboard import LoadRow, PinnedKv, Scoreboard
 from proxy.common.backend import Backend, Load, Role
 from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.settings import POLICIES, HealthChecks
 from tests.clock import Clock
 
 if TYPE_CHECKING:
-    from proxy.balancer.health.health import Transition
+    from proxy.balancer.health import Transition
 
 BACKENDS = 3
 ELSEWHERE = Backend(Role.PREFILL, "p", 1)

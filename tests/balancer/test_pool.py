@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.engines.engine_facts import EngineFacts
-from proxy.balancer.health.backend_health import HealthState
-from proxy.balancer.health.blame import PairQuarantine
-from proxy.balancer.health.health import Health, ProbeFailure
+from proxy.balancer.backend_health import HealthState
+from proxy.balancer.blame import PairQuarantine
+from proxy.balancer.engines import EngineFacts
+from proxy.balancer.health import Health, ProbeFailure
 from proxy.balancer.pick import PickRequest
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts

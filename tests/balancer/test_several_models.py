@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.engines.engine_facts import EngineFacts, Identity
-from proxy.balancer.health.health import ProbeFailure
+from proxy.balancer.engines import EngineFacts, Identity
+from proxy.balancer.health import ProbeFailure
 from proxy.balancer.models import ServedModels, minority_instances
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
+from proxy.balancer.backend_health import slow_start_percent
 from proxy.balancer.chooser import slowed, taking_part
-from proxy.balancer.health.backend_health import slow_start_percent
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from proxy.balancer.health.backend_health import HealthState
+from proxy.balancer.backend_health import HealthState
 from proxy.wire.openai import Api
 from tests.asking import request, until
 

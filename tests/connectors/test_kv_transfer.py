@@ -8,7 +8,7 @@ import aiohttp
 import orjson
 import pytest
 
-from proxy.balancer.engines.engine_facts import parse_engine_version
+from proxy.balancer.engines import parse_engine_version
 from proxy.connectors.releaser import KvTransfer, kv_params_in, pin_seconds, releases_rejected
 from proxy.sim.engine import SimulatedEngine
 from proxy.sim.profile import PROFILES, ConnectorName

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from proxy.balancer.engines.engine_facts import EngineFacts
+from proxy.balancer.engines import EngineFacts
 from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Backend, Load, Role
 from proxy.common.errors import Failure, UpstreamError

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import h11
 
-from proxy.balancer.engines.engine_keys import EngineKeys
+from proxy.balancer.engines import EngineKeys
 from proxy.common.backend import Backend, Role
 from proxy.upstream.connection import EngineConnection
 from proxy.upstream.request_heads import RequestHeads

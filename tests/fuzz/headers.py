@@ -13,7 +13,7 @@ from aiohttp.http_parser import HttpRequestParser, HttpResponseParser
 from aiohttp.http_writer import _serialize_headers
 
 from proxy.api.passthrough import passed_back
-from proxy.balancer.engines.engine_keys import EngineKeys
+from proxy.balancer.engines import EngineKeys
 from proxy.dialects.call import PASSED_ON
 from proxy.listener.replies import _is_acceptable_id, error_response
 from proxy.upstream import Response

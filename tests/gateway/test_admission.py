@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from proxy.balancer.shared.queue_heads import NO_HEAD, QueueHeads
+from proxy.balancer.shared.memory import NO_HEAD, QueueHeads
 from proxy.common.backend import Role
 from proxy.common.errors import NoBackendAvailable, Overloaded
 from proxy.gateway.admission import AdmissionParts, AdmissionQueue
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
     from proxy.balancer.pick import PickRequest
-    from proxy.balancer.shared.queue_heads import WorkerQueueHead
+    from proxy.balancer.shared.memory import WorkerQueueHead
 
 
 class Unit:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from proxy.balancer.engines.engine_facts import EngineFacts
+from proxy.balancer.engines import EngineFacts
 from proxy.gateway.common_abilities import CommonAbilities
 from tests.balancer.conftest import Balancer
 

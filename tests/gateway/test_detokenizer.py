@@ -12,8 +12,8 @@ import orjson
 import pytest
 from aiohttp.test_utils import unused_port
 
-from proxy.balancer.engines.engine_keys import EngineKeys
-from proxy.balancer.health.health import Health
+from proxy.balancer.engines import EngineKeys
+from proxy.balancer.health import Health
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolParts, Pools
 from proxy.balancer.roster import Roster
@@ -30,7 +30,7 @@ from tests.canned import CannedEngine, event_stream, http, json_answer
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
-    from proxy.balancer.health.backend_health import HealthState
+    from proxy.balancer.backend_health import HealthState
     from tests.deployment import Engine
 
 IDS = [*b"na", *"ï".encode(), *b"ve"]

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from proxy.balancer.engines.engine_facts import EngineFacts, Identity
-from proxy.balancer.health.backend_health import HealthState
+from proxy.balancer.backend_health import HealthState
+from proxy.balancer.engines import EngineFacts, Identity
 from proxy.common.errors import UnknownModel
 from proxy.sim.engine import SimulatedEngine
 from tests.asking import until

@@ -16,15 +16,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from proxy import __version__
 from proxy.api.passthrough import ROUTES
-from proxy.balancer.compatibility.incompatibilities import Incompatibilities
-from proxy.balancer.compatibility.pinned_kv import PinnedKv
-from proxy.balancer.health.backend_health import HealthState
-from proxy.balancer.health.health import Health
+from proxy.balancer.backend_health import HealthState
+from proxy.balancer.health import Health
+from proxy.balancer.incompatibilities import Incompatibilities
 from proxy.balancer.pick import PickRequest
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolParts
 from proxy.balancer.roster import Roster
-from proxy.balancer.shared.scoreboard import Scoreboard
+from proxy.balancer.shared.scoreboard import PinnedKv, Scoreboard
 from proxy.common.backend import Load, Role
 from proxy.common.errors import Failure, UpstreamError
 from proxy.common.terms import Action, Stage
@@ -196,9 +195,9 @@ WORKERS = """
     import os
 
     from proxy.common.backend import Role
-    from proxy.balancer.health.health import Health
-    from proxy.balancer.compatibility.incompatibilities import Incompatibilities
-    from proxy.balancer.compatibility.pinned_kv import PinnedKv
+    from proxy.balancer.health import Health
+    from proxy.balancer.incompatibilities import Incompatibilities
+    from proxy.balancer.shared.scoreboard import PinnedKv
     from proxy.balancer.policies.least_tokens import make_policy
     from proxy.balancer.pool import Pool, PoolParts
     from proxy.balancer.roster import Roster

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from proxy.balancer.engines.engine_facts import CHAT_STREAM_TOKEN_IDS, TOKEN_IDS
+from proxy.balancer.engines import CHAT_STREAM_TOKEN_IDS, TOKEN_IDS
 from proxy.common.terms import Action
 from proxy.resume.engines import SGLANG, WatchLevel
 from proxy.resume.overlap import Mismatch
@@ -23,7 +23,7 @@ from tests.resume.test_plan import CHAT, COMPLETION, body_of, decided, situation
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.balancer.engines.engine_facts import Capability
+    from proxy.balancer.engines import Capability
     from proxy.resume.seam import Seam
     from proxy.resume.situation import Resumption
 

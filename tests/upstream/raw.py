@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from proxy.balancer.engines.engine_keys import EngineKeys
+from proxy.balancer.engines import EngineKeys
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure, UpstreamError
 from proxy.settings import Timeouts

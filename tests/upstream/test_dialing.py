@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from proxy.balancer.engines.engine_keys import EngineKeys
+from proxy.balancer.engines import EngineKeys
 from proxy.balancer.shared.memory import LogOnce
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.engines.engine_keys import EngineKeys
+from proxy.balancer.engines import EngineKeys
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure
 from proxy.settings import Timeouts

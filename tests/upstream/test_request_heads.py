@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from proxy.balancer.engines.engine_keys import EngineKeys
+from proxy.balancer.engines import EngineKeys
 from proxy.common.backend import Backend, Role
 from proxy.upstream.request_heads import RequestHeads
 

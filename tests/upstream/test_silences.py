@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.engines.engine_keys import EngineKeys
-from proxy.balancer.engines.progress import Pace
+from proxy.balancer.engines import EngineKeys
+from proxy.balancer.stalls import Pace
 from proxy.common.errors import Failure
 from proxy.settings import Timeouts
 from proxy.upstream import SilenceChecks, Upstream, UpstreamOptions

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.health.backend_health import FULL_PERCENT
+from proxy.balancer.backend_health import FULL_PERCENT
 from proxy.balancer.pick import EQUAL, LEAST_SECONDS, Tracker, Unlearned
 from proxy.balancer.policies.decode_pace import PLACES, SIZES, TRUSTED_SECONDS, DecodePace
 from proxy.balancer.policies.least_tokens import LeastTokens

@@ -19,7 +19,7 @@ from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD
 from proxy.balancer.policies.prefill_samples import LEAST_TOKENS, ComparedPrompt, compared_prompt
 from proxy.balancer.policies.prefiller import Prefiller
 from proxy.balancer.policies.prefillers import Prefillers
-from proxy.balancer.shared.queue_heads import AGEING
+from proxy.balancer.shared.memory import AGEING
 from proxy.common.backend import Load
 
 if TYPE_CHECKING:

@@ -1,18 +1,26 @@
-"""Load per backend, and the KV that stays pinned on it, shared by all workers.
+"""Load per backend, and orphaned KV that stays pinned on it, shared by all workers.
 
-One row per worker, written only by that worker, so there are no locks; a backend's load is the sum of its column over
+Each worker writes one row, and only its own, so there are no locks. The load of a backend is the sum of its column over
 the rows. Cells are aligned 64-bit integers, so a reader sees the old or the new number and never a mixture. The
-supervisor erases the row of a worker that died. Create it before forking: the memory is anonymous and inherited.
+supervisor erases the row of a worker that died. Create the scoreboard before forking: the memory is anonymous and
+inherited.
 
-Load that comes from elsewhere, as from a gateway on another host, has guest rows behind those of the workers. Each of
-them has one writer, too, which charges `running`, `compute` and `kv`, and erases the row when it knows nothing any
-more. It leaves `requests` alone: an instance that is removed leaves when the requests of this gateway have ended.
+Load from elsewhere, such as a gateway on another host, has guest rows after those of the workers. Each guest row also
+has one writer, which charges `running`, `compute` and `kv`, and erases the row when it no longer knows the load. It
+leaves `requests` at zero, because a removed instance leaves when the requests of this gateway have ended.
+
+Pinned KV is a KV cache that a prefiller keeps although no decoder will fetch it, until it is released or expires. It is
+no load: no request holds it and nothing waits for its end. But it fills the prefiller's memory, so its tokens count in
+the choice of a prefiller. Each worker keeps its own pins and publishes their sums in its row.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import mmap
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from operator import add
 from struct import Struct
@@ -24,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence, Set
 
     from proxy.common.backend import Backend
+
 
 CELLS_PER_SLOT: Final = 8
 REQUESTS: Final = 0
@@ -294,3 +303,81 @@ class SlotReader:
             weight = per_compute * loads[place] + per_kv * (loads[place + 1] + loads[place + 2])
             weights.append(weight)
         return weights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pin:
+    """One KV cache on `backend`, left behind at `since` and freed by the engine itself at `until`, in clock seconds.
+
+    `suspected`: the prefiller's answer was lost, so it is not known whether there is any.
+    """
+
+    backend: Backend
+    tokens: int
+    since: float
+    until: float
+    suspected: bool
+
+
+@dataclass(slots=True)
+class _Slot:
+    pins: dict[Pin, None] = field(default_factory=dict)  # oldest first
+    tokens: int = 0
+
+
+class PinnedKv:
+    """One worker's pins. `row` is its own; `clock` is the system's monotonic one except in tests."""
+
+    def __init__(self, row: LoadRow, clock: Callable[[], float] = time.monotonic) -> None:
+        self._row = row
+        self._clock = clock
+        # By slot and not by backend: one that was removed and added again is equal, but it is elsewhere.
+        self._slots: dict[int, _Slot] = {}
+        # A heap; the number keeps pins from being compared.
+        self.expiries: list[tuple[float, int, Pin]] = []
+        """When what ends, the soonest first; empty while nothing is pinned."""
+        self._numbers = itertools.count()
+
+    def pin(self, backend: Backend, tokens: int, seconds: float, *, suspected: bool = False) -> Pin:
+        """Account for KV that the engine keeps for `seconds` more."""
+        now = self._clock()
+        pin = Pin(backend, tokens, now, now + seconds, suspected)
+        slot = self._slots.setdefault(backend.slot, _Slot())
+        slot.pins[pin] = None
+        self._row.count_pinned(backend.slot)
+        slot.tokens += tokens
+        heapq.heappush(self.expiries, (pin.until, next(self._numbers), pin))
+        self._publish(backend.slot, slot)
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        """The engine has let go of it. May be called again, and for what has expired."""
+        slot = self._slots.get(pin.backend.slot)
+        if slot is not None and pin in slot.pins:
+            del slot.pins[pin]
+            slot.tokens -= pin.tokens
+            self._publish(pin.backend.slot, slot)
+
+    def expire(self) -> None:
+        """Drop what the engines have freed by now. To be called before the scoreboard's sums are read."""
+        if not self.expiries:
+            return
+        now = self._clock()
+        while self.expiries and self.expiries[0][0] <= now:
+            self.unpin(heapq.heappop(self.expiries)[2])
+
+    def forget(self, backend: Backend) -> None:
+        """Drop everything on a backend that has left."""
+        slot = self._slots.pop(backend.slot, None)
+        if slot is not None:
+            self._publish(backend.slot, _Slot())
+
+    def pins(self) -> list[Pin]:
+        """What this worker knows of."""
+        self.expire()
+        return [pin for slot in self._slots.values() for pin in slot.pins]
+
+    def _publish(self, number: int, slot: _Slot) -> None:
+        oldest = next(iter(slot.pins), None)
+        since = None if oldest is None else oldest.since
+        self._row.set_pinned(number, Pinned(len(slot.pins), slot.tokens, since))

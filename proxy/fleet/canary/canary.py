@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from proxy.balancer.compatibility.handoff_verdicts import HandoffVerdict
+from proxy.balancer.handoff_verdicts import HandoffVerdict
 from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.common.terms import Stage
 from proxy.dialects.openai import Completions

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.compatibility.handoff_verdicts import HandoffVerdict, judge
+from proxy.balancer.handoff_verdicts import HandoffVerdict, judge
 from proxy.balancer.shared.scoreboard import HandoffCount
 
 if TYPE_CHECKING:

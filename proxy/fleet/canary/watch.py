@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from proxy.balancer.compatibility.handoff_verdicts import HandoffVerdict
-from proxy.balancer.compatibility.incompatibilities import NO_KV_PARAMS
+from proxy.balancer.handoff_verdicts import HandoffVerdict
+from proxy.balancer.incompatibilities import NO_KV_PARAMS
 from proxy.common.background import Background, BackgroundOwner
 from proxy.fleet.canary.canary import Canary
 from proxy.fleet.canary.compare import Agreement, agreement
@@ -24,8 +24,8 @@ from proxy.observe import logs
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.balancer.engines.engine_facts import EngineFacts
-    from proxy.balancer.health.health import Health
+    from proxy.balancer.engines import EngineFacts
+    from proxy.balancer.health import Health
     from proxy.common.backend import Backend
     from proxy.connectors.base import Connector, ConnectorContext
     from proxy.fleet.canary.canary import CanaryResult

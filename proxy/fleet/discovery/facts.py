@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import orjson
 
 from proxy import SERVER
-from proxy.balancer.engines.engine_facts import (
+from proxy.balancer.engines import (
     TOKEN_IDS,
     UNKNOWN_VERSION,
     EngineFacts,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from proxy.common.backend import Role
 
 if TYPE_CHECKING:
-    from proxy.balancer.health.health import HealthBoard
+    from proxy.balancer.health import HealthBoard
     from proxy.balancer.roster import Roster
     from proxy.fleet.discovery.prober import Prober
 

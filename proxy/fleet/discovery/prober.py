@@ -14,8 +14,8 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.health.backend_health import HealthState
-from proxy.balancer.health.health import ProbeFailure
+from proxy.balancer.backend_health import HealthState
+from proxy.balancer.health import ProbeFailure
 from proxy.common.background import Background, BackgroundOwner
 from proxy.common.errors import Failure
 from proxy.fleet.discovery.facts import (
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
     from prometheus_client import Counter
 
-    from proxy.balancer.engines.engine_facts import EngineFacts
-    from proxy.balancer.health.health import Health, Transition
+    from proxy.balancer.engines import EngineFacts
+    from proxy.balancer.health import Health, Transition
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
     from proxy.common.backend import Backend, Role

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from proxy.balancer.compatibility.handoff_verdicts import ExpiryWatch, HandoffVerdict, Totals
+from proxy.balancer.handoff_verdicts import ExpiryWatch, HandoffVerdict, Totals
 from proxy.wire.exposition import parse_expired_leases
 
 if TYPE_CHECKING:

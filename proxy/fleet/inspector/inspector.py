@@ -10,16 +10,16 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.compatibility.incompatibilities import IncompatibilityKind
-from proxy.balancer.compatibility.recognition import EngineReport, unsuited
+from proxy.balancer.incompatibilities import IncompatibilityKind
 from proxy.balancer.models import minority_instances
+from proxy.balancer.recognition import EngineReport, unsuited
 from proxy.common.backend import Role
 from proxy.common.background import Background, BackgroundOwner
 from proxy.fleet.inspector.transfers import Transfers
 from proxy.settings import CONNECTOR_TRAITS
 
 if TYPE_CHECKING:
-    from proxy.balancer.engines.engine_facts import Identity
+    from proxy.balancer.engines import Identity
     from proxy.common.backend import Backend
     from proxy.fleet.inspector.transfers import InspectorParts
 

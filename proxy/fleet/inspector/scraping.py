@@ -9,7 +9,7 @@ from proxy.upstream import EngineRequestError
 from proxy.wire.exposition import parse_work
 
 if TYPE_CHECKING:
-    from proxy.balancer.engines.engine_keys import EngineKeys
+    from proxy.balancer.engines import EngineKeys
     from proxy.common.backend import Backend
     from proxy.upstream import EngineClient
 

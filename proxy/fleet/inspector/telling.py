@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.compatibility.incompatibilities import IncompatibilityKind
+from proxy.balancer.incompatibilities import IncompatibilityKind
 from proxy.common.backend import Role
 from proxy.observe import logs
 

@@ -9,8 +9,8 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.compatibility.handoff_verdicts import CounterWatch, HandoffVerdict, PairWatch, culprits
-from proxy.balancer.compatibility.incompatibilities import IncompatibilityKind
+from proxy.balancer.handoff_verdicts import CounterWatch, HandoffVerdict, PairWatch, culprits
+from proxy.balancer.incompatibilities import IncompatibilityKind
 from proxy.balancer.shared.scoreboard import LANES
 from proxy.common.backend import Role
 from proxy.fleet.inspector.expiries import Expiries
@@ -21,9 +21,9 @@ from proxy.wire.exposition import parse_prompt_tokens
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from proxy.balancer.compatibility.incompatibilities import CompatibilityMonitor
-    from proxy.balancer.engines.engine_keys import EngineKeys
-    from proxy.balancer.health.health import Health
+    from proxy.balancer.engines import EngineKeys
+    from proxy.balancer.health import Health
+    from proxy.balancer.incompatibilities import CompatibilityMonitor
     from proxy.balancer.models import ServedModels
     from proxy.balancer.pool import Pool
     from proxy.balancer.shared.scoreboard import HandoffCount, Scoreboard

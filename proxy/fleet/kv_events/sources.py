@@ -17,7 +17,7 @@ from proxy.wire.kv_events import configured_sources, of_ranks, parse_sources
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.balancer.engines.engine_keys import EngineKeys
+    from proxy.balancer.engines import EngineKeys
     from proxy.common.backend import Backend
     from proxy.settings.kv_events import KvEvents
     from proxy.upstream import EngineClient, Names

@@ -32,8 +32,8 @@ from proxy.upstream import EngineRequestError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
 
-    from proxy.balancer.engines.engine_keys import EngineKeys
-    from proxy.balancer.health.health import Health
+    from proxy.balancer.engines import EngineKeys
+    from proxy.balancer.health import Health
     from proxy.balancer.pool import Pool
     from proxy.balancer.shared.journal import JournalWriter
     from proxy.common.backend import Backend

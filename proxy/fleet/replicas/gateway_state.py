@@ -35,7 +35,7 @@ class GatewayState(msgspec.Struct, frozen=True):
     keys: dict[str, Used] = {}
     """By the name of the client key, likewise. Empty where limits hold for each gateway."""
     front: int = 0
-    """Place of the first request in its queues, see queue_heads.py; its clock says `turn`, in nanoseconds."""
+    """Place of the first request in its queues, see `encode_head`; its clock says `turn`, in nanoseconds."""
     verdicts: dict[str, _Number] = {}
     """The instances, by Backend.key, that this gateway has found of no use by itself, with another number each time."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.policies.prefill_records import RecordKind, kind_and_slot, packed, unpacked, without_keys
-from proxy.balancer.shared.queue_heads import NO_HEAD
+from proxy.balancer.shared.memory import NO_HEAD
 from proxy.common.backend import Role
 from proxy.fleet.replicas.gateway_state import Charge, GatewayState, News
 

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from proxy.balancer.policies.prefill_records import InvalidRecord, packed, translated, unpacked
-from proxy.balancer.shared.queue_heads import NO_HEAD
+from proxy.balancer.shared.memory import NO_HEAD
 from proxy.gateway.api_keys import minute_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Set
 
-    from proxy.balancer.health.health import HealthBoard
+    from proxy.balancer.health import HealthBoard
     from proxy.balancer.shared.journal import JournalWriter
-    from proxy.balancer.shared.queue_heads import QueueHeads
+    from proxy.balancer.shared.memory import QueueHeads
     from proxy.balancer.shared.scoreboard import Scoreboard
     from proxy.fleet.replicas.gateway_state import Charge, Used
     from proxy.gateway.api_keys import KeyUsage

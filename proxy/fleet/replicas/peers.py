@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.shared.queue_heads import NO_HEAD, first_head, shift_head
+from proxy.balancer.shared.memory import NO_HEAD, first_head, shift_head
 from proxy.fleet.replicas.gateway_state import Charge, News, Used, added, decode
 
 if TYPE_CHECKING:

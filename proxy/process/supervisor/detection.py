@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
-from proxy.balancer.compatibility.recognition import EngineReport, recognise
-from proxy.balancer.engines.engine_facts import Identity, parse_kind, parse_setup
-from proxy.balancer.engines.engine_keys import EngineKeys
+from proxy.balancer.engines import EngineKeys, Identity, parse_kind, parse_setup
+from proxy.balancer.recognition import EngineReport, recognise
 from proxy.common.backend import Backend, Role
 from proxy.settings import Settings, SettingsError
 from proxy.upstream import EngineClient, EngineRequestError

@@ -27,9 +27,9 @@ from proxy.process.worker.tracing import build_tracing
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from proxy.balancer.compatibility.pinned_kv import PinnedKv
-    from proxy.balancer.health.health import Health
+    from proxy.balancer.health import Health
     from proxy.balancer.pool import Pools
+    from proxy.balancer.shared.scoreboard import PinnedKv
     from proxy.connectors.releaser import Releaser
     from proxy.fleet.discovery.joining import Joiner
     from proxy.fleet.discovery.prober import Prober

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from proxy.balancer.compatibility.incompatibilities import CompatibilityMonitor
-from proxy.balancer.compatibility.pinned_kv import PinnedKv
-from proxy.balancer.engines.engine_keys import EngineKeys
-from proxy.balancer.health.blame import PairQuarantine
-from proxy.balancer.health.health import Health
+from proxy.balancer.blame import PairQuarantine
+from proxy.balancer.engines import EngineKeys
+from proxy.balancer.health import Health
+from proxy.balancer.incompatibilities import CompatibilityMonitor
 from proxy.balancer.models import ServedModels
 from proxy.balancer.pick import PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts, Pools, ignore
+from proxy.balancer.shared.scoreboard import PinnedKv
 from proxy.common.backend import Role
 from proxy.fleet.discovery.prober import log_transition
 from proxy.fleet.inspector import log_misfit
@@ -24,7 +24,7 @@ from proxy.process.configuration import text_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from proxy.balancer.health.health import Transition
+    from proxy.balancer.health import Transition
     from proxy.common.backend import Backend
     from proxy.observe.metrics import Metrics
     from proxy.process.worker.basis import Basis

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from proxy.balancer.pool import Pools
-    from proxy.balancer.shared.queue_heads import WorkerQueueHead
+    from proxy.balancer.shared.memory import WorkerQueueHead
     from proxy.common.errors import GatewayError
     from proxy.connectors.base import Connector
     from proxy.dialects.base import Dialect

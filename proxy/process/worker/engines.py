@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from proxy.balancer.health.backend_health import HealthState
+from proxy.balancer.backend_health import HealthState
 from proxy.common.backend import Role
 from proxy.common.background import Background
 from proxy.common.endpoints import engine_url

@@ -23,7 +23,7 @@ from proxy.upstream import AddressProblem, EngineClient, EngineRequestError, con
 from proxy.wire.exposition import parse_prompt_tokens
 
 if TYPE_CHECKING:
-    from proxy.balancer.engines.engine_keys import EngineKeys
+    from proxy.balancer.engines import EngineKeys
     from proxy.common.backend import Backend
     from proxy.settings import Settings
     from proxy.upstream import BufferedResponse, Names

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.compatibility.incompatibilities import IncompatibilityKind
-from proxy.balancer.compatibility.recognition import EngineReport, unsuited
+from proxy.balancer.incompatibilities import IncompatibilityKind
+from proxy.balancer.recognition import EngineReport, unsuited
 from proxy.common.backend import Role
 from proxy.connectors.releaser import KvTransfer, pin_seconds
 from proxy.tools.doctor.findings import Finding, Severity

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.compatibility.recognition import EngineReport, recognise
+from proxy.balancer.recognition import EngineReport, recognise
 from proxy.common.backend import Role
 from proxy.connectors.releaser import KvTransfer
 from proxy.fleet.canary import Canary, CanaryPrompt, prompt_bytes

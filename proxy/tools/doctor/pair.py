@@ -9,8 +9,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.balancer.compatibility.handoff_verdicts import HandoffVerdict, culprits
-from proxy.balancer.compatibility.incompatibilities import NO_KV_PARAMS
+from proxy.balancer.handoff_verdicts import HandoffVerdict, culprits
+from proxy.balancer.incompatibilities import NO_KV_PARAMS
 from proxy.common.backend import Role
 from proxy.common.errors import Failure
 from proxy.fleet.canary import Agreement, agreement

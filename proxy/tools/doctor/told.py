@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.engines.engine_facts import EngineFacts
+from proxy.balancer.engines import EngineFacts
 from proxy.common.backend import Role
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.balancer.engines.engine_keys import EngineKeys
+    from proxy.balancer.engines import EngineKeys
     from proxy.common.backend import Backend
     from proxy.settings import Settings
 

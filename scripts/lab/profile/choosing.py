@@ -13,7 +13,7 @@ from typing import Final
 
 import orjson
 
-from proxy.balancer.health.health import Health
+from proxy.balancer.health import Health
 from proxy.balancer.pick import PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolParts

@@ -13,7 +13,7 @@ from typing import Final
 from lab.replay.engines import Engine
 from lab.replay.gateways import Gateway, KvEventRelay, Plan, SharedStore
 from lab.replay.trace import BLOCK_TOKENS, Request
-from proxy.balancer.engines.engine_facts import EngineFacts
+from proxy.balancer.engines import EngineFacts
 from proxy.balancer.pick import PickRequest, Policy, PolicyContext
 from proxy.common.backend import Backend, Load, Role
 from proxy.common.errors import NoBackendAvailable, Overloaded

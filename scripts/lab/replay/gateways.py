@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import Final, cast
 
 from lab.replay.engines import Engine
-from proxy.balancer.engines.engine_facts import EngineFacts
-from proxy.balancer.health.health import Health, HealthBoard
+from proxy.balancer.engines import EngineFacts
+from proxy.balancer.health import Health, HealthBoard
 from proxy.balancer.pick import PickRequest, Policy, PolicyContext
 from proxy.balancer.policies.prefiller import write_count
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts, Pools
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.journal import Journal, JournalWriter
-from proxy.balancer.shared.queue_heads import QueueHeads, WorkerQueueHead
+from proxy.balancer.shared.memory import QueueHeads, WorkerQueueHead
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Role
 from proxy.fleet.kv_events.blocks import Blocks

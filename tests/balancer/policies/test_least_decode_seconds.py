@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.engines.engine_facts import EngineFacts
+from proxy.balancer.engines import EngineFacts
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.policies.least_decode_seconds import LeastDecodeSeconds
 from proxy.balancer.policies.least_tokens import make_policy

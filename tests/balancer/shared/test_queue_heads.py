@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.balancer.shared.queue_heads import AGEING, NO_HEAD, QueueHeads, WorkerQueueHead, encode_head, shift_head
+from proxy.balancer.shared.memory import AGEING, NO_HEAD, QueueHeads, WorkerQueueHead, encode_head, shift_head
 from tests.forking import in_child
 
 

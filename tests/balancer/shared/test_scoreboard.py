@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from proxy.balancer.health.health import Health
+from proxy.balancer.health import Health
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts
 from proxy.balancer.roster import Roster

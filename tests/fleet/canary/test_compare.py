@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.balancer.compatibility.handoff_verdicts import HandoffVerdict
+from proxy.balancer.handoff_verdicts import HandoffVerdict
 from proxy.fleet.canary import Agreement, CanaryPrompt, agreement, prompt_bytes
 from proxy.fleet.canary.compare import by_counters, by_time, by_usage
 from proxy.wire.exposition import PromptTokens

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from proxy.balancer.engines.engine_keys import EngineKeys
-from proxy.balancer.health.health import Health, Transition
+from proxy.balancer.engines import EngineKeys
+from proxy.balancer.health import Health, Transition
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolParts
 from proxy.balancer.roster import Roster

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.balancer.engines.engine_facts import EngineFacts, EngineVersion, Identity
+from proxy.balancer.engines import EngineFacts, EngineVersion, Identity
 from proxy.fleet.discovery.facts import is_to_be_asked_for_chat_ids, with_chat_ids
 from proxy.upstream import BufferedResponse
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from aiohttp.test_utils import unused_port
 
-from proxy.balancer.health.backend_health import HealthState
+from proxy.balancer.backend_health import HealthState
 from proxy.balancer.pick import PickRequest
 from proxy.balancer.roster import ADMIN, CONFIG
 from proxy.common.backend import Backend, Load, Role

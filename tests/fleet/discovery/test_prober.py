@@ -13,9 +13,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
-from proxy.balancer.engines.engine_facts import UNKNOWN_VERSION, EngineFacts
-from proxy.balancer.health.backend_health import HealthState
-from proxy.balancer.health.health import Transition
+from proxy.balancer.backend_health import HealthState
+from proxy.balancer.engines import UNKNOWN_VERSION, EngineFacts
+from proxy.balancer.health import Transition
 from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Backend, Load, Role
 from proxy.common.errors import Failure, UpstreamError

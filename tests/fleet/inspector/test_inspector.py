@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
-from proxy.balancer.engines.engine_facts import EngineFacts, Identity
-from proxy.balancer.engines.engine_keys import EngineKeys
+from proxy.balancer.engines import EngineFacts, EngineKeys, Identity
 from proxy.common.backend import Backend, Role
 from proxy.fleet.inspector.scraping import makes_progress
 from proxy.sim.engine import SimulatedEngine

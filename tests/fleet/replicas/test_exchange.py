@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.health.health import HealthBoard
+from proxy.balancer.health import HealthBoard
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.journal import Journal
-from proxy.balancer.shared.queue_heads import QueueHeads
+from proxy.balancer.shared.memory import QueueHeads
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Load, Role
 from proxy.common.errors import LimitExceeded

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.health.health import HealthBoard
+from proxy.balancer.health import HealthBoard
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.policies.least_seconds import LeastSeconds
 from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD
@@ -19,7 +19,7 @@ from proxy.balancer.policies.prefiller import write_count
 from proxy.balancer.policies.prefixes import CacheCount
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.journal import Journal
-from proxy.balancer.shared.queue_heads import QueueHeads
+from proxy.balancer.shared.memory import QueueHeads
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Load, Role
 from proxy.fleet.replicas.gateway_state import News, decode_news, encode_news

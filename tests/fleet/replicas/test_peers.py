@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.balancer.shared.queue_heads import AGEING, NO_HEAD, encode_head
+from proxy.balancer.shared.memory import AGEING, NO_HEAD, encode_head
 from proxy.fleet.replicas.gateway_state import GatewayState, News, decode, decode_news, encode
 from proxy.fleet.replicas.peers import Peers
 

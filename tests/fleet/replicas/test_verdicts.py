@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
-from proxy.balancer.health.backend_health import HealthState
-from proxy.balancer.health.health import HealthBoard
+from proxy.balancer.backend_health import HealthState
+from proxy.balancer.health import HealthBoard
 from proxy.common.backend import Backend, Role
 from proxy.fleet.replicas import Store
 from proxy.fleet.replicas.gateway_state import GatewayState, News, decode, decode_news, encode, encode_news

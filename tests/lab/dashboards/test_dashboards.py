@@ -16,7 +16,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanaDashboar
 from lab.dashboards.__main__ import DASHBOARDS, DIRECTORY
 from lab.dashboards.grafana import TAG, as_json
 from lab.dashboards.instances import STATES
-from proxy.balancer.health.backend_health import HealthState
+from proxy.balancer.backend_health import HealthState
 from tests.test_readme import OPERATING, anchors
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lab.replay.engines import Engine
 from lab.replay.fleet import Fleet
-from proxy.balancer.engines.engine_facts import EngineFacts
+from proxy.balancer.engines import EngineFacts
 from proxy.common.backend import Role
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from proxy.balancer.health.backend_health import HealthState
+from proxy.balancer.backend_health import HealthState
 from proxy.balancer.policies.least_tokens import Random, RoundRobin
 from proxy.common.backend import Backend, Role
 from proxy.connectors.releaser import KvTransfer

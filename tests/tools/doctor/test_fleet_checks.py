@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.balancer.engines.engine_facts import EngineFacts, Identity, parse_setup
-from proxy.balancer.engines.engine_keys import EngineKeys
+from proxy.balancer.engines import EngineFacts, EngineKeys, Identity, parse_setup
 from proxy.common.backend import Backend, Role
 from proxy.settings import Settings
 from proxy.tools.doctor.fleet import check_different_places

@@ -10,7 +10,7 @@ import pytest
 from aiohttp.test_utils import TestServer
 
 from proxy import SERVER
-from proxy.balancer.engines.engine_keys import EngineKeys
+from proxy.balancer.engines import EngineKeys
 from proxy.common.backend import Backend, Role
 from proxy.observe.metrics import Metrics
 from proxy.settings import Settings

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from proxy.__main__ import main
-from proxy.balancer.engines.engine_facts import EngineFacts, Identity, Setup
+from proxy.balancer.engines import EngineFacts, Identity, Setup
 from proxy.common.backend import Backend, Role
 from proxy.sim.engine import SimulatedEngine
 from proxy.tools.doctor.findings import Severity, exit_code

@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 _BY_PACKAGE: Final = {
-    "balancer": "chooser lease pick pool",
-    "balancer/engines": "progress",
-    "balancer/compatibility": "incompatibilities",
-    "balancer/health": "blame",
+    "balancer": "blame chooser incompatibilities lease pick pool stalls",
     "balancer/policies": (
         "concurrency decode_pace least_decode_seconds least_seconds"
         " least_tokens prefill_cost prefill_records prefill_samples prefiller prefillers prefixes"

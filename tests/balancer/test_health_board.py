@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from proxy.balancer.health.backend_health import HealthState
-from proxy.balancer.health.health import HealthBoard
+from proxy.balancer.backend_health import HealthState
+from proxy.balancer.health import HealthBoard
 from proxy.common.backend import Backend, Role
 from tests.forking import in_child
 

@@ -6,13 +6,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from proxy.balancer.compatibility.pinned_kv import Pin, PinnedKv
-from proxy.balancer.health.health import Health
+from proxy.balancer.health import Health
 from proxy.balancer.pick import PickRequest
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolParts
 from proxy.balancer.roster import Roster
-from proxy.balancer.shared.scoreboard import Pinned, Scoreboard
+from proxy.balancer.shared.scoreboard import Pin, Pinned, PinnedKv, Scoreboard
 from proxy.common.backend import Backend, Load, Role
 from tests.clock import Clock
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
-from proxy.balancer.compatibility.handoff_verdicts import HandoffVerdict
+from proxy.balancer.handoff_verdicts import HandoffVerdict
 from proxy.balancer.shared.memory import SharedValue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from proxy.balancer.engines.engine_keys import EngineKeys
+    from proxy.balancer.engines import EngineKeys
     from proxy.balancer.shared.scoreboard import LoadRow
     from proxy.common.backend import Backend
 

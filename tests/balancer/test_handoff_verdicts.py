@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.balancer.compatibility.handoff_verdicts import CounterWatch, HandoffVerdict, judge
+from proxy.balancer.handoff_verdicts import CounterWatch, HandoffVerdict, judge
 from proxy.balancer.shared.scoreboard import HandoffCount
 from proxy.wire.exposition import PromptTokens
 

@@ -13,8 +13,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.compatibility.incompatibilities import IncompatibilityKind
-from proxy.balancer.engines.engine_facts import Identity, Setup
+from proxy.balancer.engines import Identity, Setup
+from proxy.balancer.incompatibilities import IncompatibilityKind
 from proxy.common.backend import Role
 from proxy.common.terms import counted
 from proxy.settings import CONNECTOR_TRAITS, SettingsError

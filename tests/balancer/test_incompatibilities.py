@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.balancer.compatibility.handoff_verdicts import HandoffVerdict
-from proxy.balancer.compatibility.incompatibilities import (
+from proxy.balancer.engines import EngineKeys
+from proxy.balancer.handoff_verdicts import HandoffVerdict
+from proxy.balancer.incompatibilities import (
     CompatibilityMonitor,
     Incompatibilities,
     Incompatibility,
     IncompatibilityKind,
 )
-from proxy.balancer.engines.engine_keys import EngineKeys
 from proxy.balancer.shared.scoreboard import HandoffCount, Scoreboard
 from proxy.common.backend import Backend, Role
 from tests.forking import in_child

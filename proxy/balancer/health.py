@@ -20,16 +20,15 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.health.backend_health import BackendHealth, HealthState
-from proxy.balancer.health.breaker import BreakerPhase
+from proxy.balancer.backend_health import BackendHealth, BreakerPhase, HealthState
 from proxy.common.errors import Failure
 from proxy.settings import HealthChecks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from proxy.balancer.engines.engine_facts import EngineFacts
-    from proxy.balancer.health.breaker import Cause
+    from proxy.balancer.backend_health import Cause
+    from proxy.balancer.engines import EngineFacts
     from proxy.common.backend import Backend
     from proxy.common.errors import UpstreamError
 

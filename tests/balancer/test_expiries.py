@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.balancer.compatibility.handoff_verdicts import ExpiryWatch, HandoffVerdict, Totals
+from proxy.balancer.handoff_verdicts import ExpiryWatch, HandoffVerdict, Totals
 
 LEASE = 30.0
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from proxy.balancer.engines.engine_facts import (
+from proxy.balancer.engines import (
     CHAT_STREAM_TOKEN_IDS,
     CHAT_TOKEN_IDS,
     SEEDS_REPEAT,

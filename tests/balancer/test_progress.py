@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.balancer.engines.progress import StreamProgress
+from proxy.balancer.stalls import StreamProgress
 from proxy.common.backend import Backend, Role
 
 A, B, C = (Backend(Role.DECODE, "127.0.0.1", port) for port in (1, 2, 3))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.health.blame import PairQuarantine
+from proxy.balancer.blame import PairQuarantine
 from proxy.common.backend import Backend, Role
 from proxy.settings import HealthChecks
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from proxy.balancer.compatibility.incompatibilities import IncompatibilityKind
-from proxy.balancer.compatibility.recognition import EngineReport, recognise, unsuited
-from proxy.balancer.engines.engine_facts import Identity, parse_kind, parse_setup
+from proxy.balancer.engines import Identity, parse_kind, parse_setup
+from proxy.balancer.incompatibilities import IncompatibilityKind
+from proxy.balancer.recognition import EngineReport, recognise, unsuited
 from proxy.common.backend import Role
 from proxy.settings import SettingsError
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from proxy.balancer.engines.engine_facts import (
+from proxy.balancer.engines import (
     UNKNOWN_VERSION,
     parse_engine_version,
     parse_kv_tokens,

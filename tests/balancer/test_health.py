@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.engines.engine_facts import EngineFacts
-from proxy.balancer.health.backend_health import HealthState
-from proxy.balancer.health.health import Health, ProbeFailure, Transition
+from proxy.balancer.backend_health import HealthState
+from proxy.balancer.engines import EngineFacts
+from proxy.balancer.health import Health, ProbeFailure, Transition
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure, UpstreamError
 from proxy.settings import HealthChecks

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.health.blame import Blame
+from proxy.balancer.blame import Blame
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure, UpstreamError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.balancer.health.blame import FailedEngines
+    from proxy.balancer.blame import FailedEngines
 
 P1, P2, P3 = (Backend(Role.PREFILL, "p", port) for port in (1, 2, 3))
 D1 = Backend(Role.DECODE, "d", 1)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.health.blame import SuspectMemory
+from proxy.balancer.blame import SuspectMemory
 from tests.forking import in_child
 
 if TYPE_CHECKING:
