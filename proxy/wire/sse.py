@@ -8,10 +8,12 @@ lines, a byte-order mark is not expected.
 from __future__ import annotations
 
 import re
+from typing import Final
 
-_BLANK_LINE = re.compile(rb"\r\n\r\n|\n\n|\r\r|\n\r\n|\r\n\n|\r\n\r|\n\r(?!\n)")
-_LINE_END = re.compile(rb"\r\n|\n|\r")
-_LF, _CR = 0x0A, 0x0D
+_BLANK_LINE: Final = re.compile(rb"\r\n\r\n|\n\n|\r\r|\n\r\n|\r\n\n|\r\n\r|\n\r(?!\n)")
+_LINE_END: Final = re.compile(rb"\r\n|\n|\r")
+_LF: Final = 0x0A
+_CR: Final = 0x0D
 
 
 class Event:
@@ -86,24 +88,21 @@ class EventSplitter:
             self._tail = b""
         if has_cr:
             return self._feed_any_line_end(chunk)
-        events = []
-        start = searched = 0
-        is_one_line = True
-        # See _has_blank_line.
-        while 0 <= (line_end := chunk.find(_LF, searched)) < len(chunk) - 1:
-            searched = line_end + 1
-            if chunk[searched] != _LF:
-                is_one_line = False
+        events: list[Event] = []
+        lines = chunk.split(b"\n")
+        first = 0  # line of the event that has not ended yet
+        for at in range(1, len(lines) - 1):
+            if lines[at] or at == first:
                 continue
-            # The common shape, `data: {…}` on one line, costs one slice; everything else goes through the grammar.
-            if is_one_line and chunk[start : start + 6] == b"data: ":
-                events.append(Event(chunk[start + 6 : line_end]))
+            line = lines[first]
+            if at == first + 1 and line[:6] == b"data: ":  # nearly all events
+                events.append(Event(line[6:]))
             else:
-                events.append(Event(_data_of(chunk[start:line_end]), chunk[start : line_end + 2]))
-            start = searched = line_end + 2
-            is_one_line = True
-        if start < len(chunk):
-            self._hold(chunk[start:], has_cr=False)
+                text = b"\n".join(lines[first:at])
+                events.append(Event(_data_of(text), text + b"\n\n"))
+            first = at + 1
+        if rest := b"\n".join(lines[first:]):
+            self._hold(rest, has_cr=False)
         return events
 
     def _feed_any_line_end(self, chunk: bytes) -> list[Event]:
