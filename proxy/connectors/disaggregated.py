@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import orjson
+
 from proxy.balancer.engines import FORCED_TOOL_PREFILL
 from proxy.connectors.base import Connector
 from proxy.connectors.leg_driver import opened
 from proxy.connectors.legs import Ranks
 from proxy.connectors.one_engine import RARE, OneEngine, is_search
 from proxy.wire.document import REMOVED
+from proxy.wire.python_json import dumps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -92,7 +95,7 @@ class Prefill:
     def __init__(self, kv_params: Mapping[str, object]) -> None:
         """`kv_params`: the KV parameters of the protocol."""
         self._kv_params = kv_params
-        changes = {**_CHANGES, "kv_transfer_params": kv_params}
+        changes = {**_CHANGES, "kv_transfer_params": orjson.Fragment(dumps(kv_params))}  # written once, not per prompt
         self._changes = changes
         self._limited = {**changes, **_LIMITED}
 

@@ -142,18 +142,18 @@ class Document:
         if self._spans is not None:
             return self.with_changes(self.together(first, second))
         members = self._copied()
-        members.update(first)
-        members.update(second)
-        return _written(members)
+        _change(members, first)
+        _change(members, second)
+        return dumps(members)
 
     def with_written(self, changes: Mapping[str, object], name: str, value: bytes) -> Body:
         """As `with_changes`, and then with this member, which the changes do not have: its value verbatim."""
         if self._spans is not None:
             return self.with_changes({**changes, name: orjson.Fragment(value)})
         members = self._copied()
-        members.update(changes)
+        _change(members, changes)
         members[name] = orjson.Fragment(value)
-        return _written(members)
+        return dumps(members)
 
     def with_changes(self, changes: Mapping[str, object]) -> Body:
         """The object with members replaced, added at the end, or left out (REMOVED).
@@ -163,8 +163,8 @@ class Document:
         """
         if self._spans is None:
             members = self._copied()
-            members.update(changes)
-            return _written(members)
+            _change(members, changes)
+            return dumps(members)
         source = memoryview(self._raw)
         pieces: list[bytes | memoryview] = [b"{"]
         start, end = -1, 0  # of the members in a row that stay as they are; before 0: there are none
@@ -198,11 +198,14 @@ class Document:
         return values.copy()
 
 
-def _written(members: dict[str, Any]) -> bytes:
-    """Return the object without the members that are REMOVED. The dictionary is changed."""
-    for name in [name for name, value in members.items() if value is REMOVED]:
-        del members[name]
-    return dumps(members)
+def _change(members: dict[str, Any], changes: Mapping[str, object]) -> None:
+    """Replace, add or leave out members of an object, as `Document.with_changes` describes."""
+    # The compiler reads a dict several times as fast as another mapping, and each leg of each request comes here.
+    for name, value in (changes if isinstance(changes, dict) else dict(changes)).items():
+        if value is REMOVED:
+            members.pop(name, None)
+        else:
+            members[name] = value
 
 
 def pieces_of(body: Body) -> Sequence[bytes | memoryview]:
