@@ -86,7 +86,7 @@ class ProbeApi:
                 "status": "ok",
                 "prefill_instances": len(prefillers.backends()) if prefillers else 0,
                 "decode_instances": len(decoders.backends()),
-                "request_num": sum(decoders.in_flight(backend) for backend in decoders.backends()),
+                "request_num": sum(decoders.scoreboard.requests(backend.slot) for backend in decoders.backends()),
             }
         )
 

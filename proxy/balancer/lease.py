@@ -1,7 +1,7 @@
-"""One request's claim on one backend.
+"""Claim of one request on one backend.
 
-Entering picks a backend and charges it; leaving gives back whatever was not given back before and reports how it went.
-All of it is synchronous, so no cancellation can fall in between, and nothing else in the program releases load.
+Entering a lease picks a backend and charges it. Leaving it releases the load that is still held and reports the
+outcome. All of it is synchronous, so no cancellation can come in between. Only leases release load.
 """
 
 from __future__ import annotations
@@ -21,41 +21,56 @@ if TYPE_CHECKING:
 
 
 class Lease:
-    """Get one from `Pool.lease` and enter it, once. `with`, not `async with`: there is nothing to wait for.
+    """Charges a backend while it is entered. Get one from `Pool.lease` and enter it once, by `with`.
 
-    One without an outcome, from `Pool.reserve`, charges a backend and reports nothing of it.
+    A lease without an outcome, from `Pool.reserve`, reports nothing about the backend.
     """
 
     __slots__ = (
-        *("backend", "pick", "prediction", "answer_tokens"),
-        *("_pool", "_request", "_has_outcome", "_is_entered", "_trial", "_tracker", "_has_begun", "_has_served"),
-        *("_holds_kv", "_reported", "_requests", "_running", "_compute", "_kv"),
+        "_compute",
+        "_has_begun",
+        "_has_outcome",
+        "_has_served",
+        "_holds_kv",
+        "_is_entered",
+        "_kv",
+        "_pool",
+        "_reported",
+        "_request",
+        "_requests",
+        "_running",
+        "_tracker",
+        "_trial",
+        "answer_tokens",
+        "backend",
+        "pick",
+        "prediction",
     )
 
     def __init__(self, pool: Pool, request: PickRequest, has_outcome: bool = True) -> None:
         self.backend: Backend
-        """The backend that was picked, once the lease is entered; before, AttributeError."""
+        """The picked backend. Unset until the lease is entered."""
         self.pick: Pick
-        """The same, with why."""
+        """The picked backend with the reason. Unset until the lease is entered."""
         self.prediction: Prediction | None = None
-        """What the policy thinks will come of it, once it is entered; None: nothing."""
+        """Prediction of the policy when the lease is entered. None: it made none."""
         self.answer_tokens: int | None = None
-        """Of an answer that is complete, to be set before the lease is left; None: not known."""
+        """Length of a complete answer, to be set before the lease is left. None: unknown."""
         self._pool = pool
         self._request = request
         self._has_outcome = has_outcome
         self._is_entered = False
         self._trial = 0
-        self._tracker: Tracker | None = None  # hears of it until it has ended
+        self._tracker: Tracker | None = None  # None after the end of the work
         self._has_begun = False
         self._has_served = False
         self._holds_kv = True
         self._reported: UpstreamError | None = None
-        # What the backend is charged with, and so what is still to be given back.
+        # Load that the backend is charged with and that is still to be released.
         self._requests = self._running = self._compute = self._kv = 0
 
     def __enter__(self) -> Self:
-        """Pick and charge. Raises NoBackendAvailable."""
+        """Pick a backend and charge it. Raises NoBackendAvailable."""
         if self._is_entered:
             raise RuntimeError("a lease is entered once; ask the pool for a new one")
         if self._has_outcome:
@@ -85,17 +100,17 @@ class Lease:
         elif self._has_served:
             pool.count_served(backend)
         else:
-            # The client left, or another part failed: that says nothing about this backend.
+            # The client disconnected, or another part failed, so nothing follows for this backend.
             pool.abandon(backend, self._trial)
         if self._tracker is not None:
             tracker, self._tracker = self._tracker, None
             tracker.ended(error is None, self.answer_tokens)
 
     def confirm(self) -> None:
-        """The backend has sent the first of its answer, and so shown that it works: a trial has succeeded, though the
-        request goes on. May be called again.
+        """Record that the backend has sent the beginning of its answer. May be called again.
 
-        A decoder's answer may take many minutes, for which it would get no other request.
+        It succeeds in a trial by this. Otherwise a decoder on trial would get no other request during its answer, which
+        may take many minutes.
         """
         if self._tracker is not None and not self._has_begun:
             self._has_begun = True
@@ -107,16 +122,17 @@ class Lease:
             self._pool.began(self.backend)
 
     def note_usage(self, prompt_tokens: int | None, cached_tokens: int | None) -> None:
-        """What the backend has told of the prompt, before `free_compute`; None: nothing."""
+        """Record the backend's usage, before `free_compute`. None: the backend did not report it."""
         if self._tracker is not None and prompt_tokens is not None:
             self._tracker.told(prompt_tokens, cached_tokens)
 
     def free_compute(self) -> None:
-        """The backend has done its work for this request: whatever fails now, it served. May be called again."""
+        """Record that the backend has done its work, so that it served whatever fails later. May be called again."""
         pool = self._pool
         if not self._has_served:
             self._has_served = True
-            # Now, and not when the lease ends: a success of long ago says nothing about a backend that has died since.
+            # At once and not when the lease ends, because an old success says nothing about a backend that has died
+            # since.
             pool.served(self.backend, self._trial, self._request.proves_generation)
             self._trial = 0
         if self._running:
@@ -129,8 +145,9 @@ class Lease:
             tracker.ended(True, self.answer_tokens)
 
     def free_kv(self) -> None:
-        """The backend no longer holds this request's cache, and has nothing to do with the request any more if it has
-        done its work, too. May be called again.
+        """Record that the backend no longer holds the KV cache of this request. May be called again.
+
+        If it has done its work, too, it has finished with the request.
         """
         requests = self._requests if self._has_served else 0
         self._pool.row.take_kv(self.backend.slot, requests, self._kv)
@@ -139,14 +156,19 @@ class Lease:
         self._holds_kv = False
 
     def move(self, avoid: Collection[Backend], because: UpstreamError) -> Backend:
-        """Leave this backend, which failed with `because`, and charge what is left to another one not in `avoid`.
+        """Move to another backend, because this one failed, and return the new one.
 
-        Raises NoBackendAvailable, and then still holds exactly what it held.
+        Args:
+            avoid: Further backends that are not picked.
+            because: The failure of this backend.
+
+        Raises:
+            NoBackendAvailable: There is no other backend. The lease still holds what it held.
         """
         old = self.backend
         if not self._requests:
             raise RuntimeError("a lease cannot move after it was left")
-        # Before the pick: the failure counts also when there is nowhere to go.
+        # Before the pick, because the failure also counts if there is no other backend.
         self._report(old, because)
         request = self._request.elsewhere({*avoid, old})
         pick, trial = self._pool.take(request)
@@ -158,11 +180,12 @@ class Lease:
         self._has_begun = False
         self._trial = trial
         self._charge(pick)
-        self._pool.released()
+        if self._pool.on_release is not None:
+            self._pool.on_release()
         return self.backend
 
     def _charge(self, pick: Pick) -> None:
-        """Begin on a backend. What the policy does comes first: should it fail, nothing has been charged."""
+        """Charge a backend. The policy comes first: if it fails, nothing has been charged."""
         pool, request, backend = self._pool, self._request, pick[0]
         if pool.track is not None and self._has_outcome and not self._has_served:
             tracker = self._tracker = pool.track(backend, request)
@@ -186,12 +209,12 @@ class Lease:
         self._requests = self._running = self._compute = self._kv = 0
 
     def _report(self, backend: Backend, error: UpstreamError) -> None:
-        # The same failure comes by twice when a move found no other backend and the caller raises it on.
+        # The same failure comes twice if a move found no other backend and the caller raises it again.
         if error is not self._reported:
             self._reported = error
             trial, self._trial = self._trial, 0
             if error.is_breakdown and not trial:
                 error.blame = self._pool.defer_blame(backend, error, self._request.proves_generation)
             else:
-                others_running = self._pool.running(backend) - self._running
+                others_running = self._pool.scoreboard.running(backend.slot) - self._running
                 self._pool.report(backend, error, trial, self._request.proves_generation, others_running=others_running)

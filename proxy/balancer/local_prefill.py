@@ -127,7 +127,7 @@ class LocalPrefill:
         instead = least = soonest + self.handover_seconds
         most_tokens = min(max_tokens, 2 * self._tried_tokens)
         for backend in self._known():
-            streams = self._decode.in_flight(backend)
+            streams = self._decode.scoreboard.requests(backend.slot)
             if not self._has_time(backend, streams, request):
                 continue
             prefixes = self._cached[backend.name]
@@ -228,10 +228,10 @@ class LocalPrefill:
         bounds = (decode.limit(backend), decode.policy.most_running(backend))
         if any(bound is not None and streams >= bound for bound in bounds):
             return False
-        facts = decode.facts(backend)
+        facts = decode.health.of(backend).facts
         if facts is None or facts.kv_tokens is None:
             return True
-        return decode.load(backend).kv + request.decode.kv <= _MOST_KV * facts.kv_tokens
+        return decode.scoreboard.load(backend.slot).kv + request.decode.kv <= _MOST_KV * facts.kv_tokens
 
     def _known(self) -> tuple[Backend, ...]:
         """The decoders there are. One that was away has an empty cache."""
@@ -242,14 +242,14 @@ class LocalPrefill:
             self._cached = {name: before.get(name) or CachedPrefixes() for name in names}
             for name in before.keys() - self._cached.keys():
                 self.cost.forget(name)
-        if self._journal is not None and self._journal.has_news:
+        if self._journal is not None and self._journal.has_new_records:
             self._hear(self._journal)
         return eligible
 
     def _hear(self, journal: JournalWriter) -> None:
         """Take in what decoders have told of their caches."""
         names = {backend.slot: backend.name for backend in self._eligible}
-        for data in journal.news():
+        for data in journal.new_records():
             kind, slot = kind_and_slot(data)
             if kind == RecordKind.COUNTED and slot in names:
                 prefixes = self._cached[names[slot]]

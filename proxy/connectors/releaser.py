@@ -268,7 +268,7 @@ class Releaser(BackgroundOwner):
         """
         # The KV is gone with its prefiller, and a decoder should not try to connect to a missing one.
         prefillers = self._pools.prefill
-        if kv.prefiller not in prefillers.backends() or not prefillers.is_healthy(kv.prefiller):
+        if kv.prefiller not in prefillers.backends() or not prefillers.health.of(kv.prefiller).is_healthy:
             return False
         body = {
             "model": RELEASE_MODEL,

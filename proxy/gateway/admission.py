@@ -447,7 +447,7 @@ class AdmissionQueue:
             self._metrics.queued_requests.dec()
         if not self._lines:
             if self._front is not None:
-                self._front.tell_empty()
+                self._front.publish_empty()
             self._drain_rate.stop()
             self._on_wait(False)
             if self._timer is not None:
@@ -499,7 +499,7 @@ class AdmissionQueue:
                 return
         front = self._order.front(_FRONT if has_room else 1)
         if self._front is not None:
-            self._front.tell(*front[0].rank)
+            self._front.publish(*front[0].rank)
         if not has_room:
             return
         waiter = self._next(front)

@@ -69,7 +69,7 @@ class CommonAbilities:
             if self._facts:
                 return
         self._known.clear()
-        self._facts = [pool.facts(backend) for pool in self._pools for backend in pool.eligible()]
+        self._facts = [pool.health.of(backend).facts for pool in self._pools for backend in pool.eligible()]
         self._seen = [(pool, pool.changes) for pool in self._pools]
         kinds = {facts.identity.kind for facts in self._facts if facts is not None} - {None}
         if self._connectors_kind is not None:

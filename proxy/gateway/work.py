@@ -246,7 +246,9 @@ class RequestService:
     def _hold_seconds(self, request: PickRequest | None, waiting: int) -> float:
         """Return how long one of `waiting` queued units may wait for a limit that was learned. See AdmissionParts."""
         pools = self._pools
-        return min(pools.decode.hold_seconds(request, waiting), pools.prefill.hold_seconds(request, waiting))
+        return min(
+            pools.decode.policy.hold_seconds(request, waiting), pools.prefill.policy.hold_seconds(request, waiting)
+        )
 
     def _full(self) -> Role | None:
         """A role in which there is no room, None if there is room in each."""

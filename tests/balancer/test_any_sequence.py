@@ -147,9 +147,9 @@ class AnySequence(RuleBasedStateMachine):
     def may_be_picked(self, pool: Pool, avoid: set[Backend]) -> dict[Backend, bool]:
         """Who may be picked, and whether as a trial, worked out without the pool's own cache."""
         self.look()
-        health, enabled = pool._health, self.enabled(pool.role)
+        health, enabled = pool.health, self.enabled(pool.role)
         unproven = {backend for backend in enabled if health._conditions[backend].awaits_first_probe}
-        tried = {lease.backend for lease, each in self.open.items() if each.is_trial and each.pool._health is health}
+        tried = {lease.backend for lease, each in self.open.items() if each.is_trial and each.pool.health is health}
         free = {backend for backend in enabled if health.of(backend).state in (HealthState.UNKNOWN, HealthState.UP)}
         trials = {backend for backend in enabled - tried if health.of(backend).state is HealthState.PROBATION}
         if free - unproven or trials:  # otherwise who has not answered yet is better than nobody
@@ -229,7 +229,7 @@ class AnySequence(RuleBasedStateMachine):
             assert lease.backend == new
             assert new not in {*backends, old}
             assert new in self.enabled(opened.pool.role)
-            state = opened.pool._health.of(new).state
+            state = opened.pool.health.of(new).state
             assert state in (HealthState.UNKNOWN, HealthState.UP, HealthState.PROBATION)
             opened.is_trial = state is HealthState.PROBATION
 
@@ -392,7 +392,7 @@ class AnySequence(RuleBasedStateMachine):
     def somebody_can_be_asked_as_long_as_one_is_not_down(self) -> None:
         self.look()
         for (role, _), pool in self.pools.items():
-            health = pool._health
+            health = pool.health
             if any(health.of(backend).state is HealthState.UP for backend in self.enabled(role)):
                 assert pool.is_ready()
             if any(health.of(backend).state is HealthState.EJECTED for backend in self.enabled(role)):

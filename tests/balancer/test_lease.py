@@ -36,7 +36,7 @@ def test_a_lease_that_is_never_entered_costs_nothing(balancer: Balancer) -> None
 def test_a_lease_charges_its_backend_until_it_is_left(balancer: Balancer) -> None:
     with balancer.decoders.lease(PickRequest.of(COST)) as lease:
         assert balancer.books(lease.backend) == (1, COST)
-        assert balancer.decoders.in_flight(lease.backend) == 1
+        assert balancer.decoders.scoreboard.requests(lease.backend.slot) == 1
     assert balancer.all_books() == {NOTHING}
 
 
@@ -261,7 +261,7 @@ def test_a_trial_that_told_nothing_is_followed_by_another(balancer: Balancer, er
     with balancer.decoders.lease(PickRequest.of(COST)) as next_trial:
         assert next_trial.backend == one
     assert balancer.health.of(one).state is UP
-    assert balancer.decoders.in_flight(two) == 0
+    assert balancer.decoders.scoreboard.requests(two.slot) == 0
 
 
 def test_a_trial_has_succeeded_as_soon_as_the_backend_is_seen_to_work(balancer: Balancer) -> None:

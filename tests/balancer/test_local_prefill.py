@@ -162,7 +162,8 @@ def test_a_decoder_that_has_as_much_as_it_should_is_left_alone(
             monkeypatch.setattr(both.decoders.policy, "most_running", lambda _: 1)
         else:
             tokens = TURN.decode.kv + 1000
-            monkeypatch.setattr(both.decoders, "facts", lambda _: EngineFacts(kv_tokens=tokens))
+            both.decoders.health.on_probe(both.first, True, "200")
+            both.decoders.health.note_facts(both.first, EngineFacts(kv_tokens=tokens))
         assert both.sooner(TURN) != both.first
 
 

@@ -181,7 +181,7 @@ def test_pinned_kv_is_no_load_and_nothing_waits_for_it(board: Scoreboard, clock:
     pool, roster = prefillers(board, pinned_kv)
     one, two = pool.backends()
     pinned_kv.pin(one, 100, 480.0)
-    assert (pool.in_flight(one), board.load(one.slot)) == (0, Load())
+    assert (pool.scoreboard.requests(one.slot), board.load(one.slot)) == (0, Load())
     roster.remove(Role.PREFILL, "p", 0)
     assert roster.finalize() == [one]
     assert pool.backends() == (two,)

@@ -134,7 +134,10 @@ def test_long_requests_spread_by_their_load(balancer: Balancer) -> None:
             balancer.decoders.lease(PickRequest.of(Load(10, 10))),
             balancer.decoders.lease(PickRequest.of(Load(10, 10))),
         ):
-            assert (balancer.decoders.in_flight(one), balancer.decoders.in_flight(two)) == (1, 2)
+            assert (
+                balancer.decoders.scoreboard.requests(one.slot),
+                balancer.decoders.scoreboard.requests(two.slot),
+            ) == (1, 2)
 
 
 def test_a_prefiller_whose_kv_waits_is_freer_than_one_that_computes(balancer: Balancer) -> None:
@@ -277,7 +280,7 @@ def test_nothing_waits_for_the_last_backend_if_refusals_are_not_queued() -> None
     """It was ejected because it refused, and the others have gone since."""
     workers = TwoWorkers()
     pool, (last, *others) = workers.pools[0], workers.pools[0].backends()
-    health = pool._health
+    health = pool.health
     refusal = UpstreamError(Failure.STATUS, last, "busy", engine_status=503)
     for refusals in (1, 2, 3):
         health.on_outcome(last, refusal, pool.backends(), refusals=refusals)
@@ -347,7 +350,7 @@ def test_an_ejected_backend_gets_no_requests_and_is_still_there(balancer: Balanc
     balancer.eject(one)
     assert {balancer.decoders.pick() for _ in range(10)} == {two}
     assert balancer.decoders.backends() == (one, two)
-    assert not balancer.decoders.is_healthy(one)
+    assert not balancer.health.of(one).is_healthy
 
 
 def test_a_stall_of_the_last_one_changes_nothing(balancer: Balancer) -> None:
@@ -439,7 +442,7 @@ def test_a_draining_backend_that_is_added_again_goes_on_as_it_was(balancer: Bala
         assert lease.backend not in balancer.decoders.eligible()
         balancer.roster.add(Backend(Role.DECODE, lease.backend.host, lease.backend.port))
         assert lease.backend in balancer.decoders.eligible()
-        assert balancer.decoders.in_flight(lease.backend) == 1
+        assert balancer.decoders.scoreboard.requests(lease.backend.slot) == 1
 
 
 def test_pairs_forget_a_backend_that_has_left(balancer: Balancer) -> None:
@@ -551,7 +554,7 @@ def test_a_disabled_backend_gets_nothing_new_and_stays(balancer: Balancer) -> No
     with balancer.decoders.lease(PickRequest.of(Load(1, 1), prefer=one)):
         balancer.roster.disable(Role.DECODE, one.host, one.port)
         assert balancer.decoders.eligible() == (two,)
-        assert balancer.decoders.in_flight(one) == 1
+        assert balancer.decoders.scoreboard.requests(one.slot) == 1
     assert balancer.roster.finalize() == []
     assert balancer.decoders.backends() == (one, two)
     balancer.roster.disable(Role.DECODE, two.host, two.port)
@@ -611,7 +614,7 @@ def test_a_backend_with_room_is_preferred_and_a_full_pool_refuses_nobody(balance
         pool.lease(PickRequest.of(Load(1000, 1000), avoid=[one])),
         pool.lease(PickRequest.of(Load(1, 1))),
     ):
-        assert (pool.in_flight(one), pool.in_flight(two)) == (2, 1)
+        assert (pool.scoreboard.requests(one.slot), pool.scoreboard.requests(two.slot)) == (2, 1)
         assert pool.pick() == pool.pick(prefer=one) == two
         assert pool.pick(avoid=[two]) == one
         assert pool.has_room()
@@ -702,7 +705,7 @@ def test_who_has_done_its_work_and_only_holds_the_cache_has_room(balancer: Balan
         leases[0].free_compute()
         assert looked == [True]
         assert pool.pick() == leases[0].backend
-        assert pool.in_flight(leases[0].backend) == 1
+        assert pool.scoreboard.requests(leases[0].backend.slot) == 1
 
 
 def test_there_is_room_where_a_lease_would_fail_at_once_or_be_a_trial(balancer: Balancer) -> None:

@@ -290,7 +290,7 @@ async def test_a_decoder_of_sglang_that_lacks_memory_is_not_blamed(
     for _ in range(4):
         assert (await gateway.ask(body)).status == 200
     assert asked(short) == seen, "it gets nothing new for a while"
-    health = gateway.worker.pools.decode._health
+    health = gateway.worker.pools.decode.health
     assert [health.of(backend).consecutive_failures for backend in gateway.worker.pools.decode.backends()] == [0, 0]
     causes = {labels for labels in gateway.metrics("pdproxy_instance_requests_total") if "recomputed" in labels}
     assert len(causes) == 1

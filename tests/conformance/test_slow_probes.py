@@ -25,7 +25,7 @@ def probes(engine: SimulatedEngine) -> int:
 
 def state(gateway: Deployment, role: str) -> HealthState:
     pool = gateway.worker.pools.prefill if role == "prefill" else gateway.worker.pools.decode
-    return pool._health.of(pool.backends()[0]).state
+    return pool.health.of(pool.backends()[0]).state
 
 
 async def is_ready(gateway: Deployment) -> bool:

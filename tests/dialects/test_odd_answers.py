@@ -169,7 +169,10 @@ class Bench:
         async with deployed([*self._prefillers], [self._decoder], **self._sections) as gateway:
             decoders = gateway.worker.pools.decode
             if self._is_sglang:
-                await until(lambda: all(map(decoders.facts, decoders.backends())), "what the engines say they are")
+                await until(
+                    lambda: all(decoders.health.of(backend).facts for backend in decoders.backends()),
+                    "what the engines say they are",
+                )
             gateway.worker.observers.add(self._ended)
             self._gateway.set_result(gateway)
             await self._stop.wait()

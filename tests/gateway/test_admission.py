@@ -825,4 +825,4 @@ async def test_room_that_the_first_of_another_queue_does_not_want_is_taken_after
     assert second.is_in
     await second.leave()
     await first.cancelled()
-    assert fronts.own() == NO_HEAD
+    assert fronts.first_of_workers() == NO_HEAD

@@ -207,8 +207,8 @@ async def test_whole_answers_of_the_gateway_have_the_members_of_an_engines(
 ) -> None:
     gateway = await deploy(1, 1, engine={"profile_name": profile}, resume={"repeat_up_to_tokens": 0})
     # Profiles tell what they are once they have passed a health check.
-    facts = gateway.worker.pools.decode.facts
-    await until(lambda: all(map(facts, gateway.worker.pools.decode.backends())), "the engine's version")
+    pool = gateway.worker.pools.decode
+    await until(lambda: all(pool.health.of(backend).facts for backend in pool.backends()), "the engine's version")
     answer = await gateway.ask(request(api))
     async with SimulatedEngine(profile_name=profile) as engine, aiohttp.ClientSession() as session:
         expected = await ask(session, engine.url, request(api))

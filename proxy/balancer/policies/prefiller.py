@@ -360,7 +360,7 @@ def hear(
 
     `prefillers`: by slot; of others nothing is kept.
     """
-    for data in journal.news():
+    for data in journal.new_records():
         _, slot = kind_and_slot(data)
         prefiller = prefillers.get(slot)
         if prefiller is not None:

@@ -98,7 +98,7 @@ class Prefillers:
 
     def listen(self) -> None:
         """Take in what other workers have told, if there are any."""
-        if self._journal is not None and self._journal.has_news:
+        if self._journal is not None and self._journal.has_new_records:
             for prefiller, sample, at in hear(self._journal, self._by_slot):
                 self.learn(prefiller, sample, at)
 
@@ -107,7 +107,7 @@ class Prefillers:
         known = self.by_key.get(backend.key)
         if known is None:
             journal = self._journal
-            heard = journal if journal is not None and journal.is_heard else None
+            heard = journal if journal is not None and journal.has_readers else None
             known = Prefiller(backend, journal=heard)
             known.on_end = partial(self._ended, known)
             self.by_key[backend.key] = self._by_slot[backend.slot] = known

@@ -1,1 +1,1 @@
-"""What all workers of a gateway know of each other: memory that they inherit, and what they write there."""
+"""Memory that all workers of a gateway inherit, and what they record there for each other."""

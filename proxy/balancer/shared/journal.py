@@ -1,8 +1,8 @@
-"""What each worker has done that the others should know of, in shared memory: nobody waits, nothing is kept for long.
+"""Journal of recent events that workers share without locks, in shared memory.
 
-Each worker appends records to a ring of its own, which it goes on with when it takes the place of a worker that died.
-Others read what is new in it, or look back at what is there. Who reads too late loses records, so they may only hold
-what is of use and not what is needed. Make the journal before forking.
+Each worker appends records to its own ring. A worker that replaces a dead one continues its ring. The others read new
+records, or look back at those that are still there. A slow reader loses records, so a record may be useful but never
+necessary. Create the journal before forking.
 """
 
 from __future__ import annotations
@@ -17,51 +17,57 @@ if TYPE_CHECKING:
 
 _RING_BYTES: Final = 1024 * 1024
 _CELL_BYTES: Final = 8
-# Of a record: where it and the one before begin, in bytes since the worker's first one, its length without this, and
-# its checksum.
+# Head of a record: places of this record and of the one before, length of the data and its checksum. A place is the
+# number of bytes that the worker had written before.
 _HEAD: Final = Struct("<QQII")
 
 
 class Journal:
-    """All rings, each with one writer. A record carries its place and a checksum: a reader that was
-    overtaken, or sees the stores out of order as aarch64 allows, notices.
+    """All rings, each with one writer.
+
+    A record carries its place and a checksum. They show a reader that the writer has overtaken it, or that it has seen
+    the stores out of order, as aarch64 allows.
     """
 
     def __init__(self, workers: int = 1, ring_bytes: int = _RING_BYTES, write_only: int = 0) -> None:
-        """`workers`: all who write and read. One of them may be a guest who tells what workers on other hosts have
-        done. `write_only` only write, and have the seats behind the workers'.
+        """Create empty rings.
+
+        Args:
+            workers: Number of rings whose writers also read. One of them may record the events of other hosts.
+            ring_bytes: Size of one ring.
+            write_only: Number of further rings, whose writers do not read.
         """
         self.workers = workers
         self.rings = rings = workers + write_only
-        self._ring_bytes = ring_bytes
+        self.ring_bytes = ring_bytes
         self._memory = mmap.mmap(-1, rings * (2 * _CELL_BYTES + ring_bytes))
         cells = memoryview(self._memory)[: 2 * rings * _CELL_BYTES].cast("q")
         self.written = cells[:rings]
-        """Bytes that each worker has ever written."""
+        """Bytes that each worker has written since the start."""
         self.newest = cells[rings:]
-        """Where the last record of each worker begins."""
+        """Place of the last record of each worker."""
 
     def writer(self, worker: int) -> JournalWriter:
-        """One worker's access. What was written before is not read."""
+        """Return the access of one worker, which skips the records that exist now."""
         return JournalWriter(self, worker)
 
     def put(self, worker: int, place: int, data: bytes) -> None:
         """Store bytes at a place of a worker's ring."""
         start = self._start(worker)
-        at = place % self._ring_bytes
-        first = data[: self._ring_bytes - at]
+        at = place % self.ring_bytes
+        first = data[: self.ring_bytes - at]
         self._memory[start + at : start + at + len(first)] = first
         self._memory[start : start + len(data) - len(first)] = data[len(first) :]
 
     def get(self, worker: int, place: int, length: int) -> bytes:
-        """The bytes at a place of a worker's ring."""
+        """Return the bytes at a place of a worker's ring."""
         start = self._start(worker)
-        at = place % self._ring_bytes
-        first = self._memory[start + at : start + min(self._ring_bytes, at + length)]
+        at = place % self.ring_bytes
+        first = self._memory[start + at : start + min(self.ring_bytes, at + length)]
         return first + self._memory[start : start + length - len(first)]
 
     def latest(self, worker: int) -> Iterator[bytes]:
-        """What there is of a worker's records, the newest first, until one that is written over meanwhile."""
+        """Yield the records of a worker, newest first, up to one that has been overwritten."""
         place = self.newest[worker]
         while self.written[worker]:
             begins, before, length, checksum = _HEAD.unpack(self.get(worker, place, _HEAD.size))
@@ -74,59 +80,57 @@ class Journal:
             place = before
 
     def holds(self, worker: int, place: int) -> bool:
-        """Whether what was written there has not been written over yet."""
-        return self.written[worker] - place <= self._ring_bytes
-
-    def fits(self, length: int) -> bool:
-        """Whether a record of this length leaves room for others."""
-        return _HEAD.size + length <= self._ring_bytes // 4
+        """Return whether the bytes at a place have not been overwritten yet."""
+        return self.written[worker] - place <= self.ring_bytes
 
     def _start(self, worker: int) -> int:
-        return 2 * self.rings * _CELL_BYTES + worker * self._ring_bytes
+        return 2 * self.rings * _CELL_BYTES + worker * self.ring_bytes
 
 
 class JournalWriter:
-    """One worker's: it writes its ring and reads the others'."""
+    """Access of one worker, which writes its own ring and reads the others."""
 
     def __init__(self, journal: Journal, worker: int) -> None:
         self._journal = journal
         self._worker = worker
-        self.is_heard = journal.workers > 1
-        """Others read what this one writes."""
+        self.has_readers = journal.workers > 1
+        """Whether other workers read the records of this one."""
+        # A longer record would leave too little room for others.
+        self._max_bytes = journal.ring_bytes // 4 - _HEAD.size
         self._read = journal.written.tolist()
 
     @property
-    def has_news(self) -> bool:
-        """Whether the others have written something since."""
+    def has_new_records(self) -> bool:
+        """Whether the others have written records since the last `new_records`."""
         read = self._read
         read[self._worker] = self._journal.written[self._worker]
         return self._journal.written.tolist() != read
 
     def write(self, record: bytes) -> None:
-        """Append a record. One that is too long is left out."""
+        """Append a record, unless it is longer than a quarter of the ring."""
         journal, worker = self._journal, self._worker
-        if journal.fits(len(record)):
+        if len(record) <= self._max_bytes:
             place = journal.written[worker]
             head = _HEAD.pack(place, journal.newest[worker], len(record), crc32(record))
             journal.put(worker, place, head + record)
             journal.written[worker] = place + _HEAD.size + len(record)
             journal.newest[worker] = place
 
-    def news(self) -> Iterator[bytes]:
-        """What the others have written since."""
+    def new_records(self) -> Iterator[bytes]:
+        """Yield the records that the others have written since the last call."""
         for worker in range(self._journal.rings):
             if worker != self._worker:
-                yield from self._news_of(worker)
+                yield from self._new_records_of(worker)
 
-    def _news_of(self, worker: int) -> Iterator[bytes]:
+    def _new_records_of(self, worker: int) -> Iterator[bytes]:
         journal, place = self._journal, self._read[worker]
         while place < journal.written[worker]:
             begins, _, length, checksum = _HEAD.unpack(journal.get(worker, place, _HEAD.size))
             record = journal.get(worker, place + _HEAD.size, length) if begins == place else b""
             if not journal.holds(worker, place):
-                place = journal.written[worker]  # overtaken: what it has lost, nobody needs
+                place = journal.written[worker]  # The writer has overtaken this reader: skip the lost records.
             elif begins != place or crc32(record) != checksum:
-                break  # it will be there at the next look
+                break  # The stores are not visible yet: read it next time.
             else:
                 place += _HEAD.size + length
                 yield record

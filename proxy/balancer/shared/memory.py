@@ -25,33 +25,34 @@ _HEAD_CELLS: Final = 5  # version, then length and checksum of each place
 class SharedValue:
     """A versioned JSON value in memory that forked processes share.
 
-    There are two places and the version's parity says which one counts. A writer fills the other place and then moves
-    the version, so a writer that dies half-way does no harm and readers never wait. Each place carries its version and
-    a checksum: a reader that was overtaken, or sees the stores out of order as aarch64 allows, notices and looks again.
+    There are two places, and the parity of the version selects the valid one. A writer fills the other place and then
+    increases the version, so a writer that dies half-way does no harm and readers never wait. Each place has its
+    version and a checksum. They show a reader that it was overtaken, or that it has seen the stores out of order, as
+    aarch64 allows; it reads again.
 
-    Writers exclude each other with a POSIX record lock, because the kernel releases it when its holder dies; the lock
-    belongs to the process, so forked ones may use the inherited descriptor. It guards an anonymous memory file: nothing
-    to name, to clean up or to be refused by a read-only disk.
+    Writers exclude each other with a POSIX record lock, because the kernel releases it when its holder dies. The lock
+    belongs to the process, so forked processes may use the inherited descriptor. It guards an anonymous memory file,
+    which needs no name, no clean-up and no writable disk.
     """
 
     def __init__(self, noun: str, capacity_bytes: int) -> None:
-        """`noun` is what a value that does not fit is called."""
+        """Create a value that has not been written yet. `noun` names it in the error if a value does not fit."""
         self._noun = noun
         self._capacity = capacity_bytes
         self._memory = mmap.mmap(-1, 8 * _HEAD_CELLS + 2 * capacity_bytes)
         self.head = memoryview(self._memory)[: 8 * _HEAD_CELLS].cast("q")
-        """Read only. Its first cell is the version, which costs no call there."""
+        """Read only. The first cell is the version; reading it here saves a call."""
         self._lock = os.memfd_create("lock")
         weakref.finalize(self, os.close, self._lock)
 
     @property
     def version(self) -> int:
-        """Moves with every write; 0 before the first."""
+        """Number of the last write; 0 before the first."""
         return self.head[0]
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Hold the writers' lock, for as long as it takes to read, decide and write."""
+        """Hold the writers' lock, so that a change can be read, decided and written as one step."""
         fcntl.lockf(self._lock, fcntl.LOCK_EX)
         try:
             yield
@@ -59,7 +60,7 @@ class SharedValue:
             fcntl.lockf(self._lock, fcntl.LOCK_UN)
 
     def read(self) -> tuple[int, Any]:
-        """The version and the value that belongs to it. Something must have been written before."""
+        """Return the version and its value. A value must have been written before."""
         while True:
             version = self.version
             place = version % 2
@@ -71,13 +72,13 @@ class SharedValue:
                     return version, value
 
     def write(self, value: Any) -> None:
-        """Replace the value; the caller holds the lock. Raises ValueError when it does not fit."""
+        """Replace the value. The caller holds the lock. Raises ValueError if the value does not fit."""
         self.prepare(value)()
 
     def prepare(self, value: Any) -> Callable[[], None]:
-        """Fill the place that does not count; what is returned makes it count. The caller holds the lock over both.
+        """Write the value to the unused place, and return a function that makes it valid.
 
-        Raises ValueError when the value does not fit.
+        The caller holds the lock over both steps. Raises ValueError if the value does not fit.
         """
         version = self.version + 1
         place = version % 2
@@ -139,7 +140,7 @@ class LogOnce:
     def _write(self, words: dict[str, str], or_only: dict[str, str]) -> None:
         try:
             self._shared.write(words)
-        except ValueError:  # full of what is gone and was not forgotten: some things are told twice
+        except ValueError:  # Full of subjects that were never forgotten: some changes are logged twice.
             self._shared.write(or_only)
 
 
@@ -153,8 +154,8 @@ deadline. With 0, long units would starve behind short ones. Near 1 the order is
 short units are late because of long ones."""
 _CELL_BYTES: Final = 8
 _PLACE_BITS: Final = 52
-_MOST_PLACE: Final = (1 << _PLACE_BITS) - 1
-_MOST_PRIORITY: Final = 1 << 10
+_MAX_PLACE: Final = (1 << _PLACE_BITS) - 1
+_MAX_PRIORITY: Final = 1 << 10
 # Time for which room is left, in seconds. Each queue looks for room every 20 ms.
 _LEFT_SECONDS: Final = 0.05
 
@@ -166,15 +167,15 @@ def encode_head(priority: int, place_seconds: float) -> int:
         priority: The request's priority; lower goes first.
         place_seconds: Its work, plus AGEING times its arrival on the monotonic clock of the system.
     """
-    clipped = min(max(priority, -_MOST_PRIORITY), _MOST_PRIORITY)
-    return (clipped << _PLACE_BITS) + min(max(1, round(place_seconds * 1e6)), _MOST_PLACE)
+    clipped = min(max(priority, -_MAX_PRIORITY), _MAX_PRIORITY)
+    return (clipped << _PLACE_BITS) + min(max(1, round(place_seconds * 1e6)), _MAX_PLACE)
 
 
 def shift_head(head: int, seconds: float) -> int:
     """Return a position for a clock that is `seconds` ahead of its own. NO_HEAD stays NO_HEAD."""
     if head == NO_HEAD:
         return NO_HEAD
-    return encode_head(head >> _PLACE_BITS, (head & _MOST_PLACE) / 1e6 + AGEING * seconds)
+    return encode_head(head >> _PLACE_BITS, (head & _MAX_PLACE) / 1e6 + AGEING * seconds)
 
 
 class QueueHeads:
@@ -204,11 +205,11 @@ class QueueHeads:
         if len(self._cells) > self.workers:
             self._cells[self.workers] = head
 
-    def own(self) -> int:
+    def first_of_workers(self) -> int:
         """Return the first position of this gateway's workers, or NO_HEAD."""
         return first_head(self._cells[: self.workers])
 
-    def elsewhere(self, number: int) -> int:
+    def first_of_others(self, number: int) -> int:
         """Return the first position of all other queues, or NO_HEAD."""
         return first_head([*self._cells[:number], *self._cells[number + 1 :]])
 
@@ -227,11 +228,11 @@ class WorkerQueueHead:
         self._left_to = NO_HEAD
         self._left_at = 0.0
 
-    def tell(self, priority: int, place_seconds: float) -> None:
+    def publish(self, priority: int, place_seconds: float) -> None:
         """Write the position of the first request in this queue."""
         self._queue_heads.put(self._number, encode_head(priority, place_seconds))
 
-    def tell_empty(self) -> None:
+    def publish_empty(self) -> None:
         """Record that this queue is empty."""
         self._queue_heads.put(self._number, NO_HEAD)
 
@@ -240,7 +241,7 @@ class WorkerQueueHead:
 
         Room is left to the same request only once, for a moment.
         """
-        other = self._queue_heads.elsewhere(self._number)
+        other = self._queue_heads.first_of_others(self._number)
         if other == NO_HEAD or other >= encode_head(priority, place_seconds):
             return False
         if other != self._left_to:

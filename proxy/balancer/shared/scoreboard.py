@@ -39,40 +39,38 @@ REQUESTS: Final = 0
 RUNNING: Final = 1
 COMPUTE: Final = 2
 KV: Final = 3
-_CHARGES: Final = Struct("4q")  # these
+_CHARGES: Final = Struct("4q")  # the four cells above
 _PINNED_COUNT: Final = 4
 _PINNED_TOKENS: Final = 5
 _PINNED_SINCE: Final = 6
 _PINNED_EVER: Final = 7
 _CELL_BYTES = 8
 _SLOT_BYTES = CELLS_PER_SLOT * _CELL_BYTES
-# Hand-overs are counted by decoder and lane, a count and tokens each. One lane for each possible prefiller would take
-# 16 MB for each worker.
 LANES: Final = 64
-_TICKS_PER_SECOND: Final = 1_000_000  # of the cell that holds a time
+"""Counters of handoffs per decoder. Prefillers whose slots are `LANES` apart share one.
+
+A lane for each possible prefiller would take 16 MB in each worker."""
+_TICKS_PER_SECOND: Final = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """KV caches that a backend keeps although no decoder is going to fetch them; see PinnedKv.
-
-    `since`: when the oldest of them was left behind, in seconds of the system's monotonic clock, which all workers
-    share; None when there are none.
-    """
+    """KV caches that a backend keeps although no decoder will fetch them; see PinnedKv."""
 
     count: int = 0
     tokens: int = 0
     since: float | None = None
+    """When the oldest was left behind, in seconds of the monotonic clock that all workers share. None: there is
+    none."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffCount:
-    """KV caches that were sent to a decoder, and it answered: how many since the workers started, and of how many
-    prompt tokens, which is an estimate.
-    """
+    """Handoffs that a decoder has answered since the workers started."""
 
     count: int = 0
     tokens: int = 0
+    """Estimated tokens of their prompts."""
 
 
 class LoadRow:
@@ -85,7 +83,7 @@ class LoadRow:
         self._lanes = lanes
 
     def add(self, slot: int, requests: int = 0, running: int = 0, compute: int = 0, kv: int = 0) -> None:
-        """Charge a slot; negative numbers give back."""
+        """Charge a slot. Negative numbers release load."""
         cells, place = self._cells, _SLOT_BYTES * slot
         had_requests, had_running, had_compute, had_kv = _CHARGES.unpack_from(cells, place)
         _CHARGES.pack_into(
@@ -93,37 +91,37 @@ class LoadRow:
         )
 
     def take_work(self, slot: int, compute: int) -> None:
-        """The work on one request is done: give back its `running`, and this compute."""
+        """Release the compute of one request whose work is done, and its `running`."""
         cells, first = self._cells, CELLS_PER_SLOT * slot
         cells[first + RUNNING] -= 1
         cells[first + COMPUTE] -= compute
 
     def take_kv(self, slot: int, requests: int, kv: int) -> None:
-        """Give back this cache, and the requests that have nothing more to do with the backend."""
+        """Release a KV cache, and the requests that have finished with the backend."""
         cells, first = self._cells, CELLS_PER_SLOT * slot
         cells[first + KV] -= kv
         if requests:
             cells[first + REQUESTS] -= requests
 
     def charge(self, slot: int, running: int, compute: int, kv: int) -> None:
-        """Replace what this row has. Only for guests, whose requests are not known one by one."""
+        """Replace the load in this row. Only for guests, whose requests are not known one by one."""
         first = CELLS_PER_SLOT * slot
         cells = self._cells
         cells[first + RUNNING], cells[first + COMPUTE], cells[first + KV] = running, compute, kv
 
     def count_handoff(self, prefiller: int, decoder: int, tokens: int) -> None:
-        """Count one more KV cache sent from slot to slot, which is never taken back."""
+        """Count a handoff from a prefiller's slot to a decoder's slot. The count never decreases."""
         lanes = self._lanes
         index = 2 * (LANES * decoder + prefiller % LANES)
         lanes[index] += 1
         lanes[index + 1] += tokens
 
     def count_pinned(self, slot: int) -> None:
-        """Count one more KV cache that is left behind, which is never taken back."""
+        """Count a KV cache that is left behind. The count never decreases."""
         self._cells[CELLS_PER_SLOT * slot + _PINNED_EVER] += 1
 
     def set_pinned(self, slot: int, pinned: Pinned) -> None:
-        """Replace what this worker knows to be pinned. It is no load, so nothing waits for it to go."""
+        """Replace the sums of this worker's pinned KV."""
         cells = self._cells
         first = CELLS_PER_SLOT * slot
         cells[first + _PINNED_COUNT] = pinned.count
@@ -132,9 +130,11 @@ class LoadRow:
 
 
 @lru_cache(maxsize=64)
-def layout(slots: tuple[int, ...], kinds: tuple[int, ...]) -> Struct:
-    """Where the cells of these kinds are in a row, from the beginning of the first slot on. To find out takes 0.1 ms
-    for 64 slots, and while one backend is passed over, every pick asks for the others.
+def _layout(slots: tuple[int, ...], kinds: tuple[int, ...]) -> Struct:
+    """Return the layout of some cells of a row, from the first slot on.
+
+    It is cached, because it takes 0.1 ms for 64 slots, and while a backend is passed over, every pick needs that of the
+    others.
     """
     form, at = "", CELLS_PER_SLOT * slots[0] if slots else 0
     for slot in slots:
@@ -146,38 +146,42 @@ def layout(slots: tuple[int, ...], kinds: tuple[int, ...]) -> Struct:
 
 
 class Scoreboard:
-    """All rows. Every worker may read all of it and write its own `row`."""
+    """Rows of all workers and guests. Every worker may read all rows and writes its own one."""
 
     def __init__(self, workers: int = 1, slots: int = 1024, guests: int = 0) -> None:
-        """`guests`: rows for load that does not come from this gateway's workers."""
+        """Create an empty scoreboard.
+
+        Args:
+            workers: Number of this gateway's workers.
+            slots: Maximum number of backends.
+            guests: Number of rows for load that does not come from this gateway's workers.
+        """
         self.workers = workers
         self.slots = slots
         self.rows = workers + guests
-        """Of workers and guests."""
         self._width = CELLS_PER_SLOT * slots
         self._cells = memoryview(mmap.mmap(-1, self.rows * self._width * _CELL_BYTES)).cast("q")
         self._lanes_width = 2 * LANES * slots
         self._lanes = memoryview(mmap.mmap(-1, self.rows * self._lanes_width * _CELL_BYTES)).cast("q")
 
     def row(self, number: int) -> LoadRow:
-        """The workers come first, then the guests."""
+        """Return the row of a worker, or of a guest, whose numbers follow those of the workers."""
         return LoadRow(self._cells_of(number), self._lanes_of(number))
 
     def load(self, slot: int) -> Load:
+        """Return the load of a backend."""
         return Load(compute=self._sum(slot, COMPUTE), kv=self._sum(slot, KV))
 
     def own(self, slot: int) -> tuple[int, Load]:
-        """What this gateway's workers have charged: requests that the backend works on, and their load. Without guests
-        it is all there is.
-        """
+        """Return the running requests and the load that this gateway's workers have charged."""
         return self._own_sum(slot, RUNNING), Load(self._own_sum(slot, COMPUTE), self._own_sum(slot, KV))
 
     def own_cells(self) -> bytes:
-        """All that this gateway's workers have charged, as it is now, for `changed`."""
+        """Return a copy of all cells of this gateway's workers, for `changed_slots`."""
         return self._cells[: self.workers * self._width].tobytes()
 
-    def changed(self, slots: Iterable[int], before: bytes, after: bytes) -> Set[int]:
-        """Those of the slots in which `own_cells` was another then. `before` may be empty: nothing was charged."""
+    def changed_slots(self, slots: Iterable[int], before: bytes, after: bytes) -> Set[int]:
+        """Return the slots that differ between two results of `own_cells`. An empty `before` stands for no load."""
         before, row_bytes = before or bytes(len(after)), self._width * _CELL_BYTES
 
         def differs(at: int) -> bool:
@@ -186,25 +190,31 @@ class Scoreboard:
         return {slot for slot in slots if any(map(differs, range(slot * _SLOT_BYTES, len(after), row_bytes)))}
 
     def others_running(self, row: LoadRow) -> Callable[[Backend], int] | None:
-        """What tells how many requests a backend works on in other rows than this one; None: there are no others."""
+        """Return a function for the running requests of a backend in all other rows, or None if there is no other."""
         if self.rows == 1:
             return None
         running, cells = self.running, row._cells
         return lambda backend: running(backend.slot) - cells[CELLS_PER_SLOT * backend.slot + RUNNING]
 
     def requests(self, slot: int) -> int:
+        """Return the open leases on a backend."""
         return self._sum(slot, REQUESTS)
 
     def running(self, slot: int) -> int:
-        """How many of the requests are worked on: for the others the backend only holds the cache."""
+        """Return the requests that a backend works on. For other requests it only holds the KV cache."""
         if self.rows == 1:
             return self._cells[CELLS_PER_SLOT * slot + RUNNING]
         return self._sum(slot, RUNNING)
 
     def reader(self, slots: Sequence[int], *kinds: int) -> Callable[[], Sequence[int]]:
-        """What reads the cells of some kinds, one slot's after the other's, as sums over all rows. Both ascend."""
+        """Return a function that reads cells as sums over all rows, slot by slot.
+
+        Args:
+            slots: Slots in ascending order.
+            kinds: Cells of each slot in ascending order.
+        """
         first = CELLS_PER_SLOT * slots[0] if slots else 0
-        read, cells = layout(tuple(slots), kinds).unpack_from, self._cells
+        read, cells = _layout(tuple(slots), kinds).unpack_from, self._cells
         starts = [_CELL_BYTES * (row * self._width + first) for row in range(self.rows)]
         if self.rows == 1:
             return partial(read, cells, starts[0])
@@ -219,7 +229,7 @@ class Scoreboard:
         return sums
 
     def pinned(self, slot: int) -> Pinned:
-        """The pinned KV of all workers: sums, and the oldest."""
+        """Return the pinned KV of all workers on a backend."""
         since = min((ticks for ticks in self._column(slot, _PINNED_SINCE) if ticks), default=None)
         return Pinned(
             count=self._sum(slot, _PINNED_COUNT),
@@ -228,12 +238,13 @@ class Scoreboard:
         )
 
     def pinned_ever(self, slot: int) -> int:
-        """How many KV caches were left behind, with those that are gone; of all workers, as `handovers`."""
+        """Return the number of KV caches left behind on a backend, including those that are gone."""
         return self._sum(slot, _PINNED_EVER)
 
     def handoffs(self, slot: int) -> HandoffCount:
-        """The sum over all workers. A worker that died takes its part with it; a slot that changed hands keeps what it
-        had.
+        """Return the handoffs to a decoder, summed over all workers.
+
+        The part of a worker that died is lost. A slot keeps its count when another backend gets it.
         """
         firsts = self._firsts(slot)
         end = 2 * LANES
@@ -243,9 +254,7 @@ class Scoreboard:
         )
 
     def handoffs_by_lane(self, slot: int) -> dict[int, HandoffCount]:
-        """The hand-overs of each lane that has any. A lane is shared by the prefillers whose slots are `LANES`
-        apart.
-        """
+        """Return the handoffs to a decoder by lane, without the lanes that have none."""
         firsts, by_lane = self._firsts(slot), {}
         for lane in range(LANES):
             if count := sum(self._lanes[first + 2 * lane] for first in firsts):
@@ -253,9 +262,7 @@ class Scoreboard:
         return by_lane
 
     def erase(self, number: int) -> None:
-        """Forget what a row had been charged with. Only for a worker that is dead, as it would go on from zero, or by
-        the guest that writes it.
-        """
+        """Set a row to zero. Only for the row of a dead worker, or by the guest that writes it."""
         for cells in (self._cells_of(number), self._lanes_of(number)):
             cells[:] = memoryview(bytes(cells.nbytes)).cast("q")
 
@@ -268,7 +275,7 @@ class Scoreboard:
         return self._lanes[number * self._lanes_width : (number + 1) * self._lanes_width]
 
     def _firsts(self, slot: int) -> range:
-        """The index at which the lanes of a decoder begin, in the row of each worker."""
+        """Return the indexes of a decoder's first lane in all rows."""
         return range(2 * LANES * slot, len(self._lanes), self._lanes_width)
 
     def _column(self, slot: int, kind: int) -> memoryview[int]:
@@ -282,23 +289,23 @@ class Scoreboard:
 
 
 class SlotReader:
-    """Reads some slots, which ascend, as every pick does: in one pass over plain integers, because a Load for each
-    would triple its price. To be made once for slots that are read again and again.
+    """Reads some slots for every pick, in one pass over plain integers, because a Load for each slot costs three times
+    as much. Create it once for slots in ascending order that are read again and again.
     """
 
     __slots__ = ("compute", "running", "_loads", "_places")
 
     def __init__(self, scoreboard: Scoreboard, slots: Sequence[int]) -> None:
         self.running = scoreboard.reader(slots, RUNNING)
-        """Scoreboard.running of each slot."""
+        """Running requests of each slot."""
         self.compute = scoreboard.reader(slots, COMPUTE)
-        """The compute of each."""
+        """Compute load of each slot."""
         self._loads = scoreboard.reader(slots, COMPUTE, KV, _PINNED_TOKENS)
         self._places = range(0, 3 * len(slots), 3)
 
     def weights(self, per_compute: int, per_kv: int) -> list[int]:
-        """`per_compute * compute + per_kv * (kv + pinned tokens)` of each."""
-        loads, weights = self._loads(), []  # a comprehension would be a call more
+        """Return `per_compute * compute + per_kv * (kv + pinned tokens)` of each slot."""
+        loads, weights = self._loads(), []  # a comprehension would cost one more call
         for place in self._places:
             weight = per_compute * loads[place] + per_kv * (loads[place + 1] + loads[place + 2])
             weights.append(weight)
@@ -307,16 +314,15 @@ class SlotReader:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pin:
-    """One KV cache on `backend`, left behind at `since` and freed by the engine itself at `until`, in clock seconds.
-
-    `suspected`: the prefiller's answer was lost, so it is not known whether there is any.
-    """
+    """One KV cache that a backend keeps although no decoder will fetch it. Times are clock seconds."""
 
     backend: Backend
     tokens: int
     since: float
     until: float
+    """When the engine frees it."""
     suspected: bool
+    """Whether its existence is only suspected, because the prefiller's answer was lost."""
 
 
 @dataclass(slots=True)
@@ -326,20 +332,25 @@ class _Slot:
 
 
 class PinnedKv:
-    """One worker's pins. `row` is its own; `clock` is the system's monotonic one except in tests."""
+    """The pins of one worker.
+
+    Args:
+        row: The worker's row of the scoreboard.
+        clock: The monotonic clock of the system, which all workers share, except in tests.
+    """
 
     def __init__(self, row: LoadRow, clock: Callable[[], float] = time.monotonic) -> None:
         self._row = row
         self._clock = clock
-        # By slot and not by backend: one that was removed and added again is equal, but it is elsewhere.
+        # By slot and not by backend, because a backend that was removed and added again is equal but has another slot.
         self._slots: dict[int, _Slot] = {}
-        # A heap; the number keeps pins from being compared.
+        # The number keeps pins from being compared.
         self.expiries: list[tuple[float, int, Pin]] = []
-        """When what ends, the soonest first; empty while nothing is pinned."""
+        """Heap of pins by end. Empty while nothing is pinned."""
         self._numbers = itertools.count()
 
     def pin(self, backend: Backend, tokens: int, seconds: float, *, suspected: bool = False) -> Pin:
-        """Account for KV that the engine keeps for `seconds` more."""
+        """Record KV that the engine keeps for `seconds` more."""
         now = self._clock()
         pin = Pin(backend, tokens, now, now + seconds, suspected)
         slot = self._slots.setdefault(backend.slot, _Slot())
@@ -351,7 +362,7 @@ class PinnedKv:
         return pin
 
     def unpin(self, pin: Pin) -> None:
-        """The engine has let go of it. May be called again, and for what has expired."""
+        """Remove a pin that the engine has released. May be called again, also for an expired pin."""
         slot = self._slots.get(pin.backend.slot)
         if slot is not None and pin in slot.pins:
             del slot.pins[pin]
@@ -359,7 +370,7 @@ class PinnedKv:
             self._publish(pin.backend.slot, slot)
 
     def expire(self) -> None:
-        """Drop what the engines have freed by now. To be called before the scoreboard's sums are read."""
+        """Remove the pins that the engines have freed by now. Call it before the scoreboard's sums are read."""
         if not self.expiries:
             return
         now = self._clock()
@@ -367,13 +378,13 @@ class PinnedKv:
             self.unpin(heapq.heappop(self.expiries)[2])
 
     def forget(self, backend: Backend) -> None:
-        """Drop everything on a backend that has left."""
+        """Remove all pins on a backend that has left."""
         slot = self._slots.pop(backend.slot, None)
         if slot is not None:
             self._publish(backend.slot, _Slot())
 
     def pins(self) -> list[Pin]:
-        """What this worker knows of."""
+        """Return the pins of this worker that have not expired."""
         self.expire()
         return [pin for slot in self._slots.values() for pin in slot.pins]
 

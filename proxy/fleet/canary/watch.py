@@ -121,7 +121,9 @@ class CanaryWatch(BackgroundOwner):
         """One canary, and one to the decoder alone if it had none of this prompt."""
         facts = [self._health.of(backend).facts for backend in pair]
         told = _common(facts)
-        if told is None or not all(self._context.pools.of(backend.role).is_healthy(backend) for backend in pair):
+        if told is None or not all(
+            self._context.pools.of(backend.role).health.of(backend).is_healthy for backend in pair
+        ):
             return
         settings = self._context.settings
         model, lengths = told

@@ -273,8 +273,8 @@ class Prober(BackgroundOwner):
             not problem,
             problem or success,
             failure=failure,
-            is_last=is_late and pool.is_last(backend),
-            is_serving=is_late and pool.running(backend) > 0,
+            is_last=is_late and pool.eligible() == (backend,),
+            is_serving=is_late and pool.scoreboard.running(backend.slot) > 0,
         )
         if transition is not None:
             self._on_transition(transition)

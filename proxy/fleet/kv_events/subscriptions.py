@@ -249,7 +249,7 @@ class Subscriptions(BackgroundOwner):
     def _notice_silence(self, backend: Backend, heard: _Heard, found: Sequence[EventSource]) -> None:
         if heard.has_published or heard.said & {_UNOPENED, _UNREADABLE, _SILENT}:
             return
-        heard.looks += any(pool.in_flight(backend) for pool in self._pools)
+        heard.looks += any(pool.scoreboard.requests(backend.slot) for pool in self._pools)
         if heard.looks >= _SILENT_LOOKS:
             endpoints = ", ".join(source.endpoint for source in found)
             self._warn(backend, heard, _SILENT, endpoints, found[0].topic)

@@ -64,7 +64,7 @@ class LocalState:
         usage = self._key_usage
         used = {name: usage.own(slot, now) for name, slot in self._key_slots().items()}
         used = {name: counts for name, counts in used.items() if any(counts)}
-        return GatewayState(_turn(now), instances, used, self._fronts.own(), self._judged(now))
+        return GatewayState(_turn(now), instances, used, self._fronts.first_of_workers(), self._judged(now))
 
     def news(self, now: float) -> News | None:
         """What has changed since this was called last; None: nothing."""
@@ -72,13 +72,13 @@ class LocalState:
         before, self._cells = self._cells, self._scoreboard.own_cells()
         if before != self._cells:
             members = {backend.slot: backend for backend in self.members()}
-            changed = self._scoreboard.changed(members, before, self._cells)
+            changed = self._scoreboard.changed_slots(members, before, self._cells)
             instances = {members[slot].key: self._charge(members[slot]) for slot in changed}
         verdicts = self._judged(now)
         passed, self._told_verdicts = self._told_verdicts, verdicts
         verdicts = dict.fromkeys(passed, 0) | verdicts if passed != verdicts else {}
-        prompts = self._prompts(now) if self._journal.has_news else {}
-        stood, self._front = self._front, self._fronts.own()
+        prompts = self._prompts(now) if self._journal.has_new_records else {}
+        stood, self._front = self._front, self._fronts.first_of_workers()
         front = None if stood == self._front else self._front
         if not instances and front is None and not verdicts and not prompts:
             return None
@@ -103,7 +103,7 @@ class LocalState:
         self._keys_left = min(_KEYS_AT_ONCE, self._keys_left + (now - self._keys_at) * _KEYS_PER_SECOND)
         self._keys_at = now
         prompts: dict[str, list[bytes]] = {}
-        for data in self._journal.news():
+        for data in self._journal.new_records():
             kind, slot = kind_and_slot(data)
             if slot not in keys or kind == RecordKind.COUNTED:
                 continue

@@ -129,7 +129,9 @@ class Worker:
             line_up=pools.prefill,
             front=front,
             would_take=lambda: pools.decode.would_take() and pools.prefill.would_take(),
-            hold_seconds=lambda *waits: min(pools.decode.hold_seconds(*waits), pools.prefill.hold_seconds(*waits)),
+            hold_seconds=lambda *waits: min(
+                pools.decode.policy.hold_seconds(*waits), pools.prefill.policy.hold_seconds(*waits)
+            ),
         )
         self.admission = AdmissionQueue(parts, AdmissionLimits())
         for each in (pools.prefill, pools.decode):

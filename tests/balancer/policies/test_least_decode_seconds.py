@@ -237,9 +237,9 @@ def test_learned_saturation_point_is_logged_when_it_makes_requests_wait_and_when
 
 def test_request_waits_for_twice_what_it_gains_by_the_saturation_point(decoders: Decoders) -> None:
     request = asking()
-    assert decoders.pool.hold_seconds(request, 1) == float("inf"), "nothing is learned"
+    assert decoders.pool.policy.hold_seconds(request, 1) == float("inf"), "nothing is learned"
     decoders.teach()
-    assert decoders.pool.hold_seconds(request, 1) == float("inf"), "decoders are free"
+    assert decoders.pool.policy.hold_seconds(request, 1) == float("inf"), "decoders are free"
     for _ in range(16):
         decoders.begin()
     assert not decoders.pool.has_room()
@@ -247,8 +247,8 @@ def test_request_waits_for_twice_what_it_gains_by_the_saturation_point(decoders:
     for waiting in (2, 20):
         # Without the limit all of them would share the two decoders.
         expected = pytest.approx(2 * gain * (16 + waiting) / 2, rel=0.2)
-        assert decoders.pool.hold_seconds(request, waiting) == expected
-        assert decoders.pool.hold_seconds(None, waiting) == expected
+        assert decoders.pool.policy.hold_seconds(request, waiting) == expected
+        assert decoders.pool.policy.hold_seconds(None, waiting) == expected
 
 
 def test_engine_would_take_a_request_unless_it_is_at_its_own_limit(decoders: Decoders) -> None:

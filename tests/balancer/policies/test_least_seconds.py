@@ -640,11 +640,11 @@ def test_a_request_is_held_for_about_twice_its_predicted_wait(prefillers: Prefil
     for request in waiting:
         prefillers.pool.work_seconds(request)
     # Each prompt takes 4.1 s. One is under way at each prefiller, and two wait for it.
-    held = prefillers.pool.hold_seconds(waiting[0], 4)
+    held = prefillers.pool.policy.hold_seconds(waiting[0], 4)
     assert held == pytest.approx(2 * (4.1 + 2 * 4.1 + 3 * 4.1), rel=0.15)
     for request in waiting:
         prefillers.pool.left_queue(request)
-    assert prefillers.pool.hold_seconds(waiting[0], 1) < held - 12
+    assert prefillers.pool.policy.hold_seconds(waiting[0], 1) < held - 12
     assert prefillers.pool.would_take()
 
 
@@ -654,6 +654,6 @@ def test_a_request_that_waits_for_decoders_is_not_held_by_prefillers(prefillers:
     prefillers.begin(prompt(*range(100, 108)))
     waiting = prompt(*range(1000, 1008))
     prefillers.pool.work_seconds(waiting)
-    assert prefillers.pool.hold_seconds(waiting, 1) == inf
+    assert prefillers.pool.policy.hold_seconds(waiting, 1) == inf
     prefillers.begin(prompt(*range(200, 208)))
-    assert prefillers.pool.hold_seconds(waiting, 1) < inf
+    assert prefillers.pool.policy.hold_seconds(waiting, 1) < inf

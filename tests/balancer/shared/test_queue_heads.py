@@ -35,26 +35,26 @@ def test_nobody_is_let_pass_where_there_is_one_queue() -> None:
 def test_room_is_left_for_a_moment_to_who_stands_in_front_and_not_once_more() -> None:
     fronts, (one, other) = _worker_fronts()
     assert not one.leaves_room(0, 5.0, 100.0)
-    other.tell(0, 5.0)
+    other.publish(0, 5.0)
     assert not one.leaves_room(0, 5.0, 100.0)  # nor to an equal, or both would
-    other.tell(0, 4.0)
+    other.publish(0, 4.0)
     assert one.leaves_room(0, 5.0, 100.0)
     assert one.leaves_room(0, 5.0, 100.04)
     assert not one.leaves_room(0, 5.0, 100.06)
     assert not one.leaves_room(0, 5.0, 100.07)  # it does not want this room
-    other.tell(0, 3.0)
+    other.publish(0, 3.0)
     assert one.leaves_room(0, 5.0, 100.08)
     assert not one.leaves_room(-1, 5.0, 100.08)
-    other.tell_empty()
+    other.publish_empty()
     assert not one.leaves_room(0, 5.0, 100.09)
-    assert fronts.own() == NO_HEAD
+    assert fronts.first_of_workers() == NO_HEAD
 
 
 def test_other_gateways_count_as_one_more_worker_and_workers_see_each_other() -> None:
     fronts, (one, other) = _worker_fronts(guests=1)
     fronts.put_guests(encode_head(0, 2.0))
-    in_child(lambda: one.tell(0, 3.0))
-    assert fronts.own() == encode_head(0, 3.0)
+    in_child(lambda: one.publish(0, 3.0))
+    assert fronts.first_of_workers() == encode_head(0, 3.0)
     assert other.leaves_room(0, 2.5, 1.0)
     fronts.put_guests(NO_HEAD)
     assert not other.leaves_room(0, 2.5, 2.0)

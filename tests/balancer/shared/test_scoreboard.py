@@ -11,7 +11,7 @@ from proxy.balancer.health import Health
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts
 from proxy.balancer.roster import Roster
-from proxy.balancer.shared.scoreboard import LANES, HandoffCount, Pinned, Scoreboard, SlotReader, layout
+from proxy.balancer.shared.scoreboard import LANES, HandoffCount, Pinned, Scoreboard, SlotReader, _layout
 from proxy.common.backend import Load, Role
 
 
@@ -61,7 +61,7 @@ def test_slots_that_are_read_anew_for_each_pick_are_laid_out_once() -> None:
     made = []
     for _ in range(3):
         SlotReader(board, [5, *range(20, 64)])
-        made.append(layout.cache_info().misses)
+        made.append(_layout.cache_info().misses)
     assert made[0] == made[1] == made[2]
 
 

@@ -112,7 +112,7 @@ async def test_a_draining_instance_may_come_back(client: EngineClient, engine: E
             assert pool.eligible() == ()
             assert joiner.join(Backend(Role.PREFILL, HOST, engine.port))
             await until(lambda: pool.eligible() == (lease.backend,))
-            assert pool.in_flight(lease.backend) == 1
+            assert pool.scoreboard.requests(lease.backend.slot) == 1
 
 
 async def test_an_endpoint_has_one_role(client: EngineClient, engine: Engine) -> None:

@@ -335,7 +335,12 @@ async def test_one_that_did_not_answer_what_it_is_is_asked_again(client: EngineC
         (backend,) = gateway.pools[Role.PREFILL].backends()
         async with gateway.prober(client):
             pool = gateway.pools[Role.PREFILL]
-            await until(lambda: pool.engine_version(backend) is not None and pool.max_model_len(backend) == 4096)
+
+            def has_facts() -> bool:
+                facts = pool.health.of(backend).facts
+                return pool.engine_version(backend) is not None and facts is not None and facts.max_model_len == 4096
+
+            await until(has_facts)
             count, probes = asked[path], asked["/health"]
             await until(lambda: asked["/health"] > probes + 2)
         assert asked[path] == count

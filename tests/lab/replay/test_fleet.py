@@ -65,7 +65,7 @@ def test_run_leaves_no_load(replayed: Callable[..., Replay]) -> None:
     assert all(not engine.batch.running + engine.batch.blocks.used for engine in replay.engines.values())
     pools = replay.pools
     for pool in (pools.prefill, pools.decode):
-        assert {pool.in_flight(backend) for backend in pool.backends()} == {0}
+        assert {pool.scoreboard.requests(backend.slot) for backend in pool.backends()} == {0}
         assert {replay.load(backend) for backend in pool.backends()} == {Load()}
 
 
