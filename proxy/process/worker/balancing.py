@@ -17,8 +17,8 @@ from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts, Pools, ignore
 from proxy.balancer.shared.scoreboard import PinnedKv
 from proxy.common.backend import Role
+from proxy.fleet.compatibility_log import log_incompatibility
 from proxy.fleet.discovery.prober import log_transition
-from proxy.fleet.inspector import log_misfit
 from proxy.process.configuration import text_of
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def build_balancing(basis: Basis) -> Balancing:
     health = Health(lambda: live.current.settings.health, board=shared.health_board)
     keys = EngineKeys(text_of(settings.auth.engine_api_key))
     live.add(lambda new: keys.configure(text_of(new.auth.engine_api_key)))
-    fitness = CompatibilityMonitor(shared.misfits, row, keys, log_misfit)
+    fitness = CompatibilityMonitor(shared.misfits, row, keys, log_incompatibility)
     pinned_kv = PinnedKv(row)
     quarantine = PairQuarantine(lambda: live.current.settings.health)
     on_transition = _transitions(basis)

@@ -169,12 +169,12 @@ class Examination:
         results: list[CanaryResult] = []
         alone: dict[Backend, CanaryResult] = {}
         for some in [some for _ in range(self._canaries_per_pair) for some in rounds(pairs)]:
-            results += await asyncio.gather(*(canary.hand_over(*pair) for pair in some))
+            results += await asyncio.gather(*(canary.check_pair(*pair) for pair in some))
             self._progress("canaries", len(results), total)
         done = len(results)
         # Runs last: an engine that ignores the salt caches the prompt.
         for few in _chunks([decoder.backend for decoder in decoders], _PAIRS_AT_ONCE):
-            for result in await asyncio.gather(*map(canary.alone, few)):
+            for result in await asyncio.gather(*map(canary.check_decoder, few)):
                 if result is not None:
                     alone[result.decoder] = result
             done += len(few)

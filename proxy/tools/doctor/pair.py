@@ -13,9 +13,8 @@ from proxy.balancer.handoff_verdicts import HandoffVerdict, culprits
 from proxy.balancer.incompatibilities import NO_KV_PARAMS
 from proxy.common.backend import Role
 from proxy.common.errors import Failure
-from proxy.fleet.canary import Agreement, agreement
-from proxy.fleet.canary.compare import by_time
-from proxy.fleet.inspector.telling import NOT_FETCHED, NOT_STORED
+from proxy.fleet.canary import Agreement, agreement, by_time
+from proxy.fleet.compatibility_log import NOT_FETCHED, NOT_STORED
 from proxy.tools.doctor.findings import Finding, Severity
 
 if TYPE_CHECKING:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proxy.balancer.handoff_verdicts import HandoffVerdict
-from proxy.fleet.canary import Agreement, CanaryPrompt, agreement, prompt_bytes
-from proxy.fleet.canary.compare import by_counters, by_time, by_usage
+from proxy.fleet.canary import Agreement, CanaryPrompt, agreement, by_counters, by_time, by_usage, prompt_bytes
 from proxy.wire.exposition import PromptTokens
 
 BEFORE = PromptTokens(100.0, 1000.0, 10.0)

@@ -12,7 +12,7 @@ import pytest
 
 from proxy.balancer.engines import EngineFacts, EngineKeys, Identity
 from proxy.common.backend import Backend, Role
-from proxy.fleet.inspector.scraping import makes_progress
+from proxy.fleet.transfers import makes_progress
 from proxy.sim.engine import SimulatedEngine
 from proxy.upstream import EngineClient
 from proxy.wire.openai import Api
@@ -113,7 +113,7 @@ async def test_a_decoder_without_a_connector_is_told_of_once(
     await until(lambda: misfits(gateway), "the misfit")
     assert misfits(gateway) == {(decoder, "kv_not_fetched", "decode")}
     (line,) = told(caplog, "WARNING")
-    assert line.startswith(f"decode instance {decoder} does not fetch the KV cache it is handed: ")
+    assert line.startswith(f"inspector: decode instance {decoder} does not fetch the KV cache that prefillers offer: ")
     assert "--kv-transfer-config" in line
 
     await until(lambda: gateway.metrics("pdproxy_instance_pinned_kv"), "word of the KV that was pinned before")
@@ -139,7 +139,8 @@ async def test_it_is_told_when_a_decoder_fetches_again(deploy: Deploy, caplog: p
     await judged(gateway, "transferred", 1)
     assert misfits(gateway) == set()
     assert told(caplog, "INFO", "fits again") == [
-        f"decode instance {engine.host}:{engine.port} fits again: it fetches the KV cache it is handed"
+        f"inspector: decode instance {engine.host}:{engine.port} fits again: it fetches the KV cache that "
+        "prefillers offer"
     ]
     gateway.expects_pinned, gateway.expects_inexact_pins = 3, True  # it was not known at once that it began to fetch
 
@@ -213,7 +214,7 @@ async def test_a_prefiller_whose_kv_no_decoder_reaches_is_told_of_beside_one_tha
     assert misfits(gateway) == {(odd, "kv_not_fetched", "prefill")}
     (line,) = told(caplog, "WARNING")
     assert line.startswith(
-        f"prefill instance {odd} keeps KV that no decoder fetches, while they fetch that of others: "
+        f"inspector: prefill instance {odd} keeps KV that no decoder fetches, while decoders fetch the KV of others: "
     )
     assert await known_of_pairs(gateway) == {(odd, decoder): "computed", (well, decoder): "transferred"}
 
@@ -225,7 +226,9 @@ async def test_a_prefiller_whose_kv_no_decoder_reaches_is_told_of_beside_one_tha
     prefillers[1].options = dataclasses.replace(prefillers[1].options, kv_host=None)
     await prefillers[1].restart()
     await told_of_pairs(gateway, set())
-    assert told(caplog, "INFO", "fits again") == [f"prefill instance {odd} fits again: decoders fetch its KV"]
+    assert told(caplog, "INFO", "fits again") == [
+        f"inspector: prefill instance {odd} fits again: decoders fetch its KV"
+    ]
     assert misfits(gateway) == set()
     assert len(told(caplog, "WARNING")) == 1
     gateway.may_stay_pinned, gateway.expects_inexact_pins = 200, True
@@ -246,8 +249,8 @@ async def test_a_pair_is_told_of_by_both_names_and_neither_of_the_two_is_blamed(
         await send(gateway, 8, "again " + LONG)
         (line,) = told(caplog, "WARNING")
         assert line == (
-            f"prefill instance {address(two)} and decode instance {address(decoders[0])} do not fit each other: the "
-            "decoder computes this prefiller's prompts once more. Does it reach the address in the prefiller's "
+            f"inspector: prefill instance {address(two)} and decode instance {address(decoders[0])} do not fit each "
+            "other: the decoder computes this prefiller's prompts again. Does it reach the address in the prefiller's "
             "kv_transfer_params?"
         )
         assert misfits(gateway) == set()
@@ -264,7 +267,14 @@ async def test_a_decoder_that_fetches_from_no_prefiller_is_told_of_once(
     await told_of_pairs(gateway, {(address(engine), odd) for engine in gateway.prefillers})
     await until(lambda: misfits(gateway), "the misfit")
     assert misfits(gateway) == {(odd, "kv_not_fetched", "decode")}
-    assert len(told(caplog, "WARNING", f"decode instance {odd} does not fetch the KV cache it is handed")) == 1
+    assert (
+        len(
+            told(
+                caplog, "WARNING", f"inspector: decode instance {odd} does not fetch the KV cache that prefillers offer"
+            )
+        )
+        == 1
+    )
     assert len(told(caplog, "WARNING")) <= 2  # a pair may have been found first
     gateway.may_stay_pinned, gateway.expects_inexact_pins = 200, True
 
@@ -291,14 +301,16 @@ async def test_a_prefiller_whose_leases_expire_is_told_of_though_no_decoder_tell
     assert misfits(gateway) == {(address(engine), "kv_not_fetched", "prefill")}
     (line,) = told(caplog, "WARNING")
     assert line.startswith(
-        f"prefill instance {address(engine)} frees KV that it had handed over and that no decoder has"
+        f"inspector: prefill instance {address(engine)} frees KV that no decoder has fetched in time"
     )
     assert "VLLM_NIXL_SIDE_CHANNEL_HOST" in line
     await until(lambda: gateway.metrics("pdproxy_kv_orphans_total").get((), 0) >= 3, "the orphans")
 
     decoder.options = dataclasses.replace(decoder.options, protocol=None)
     await decoder.restart()
-    await until_told(gateway, caplog, f"prefill instance {address(engine)} fits again: decoders fetch its KV")
+    await until_told(
+        gateway, caplog, f"inspector: prefill instance {address(engine)} fits again: decoders fetch its KV"
+    )
     assert misfits(gateway) == set()
     assert len(told(caplog, "WARNING", "frees KV")) == 1
     gateway.expects_inexact_pins = True
@@ -374,7 +386,7 @@ async def test_a_prefiller_without_a_connector_is_told_of_once(
     prefiller = f"{gateway.prefillers[0].host}:{gateway.prefillers[0].port}"
     assert misfits(gateway) == {(prefiller, "no_kv_params", "prefill")}
     (line,) = told(caplog, "WARNING")
-    assert line.startswith(f"prefill instance {prefiller} answers prefills without kv_transfer_params")
+    assert line.startswith(f"inspector: prefill instance {prefiller} answers prefills without kv_transfer_params")
     assert "check its --kv-transfer-config" in line
     assert [line["kv"] for line in access_lines(caplog)] == ["local"] * 3
 
@@ -391,7 +403,7 @@ async def test_it_is_told_when_a_prefiller_has_parameters_again(
     assert len(told(caplog, "WARNING", "without kv_transfer_params")) == 1
     gateway.prefillers[0].faults.clear()
     await send(gateway, 1, long)
-    assert len(told(caplog, "INFO", "fits again: its answers tell decoders what to fetch")) == 1
+    assert len(told(caplog, "INFO", "fits again: its answers have KV parameters for decoders")) == 1
     assert misfits(gateway) == set()
 
 
@@ -428,7 +440,8 @@ async def test_sglang_in_another_role_is_told_of(deploy: Deploy, caplog: pytest.
     await noticed(gateway, (prefiller, "role", "prefill"))
     (line,) = told(caplog, "WARNING")
     assert line == (
-        f"prefill instance {prefiller} is given as a prefiller but was started with --disaggregation-mode decode"
+        f"inspector: prefill instance {prefiller} is given as a prefiller but was "
+        "started with --disaggregation-mode decode"
     )
 
 
@@ -479,7 +492,7 @@ async def test_the_model_that_only_one_engine_serves_is_told_of(
     odd = address(engines[1])
     await noticed(gateway, (odd, "model", "decode"))
     (line,) = told(caplog, "WARNING")
-    assert line == f"decode instance {odd} serves 'other', and prefill instances 'sim': it gets no requests"
+    assert line == f"inspector: decode instance {odd} serves 'other', and prefill instances 'sim': it gets no requests"
 
 
 async def test_a_model_whose_decoder_is_down_is_not_told_of(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
@@ -502,7 +515,9 @@ async def test_an_engine_key_that_is_refused_is_told_of(deploy: Deploy, caplog: 
     decoder = address(gateway.decoders[0])
     await noticed(gateway, (decoder, "engine_key", "decode"))
     (line,) = told(caplog, "WARNING")
-    assert line.startswith(f"decode instance {decoder} refuses the key it is sent: check that OPENAI_API_KEY or auth")
+    assert line.startswith(
+        f"inspector: decode instance {decoder} refuses the key it is sent: check that OPENAI_API_KEY or auth"
+    )
 
 
 async def test_an_engine_that_was_added_without_the_key_it_asks_for_is_told_of(
@@ -533,7 +548,9 @@ async def test_a_key_that_nobody_has_is_told_of_when_it_is_missed(
     (line,) = told(caplog, "WARNING")
     assert "asks for a key, and this gateway has none for it: set OPENAI_API_KEY or auth.engine_api_key" in line
     assert (await gateway.ask(request(Api.CHAT), authorization="Bearer theirs")).status == 200
-    assert told(caplog, "INFO", "fits again") == [f"prefill instance {prefiller} fits again: it takes the key"]
+    assert told(caplog, "INFO", "fits again") == [
+        f"inspector: prefill instance {prefiller} fits again: it accepts the key"
+    ]
 
 
 async def test_a_client_without_the_key_that_others_bring_is_its_own_mistake(
@@ -587,7 +604,9 @@ async def test_a_bootstrap_port_that_nobody_serves_is_told_of_and_the_prefiller_
             assert "retry-after" in answer.headers
         assert misfits(gateway) == {(address(engine), "bootstrap", "prefill")}
         (line,) = told(caplog, "WARNING", "bootstrap")
-        assert line.startswith(f"prefill instance {address(engine)} cannot be met by decoders: its bootstrap server")
+        assert line.startswith(
+            f"inspector: prefill instance {address(engine)} cannot be met by decoders: its bootstrap server"
+        )
         assert gateway.worker.health.of(backend).is_confirmed
 
         gateway.roster.add(Backend(Role.PREFILL, backend.host, backend.port, bootstrap_port=engine.bootstrap_port))
@@ -624,7 +643,7 @@ async def test_another_prefillers_bootstrap_port_is_told_of_and_the_decoder_is_n
             assert misfits(gateway) == {(address(wrong), "bootstrap", "prefill")}
             (line,) = told(caplog, "WARNING", "cannot be met by decoders")
             assert line.startswith(
-                f"prefill instance {address(wrong)} cannot be met by decoders: its bootstrap server is"
+                f"inspector: prefill instance {address(wrong)} cannot be met by decoders: its bootstrap server is"
             )
             assert f"another prefiller's: prefill instance {address(right)} has the same" in line
             assert gateway.metrics("pdproxy_kv_released_total") == {}

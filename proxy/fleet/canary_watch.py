@@ -1,8 +1,8 @@
-"""Canaries in a running gateway: one after the other through all pairs, again and again, counted and told quietly.
+"""Canaries of a running gateway, which go through all pairs of engines in turn.
 
-Live traffic tells only of pairs that it takes, and never whether the KV cache arrived undamaged. One worker does this
-for all. A canary is a request like any other to pools and engines, so it counts as one for health and the quarantine of
-pairs; but it waits in no queue and has no line in the access log.
+Answers to clients show only the pairs that requests use, and never whether the KV cache arrived undamaged. One worker
+sends the canaries of the gateway. A canary counts as a request for health and for the quarantine of pairs. It does not
+wait in a queue and has no line in the access log.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING
 from proxy.balancer.handoff_verdicts import HandoffVerdict
 from proxy.balancer.incompatibilities import NO_KV_PARAMS
 from proxy.common.background import Background, BackgroundOwner
-from proxy.fleet.canary.canary import Canary
-from proxy.fleet.canary.compare import Agreement, agreement
-from proxy.fleet.canary.prompt import CanaryPrompt, prompt_bytes
+from proxy.fleet.canary import Agreement, Canary, CanaryPrompt, agreement, prompt_bytes
 from proxy.observe import logs
 
 if TYPE_CHECKING:
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
     from proxy.balancer.health import Health
     from proxy.common.backend import Backend
     from proxy.connectors.base import Connector, ConnectorContext
-    from proxy.fleet.canary.canary import CanaryResult
+    from proxy.fleet.canary import CanaryResult
     from proxy.settings import Settings
 
 logger = logging.getLogger("proxy.canary.watch")
@@ -37,17 +35,17 @@ Pair = tuple["Backend", "Backend"]
 
 
 class CanaryOutcome(StrEnum):
-    """What a canary has shown. The values are metric labels."""
+    """The outcome of a canary. The values are metric labels."""
 
     TRANSFERRED = "transferred"
     UNKNOWN = "unknown"
-    """It was answered, and the engines do not tell whether the KV cache was fetched."""
+    """There was an answer, and the engines do not report whether the KV cache was fetched."""
     COMPUTED = "computed"
     DIFFERS = "differs"
-    """The answer is not that of the decoder alone."""
+    """The answer differs from that of the decoder alone."""
     FAILED = "failed"
     BUSY = "busy"
-    """An engine had no room for it."""
+    """An engine had no room for the canary."""
 
 
 _BAD = frozenset({CanaryOutcome.COMPUTED, CanaryOutcome.DIFFERS, CanaryOutcome.FAILED})
@@ -55,16 +53,16 @@ _BAD = frozenset({CanaryOutcome.COMPUTED, CanaryOutcome.DIFFERS, CanaryOutcome.F
 
 @dataclass(slots=True)
 class _Round:
-    """What the canaries of one interval have in common."""
+    """Prompts and comparisons that the canaries of one interval share."""
 
     prompts: dict[tuple[str, int], CanaryPrompt] = field(default_factory=dict)
     """By model and length in bytes."""
     alone: dict[tuple[Backend, CanaryPrompt], CanaryResult | None] = field(default_factory=dict)
-    """What each decoder alone has come to."""
+    """Result of each decoder alone; None: decoders of this protocol cannot answer alone."""
 
 
 class CanaryWatch(BackgroundOwner):
-    """`async with` it. It sends nothing while `doctor.every_seconds` is 0."""
+    """Sends canaries inside `async with`, unless `doctor.every_seconds` is 0."""
 
     def __init__(self, connector: Connector, context: ConnectorContext, health: Health) -> None:
         self._connector = connector
@@ -72,8 +70,8 @@ class CanaryWatch(BackgroundOwner):
         self._health = health
         self._changed = asyncio.Event()
         self._every_seconds = context.settings.doctor.every_seconds
-        self._told: set[Pair] = set()
-        """The pairs of which it is known in the log that something is wrong."""
+        self._reported_pairs: set[Pair] = set()
+        """Pairs with a warning in the log that still holds."""
         self._background = Background(logger, "a canary")
 
     def _begin(self) -> None:
@@ -89,7 +87,7 @@ class CanaryWatch(BackgroundOwner):
         while True:
             self._changed.clear()
             if self._every_seconds:
-                await self._round(self._pairs())
+                await self._send_round(self._pairs())
             else:
                 await self._changed.wait()
 
@@ -99,10 +97,10 @@ class CanaryWatch(BackgroundOwner):
             return ()
         return [(prefiller, decoder) for decoder in pools.decode.eligible() for prefiller in pools.prefill.eligible()]
 
-    async def _round(self, pairs: Sequence[Pair]) -> None:
-        """A canary for each pair, spread over the interval; what has changed ends it."""
-        self._told = {(prefiller, decoder) for prefiller, decoder in self._told if self._is_member(prefiller, decoder)}
-        known = _Round()
+    async def _send_round(self, pairs: Sequence[Pair]) -> None:
+        """Send a canary through each pair, spread over the interval, until a reload changes the interval."""
+        self._reported_pairs = {pair for pair in self._reported_pairs if self._is_member(*pair)}
+        current = _Round()
         for number in range(max(1, len(pairs))):
             try:
                 async with asyncio.timeout(self._every_seconds / max(1, len(pairs))):
@@ -111,49 +109,46 @@ class CanaryWatch(BackgroundOwner):
             except TimeoutError:
                 pass
             if number < len(pairs):
-                await self._send(pairs[number], known)
+                await self._send(pairs[number], current)
 
     def _is_member(self, prefiller: Backend, decoder: Backend) -> bool:
         pools = self._context.pools
         return prefiller in pools.prefill.backends() and decoder in pools.decode.backends()
 
-    async def _send(self, pair: Pair, known: _Round) -> None:
-        """One canary, and one to the decoder alone if it had none of this prompt."""
-        facts = [self._health.of(backend).facts for backend in pair]
-        told = _common(facts)
-        if told is None or not all(
-            self._context.pools.of(backend.role).health.of(backend).is_healthy for backend in pair
-        ):
+    async def _send(self, pair: Pair, current: _Round) -> None:
+        """Send a canary through a pair, and one to the decoder alone if it has not answered this prompt alone."""
+        common = _common_model([self._health.of(backend).facts for backend in pair])
+        if common is None or not all(self._health.of(backend).is_healthy for backend in pair):
             return
         settings = self._context.settings
-        model, lengths = told
+        model, lengths = common
         tokens = max(settings.doctor.canary_tokens, settings.kv.prefill_min_tokens)
         size = prompt_bytes(tokens, settings.cost.bytes_per_token, lengths)
-        prompt = known.prompts.setdefault((model, size), CanaryPrompt.of(model, size))
+        prompt = current.prompts.setdefault((model, size), CanaryPrompt.of(model, size))
         canary = Canary(self._connector, self._context, prompt, settings.doctor.canary_seconds)
         prefiller, decoder = pair
-        result = await canary.hand_over(prefiller, decoder)
-        if not result.problem and (decoder, prompt) not in known.alone:
-            known.alone[decoder, prompt] = await canary.alone(decoder)
-        outcome = outcome_of(result, known.alone.get((decoder, prompt)))
+        result = await canary.check_pair(prefiller, decoder)
+        if not result.problem and (decoder, prompt) not in current.alone:
+            current.alone[decoder, prompt] = await canary.check_decoder(decoder)
+        outcome = outcome_of(result, current.alone.get((decoder, prompt)))
         self._context.metrics.canaries_total.labels(outcome.value).inc()
-        self._tell(pair, outcome, result)
+        self._log(pair, outcome, result)
 
-    def _tell(self, pair: Pair, outcome: CanaryOutcome, result: CanaryResult) -> None:
-        """One line for a pair that turns out bad, and one when it is well again."""
+    def _log(self, pair: Pair, outcome: CanaryOutcome, result: CanaryResult) -> None:
+        """Log one line when a pair becomes bad, and one when it is good again."""
         prefiller, decoder = (backend.name for backend in pair)
-        if outcome in _BAD and pair not in self._told:
-            self._told.add(pair)
-            line = "a canary from prefill instance %s to decode instance %s: %s"
-            logger.warning(line, prefiller, decoder, _words(outcome, result), extra=logs.ALWAYS)
-        elif outcome is CanaryOutcome.TRANSFERRED and pair in self._told:
-            self._told.discard(pair)
-            line = "canaries from prefill instance %s to decode instance %s are well again: KV is fetched"
+        if outcome in _BAD and pair not in self._reported_pairs:
+            self._reported_pairs.add(pair)
+            line = "canary: bad pair: %s; prefill instance %s, decode instance %s"
+            logger.warning(line, _description(outcome, result), prefiller, decoder, extra=logs.ALWAYS)
+        elif outcome is CanaryOutcome.TRANSFERRED and pair in self._reported_pairs:
+            self._reported_pairs.discard(pair)
+            line = "canary: pair is good again: KV is fetched; prefill instance %s, decode instance %s"
             logger.info(line, prefiller, decoder, extra=logs.ALWAYS)
 
 
 def outcome_of(result: CanaryResult, alone: CanaryResult | None) -> CanaryOutcome:
-    """What a canary has shown; `alone`: that of the decoder alone, None where there is none."""
+    """Return the outcome of a canary. `alone`: result of the decoder alone; None if there is none."""
     if result.is_busy:
         return CanaryOutcome.BUSY
     if result.problem:
@@ -165,23 +160,24 @@ def outcome_of(result: CanaryResult, alone: CanaryResult | None) -> CanaryOutcom
     return CanaryOutcome(result.kv.value)
 
 
-def _words(outcome: CanaryOutcome, result: CanaryResult) -> str:
+def _description(outcome: CanaryOutcome, result: CanaryResult) -> str:
     if outcome is CanaryOutcome.DIFFERS:
-        return (
-            "the answer is another than that of the decoder alone, so the KV cache arrives damaged: see pdproxy doctor"
-        )
+        return "the answer differs from that of the decoder alone, so the KV cache arrives damaged; see pdproxy doctor"
     if outcome is CanaryOutcome.COMPUTED and not result.kv_handed_over:
         return f"the prefiller {NO_KV_PARAMS}"
     if outcome is CanaryOutcome.COMPUTED:
-        return "the decoder computes the prompt once more: see pdproxy doctor"
+        return "the decoder computes the prompt again; see pdproxy doctor"
     blamed = "" if result.blamed is None else f"{result.blamed.role} instance {result.blamed.name} "
     return f"{blamed}{result.problem}"
 
 
-def _common(facts: Sequence[EngineFacts | None]) -> tuple[str, list[int]] | None:
-    """A model that all serve, and how long its sequences may be on each; None: there is none, as far as is known."""
-    known = [told for told in facts if told is not None]
-    models = frozenset.intersection(*(told.identity.models for told in known)) if len(known) == len(facts) else None
+def _common_model(facts: Sequence[EngineFacts | None]) -> tuple[str, list[int]] | None:
+    """Return a model that all engines serve, with the known limits of its sequences in tokens; None if there is none.
+
+    Facts None: not known yet, so there is no common model.
+    """
+    known = [each for each in facts if each is not None]
+    models = frozenset.intersection(*(each.identity.models for each in known)) if len(known) == len(facts) else None
     if not models:
         return None
-    return min(models), [told.max_model_len for told in known if told.max_model_len is not None]
+    return min(models), [each.max_model_len for each in known if each.max_model_len is not None]

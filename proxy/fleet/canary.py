@@ -1,0 +1,416 @@
+"""Canaries: test prompts that the gateway sends through its connector, to check a pair of engines.
+
+A canary is a long new prompt that is answered greedily with a few tokens. It shows what answers to clients do not show:
+whether the KV cache was fetched or computed again, how long that took, and whether the answer equals that of the
+decoder alone. The doctor sends canaries through every pair. In a running gateway, CanaryWatch sends them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from proxy.balancer.handoff_verdicts import HandoffVerdict, judge
+from proxy.balancer.shared.scoreboard import HandoffCount
+from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
+from proxy.common.terms import Stage
+from proxy.dialects.openai import Completions
+from proxy.dialects.requests import read
+from proxy.dialects.segment import Meaning, Segment
+from proxy.fleet.transfers import scrape
+from proxy.observe.timeline import Timeline
+from proxy.wire.exposition import parse_prompt_tokens
+from proxy.wire.ids import new_id
+from proxy.wire.sse import EventSplitter, EventTooLong
+from proxy.wire.usage import told_of_prompt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from contextlib import AbstractAsyncContextManager
+
+    from proxy.balancer.pick import PickRequest
+    from proxy.common.backend import Backend
+    from proxy.connectors.base import Connector, ConnectorContext
+    from proxy.connectors.legs import Attempt
+    from proxy.dialects.call import Call
+    from proxy.settings import Timeouts
+    from proxy.wire.exposition import PromptTokens
+
+ANSWER_TOKENS: Final = 12
+"""Length of a canary's answer."""
+
+_MIN_PROMPT_BYTES: Final = 256
+# Tokens of a sequence that are kept free for the answer.
+_ANSWER_ROOM_TOKENS: Final = 64
+_WORDS: Final = (
+    *("apple", "beach", "candle", "desert", "engine", "forest", "garden", "hammer", "island", "jacket", "kitchen"),
+    *("ladder", "market", "needle", "orange", "pencil", "queen", "river", "silver", "table", "umbrella", "valley"),
+    *("window", "yellow", "zebra", "bridge", "cloud", "dragon", "eagle", "flower", "guitar", "honey", "iron", "jungle"),
+    *("lemon", "mirror", "night", "ocean", "paper", "rocket", "spider", "train", "village", "water"),
+)
+_WORDS_PER_LINE: Final = 12
+
+# vLLM counts a prompt with its first token. SGLang, and vLLM with several API servers, count it a moment later.
+_COUNTER_DELAYS_SECONDS: Final = (0.0, 0.1, 0.5)
+# If counters grow by more than this multiple of the prompt, the engine also serves other clients.
+_MAX_GROWTH: Final = 1.5
+# A prompt counts as cached, or its counters as complete, from this share of its tokens.
+_CACHED_SHARE: Final = 0.5
+# A handoff that takes this share of a prefill's time was most likely a prefill.
+_PREFILL_TIME_SHARE: Final = 0.75
+# Shorter prefills cannot be distinguished from a handoff.
+_MIN_PREFILL_SECONDS: Final = 0.25
+# Rounding in kernels can change an answer only after this length.
+_EQUAL_TOKENS: Final = 3
+_EQUAL_CHARACTERS: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryPrompt:
+    """A prompt that is in no cache, and whose greedy continuation is certain.
+
+    Some words drawn at random are repeated until the prompt is long enough. Every model continues this pattern, without
+    near ties that rounding could decide. A decoder with the KV cache of another prompt cannot continue it.
+
+    All canaries of a round have the same prompt, so that their answers can be compared. Each canary has its own
+    `cache_salt`, so that engines do not find it in a cache (vLLM `hash_request_tokens`, SGLang `extra_key`).
+    """
+
+    model: str
+    text: str
+
+    @classmethod
+    def of(cls, model: str, size_bytes: int, rng: random.Random | None = None) -> CanaryPrompt:
+        """Return a new prompt of about `size_bytes`. `rng` None: the words are drawn by the system's generator."""
+        line = " ".join((rng or random.SystemRandom()).sample(_WORDS, _WORDS_PER_LINE)) + "\n"
+        return cls(model, line * max(1, size_bytes // len(line)))
+
+    def body(self) -> dict[str, object]:
+        """Return the body of the completion request."""
+        return {
+            "model": self.model,
+            "prompt": self.text,
+            "max_tokens": ANSWER_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+            "cache_salt": new_id(),
+        }
+
+
+def prompt_bytes(tokens: int, bytes_per_token: int, max_lengths: Iterable[int]) -> int:
+    """Return the length of a prompt of about `tokens` tokens.
+
+    The prompt fits into sequences of each of `max_lengths` tokens, even if every byte is a token.
+    """
+    lengths = (length - _ANSWER_ROOM_TOKENS for length in max_lengths)
+    return max(_MIN_PROMPT_BYTES, min((tokens * bytes_per_token, *lengths)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryResult:
+    """The result of one canary."""
+
+    prefiller: Backend | None
+    """None: the canary was sent to the decoder alone."""
+    decoder: Backend
+    problem: str = ""
+    """Reason for the missing answer, without text of an engine; empty if there is an answer.
+
+    The subject of the sentence is `blamed`, if that is set.
+    """
+    failure: Failure | None = None
+    """Kind of an engine's failure; None if no engine failed."""
+    blamed: Backend | None = None
+    """The engine that failed; None if no engine failed."""
+    is_busy: bool = False
+    """Whether the problem was a lack of room, or of available instances."""
+    kv: HandoffVerdict = HandoffVerdict.UNKNOWN
+    kv_handed_over: bool = True
+    """Whether the prefiller's answer had KV parameters for the decoder."""
+    prefill_seconds: float | None = None
+    """Time of the prefill leg; None if there was none."""
+    first_token_seconds: float | None = None
+    """Time until the decoder's first token; None if there was none.
+
+    It begins at the prefiller's answer, if the legs are sent one after the other.
+    """
+    seconds: float = 0.0
+    """Time of the whole canary."""
+    prompt_tokens: int | None = None
+    """Length of the prompt as the prefiller counts it; None if it reports none."""
+    decoder_prompt_tokens: int | None = None
+    """Length of the prompt as the decoder counts it; None if it reports none."""
+    answer: tuple[int, ...] | str = field(default="", repr=False)
+    """Token ids of the answer, or its text if the decoder reports no ids."""
+
+
+class Canary:
+    """Sends one prompt to pairs and to single decoders, with a time limit for each answer."""
+
+    def __init__(self, connector: Connector, context: ConnectorContext, prompt: CanaryPrompt, seconds: float) -> None:
+        """Keep the parts. `seconds`: limit for each answer."""
+        self._connector = connector
+        self._context = context
+        self._prompt = prompt
+        self._seconds = seconds
+
+    async def check_pair(self, prefiller: Backend, decoder: Backend) -> CanaryResult:
+        """Send the prompt through this pair, and judge whether the KV cache arrived.
+
+        Failures and timeouts of engines are returned as the result's `problem`.
+        """
+        traits = self._context.settings.connector_traits
+        before = await self._counters(decoder)
+        call, request, timeline = self._call(prefiller, decoder)
+        opening = self._connector.open(call, request, timeline)
+        result, usage = await self._send(opening, timeline, CanaryResult(prefiller=prefiller, decoder=decoder))
+        tokens = result.decoder_prompt_tokens or result.prompt_tokens
+        if result.problem or not result.kv_handed_over or tokens is None:
+            return result
+        kv = HandoffVerdict.UNKNOWN
+        if not traits.has_sglang_routes:  # SGLang's decoders report the cached tokens of their prefillers
+            kv = by_usage(told_of_prompt(usage)[1], tokens)
+        if kv is HandoffVerdict.UNKNOWN and before is not None:
+            kv = await self._judged_by_counters(decoder, before, tokens, from_store=traits.is_store)
+        return replace(result, kv=kv)
+
+    async def check_decoder(self, decoder: Backend) -> CanaryResult | None:
+        """Have the decoder compute the prompt itself and answer. None: decoders of this protocol cannot do that."""
+        call, request, timeline = self._call(None, decoder)
+        opening = self._connector.alone(call, request, timeline)
+        if opening is None:
+            return None
+        return (await self._send(opening, timeline, CanaryResult(prefiller=None, decoder=decoder)))[0]
+
+    def _call(self, prefiller: Backend | None, decoder: Backend) -> tuple[Call, PickRequest, Timeline]:
+        """Return a request that only these instances can serve."""
+        call = Completions().parse(read(orjson.dumps(self._prompt.body())), self._context.settings.cost, {})
+        pools = self._context.pools
+        others = {*pools.prefill.backends(), *pools.decode.backends()}.difference({prefiller, decoder})
+        return call, call.pick_request(avoid=others, prefer=prefiller), Timeline()
+
+    async def _send(
+        self, opening: AbstractAsyncContextManager[Attempt], timeline: Timeline, result: CanaryResult
+    ) -> tuple[CanaryResult, Any]:
+        """Return the completed result, and the decoder's usage."""
+        began = timeline.clock()
+        reader = None
+        try:
+            async with asyncio.timeout(self._seconds), opening as attempt:
+                reader = _AnswerReader(attempt)
+                await reader.read(self._context.settings.timeouts)
+        except TimeoutError:
+            blamed = result.prefiller if timeline.stage is Stage.PREFILL else result.decoder
+            problem = f"did not answer within {self._seconds:g} s"
+            result = replace(result, problem=problem, failure=Failure.TIMEOUT, blamed=blamed)
+        except UpstreamError as error:
+            is_busy = error.is_backpressure or (reader is not None and reader.is_preempted)
+            problem = error.message.removeprefix(f"{error.backend.role.value} instance: ")
+            result = replace(result, problem=problem, failure=error.failure, blamed=error.backend, is_busy=is_busy)
+        except NoBackendAvailable as error:
+            result = replace(result, problem=error.message, is_busy=True)
+        timeline.leave()
+        seconds = timeline.seconds
+        first_token_seconds = None
+        if Stage.STREAM in seconds:
+            first_token_seconds = seconds.get(Stage.HANDOFF, 0.0) + seconds.get(Stage.FIRST_TOKEN, 0.0)
+        usage = None if reader is None else reader.usage
+        result = replace(
+            result,
+            prefill_seconds=seconds.get(Stage.PREFILL),
+            first_token_seconds=first_token_seconds,
+            seconds=timeline.clock() - began,
+            kv_handed_over=timeline.kv != "local",
+            prompt_tokens=timeline.usage.prompt_tokens,
+            decoder_prompt_tokens=told_of_prompt(usage)[0],
+            answer="" if reader is None else tuple(reader.token_ids) or reader.text,
+        )
+        return result, usage
+
+    async def _counters(self, decoder: Backend) -> PromptTokens | None:
+        exposition = await scrape(self._context.client, self._context.keys, decoder)
+        return None if exposition is None else parse_prompt_tokens(exposition)
+
+    async def _judged_by_counters(
+        self, decoder: Backend, before: PromptTokens, tokens: int, *, from_store: bool
+    ) -> HandoffVerdict:
+        for delay_seconds in _COUNTER_DELAYS_SECONDS:
+            await asyncio.sleep(delay_seconds)
+            verdict = by_counters(before, await self._counters(decoder), tokens, from_store=from_store)
+            if verdict is not None:
+                return verdict
+        return HandoffVerdict.UNKNOWN
+
+
+class _AnswerReader:
+    """Reads the answer to a canary from the decoder's stream. A Sink for the engine's answer."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self._segment = Segment()
+        self._splitter = EventSplitter()
+        self._completion: asyncio.Future[None] = attempt.response.loop.create_future()
+        self._has_begun = False
+        self.is_preempted = False
+        """Whether the decoder gave up the request for lack of KV memory."""
+        self.token_ids: list[int] = []
+        self.text = ""
+
+    @property
+    def usage(self) -> dict[str, Any] | None:
+        """The decoder's usage; None if it reported none."""
+        return self._segment.usage
+
+    async def read(self, timeouts: Timeouts) -> None:
+        """Read the stream to its end. Raises UpstreamError if the answer is incomplete."""
+        response = self._attempt.response
+        response.limit_silence(self._attempt.first_token_seconds or timeouts.first_token_seconds)
+        response.attach(self)
+        await self._completion
+
+    # Sink
+
+    def received(self, data: bytes) -> bool:
+        """See Sink."""
+        try:
+            events = self._splitter.feed(data)
+        except EventTooLong:
+            self._fail(Failure.BAD_ANSWER, "sent an event that is too long")
+            return False
+        for event in events:
+            match self._segment.read(event):
+                case Meaning.CONTENT:
+                    self._begin()
+                    self._take(self._segment.payload)
+                case Meaning.RECOMPUTED:
+                    self._begin()
+                    self.is_preempted = True
+                    self._fail(Failure.RECOMPUTED, "gave up the request for lack of KV memory")
+                case Meaning.ABORTED:
+                    self._fail(Failure.ABORTED, "stopped working on the answer")
+                case Meaning.ERROR:
+                    self._fail(Failure.BROKEN, "reported an error in its stream")
+                case Meaning.DONE:
+                    self._complete()
+        return True
+
+    def ended(self, error: UpstreamError | None) -> None:
+        """See Sink."""
+        if self._completion.done():
+            return
+        if error is not None:
+            self._completion.set_exception(error)
+        else:
+            self._fail(Failure.BROKEN, "ended the stream before the answer was complete")
+
+    def _begin(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._attempt.kv_arrived()
+
+    def _take(self, payload: dict[str, Any]) -> None:
+        for choice in payload["choices"]:
+            ids, text = choice.get("token_ids"), choice.get("text")
+            if isinstance(ids, list):
+                self.token_ids += ids
+            if isinstance(text, str):
+                self.text += text
+
+    def _complete(self) -> None:
+        if self._segment.is_complete:
+            if not self._completion.done():
+                self._completion.set_result(None)
+            return
+        if not self._has_begun:
+            self._attempt.kv_lost()
+        # vLLM 0.18 to 0.30 ends a stream like this if the request was preempted before its first token, or if the
+        # decoder could not load the KV cache.
+        self._fail(
+            Failure.RECOMPUTED,
+            "ended the stream without an answer: the KV cache did not come, or there was no memory for it",
+        )
+
+    def _fail(self, failure: Failure, message: str) -> None:
+        if not self._completion.done():
+            self._completion.set_exception(self._attempt.response.fail(failure, message))
+
+
+# Verdicts on a canary. Pure functions.
+
+
+class Agreement(Enum):
+    """Comparison of two greedy answers to the same prompt."""
+
+    SAME = auto()
+    DRIFTS = auto()
+    """The answers begin alike. Rounding, which depends on the order of additions in kernels, explains the rest."""
+    DIFFERS = auto()
+
+
+def agreement(one: Sequence[int] | str, other: Sequence[int] | str) -> Agreement:
+    """Compare two greedy answers to the same prompt. Both are lists of token ids, or both are text."""
+    if one == other:
+        return Agreement.SAME
+    differences = (at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
+    equal = next(differences, min(len(one), len(other)))
+    return (
+        Agreement.DRIFTS
+        if equal >= (_EQUAL_CHARACTERS if isinstance(one, str) else _EQUAL_TOKENS)
+        else Agreement.DIFFERS
+    )
+
+
+def by_counters(
+    before: PromptTokens | None, after: PromptTokens | None, tokens: int, *, from_store: bool
+) -> HandoffVerdict | None:
+    """Return the verdict on a canary's handoff by the decoder's counters, or None while they do not include it.
+
+    Args:
+        before: Counters before the canary; None if the decoder reports none.
+        after: Counters after the canary; None if the decoder reports none.
+        tokens: Length of the prompt.
+        from_store: Whether the engines share a KV store.
+    """
+    if before is None or after is None:
+        return HandoffVerdict.UNKNOWN
+    growth = [new - old for new, old in zip(after, before, strict=True)]
+    if min(growth) >= 0 and sum(growth) < _CACHED_SHARE * tokens:
+        return None
+    verdict = judge(before, after, HandoffCount(1, tokens), from_store=from_store, least=1)
+    _, _, cached = growth
+    may_be_of_others = verdict is HandoffVerdict.TRANSFERRED and sum(growth) > _MAX_GROWTH * tokens
+    is_cached = verdict is HandoffVerdict.COMPUTED and cached >= _CACHED_SHARE * tokens
+    return HandoffVerdict.UNKNOWN if verdict is None or may_be_of_others or is_cached else verdict
+
+
+def by_usage(cached_tokens: int | None, tokens: int) -> HandoffVerdict:
+    """Return the verdict on a canary's handoff by the decoder's usage: TRANSFERRED or UNKNOWN.
+
+    The prompt was in no cache, so cached tokens were fetched from the prefiller.
+
+    Args:
+        cached_tokens: Cached tokens in the usage. None: not reported; vLLM reports none instead of 0.
+        tokens: Length of the prompt.
+    """
+    return HandoffVerdict.TRANSFERRED if (cached_tokens or 0) >= _CACHED_SHARE * tokens else HandoffVerdict.UNKNOWN
+
+
+def by_time(handoff_seconds: float | None, alone_seconds: float | None) -> HandoffVerdict:
+    """Return the verdict on a canary's handoff by the time until the first token.
+
+    Args:
+        handoff_seconds: Time after a handoff; None if not known.
+        alone_seconds: Time if the decoder computes the prompt; None if not known.
+    """
+    if handoff_seconds is None or alone_seconds is None or alone_seconds < _MIN_PREFILL_SECONDS:
+        return HandoffVerdict.UNKNOWN
+    is_slow = handoff_seconds >= _PREFILL_TIME_SHARE * alone_seconds
+    return HandoffVerdict.COMPUTED if is_slow else HandoffVerdict.TRANSFERRED
