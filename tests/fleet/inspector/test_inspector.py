@@ -139,8 +139,10 @@ async def test_it_is_told_when_a_decoder_fetches_again(deploy: Deploy, caplog: p
     await judged(gateway, "transferred", 1)
     assert misfits(gateway) == set()
     assert told(caplog, "INFO", "fits again") == [
-        f"inspector: decode instance {engine.host}:{engine.port} fits again: it fetches the KV cache that "
-        "prefillers offer"
+        (
+            f"inspector: decode instance {engine.host}:{engine.port} fits again: it fetches the KV cache that "
+            "prefillers offer"
+        )
     ]
     gateway.expects_pinned, gateway.expects_inexact_pins = 3, True  # it was not known at once that it began to fetch
 
