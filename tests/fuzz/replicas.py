@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from proxy.fleet.replicas.gateway_state import added, decode, decode_news, encode, encode_news
+from proxy.fleet.replicas.state import added, decode, decode_news, encode, encode_news
 from tests.fuzz.cutting import spelled, words
 
 WORDS: Final = words(

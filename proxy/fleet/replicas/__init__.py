@@ -1,17 +1,13 @@
-"""Several gateways in front of the same engines, which tell each other their loads through Redis or Valkey.
+"""Several gateways in front of the same engines, which share their loads through Redis or Valkey.
 
-gateway_state.py  what a gateway reports, as bytes
-local_state.py    what this gateway has to report
-peers.py          the reports of the others, for as long as they count
-peer_rows.py      the same in rows of shared memory, where picks look
-store.py          the only place that knows the store
-exchange.py       the loops of one worker
+state      reports of a gateway: read from and written to the workers' shared memory
+peers      the reports of other gateways, for as long as they count
+store      access to Redis or Valkey
+exchange   the loops of the worker that exchanges
 """
 
 from proxy.fleet.replicas.exchange import ExchangeParts, StateExchange
-from proxy.fleet.replicas.local_state import LocalState
-from proxy.fleet.replicas.peer_rows import PeerRows, SharedRows
-from proxy.fleet.replicas.port import StoreFailed
-from proxy.fleet.replicas.store import Store
+from proxy.fleet.replicas.state import LocalState, PeerRows, SharedRows
+from proxy.fleet.replicas.store import Store, StoreFailed
 
 __all__ = ["ExchangeParts", "LocalState", "PeerRows", "SharedRows", "StateExchange", "Store", "StoreFailed"]

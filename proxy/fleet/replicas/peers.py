@@ -1,7 +1,7 @@
-"""What the other gateways of a group have told, for as long as it counts.
+"""The reports of the other gateways of a group, for as long as they count.
 
-The clocks of hosts are not compared: a message is as old as it is here since it was another than before. So the same
-rule holds for a gateway that died, one that cannot reach the store, and a store that is gone.
+Clocks of different hosts are not compared. The age of a report is the time since it arrived here and differed from the
+one before. So one rule covers a dead gateway, a gateway that cannot reach the store, and an unreachable store.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.shared.memory import NO_HEAD, first_head, shift_head
-from proxy.fleet.replicas.gateway_state import Charge, News, Used, added, decode
+from proxy.fleet.replicas.state import Charge, News, Used, added, decode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Set
 
 _FORGET_AFTER_TTLS: Final = 60
-_NOTHING: Final = (0, 0, 0)
+_NO_CHARGE: Final = (0, 0, 0)
 
 
 @dataclass(slots=True)
 class _Peer:
     message: bytes
-    heard_at: float
+    received_at: float
     turn: int | None = None
-    """None: it cannot be understood."""
+    """None: the message cannot be read."""
     instances: dict[str, Charge] = field(default_factory=dict)
     keys: dict[str, Used] = field(default_factory=dict)
     verdicts: dict[str, int] = field(default_factory=dict)
@@ -32,16 +32,21 @@ class _Peer:
 
 
 class Peers:
-    """Of one gateway. All times are monotonic seconds."""
+    """The other gateways of the group. All times are monotonic seconds."""
 
     def __init__(self, me: str, ttl_seconds: float) -> None:
-        """`me`: the name under which this gateway finds its own messages."""
+        """Start without peers.
+
+        Args:
+            me: Name of this gateway, whose own messages are skipped.
+            ttl_seconds: Time for which a report counts.
+        """
         self._me = me
         self._ttl_seconds = ttl_seconds
         self._peers: dict[str, _Peer] = {}
 
-    def hear(self, messages: Mapping[str, bytes], now: float) -> None:
-        """All that is in the store now, by the gateways' names."""
+    def take_messages(self, messages: Mapping[str, bytes], now: float) -> None:
+        """Take all messages in the store, by name of the gateway. Gateways without a message are forgotten."""
         before, self._peers = self._peers, {}
         for name, message in messages.items():
             if name == self._me:
@@ -49,48 +54,49 @@ class Peers:
             peer = self._peers[name] = before.get(name) or _Peer(b"", now)
             if peer.message == message:
                 continue
-            peer.message, peer.heard_at = message, now
-            told = decode(message)
-            if told is None:
+            peer.message, peer.received_at = message, now
+            state = decode(message)
+            if state is None:
                 peer.turn = None
-            elif peer.turn is None or told.turn > peer.turn:  # otherwise it was written before the last news
-                peer.turn, peer.keys = told.turn, told.keys
-                peer.instances, peer.verdicts = dict(told.instances), dict(told.verdicts)
-                peer.front = shift_head(told.front, now - told.turn / 1e9)
+            elif peer.turn is None or state.turn > peer.turn:  # otherwise it is older than the last news
+                peer.turn, peer.keys = state.turn, state.keys
+                peer.instances, peer.verdicts = dict(state.instances), dict(state.verdicts)
+                peer.front = shift_head(state.front, now - state.turn / 1e9)
 
-    def hear_news(self, news: News, now: float) -> bool:
-        """Whether they count: they come from another gateway, whose message is known, and after all that it has told
-        so far.
+    def take_news(self, news: News, now: float) -> bool:
+        """Take news, and return whether they count.
+
+        They count if they come from another known gateway, and are newer than all its reports.
         """
         peer = self._peers.get(news.me)
         if peer is None or peer.turn is None or news.turn <= peer.turn:
             return False
-        peer.turn, peer.heard_at = news.turn, now
+        peer.turn, peer.received_at = news.turn, now
         peer.instances.update(news.instances)
         peer.verdicts.update(news.verdicts)
         if news.front is not None:
             peer.front = shift_head(news.front, now - news.now)
         return True
 
-    def telling(self, now: float) -> int:
-        """How many gateways there are that can be understood and have told something that counts now."""
+    def count(self, now: float) -> int:
+        """Return the number of gateways whose reports can be read and count now."""
         return len(self._counting(now))
 
     def charges(self, now: float) -> Mapping[str, Charge]:
-        """What they have under way together, by instance."""
+        """Return the summed load by instance."""
         return added(peer.instances for peer in self._counting(now))
 
     def charges_on(self, instances: Iterable[str], now: float) -> Mapping[str, Charge]:
-        """The same of some instances."""
+        """Return the summed load of some instances."""
         peers = self._counting(now)
-        return added({name: peer.instances.get(name, _NOTHING) for name in instances} for peer in peers)
+        return added({name: peer.instances.get(name, _NO_CHARGE) for name in instances} for peer in peers)
 
     def used(self, now: float) -> Mapping[str, Used]:
-        """What they have let in together, by client key."""
+        """Return the summed use by client key."""
         return added(peer.keys for peer in self._counting(now))
 
     def verdicts(self, now: float) -> Set[tuple[str, str, int]]:
-        """Which instances they have found of no use: the instance, the gateway, and the number of its verdict."""
+        """Return the unhealthy instances: each with the gateway that found it, and the number of the verdict."""
         return {
             (instance, name, number)
             for name, peer in self._peers.items()
@@ -100,16 +106,16 @@ class Peers:
         }
 
     def front(self, now: float) -> int:
-        """Where the next one in their queues stands, by this gateway's clock; NO_HEAD: none waits."""
+        """Return the place of the first request in their queues by this gateway's clock; NO_HEAD: none is queued."""
         return first_head(peer.front for peer in self._counting(now))
 
-    def lost(self, now: float) -> list[str]:
-        """The names of those that were silent for so long that what they left in the store can be deleted."""
+    def silent_names(self, now: float) -> list[str]:
+        """Return the names of gateways that are silent for so long that their messages can be deleted."""
         after = _FORGET_AFTER_TTLS * self._ttl_seconds
-        return [name for name, peer in self._peers.items() if now - peer.heard_at > after]
+        return [name for name, peer in self._peers.items() if now - peer.received_at > after]
 
     def _counting(self, now: float) -> list[_Peer]:
         return [peer for peer in self._peers.values() if self._counts(peer, now)]
 
     def _counts(self, peer: _Peer, now: float) -> bool:
-        return peer.turn is not None and now - peer.heard_at < self._ttl_seconds
+        return peer.turn is not None and now - peer.received_at < self._ttl_seconds

@@ -1,8 +1,8 @@
-"""What the gateways of a group tell each other, by Redis or Valkey: one hash for each group, with a field for each
-gateway, and a channel of the same name for what is new.
+"""The store between the gateways of a group: Redis or Valkey.
 
-An exchange is one round trip of four commands that every version has (HSET, PEXPIRE, HDEL, HGETALL). The hash expires
-by itself when no gateway is left. What is published (PUBLISH, SUBSCRIBE) is kept nowhere.
+Each group has one hash, with a field per gateway, and a channel of the same name for news. An exchange is one round
+trip of four commands that every version knows (HSET, PEXPIRE, HDEL, HGETALL). The hash expires when no gateway is
+left. News are published and not stored (PUBLISH, SUBSCRIBE).
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 import asyncio
 import socket
 from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
-
-from proxy.fleet.replicas.port import StoreFailed, StoreRefused
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
@@ -26,40 +24,67 @@ if TYPE_CHECKING:
     from proxy.settings import Settings
 
 _KEY: Final = "pdproxy:replicas:{}"
-_MOST_SECONDS: Final = 1.0
+_MAX_TIMEOUT_SECONDS: Final = 1.0
 _EXPIRES_AFTER_SECONDS: Final = 300.0
-# Who only listens finds out that the other side is gone by asking the kernel to look.
+# A connection that only receives notices a dead peer by keepalive probes of the kernel.
 _KEEPALIVE: Final = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
 
 
+class StoreFailed(Exception):
+    """The store could not be reached, took too long, or refused a command."""
+
+
+class StoreRefused(StoreFailed):
+    """The store refused a command."""
+
+
+class StorePort(Protocol):
+    """One gateway's access to a store. All methods raise StoreFailed."""
+
+    async def exchange(self, message: bytes, lost: Collection[str] = ()) -> dict[str, bytes]:
+        """Store a message and return all messages by name of the gateway. `lost`: names of messages to delete."""
+
+    async def publish(self, news: bytes) -> None:
+        """Send news to the gateways that listen now."""
+
+    async def listen(self, on_news: Callable[[bytes], None]) -> None:
+        """Call `on_news` with the news of other gateways until the connection is lost. Passes on its exceptions."""
+
+    async def leave(self) -> None:
+        """Delete this gateway's message."""
+
+
 class Store:
-    """One connection for exchanges, one for telling and one for listening, each made when it is needed and again when
-    it was lost. A StorePort. `async with` it.
+    """A StorePort for Redis or Valkey, inside `async with`.
+
+    It has one connection each for exchanges, publishing and listening. Each is opened when needed, and reopened after a
+    loss.
     """
 
     def __init__(self, settings: Settings, me: str) -> None:
-        """`me`: the name of this gateway's field."""
+        """Create the client. `me`: name of this gateway's field."""
         replicas = settings.replicas
         assert replicas.url is not None
         password = replicas.password.get_secret_value() if replicas.password else None
         self._key = _KEY.format(replicas.group)
         self._me = me
         self._sender = f"{me} ".encode()
-        # What hangs must not keep what has been told for longer than that counts.
-        self._within_seconds = min(_MOST_SECONDS, replicas.ttl_seconds / 2)
+        # A hanging store must not delay messages for longer than they count.
+        self._timeout_seconds = min(_MAX_TIMEOUT_SECONDS, replicas.ttl_seconds / 2)
         self._expires_ms = round(1000 * max(_EXPIRES_AFTER_SECONDS, 2 * replicas.ttl_seconds))
-        watching: dict[str, Any] = {"socket_keepalive": True, "socket_keepalive_options": _KEEPALIVE}
-        # Who calls repeats by itself, and the next message replaces the one that was lost.
+        tcp_options: dict[str, Any] = {"socket_keepalive": True, "socket_keepalive_options": _KEEPALIVE}
+        # The client does not retry: callers do, and the next message replaces a lost one.
         self._client = redis.Redis.from_url(
             replicas.url,
             password=password,
             retry=Retry(NoBackoff(), 0),
-            # Ours is around all. Theirs is `wait_for`, which in Python 3.11 may lose a cancellation.
+            # `_answering` limits all commands. The client would use `wait_for`, which in Python 3.11 may lose a
+            # cancellation.
             socket_connect_timeout=None,
             socket_timeout=None,
             max_connections=3,
             protocol=2,  # RESP3 begins with HELLO, which servers before Redis 6 do not know
-            **({} if replicas.url.startswith("unix:") else watching),
+            **({} if replicas.url.startswith("unix:") else tcp_options),
         )
 
     async def __aenter__(self) -> Self:
@@ -69,10 +94,10 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            async with asyncio.timeout(self._within_seconds):
+            async with asyncio.timeout(self._timeout_seconds):
                 await self._client.aclose()
         except (RedisError, OSError):
-            pass  # it is not there any more, as this gateway will not be
+            pass  # the store is gone, and this gateway will be
 
     async def exchange(self, message: bytes, lost: Collection[str] = ()) -> dict[str, bytes]:
         """See StorePort."""
@@ -84,19 +109,19 @@ class Store:
         pipeline.hgetall(self._key)
         async with self._answering():
             *_, found = await pipeline.execute()
-        return {name.decode(errors="replace"): told for name, told in found.items()}
+        return {name.decode(errors="replace"): text for name, text in found.items()}
 
-    async def tell(self, news: bytes) -> None:
+    async def publish(self, news: bytes) -> None:
         """See StorePort."""
         async with self._answering():
             await self._client.publish(self._key, self._sender + news)
 
-    async def listen(self, hear: Callable[[bytes], None]) -> None:
+    async def listen(self, on_news: Callable[[bytes], None]) -> None:
         """See StorePort."""
         async with aclosing(self._published()) as published:
             async for message in published:
                 if not message.startswith(self._sender):
-                    hear(message.partition(b" ")[2])  # what it raises is no failure of the store
+                    on_news(message.partition(b" ")[2])  # its exceptions are no failures of the store
 
     async def leave(self) -> None:
         """See StorePort."""
@@ -104,7 +129,7 @@ class Store:
             await self._client.hdel(self._key, self._me)
 
     async def _published(self) -> AsyncGenerator[bytes, None]:
-        """Whatever any gateway of the group publishes. Raises StoreFailed, and ends by nothing else."""
+        """Yield the news of all gateways of the group. Ends only by raising StoreFailed."""
         async with self._failing(), self._client.pubsub(ignore_subscribe_messages=True) as listener:
             async with self._answering():
                 await listener.subscribe(self._key)
@@ -117,10 +142,10 @@ class Store:
     async def _answering(self) -> AsyncIterator[None]:
         async with self._failing():
             try:
-                async with asyncio.timeout(self._within_seconds):
+                async with asyncio.timeout(self._timeout_seconds):
                     yield
             except TimeoutError:
-                raise StoreFailed(f"no answer within {self._within_seconds:g} s") from None
+                raise StoreFailed(f"no answer within {self._timeout_seconds:g} s") from None
 
     @asynccontextmanager
     async def _failing(self) -> AsyncIterator[None]:
@@ -128,5 +153,5 @@ class Store:
             yield
         except ResponseError as error:
             raise StoreRefused(str(error)) from None
-        except (RedisError, OSError, ValueError) as error:  # the last one: what answers does not speak the protocol
+        except (RedisError, OSError, ValueError) as error:  # ValueError: the server does not speak the protocol
             raise StoreFailed(str(error) or type(error).__name__) from None

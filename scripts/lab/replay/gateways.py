@@ -21,8 +21,7 @@ from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Role
 from proxy.fleet.kv_events.blocks import Blocks
 from proxy.fleet.replicas.exchange import ExchangeParts, StateExchange
-from proxy.fleet.replicas.local_state import LocalState
-from proxy.fleet.replicas.peer_rows import PeerRows, SharedRows
+from proxy.fleet.replicas.state import LocalState, PeerRows, SharedRows
 from proxy.gateway.admission import AdmissionParts, AdmissionQueue
 from proxy.gateway.api_keys import KeyUsage
 from proxy.observe.metrics import Metrics
@@ -100,7 +99,7 @@ class NamedStore:
         await asyncio.sleep(self.store.seconds)
         return found
 
-    async def tell(self, news: bytes) -> None:
+    async def publish(self, news: bytes) -> None:
         loop = asyncio.get_running_loop()
         for listener in self.store.listeners:
             loop.call_later(2 * self.store.seconds, listener, news)

@@ -22,8 +22,8 @@ from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Load, Role
 from proxy.common.errors import LimitExceeded
 from proxy.fleet.replicas import ExchangeParts, LocalState, PeerRows, SharedRows, StateExchange, Store
-from proxy.fleet.replicas.gateway_state import GatewayState, Used, decode, encode
-from proxy.fleet.replicas.port import StoreRefused
+from proxy.fleet.replicas.state import GatewayState, Used, decode, encode
+from proxy.fleet.replicas.store import StoreRefused
 from proxy.gateway.api_keys import ApiKey, ApiKeys, KeyUsage, minute_of
 from proxy.observe.metrics import Metrics
 from proxy.process.shared import Listeners, share
@@ -166,7 +166,7 @@ async def test_a_mistake_of_whoever_hears_is_no_failure_of_the_store(store_port:
     async with Store(settings, "one") as one, Store(settings, "two") as two:
         listening = asyncio.create_task(two.listen(hear))
         while not listening.done():  # what was told before it listened is lost
-            await one.tell(b"7")
+            await one.publish(b"7")
             await asyncio.sleep(0.001)
         with pytest.raises(ValueError, match="not a number"):
             await listening
@@ -176,10 +176,10 @@ async def test_a_mistake_of_whoever_hears_is_no_failure_of_the_store(store_port:
 class WithoutChannel(Store):
     """Whose user may use the hash alone."""
 
-    async def tell(self, news: bytes) -> None:
+    async def publish(self, news: bytes) -> None:
         raise StoreRefused("NOPERM")
 
-    async def listen(self, hear: Callable[[bytes], None]) -> None:
+    async def listen(self, on_news: Callable[[bytes], None]) -> None:
         raise StoreRefused("NOPERM")
 
 
@@ -196,7 +196,7 @@ async def test_where_the_channel_is_not_allowed_exchanges_go_on_and_one_line_say
             one.scoreboard.row(0).add(0, running=1)
             await until(lambda running=running: two.running(_A) == running, "the load of the other")
     lines = [record.message for record in caplog.records]
-    assert lines == ["replicas: the store lets nobody listen, so changes are known later: NOPERM"] * 2
+    assert lines == ["replicas: the store refuses subscriptions: changes arrive later: NOPERM"] * 2
 
 
 async def test_without_news_exchanges_tell_as_much(store_port: int) -> None:
@@ -245,7 +245,7 @@ async def test_a_store_that_is_gone_costs_the_others_loads_and_one_line_each_way
     caplog.set_level(logging.INFO)
 
     def lines() -> list[str]:
-        return [record.message.partition(",")[0] for record in caplog.records if "replicas" in record.message]
+        return [record.message.split(": ")[1] for record in caplog.records if "replicas" in record.message]
 
     def exchanges(gateway: Gateway, result: str) -> float:
         return gateway.metrics.replicas_exchanges_total.labels(result)._value.get()
@@ -262,10 +262,10 @@ async def test_a_store_that_is_gone_costs_the_others_loads_and_one_line_each_way
             await until(lambda: len(lines()) == 2, "the lines of both")
             failed = exchanges(one, "failed")
             await until(lambda: exchanges(one, "failed") >= failed + 2, "some more attempts")
-            assert lines() == ["replicas: the store does not answer"] * 2
+            assert lines() == ["the store does not answer"] * 2
             with serving(port):
                 await until(lambda: one.running(_A) == 1 and two.peers == 1, "the load once more")
-                assert sorted(lines()[2:]) == ["replicas: the store answers again"] * 2
+                assert sorted(lines()[2:]) == ["the store answers again"] * 2
 
 
 async def test_picks_go_around_what_another_gateway_has(store_port: int, deploy: Deploy) -> None:

@@ -22,9 +22,7 @@ from proxy.balancer.shared.journal import Journal
 from proxy.balancer.shared.memory import QueueHeads
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Load, Role
-from proxy.fleet.replicas.gateway_state import News, decode_news, encode_news
-from proxy.fleet.replicas.local_state import LocalState
-from proxy.fleet.replicas.peer_rows import PeerRows, SharedRows
+from proxy.fleet.replicas.state import LocalState, News, PeerRows, SharedRows, decode_news, encode_news
 from proxy.gateway.api_keys import KeyUsage
 from tests.clock import Clock
 
@@ -147,7 +145,7 @@ def test_who_is_next_here_is_told_when_it_is_another(pair: tuple[Gateway, Gatewa
     assert [news and news.front for news in (one.news(), one.news())] == [50, None]
     one.queue_heads.put(0, 0)
     assert [news and news.front for news in (one.news(), one.news())] == [70, None]
-    assert one.own.told(1.0).front == 70
+    assert one.own.state(1.0).front == 70
 
 
 def test_names_of_prefixes_take_no_more_than_so_many_bytes_a_second(pair: tuple[Gateway, Gateway]) -> None:

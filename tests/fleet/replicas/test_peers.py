@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from proxy.balancer.shared.memory import AGEING, NO_HEAD, encode_head
-from proxy.fleet.replicas.gateway_state import GatewayState, News, decode, decode_news, encode
 from proxy.fleet.replicas.peers import Peers
+from proxy.fleet.replicas.state import GatewayState, News, decode, decode_news, encode
 
 
 def _message(turn: int, **instances: tuple[int, int, int]) -> bytes:
@@ -20,9 +20,9 @@ def test_what_others_have_adds_up_and_ones_own_is_left_out() -> None:
         "one": _message(7, a=(1, 2, 3)),
         "two": _message(3, a=(1, 1, 1), b=(0, 0, 5)),
     }
-    peers.hear(messages, 100.0)
+    peers.take_messages(messages, 100.0)
     assert peers.charges(100.5) == {"a": (2, 3, 4), "b": (0, 0, 5)}
-    assert peers.telling(100.5) == 2
+    assert peers.count(100.5) == 2
 
 
 @pytest.mark.parametrize("message", [b"", b"no JSON", b"[]", b'{"turn": ' + b"[" * 200_000, b'{"x": ' + b"[" * 200_000])
@@ -37,28 +37,28 @@ def test_news_that_cannot_be_decoded_are_ignored(message: bytes) -> None:
 
 def test_a_message_counts_until_it_has_been_the_same_for_the_time_to_live() -> None:
     peers = Peers("me", ttl_seconds=1.0)
-    peers.hear({"one": _message(1, a=(1, 0, 0))}, 100.0)
-    peers.hear({"one": _message(1, a=(1, 0, 0))}, 100.9)
+    peers.take_messages({"one": _message(1, a=(1, 0, 0))}, 100.0)
+    peers.take_messages({"one": _message(1, a=(1, 0, 0))}, 100.9)
     assert peers.charges(100.99) == {"a": (1, 0, 0)}
     assert peers.charges(101.0) == {}
-    peers.hear({"one": _message(2, a=(1, 0, 0))}, 101.5)
+    peers.take_messages({"one": _message(2, a=(1, 0, 0))}, 101.5)
     assert peers.charges(102.4) == {"a": (1, 0, 0)}
 
 
 def test_news_count_from_gateways_that_are_known_and_not_before_what_they_have_told_since() -> None:
     peers = Peers("me", ttl_seconds=1.0)
-    assert not peers.hear_news(News("one", 1, {"a": (1, 0, 0)}), 100.0)
-    peers.hear({"one": _message(5, a=(2, 0, 0), b=(1, 1, 1)), "me": _message(1)}, 100.0)
-    assert not peers.hear_news(News("one", 5, {"a": (1, 0, 0)}), 100.1)
-    assert not peers.hear_news(News("me", 9, {"a": (1, 0, 0)}), 100.1)
-    assert peers.hear_news(News("one", 7, {"a": (3, 0, 0)}), 100.9)
+    assert not peers.take_news(News("one", 1, {"a": (1, 0, 0)}), 100.0)
+    peers.take_messages({"one": _message(5, a=(2, 0, 0), b=(1, 1, 1)), "me": _message(1)}, 100.0)
+    assert not peers.take_news(News("one", 5, {"a": (1, 0, 0)}), 100.1)
+    assert not peers.take_news(News("me", 9, {"a": (1, 0, 0)}), 100.1)
+    assert peers.take_news(News("one", 7, {"a": (3, 0, 0)}), 100.9)
     assert peers.charges(100.9) == {"a": (3, 0, 0), "b": (1, 1, 1)}
     assert peers.charges_on(["a", "c"], 100.9) == {"a": (3, 0, 0), "c": (0, 0, 0)}
-    peers.hear({"one": _message(6, a=(2, 0, 0))}, 101.0)  # written before the news
+    peers.take_messages({"one": _message(6, a=(2, 0, 0))}, 101.0)  # written before the news
     assert peers.charges(101.9) == {"a": (3, 0, 0), "b": (1, 1, 1)}
-    peers.hear({"one": _message(8, b=(1, 1, 1))}, 101.5)
+    peers.take_messages({"one": _message(8, b=(1, 1, 1))}, 101.5)
     assert peers.charges(102.4) == {"b": (1, 1, 1)}
-    assert peers.hear_news(News("one", 9, {"b": (0, 0, 0)}), 102.4)
+    assert peers.take_news(News("one", 9, {"b": (0, 0, 0)}), 102.4)
     assert peers.charges_on(["b"], 103.4) == {}
 
 
@@ -66,27 +66,27 @@ def test_who_waits_longest_at_another_gateway_is_known_by_this_clock() -> None:
     peers = Peers("me", ttl_seconds=1.0)
     ours, theirs = 100.0, 7.0
     told = GatewayState(round(theirs * 1e9), front=encode_head(0, AGEING * 5.0))  # for two seconds
-    peers.hear({"one": encode(told), "two": encode(GatewayState(1))}, ours)
+    peers.take_messages({"one": encode(told), "two": encode(GatewayState(1))}, ours)
     assert peers.front(ours) == encode_head(0, AGEING * (ours - 2.0))
-    assert peers.hear_news(News("one", told.turn + 500_000_000, front=NO_HEAD), ours + 0.5)
+    assert peers.take_news(News("one", told.turn + 500_000_000, front=NO_HEAD), ours + 0.5)
     assert peers.front(ours + 0.5) == NO_HEAD
-    assert peers.hear_news(News("one", told.turn + 600_000_000, front=told.front), ours + 0.6)
-    assert peers.hear_news(News("one", told.turn + 700_000_000), ours + 0.7)  # where it was
+    assert peers.take_news(News("one", told.turn + 600_000_000, front=told.front), ours + 0.6)
+    assert peers.take_news(News("one", told.turn + 700_000_000), ours + 0.7)  # where it was
     assert peers.front(ours + 0.7) == encode_head(0, AGEING * (ours - 2.0))
     assert peers.front(ours + 9.0) == NO_HEAD
 
 
 def test_who_has_left_counts_no_more_at_once() -> None:
     peers = Peers("me", ttl_seconds=1.0)
-    peers.hear({"one": _message(1, a=(1, 0, 0))}, 100.0)
-    peers.hear({}, 100.1)
+    peers.take_messages({"one": _message(1, a=(1, 0, 0))}, 100.0)
+    peers.take_messages({}, 100.1)
     assert peers.charges(100.1) == {}
 
 
 def test_what_was_left_in_the_store_is_deleted_in_the_end() -> None:
     peers = Peers("me", ttl_seconds=1.0)
-    peers.hear({"one": _message(1)}, 100.0)
-    assert (peers.lost(160.0), peers.lost(160.1)) == ([], ["one"])
+    peers.take_messages({"one": _message(1)}, 100.0)
+    assert (peers.silent_names(160.0), peers.silent_names(160.1)) == ([], ["one"])
 
 
 def test_what_is_not_understood_is_no_load() -> None:
@@ -99,8 +99,8 @@ def test_what_is_not_understood_is_no_load() -> None:
         b'{"turn":1,"instances":{"a":[1,2]}}',
     ):
         assert decode(message) is None
-        peers.hear({"one": message}, 100.0)
-        assert (peers.charges(100.0), peers.telling(100.0)) == ({}, 0)
+        peers.take_messages({"one": message}, 100.0)
+        assert (peers.charges(100.0), peers.count(100.0)) == ({}, 0)
 
 
 def test_what_a_later_version_tells_besides_is_ignored() -> None:

@@ -12,8 +12,8 @@ from proxy.balancer.backend_health import HealthState
 from proxy.balancer.health import HealthBoard
 from proxy.common.backend import Backend, Role
 from proxy.fleet.replicas import Store
-from proxy.fleet.replicas.gateway_state import GatewayState, News, decode, decode_news, encode, encode_news
 from proxy.fleet.replicas.peers import Peers
+from proxy.fleet.replicas.state import GatewayState, News, decode, decode_news, encode, encode_news
 from proxy.settings import Settings
 from proxy.wire.openai import Api
 from tests.asking import request, until
@@ -167,12 +167,12 @@ async def test_a_verdict_of_others_on_all_instances_leaves_those_that_are_needed
 
 def test_verdicts_of_gateways_count_as_long_as_what_they_tell() -> None:
     peers = Peers("me", ttl_seconds=1.0)
-    peers.hear(
+    peers.take_messages(
         {"one": encode(GatewayState(1, verdicts={"a": 7})), "two": encode(GatewayState(1, verdicts={"a": 3, "b": 4}))},
         100.0,
     )
     assert peers.verdicts(100.9) == {("a", "one", 7), ("a", "two", 3), ("b", "two", 4)}
-    assert peers.hear_news(News("two", 2, verdicts={"a": 0, "c": 5}), 100.9)
+    assert peers.take_news(News("two", 2, verdicts={"a": 0, "c": 5}), 100.9)
     assert peers.verdicts(101.5) == {("b", "two", 4), ("c", "two", 5)}
     assert peers.verdicts(102.0) == set()
 

@@ -1,0 +1,320 @@
+"""What gateways report to each other: their state as JSON, and its changes as MessagePack.
+
+LocalState reads this gateway's state from the shared memory of its workers. PeerRows writes the state of all other
+gateways to the same memory, where the workers' choices include it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import add
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
+
+import msgspec
+
+from proxy.balancer.policies.prefill_records import (
+    InvalidRecord,
+    RecordKind,
+    kind_and_slot,
+    packed,
+    translated,
+    unpacked,
+    without_keys,
+)
+from proxy.balancer.shared.memory import NO_HEAD
+from proxy.common.backend import Role
+from proxy.gateway.api_keys import minute_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+
+    from proxy.balancer.health import HealthBoard
+    from proxy.balancer.roster import Roster
+    from proxy.balancer.shared.journal import JournalWriter
+    from proxy.balancer.shared.memory import QueueHeads
+    from proxy.balancer.shared.scoreboard import Scoreboard
+    from proxy.common.backend import Backend
+    from proxy.gateway.api_keys import KeyUsage
+
+# The sum over some hundred gateways still fits into a cell of the scoreboard.
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+# The range of a cell of the health board.
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+Charge = tuple[_Count, _Count, _Count]
+"""Load of one instance: requests, tokens of compute, and tokens of KV cache including pinned ones."""
+
+Used = tuple[_Count, _Count]
+"""Use of one client key: requests in flight, and requests in the minute before the report."""
+
+_Counts = TypeVar("_Counts", Charge, Used)
+
+# Limits for the prefix keys of prompts in news.
+_KEY_BYTES_PER_SECOND: Final = 256 * 1024
+_MAX_KEY_BYTES: Final = 64 * 1024
+
+
+class GatewayState(msgspec.Struct, frozen=True):
+    """The load and the verdicts of one gateway. Unknown members, of other versions, are ignored."""
+
+    turn: int
+    """Time of the report in nanoseconds of the sender's clock. It grows with each report, so that a report can be
+    distinguished from an old one that is still in the store."""
+    instances: dict[str, Charge] = {}
+    """Load by Backend.key, without idle instances."""
+    keys: dict[str, Used] = {}
+    """Use by name of the client key, without unused keys. Empty if limits hold for each gateway separately."""
+    front: int = 0
+    """Place of the first request in its queues, see `encode_head`, by the clock of `turn`."""
+    verdicts: dict[str, _Number] = {}
+    """Instances that this gateway has found unhealthy itself, by Backend.key. Each verdict has a new number."""
+
+
+class News(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Changes since the last news of a gateway.
+
+    News may be lost: the next GatewayState has the same facts, except for prompts.
+    """
+
+    me: str
+    """Name of the sender."""
+    turn: int
+    """Time in nanoseconds of the sender's clock, comparable to that of GatewayState."""
+    instances: dict[str, Charge] = {}
+    """Changed loads by Backend.key, which may be zero."""
+    front: int | None = None
+    """As in GatewayState; None: unchanged."""
+    verdicts: dict[str, _Number] = {}
+    """Changed verdicts as in GatewayState; 0: withdrawn."""
+    prompts: dict[str, list[bytes]] = {}
+    """Records of prompts by the prefiller's Backend.key; see balancer/policies/prefill_records.py."""
+
+    @property
+    def now(self) -> float:
+        """The time of the news in seconds of the sender's clock."""
+        return self.turn / 1e9
+
+
+encode: Final = msgspec.json.Encoder().encode
+encode_news: Final = msgspec.msgpack.Encoder().encode
+_decode_state: Final = msgspec.json.Decoder(GatewayState).decode
+_decode_news: Final = msgspec.msgpack.Decoder(News).decode
+
+
+def decode(message: bytes) -> GatewayState | None:
+    """Return the state in a message, or None if this version cannot read it."""
+    try:
+        return _decode_state(message)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def decode_news(message: bytes) -> News | None:
+    """Return the news in a message, or None if this version cannot read them."""
+    try:
+        return _decode_news(message)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def added(tables: Iterable[Mapping[str, _Counts]]) -> dict[str, _Counts]:
+    """Return the sums of counts by name."""
+    total: dict[str, _Counts] = {}
+    for table in tables:
+        for name, counts in table.items():
+            before = total.get(name)
+            total[name] = counts if before is None else tuple(map(add, before, counts))
+    return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SharedRows:
+    """Shared memory of one gateway's workers, which has guest rows for other gateways."""
+
+    scoreboard: Scoreboard
+    key_usage: KeyUsage
+    board: HealthBoard
+    queue_heads: QueueHeads
+    journal: JournalWriter
+    """The writer for records of other gateways. It reads the records of all workers."""
+
+
+class LocalState:
+    """The state of this gateway, over all its workers. Times are seconds of the journal's clock."""
+
+    def __init__(self, me: str, roster: Roster, key_slots: Callable[[], Mapping[str, int]], rows: SharedRows) -> None:
+        """Keep the sources of the state.
+
+        Args:
+            me: Name of this gateway among the others.
+            roster: The instances.
+            key_slots: Returns the slots of the client keys whose use is reported, by name.
+            rows: Shared memory of the workers.
+        """
+        self._me = me
+        self._scoreboard = rows.scoreboard
+        self._roster = roster
+        self._board = rows.board
+        self._queue_heads = rows.queue_heads
+        self._journal = rows.journal
+        self._key_usage = rows.key_usage
+        self._key_slots = key_slots
+        # As of the last news.
+        self._reported_head = NO_HEAD
+        self._reported_cells = b""
+        self._reported_verdicts: dict[str, int] = {}
+        self._judged_cells = b""
+        """Cells of the health board when `_verdicts` was made."""
+        self._verdicts: dict[str, int] = {}
+        self._key_bytes_left, self._key_bytes_at = float(_MAX_KEY_BYTES), 0.0
+
+    def members(self) -> Iterator[Backend]:
+        """Return all instances."""
+        return (member.backend for role in Role for member in self._roster.members(role))
+
+    def state(self, now: float) -> GatewayState:
+        """Return the whole state."""
+        instances = {backend.key: charge for backend in self.members() if any(charge := self._charge(backend))}
+        usage = self._key_usage
+        used = {name: usage.own(slot, now) for name, slot in self._key_slots().items()}
+        used = {name: counts for name, counts in used.items() if any(counts)}
+        return GatewayState(
+            _nanoseconds(now), instances, used, self._queue_heads.first_of_workers(), self._current_verdicts(now)
+        )
+
+    def news(self, now: float) -> News | None:
+        """Return the changes since the last call, or None if there are none."""
+        instances: dict[str, Charge] = {}
+        before, self._reported_cells = self._reported_cells, self._scoreboard.own_cells()
+        if before != self._reported_cells:
+            members = {backend.slot: backend for backend in self.members()}
+            changed = self._scoreboard.changed_slots(members, before, self._reported_cells)
+            instances = {members[slot].key: self._charge(members[slot]) for slot in changed}
+        verdicts = self._current_verdicts(now)
+        reported, self._reported_verdicts = self._reported_verdicts, verdicts
+        verdicts = dict.fromkeys(reported, 0) | verdicts if reported != verdicts else {}
+        prompts = self._prompts(now) if self._journal.has_new_records else {}
+        reported_head, self._reported_head = self._reported_head, self._queue_heads.first_of_workers()
+        front = None if reported_head == self._reported_head else self._reported_head
+        if not instances and front is None and not verdicts and not prompts:
+            return None
+        return News(self._me, _nanoseconds(now), instances, front, verdicts, prompts)
+
+    def _charge(self, backend: Backend) -> Charge:
+        board = self._scoreboard
+        running, load = board.own(backend.slot)
+        pinned = board.pinned(backend.slot).tokens
+        return max(0, running), max(0, load.compute), max(0, load.kv + pinned)
+
+    def _current_verdicts(self, now: float) -> dict[str, int]:
+        """Return the instances that workers have found unhealthy. A verdict keeps its number while it holds."""
+        before, self._judged_cells = self._judged_cells, self._board.own_cells()
+        if before != self._judged_cells:
+            unhealthy = [backend.key for backend in self.members() if self._board.is_found_unhealthy(backend)]
+            self._verdicts = {key: self._verdicts.get(key) or _nanoseconds(now) for key in unhealthy}
+        return self._verdicts
+
+    def _prompts(self, now: float) -> dict[str, list[bytes]]:
+        """Return the new records of prompts, without prefix keys beyond the limit."""
+        keys = {backend.slot: backend.key for backend in self.members()}
+        earned = (now - self._key_bytes_at) * _KEY_BYTES_PER_SECOND
+        self._key_bytes_left = min(_MAX_KEY_BYTES, self._key_bytes_left + earned)
+        self._key_bytes_at = now
+        prompts: dict[str, list[bytes]] = {}
+        for data in self._journal.new_records():
+            kind, slot = kind_and_slot(data)
+            if slot not in keys or kind == RecordKind.COUNTED:
+                continue
+            record = unpacked(data)
+            if record.keys and len(data) > self._key_bytes_left:
+                data = packed(without_keys(record))
+            elif record.keys:
+                self._key_bytes_left -= len(data)
+            prompts.setdefault(keys[slot], []).append(data)
+        return prompts
+
+
+def _nanoseconds(now: float) -> int:
+    return round(now * 1e9)
+
+
+class PeerRows:
+    """Writes the state of all other gateways to shared memory. The only writer of the first guest rows."""
+
+    def __init__(self, rows: SharedRows) -> None:
+        self._scoreboard = rows.scoreboard
+        self._row = rows.scoreboard.row(rows.scoreboard.workers)
+        self._key_usage = rows.key_usage
+        self._key_row = rows.key_usage.row(rows.key_usage.workers)
+        self._board = rows.board
+        self._queue_heads = rows.queue_heads
+        self._journal = rows.journal
+        self._verdicts: Set[tuple[int, str, int]] = frozenset()
+        self._charged_slots: set[int] = set()
+        self._used_slots: set[int] = set()
+
+    def erase(self) -> None:
+        """Erase all state of other gateways."""
+        self._scoreboard.erase(self._scoreboard.workers)
+        self._key_usage.erase(self._key_usage.workers)
+        self._board.clear_peer_verdicts()
+        self._queue_heads.put_guests(NO_HEAD)
+        self._verdicts = frozenset()
+
+    def charge(self, charges: Mapping[int, Charge]) -> None:
+        """Replace the summed load of all other gateways, by slot of the instance. Other slots have no load."""
+        for slot in self._charged_slots - charges.keys():
+            self._row.charge(slot, 0, 0, 0)
+        self._charged_slots = set()
+        self.charge_some(charges)
+
+    def charge_some(self, charges: Mapping[int, Charge]) -> None:
+        """Replace the summed load of some instances, by slot."""
+        for slot, charge in charges.items():
+            self._row.charge(slot, *charge)
+        self._charged_slots |= charges.keys()
+
+    def put_front(self, front: int) -> None:
+        """Replace the place of the first request in the queues of other gateways."""
+        self._queue_heads.put_guests(front)
+
+    def use(self, used: Mapping[int, Used], now: float) -> None:
+        """Replace the summed use of client keys at other gateways.
+
+        Args:
+            used: By slot of the client key.
+            now: Seconds of the clock of the ApiKeys.
+        """
+        minute = minute_of(now)[0]
+        for slot in self._used_slots - used.keys():
+            self._key_row.charge(slot, 0, minute, 0)
+        for slot, (in_flight, count) in used.items():
+            self._key_row.charge(slot, in_flight, minute, count)
+        self._used_slots = set(used)
+
+    def note_verdicts(self, verdicts: Set[tuple[int, str, int]]) -> bool:
+        """Replace the verdicts of other gateways, and return whether one is new.
+
+        Each verdict: the slot of the unhealthy instance, the name of the gateway, and the verdict's number.
+        """
+        before, self._verdicts = self._verdicts, verdicts
+        for slot in {slot for slot, *_ in before} - {slot for slot, *_ in verdicts}:
+            self._board.clear_peer_verdict(slot)
+        new = {slot: number for slot, _, number in sorted(verdicts - before)}
+        for slot, number in new.items():
+            self._board.set_peer_verdict(slot, number)
+        return bool(new)
+
+    def note_prompts(self, prompts: Mapping[int, list[bytes]], seconds: float) -> None:
+        """Write the records of prompts that another gateway has sent to prefillers.
+
+        Args:
+            prompts: Records by slot of the prefiller.
+            seconds: This gateway's clock minus that of the sender.
+        """
+        for slot, records in prompts.items():
+            for data in records:
+                try:
+                    self._journal.write(packed(translated(unpacked(data), slot, seconds)))
+                except InvalidRecord:  # of another version
+                    continue
