@@ -120,7 +120,7 @@ class InstanceView:
 
 def membership_of(member: Member) -> str:
     """In one word."""
-    return "draining" if member.draining else "disabled" if member.is_disabled else "enabled"
+    return "draining" if member.is_draining else "disabled" if member.is_disabled else "enabled"
 
 
 def _described(

@@ -120,11 +120,10 @@ class InstancesApi:
 
     def _retold(self, role: Role, candidates: Mapping[str, Backend]) -> list[dict[str, object]]:
         """What changes of members when an administrator adds them once more, saying something else of them."""
-        members = {member.backend: member for member in self._roster.members(role) if not member.draining}
+        members = {member.backend: member for member in self._roster.members(role) if not member.is_draining}
         known = [(name, members[each], each) for name, each in candidates.items() if each in members]
         both = [
-            (name, _said(m.backend), _said(m.with_details_of(each, is_authority=False).backend))
-            for name, m, each in known
+            (name, _said(m.backend), _said(m.with_details(each, is_authority=False).backend)) for name, m, each in known
         ]
         return [{"instance": name, "was": was, "becomes": after} for name, was, after in both if was != after]
 
@@ -178,7 +177,7 @@ class InstancesApi:
         change = await read_change(request, self._pools.keys())
         if change.weight is None:
             raise BadRequest("weight is missing: a whole number from 1 to 100", param="weight")
-        weigh = partial(self._roster.weigh, weight=change.weight)
+        weigh = partial(self._roster.set_weight, weight=change.weight)
         return self._modify(request, change, f"given weight {change.weight}", {"weight": change.weight}, weigh)
 
     def _modify(
@@ -201,7 +200,7 @@ class InstancesApi:
 
     def _warnings(self, role: Role, taken: Sequence[Endpoint], remedy: str) -> list[str]:
         """What an administrator who is about to take these away should know."""
-        left = {member.backend for member in self._roster.members(role) if member.serves}
+        left = {member.backend for member in self._roster.members(role) if member.may_serve}
         left -= {_backend(role, endpoint) for endpoint in taken}
         if not taken or left:
             return []

@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 
 Cause = Literal["failures", "connect", "timeouts", "stall", "refuses", "other_gateway"]
-"""Why a backend was ejected, as the metric says it."""
+"""Cause of an ejection. The values are metric labels."""
 
-# One alone may be an engine that is just being restarted, or a request that is too large.
+# Consecutive failures that eject a backend. A single one may come from a restart, or from a request that is too large.
 _REFUSED_CONNECTIONS: Final = 2
 _TIMEOUTS: Final = 2
-# One or two may be a burst that an engine has no room for.
+# Consecutive refusals that eject a backend. One or two may come from a burst for which an engine has no room.
 _REFUSALS: Final = 3
 
 
 class BreakerPhase(Enum):
-    """CLOSED is as a circuit is closed: requests flow."""
+    """Phase of a circuit breaker. Requests flow while it is CLOSED, and not while it is EJECTED."""
 
     CLOSED = auto()
     EJECTED = auto()
@@ -43,73 +43,75 @@ class BreakerPhase(Enum):
 
 @dataclass(slots=True)
 class Breaker:
-    """One backend's breaker. Times are clock seconds, events are numbers that only grow."""
+    """Circuit breaker of one backend. Times are clock seconds, and events are increasing numbers."""
 
     phase: BreakerPhase = BreakerPhase.CLOSED
     failures: int = 0
-    """Failures in a row, of any kind that the backend is to blame for."""
+    """Consecutive failures of any kind that the backend is to blame for."""
     until: float = 0.0
-    """When an ejection is over."""
+    """End of the ejection."""
     ends_with_connection: bool = False
-    """The backend is out because it refused connections, so any accepted connection brings it back."""
+    """Whether any accepted connection ends the ejection, because refused connections caused it."""
     is_doubted: bool = False
-    """It is out because another gateway has found it of no use, and nothing that was seen here says so."""
+    """Whether only the verdict of another gateway caused the ejection."""
     trial: int = 0
-    """The number of the request that is being tried, 0 for none."""
+    """Number of the trial under way. 0: there is none."""
     refuses_since: int = 0
-    """Event of the first request that it refused since it last served; 0: none."""
+    """Event of the first refusal since the backend last served. 0: there was none."""
     _last: Failure | None = None
-    _repeats: int = 0  # how often in a row the last failure was of its kind
-    _since: int = 0  # event of the last failure but one of that kind
+    _repeats: int = 0  # consecutive failures of the same kind as the last one
+    _since: int = 0  # event of the failure before the last one
     _last_event: int = 0
-    _ejections: int = 0  # in a row
+    _ejections: int = 0  # consecutive
     _healthy_since: float | None = None
 
     @property
     def is_out_for_doubt(self) -> bool:
-        """Nothing but what another gateway says keeps it out."""
+        """Whether only the verdict of another gateway keeps the backend out now."""
         return self.is_doubted and self.phase is BreakerPhase.EJECTED
 
     @property
     def refused_connections(self) -> int:
-        """How many connections in a row were refused."""
+        """Consecutive refused connections."""
         return self._repeats if self._last is Failure.CONNECT else 0
 
-    def served(self) -> None:
-        """The backend has served a request."""
+    def note_success(self) -> None:
+        """Record that the backend has served a request."""
         self.refuses_since = 0
-        self.forgive()
+        self.reset_failures()
 
-    def refuse(self, event: int) -> None:
-        """The backend has refused a request. That neither counts as a failure nor forgives one."""
+    def note_refusal(self, event: int) -> None:
+        """Record that the backend has refused a request. The count of failures stays."""
         self.refuses_since = self.refuses_since or event
 
-    def refuses(self, refusals: int, others_served_at: int) -> bool:
-        """Whether it refuses requests for no good reason: `refusals` in a row, while another backend served."""
+    def must_eject_for_refusals(self, refusals: int, others_served_at: int) -> bool:
+        """Return whether the backend has refused too many requests in a row while another backend served."""
         return refusals >= _REFUSALS and others_served_at > self.refuses_since > 0
 
-    def forgive(self) -> None:
-        """Begin to count afresh: the backend served, or said something that is no failure of its own."""
+    def reset_failures(self) -> None:
+        """Reset the count of failures, because the backend has given an answer that is no failure."""
         if self.failures:
             self.failures = self._repeats = 0
             self._last = None
 
-    def connected(self) -> None:
-        """The backend accepted a connection, which says nothing more."""
+    def note_connection(self) -> None:
+        """Record that the backend accepted a connection, which ends a series of refused ones only."""
         if self._last is Failure.CONNECT:
             self._repeats = 0
             self._last = None
 
-    def blame(self, failure: Failure, event: int) -> None:
+    def count_failure(self, failure: Failure, event: int) -> None:
         """Count a failure."""
         self.failures += 1
         self._repeats = self._repeats + 1 if failure is self._last else 1
         self._last = failure
         self._since, self._last_event = self._last_event, event
 
-    def cause(self, eject_after: int, others_served_at: int) -> Cause | None:
-        """Why it ought to be ejected now, None if it ought not. `others_served_at`: the event of the last success of
-        another backend, because a timeout may as well be the load on all of them.
+    def cause_to_eject(self, eject_after: int, others_served_at: int) -> Cause | None:
+        """Return the cause for which the backend must be ejected now, or None.
+
+        `others_served_at` is the event of the last success of another backend. Without one, timeouts may come from the
+        load on all backends.
         """
         if self.refused_connections >= _REFUSED_CONNECTIONS:
             return "connect"
@@ -118,11 +120,11 @@ class Breaker:
         return "failures" if self.failures >= eject_after else None
 
     def eject(self, cause: Cause, now: float, checks: HealthChecks, jitter: float) -> float:
-        """Take it out; for how many seconds. `jitter` is a factor."""
+        """Eject the backend, and return the number of seconds. `jitter` is a factor."""
         self.ends_with_connection = cause == "connect" and (
             self.phase is BreakerPhase.CLOSED or self.ends_with_connection
         )
-        self.rest(now, checks.eject_seconds)
+        self.end_healthy_time(now, checks.eject_seconds)
         if self._ejections * checks.eject_seconds < checks.max_eject_seconds:
             self._ejections += 1
         seconds = min(self._ejections * checks.eject_seconds, checks.max_eject_seconds) * jitter
@@ -132,9 +134,10 @@ class Breaker:
         self.trial = 0
         return seconds
 
-    def doubt(self, now: float, checks: HealthChecks) -> float:
-        """Take it out until it has shown that it is well; for how many seconds at most. That is no failure of its own,
-        and counts for none.
+    def eject_on_peer_verdict(self, now: float, checks: HealthChecks) -> float:
+        """Take the backend out until it passes a health check, and return the maximum number of seconds.
+
+        It counts neither as a failure nor as an ejection.
         """
         self.phase = BreakerPhase.EJECTED
         self.is_doubted = True
@@ -143,25 +146,25 @@ class Breaker:
         return checks.eject_seconds
 
     def release(self) -> None:
-        """Its time is over, or cut short: it is on probation."""
+        """End the ejection and put the backend on probation."""
         self.phase = BreakerPhase.PROBATION
 
     def close(self, now: float) -> None:
-        """The backend serves again."""
+        """Close the breaker, because the backend serves again."""
         self.phase = BreakerPhase.CLOSED
         self.trial = 0
         self.ends_with_connection = False
-        self.served()
-        self.resume(now)
+        self.note_success()
+        self.begin_healthy_time(now)
 
-    def rest(self, now: float, eject_seconds: float) -> None:
-        """The backend is no longer healthy: each `eject_seconds` of its health take one ejection off the count."""
+    def end_healthy_time(self, now: float, eject_seconds: float) -> None:
+        """End a healthy time. Each `eject_seconds` of it took one ejection off the count."""
         if self._healthy_since is not None:
             self._ejections = max(0, self._ejections - int((now - self._healthy_since) / eject_seconds))
             self._healthy_since = None
 
-    def resume(self, now: float) -> None:
-        """The backend is healthy from now on."""
+    def begin_healthy_time(self, now: float) -> None:
+        """Record that the backend is healthy from now on, unless its breaker is open."""
         if self.phase is BreakerPhase.CLOSED:
             self._healthy_since = now
 
@@ -171,10 +174,10 @@ _FIRST_PERCENT: Final = 10
 
 
 def slow_start_percent(elapsed_seconds: float, slow_start_seconds: float) -> int:
-    """Return the share of requests of a backend that came back `elapsed_seconds` ago, from 10 to 100.
+    """Return the share of requests of a backend that came back `elapsed_seconds` ago, in percent from 10 to 100.
 
-    The share grows in a straight line, as in Envoy with aggression 1: caches are cold, and graphs are not compiled yet.
-    It is in whole per cent so that weights stay integers.
+    The share grows linearly, as in Envoy with aggression 1, because caches are cold and graphs are not compiled yet. It
+    is a whole number so that weights stay integers.
     """
     if elapsed_seconds >= slow_start_seconds:
         return FULL_PERCENT
@@ -182,9 +185,11 @@ def slow_start_percent(elapsed_seconds: float, slow_start_seconds: float) -> int
 
 
 class HealthState(StrEnum):
-    """UNKNOWN is eligible, so that a gateway serves from its first second, but does not make it ready; only what was
-    added later waits for its first probe. DOWN is what probes say; EJECTED and PROBATION are what requests say of a
-    backend that is not down.
+    """State of a backend.
+
+    An UNKNOWN backend is eligible, so that a gateway serves from its first second, but does not make the gateway ready.
+    Backends that are added later wait for their first health check. Health checks decide UP and DOWN. Requests decide
+    EJECTED and PROBATION for a backend that is not down.
     """
 
     UNKNOWN = "unknown"
@@ -196,92 +201,93 @@ class HealthState(StrEnum):
 
 @dataclass(slots=True)
 class BackendHealth:
-    """The health of one backend. Times are clock seconds."""
+    """Health of one backend. Times are clock seconds."""
 
     verdict: HealthState = HealthState.UNKNOWN
-    """What the probes say: UNKNOWN, UP or DOWN. A served request confirms an unknown backend, too."""
+    """Verdict of the health checks: UNKNOWN, UP or DOWN. A served request also confirms an unknown backend."""
     probe_streak: int = 0
-    """Probes in a row that contradict the verdict."""
+    """Consecutive probes that contradict the verdict."""
     awaits_first_probe: bool = False
-    """The backend was added while others served, and has not passed a probe yet."""
+    """Whether the backend was added while others served, and has not passed a probe yet."""
     breaker: Breaker = field(default_factory=Breaker)
     back_since: float | None = None
-    """When it came back, while it still starts slowly; None otherwise."""
+    """When the backend came back. None: it is not in its slow start."""
     served_at: int = 0
-    """Event of its last success; see Breaker."""
+    """Event of the last served request; see Breaker."""
     is_unreachable: bool = False
-    """The last attempt to connect failed, and nothing has shown since that the backend accepts connections."""
+    """Whether the last attempt to connect failed and the backend has not answered since."""
     is_slow: bool = False
-    """The last probe was not answered in time."""
+    """Whether the last probe was not answered in time."""
     passed_at: float = -math.inf
-    """When a probe passed last."""
+    """When a probe last passed."""
     worked_at: float = -math.inf
-    """When it was last seen to produce a token or a prefill, as far as probes have looked."""
+    """When the backend last produced a token or a prefill, as of the last probe."""
     seen_served_at: int = 0
     """`served_at` at the last probe."""
     was_up_until: float | None = None
-    """When it was last known to be up and reachable; None: it is, or it never was up."""
+    """When the backend was last up and reachable. None: it is now, or it never was up."""
     reason: str | None = None
-    """Why `state` changed last; None: it never did."""
+    """Reason for the last change of `state`. None: it has not changed."""
     changed_at: float | None = None
-    """When `state` changed last."""
+    """When `state` last changed. None: it has not changed."""
     facts: EngineFacts | None = None
-    """What the engine says of itself; None: it has not been asked since it came up."""
+    """Facts about the engine. None: they have not been read since it came up."""
 
     @property
     def state(self) -> HealthState:
-        """Both facts in one word."""
+        """State by the verdict and the breaker."""
         if self.breaker.phase is BreakerPhase.CLOSED or self.verdict is HealthState.DOWN:
             return self.verdict
         return HealthState.EJECTED if self.breaker.phase is BreakerPhase.EJECTED else HealthState.PROBATION
 
     @property
     def is_healthy(self) -> bool:
-        """Whether it is not known to be of no use."""
+        """Whether the backend is neither down nor ejected."""
         return self.state not in (HealthState.DOWN, HealthState.EJECTED)
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether it is up because a probe or a request succeeded, and not merely not known to be down."""
+        """Whether a probe or a request has succeeded, so that the backend is known to be up."""
         return self.state is HealthState.UP
 
     @property
     def passes_probes(self) -> bool:
-        """Whether its health checks pass and it accepts connections, even if it is ejected or on probation."""
+        """Whether health checks pass and connections are accepted, even on an ejected backend or one on probation."""
         return self.verdict is HealthState.UP and not self.breaker.ends_with_connection
 
     @property
     def has_served(self) -> bool:
-        """Whether a request has ever gone well there."""
+        """Whether the backend has ever served a request."""
         return self.served_at > 0
 
     @property
     def consecutive_failures(self) -> int:
-        """Failed requests in a row that the backend is to blame for."""
+        """Consecutive failed requests that the backend is to blame for."""
         return self.breaker.failures
 
     @property
     def gone_at(self) -> float | None:
-        """When it ceased to take connections, as a restart begins, or to answer probes in time; None: it does both, or
-        it never was up. It is not back before it has passed enough probes.
+        """When the backend stopped accepting connections or answering probes in time, as at the begin of a restart.
+
+        None: it does both, or it never was up. It is only back after enough successful probes.
         """
-        is_on_its_way = self.verdict is HealthState.DOWN and (self.is_slow or self.probe_streak > 0)
-        return self.was_up_until if self.is_unreachable or is_on_its_way else None
+        is_coming_back = self.verdict is HealthState.DOWN and (self.is_slow or self.probe_streak > 0)
+        return self.was_up_until if self.is_unreachable or is_coming_back else None
 
     @property
     def is_eligible(self) -> bool:
-        """Whether it may get requests, as many as there are."""
+        """Whether the backend may get any number of requests."""
         is_closed = self.breaker.phase is BreakerPhase.CLOSED
         return is_closed and self.verdict is not HealthState.DOWN and not self.awaits_first_probe
 
     @property
     def awaits_trial(self) -> bool:
-        """Whether it may get one request."""
+        """Whether the backend may get one request as a trial."""
         return self.state is HealthState.PROBATION and not self.breaker.trial
 
     @property
     def is_changing(self) -> bool:
-        """Whether the next probe may decide something."""
+        """Whether the next probe may change the state."""
         if self.verdict is HealthState.UNKNOWN or self.probe_streak > 0:
             return True
         breaker = self.breaker
@@ -290,31 +296,39 @@ class BackendHealth:
         return self.verdict is HealthState.UP and is_out
 
     def share_percent(self, now: float, slow_start_seconds: float) -> int:
-        """How much of its share of the work it is to get: less than all of it after it came back."""
+        """Return the share of its requests that the backend gets, in percent. It is below 100 after it came back."""
         if self.back_since is None:
             return FULL_PERCENT
         return slow_start_percent(now - self.back_since, slow_start_seconds)
 
     def look_for_work(self, now: float) -> None:
-        """Take notice of requests that it has served since the last probe."""
+        """Update `worked_at` if the backend has served a request since the last probe."""
         if self.served_at != self.seen_served_at:
             self.seen_served_at = self.served_at
             self.worked_at = now
 
     def has_worked(self, now: float, seconds: float) -> bool:
-        """Whether it has produced something since it last passed a probe, and in these last seconds."""
+        """Return whether the backend has produced something since it last passed a probe, and within `seconds`."""
         return self.worked_at > self.passed_at and now - self.worked_at <= seconds
 
-    def probed(
+    def note_probe(
         self, ok: bool, now: float, checks: HealthChecks, *, is_late: bool = False, is_busy: bool = False
     ) -> None:
-        """Take in a probe. An unknown backend believes the first, others `fall` or `rise` in a row. `is_late`: there
-        was no answer in time; `is_busy`: that is because it works, so it is not taken down.
+        """Record the result of a probe.
+
+        The first probe decides for an unknown backend, and `fall` or `rise` consecutive ones for others.
+
+        Args:
+            ok: Whether the probe passed.
+            now: Clock seconds.
+            checks: Current settings.
+            is_late: Whether the backend did not answer in time.
+            is_busy: Whether a late answer is excused, because the backend is working.
         """
         self.is_slow = is_late
         if ok:
             self.passed_at = now
-            self.connected(now)
+            self.note_connection(now)
             if self.breaker.is_out_for_doubt:
                 self.breaker.release()
         verdict = HealthState.UP if ok else HealthState.DOWN
@@ -327,43 +341,43 @@ class BackendHealth:
         self.probe_streak += 1
         needed = checks.rise if ok else checks.fall
         if self.verdict is HealthState.UNKNOWN or self.probe_streak >= needed:
-            self.judge(verdict, now, checks)
+            self.set_verdict(verdict, now, checks)
 
-    def connected(self, now: float) -> None:
-        """The backend accepts connections."""
-        self.reached()
-        self.breaker.connected()
+    def note_connection(self, now: float) -> None:
+        """Record that the backend accepts connections."""
+        self.note_answer()
+        self.breaker.note_connection()
         if self.breaker.ends_with_connection:
             self.breaker.close(now)
 
-    def reached(self) -> None:
-        """The backend has answered, and so there was a connection."""
+    def note_answer(self) -> None:
+        """Record that the backend has answered, so that there was a connection."""
         self.is_unreachable = False
         if self.verdict is HealthState.UP:
             self.was_up_until = None
 
-    def refused(self, now: float) -> None:
-        """The backend refused a connection."""
+    def note_refused_connection(self, now: float) -> None:
+        """Record that the backend refused a connection."""
         self.is_unreachable = True
-        self._leave(now)
+        self._note_end_of_up(now)
 
-    def judge(self, verdict: HealthState, now: float, checks: HealthChecks) -> None:
-        """The backend is up, or down, from now on."""
+    def set_verdict(self, verdict: HealthState, now: float, checks: HealthChecks) -> None:
+        """Set the backend to UP or DOWN."""
         if verdict is HealthState.DOWN:
-            self._leave(now)
-            self.breaker.rest(now, checks.eject_seconds)
-            if self.breaker.is_doubted:  # it was seen by now, and has to show that it is well after it came up
+            self._note_end_of_up(now)
+            self.breaker.end_healthy_time(now, checks.eject_seconds)
+            if self.breaker.is_doubted:  # this gateway has seen it down itself, so a trial decides when it comes up
                 self.breaker.release()
                 self.breaker.is_doubted = False
         elif self.verdict is HealthState.DOWN:
-            self.breaker.forgive()
-            self.breaker.resume(now)
+            self.breaker.reset_failures()
+            self.breaker.begin_healthy_time(now)
         self.verdict = verdict
         self.probe_streak = 0
         self.facts = None
         if verdict is HealthState.UP and not self.is_unreachable:
             self.was_up_until = None
 
-    def _leave(self, now: float) -> None:
+    def _note_end_of_up(self, now: float) -> None:
         if self.verdict is HealthState.UP and self.was_up_until is None:
             self.was_up_until = now

@@ -470,7 +470,7 @@ class Pool:
             health.events += 1
             condition.served_at = health.events
             if condition.breaker.failures or condition.breaker.refuses_since:
-                condition.breaker.served()
+                condition.breaker.note_success()
             return
         self._announce(health.on_outcome(backend, None, self._enabled, trial=trial, is_proof=is_proof))
 
@@ -527,7 +527,7 @@ class Pool:
             return
         members = self._roster.members(self.role)
         self._update_members(members)
-        self._enabled = tuple(member.backend for member in members if member.serves)
+        self._enabled = tuple(member.backend for member in members if member.may_serve)
         self._weights = {member.backend: member.weight for member in members if member.weight < FULL_PERCENT}
         self._update_eligible(roster_version)
 
@@ -565,7 +565,7 @@ class Pool:
         of the first look are not new.
         """
         backends = tuple(member.backend for member in members)
-        for back in self._disabled.intersection(member.backend for member in members if member.serves):
+        for back in self._disabled.intersection(member.backend for member in members if member.may_serve):
             transition = self.health.on_enabled(back)
             if transition is not None:
                 self._on_transition(transition)

@@ -1,15 +1,15 @@
-"""Which backends exist, for all workers: any of them may add or remove one, all of them see it.
+"""Roster of the backends that exist, for all workers. Any worker may add or remove a backend, and all of them see it.
 
-A backend is a member for as long as an origin wants it: the configuration, an administrator, a source of discovery.
-Origins do not know each other, so one that two of them want stays when one does not want it any more. An
-administrator's word is the last: what is removed by hand leaves, whichever other origin wants it, until the
-configuration is read again, or an origin that had ceased to want it wants it anew.
+A backend is a member while at least one origin wants it. Origins are the configuration, administrators and the sources
+of discovery. They do not know each other, so a backend that two origins want stays if one of them drops it. An
+administrator has the last word. A backend that was removed by hand leaves even if other origins want it, until the
+configuration is read again, or until an origin drops it and then wants it again.
 
-An administrator may also disable a member, which then gets no new requests until it is enabled again, and give it a
-weight. Both stay with it for as long as somebody wants it.
+An administrator may also disable a member, which then gets no new requests until it is enabled, and may set its weight.
+Both last as long as the backend is wanted.
 
 The roster owns the scoreboard's slots. A member that no origin wants drains: it gets no new requests, keeps its slot
-until its own last request has ended, and is then dropped by `finalize`. Build the roster before forking.
+until its last request has ended, and is then dropped by `finalize`. Create the roster before forking.
 """
 
 from __future__ import annotations
@@ -31,88 +31,90 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A backend and who wants it."""
+    """A backend with the origins that want it."""
 
     backend: Backend
     origins: tuple[str, ...] = ()
-    """The origins that want it, in alphabetical order. Empty: it drains."""
+    """Origins that want the backend, in alphabetical order. Empty: it drains."""
     leaves_at: float | None = None
-    """When it is to be evacuated, if it drains or is disabled, in seconds of the system's monotonic clock, which all
-    workers share; None: its requests may come to their end."""
+    """When a draining or disabled backend is evacuated, in seconds of the monotonic clock that all workers share. None:
+    its requests may complete."""
     is_disabled: bool = False
-    """An administrator has it get no new requests, although it is wanted."""
+    """Whether an administrator has disabled the backend, so that it gets no new requests."""
     weight: int = FULL_PERCENT
-    """How much of its share of requests it is to get, in per cent, from 1 to 100."""
+    """Share of its requests that the backend gets, in percent from 1 to 100."""
 
     @property
-    def draining(self) -> bool:
-        """Whether it is to get no new requests, because no origin wants it any more."""
+    def is_draining(self) -> bool:
+        """Whether no origin wants the backend any more, so that it gets no new requests."""
         return not self.origins
 
     @property
-    def serves(self) -> bool:
-        """Whether it may get new requests, as far as origins and administrators are concerned."""
+    def may_serve(self) -> bool:
+        """Whether origins and administrators let the backend get new requests."""
         return bool(self.origins) and not self.is_disabled
 
-    def wanted_by(self, origin: str) -> Member:
-        """The same with one more origin."""
+    def with_origin(self, origin: str) -> Member:
+        """Return the member with one more origin."""
         origins = tuple(sorted({*self.origins, origin}))
         return replace(self, origins=origins, leaves_at=self.leaves_at if self.is_disabled else None)
 
-    def given_up_by(self, origin: str, leaves_at: float | None) -> Member:
-        """The same without this origin; it drains if there is no other, and is then evacuated at `leaves_at`."""
+    def without_origin(self, origin: str, leaves_at: float | None) -> Member:
+        """Return the member without an origin. If it was the last one, it drains and is evacuated at `leaves_at`."""
         left = tuple(other for other in self.origins if other != origin)
         return replace(self, origins=left) if left else Member(self.backend, leaves_at=leaves_at)
 
-    def with_details_of(self, wanted: Backend, *, is_authority: bool) -> Member:
-        """The same with what an origin says of its backend. Where that gives no bootstrap port or no models, the known
-        ones stay unless the origin is the authority.
+    def with_details(self, wanted: Backend, *, is_authority: bool) -> Member:
+        """Return the member with the bootstrap port, models and trust that an origin gives.
+
+        A missing port and missing models keep the known ones, unless `is_authority`.
         """
         known = self.backend
-        has_said = is_authority or wanted.bootstrap_port is not None
+        has_port = is_authority or wanted.bootstrap_port is not None
         backend = replace(
             known,
             trusted=known.trusted or wanted.trusted,
-            bootstrap_port=wanted.bootstrap_port if has_said else known.bootstrap_port,
+            bootstrap_port=wanted.bootstrap_port if has_port else known.bootstrap_port,
             models=wanted.models if is_authority or wanted.models else known.models,
         )
         return replace(self, backend=backend)
 
     @property
     def row(self) -> tuple[object, ...]:
-        """As it lies in shared memory."""
+        """Member as it is stored in shared memory."""
         b = self.backend
         place = (b.role, b.host, b.port, b.bootstrap_port, b.slot, b.trusted)
         return *place, self.origins, self.leaves_at, self.is_disabled, self.weight, b.models
 
     @classmethod
     def of_row(cls, row: Sequence[Any]) -> Member:
-        """Return what lies in shared memory, perhaps since a gateway of a version without models."""
+        """Return the member of a stored row. A gateway of an older version may have written it, without models."""
         role, host, port, bootstrap_port, slot, trusted, origins, leaves_at, is_disabled, weight, *models = row
         backend = Backend(Role(role), host, port, slot, trusted, bootstrap_port, tuple(models[0]) if models else ())
         return cls(backend, tuple(origins), leaves_at, is_disabled, weight)
 
 
-_BYTES_PER_ENTRY: Final = 512  # a host name has at most 253, and what it serves is told of few
+_BYTES_PER_ENTRY: Final = 512  # A host name has at most 253 bytes, and few instances have a list of models.
 
 
-class WaitingList:
-    """The instances that were added while the gateway runs and did not answer yet, as all workers see them.
+class JoiningList:
+    """Instances that were added at run time and have not answered yet, for all workers.
 
-    The worker that is to add an instance waits for it, and any worker may be asked to stop that. Should the first one
-    die, nothing waits any more, so each entry has a time by which it is over. It has a ticket, since an instance that
-    was taken off the list may be put on it again. Make the list before forking.
+    One worker waits for the instance, and any worker may be asked to cancel that. If the waiting worker dies, nothing
+    waits any more, so each entry expires. An instance that was removed from the list may be added again, so each entry
+    has a ticket. Create the list before forking.
     """
 
     def __init__(self, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """For `capacity` instances. `clock` is the system's monotonic one, which all workers share, except in tests."""
+        """Create an empty list for `capacity` instances. `clock` is the system's monotonic clock, except in tests."""
         self._clock = clock
-        self._shared = SharedValue("list of instances that join", capacity_bytes=capacity * _BYTES_PER_ENTRY)
+        self._shared = SharedValue("list of joining instances", capacity_bytes=capacity * _BYTES_PER_ENTRY)
         self._shared.write([])
 
-    def enter(self, backend: Backend, seconds: float) -> int | None:
-        """Put it on the list for `seconds`; its ticket, None if it is there already. Raises ValueError if it is
-        full.
+    def add(self, backend: Backend, seconds: float) -> int | None:
+        """Add an instance for `seconds`, and return its ticket, or None if it is on the list already.
+
+        Raises ValueError if the list is full.
         """
         with self._shared.exclusive():
             rows = self._rows()
@@ -124,21 +126,21 @@ class WaitingList:
             self._shared.write([*rows, [instance, self._clock() + seconds, ticket]])
             return ticket
 
-    def leave(self, backend: Backend, ticket: int | None = None) -> bool:
-        """Take it off; False when it is not there, or not with this ticket."""
+    def remove(self, backend: Backend, ticket: int | None = None) -> bool:
+        """Remove an instance, and return whether it was on the list, with this ticket if one is given."""
         with self._shared.exclusive():
             rows = self._rows()
-            left = [row for row in rows if not _is(row, backend, ticket)]
+            left = [row for row in rows if not _matches(row, backend, ticket)]
             if len(left) < len(rows):
                 self._shared.write(left)
             return len(left) < len(rows)
 
-    def holds(self, backend: Backend, ticket: int) -> bool:
-        """Whether it is still there with this ticket."""
-        return any(_is(row, backend, ticket) for row in self._rows())
+    def has(self, backend: Backend, ticket: int) -> bool:
+        """Return whether an instance is still on the list with this ticket."""
+        return any(_matches(row, backend, ticket) for row in self._rows())
 
     def backends(self) -> list[Backend]:
-        """The instances on the list, the longest first."""
+        """Return the instances on the list, oldest first."""
         return [_backend(row) for row in self._rows()]
 
     def _rows(self) -> list[Any]:
@@ -151,24 +153,24 @@ def _backend(row: Any) -> Backend:
     return Backend(Role(role), host, port, 0, trusted, bootstrap_port, tuple(models))
 
 
-def _is(row: Any, backend: Backend, ticket: int | None) -> bool:
+def _matches(row: Any, backend: Backend, ticket: int | None) -> bool:
     return _backend(row) == backend and ticket in (None, row[2])
 
 
 CONFIG: Final = "config"
 ADMIN: Final = "admin"
-"""Origins that are no source of discovery: the configuration, and administrators."""
+"""Origins other than the sources of discovery."""
 
-# Its host name, of at most 253 bytes, stands in it and in what an origin wants, and so do models that it is said to
-# serve, which few have.
+# The host name, of at most 253 bytes, is stored in the member and with its origin, and so are the models of the few
+# instances that have a list of them.
 _BYTES_PER_MEMBER = 1024
 
 Address = tuple[str, int] | tuple[str, int, int | None] | tuple[str, int, int | None, tuple[str, ...]]
-"""Host and port of a backend, its bootstrap port if it may have one, and its models if they are told."""
+"""Host and port of a backend, optionally with its bootstrap port and its models."""
 
 
 class Roster:
-    """Membership of all roles. Reading it is cheap; changing it takes a lock that all workers share."""
+    """Members of all roles. Reading costs one comparison while nothing changes. Changing it takes a shared lock."""
 
     def __init__(
         self,
@@ -177,35 +179,35 @@ class Roster:
         scoreboard: Scoreboard,
         encode: Iterable[Address] = (),
         *,
-        before: Any = None,
+        previous_state: Any = None,
     ) -> None:
         """Create the roster from the configuration.
 
         Args:
             prefill: Addresses of the configured prefillers, which are trusted with the engine key.
             decode: Addresses of the configured decoders.
-            scoreboard: Its slots are given to the members.
+            scoreboard: Scoreboard whose slots the members get.
             encode: Addresses of the configured encoders.
-            before: The `state` of the roster to continue; None: there is none. Its instances stay unless the
-                configuration says otherwise. A state that cannot be read is ignored; see `is_restored`.
+            previous_state: The `state` of the roster to continue. Its instances stay unless the configuration says
+                otherwise. A state that cannot be read is ignored; see `is_restored`. None: there is none.
 
         Raises:
             ValueError: An address is listed twice, or there are more addresses than slots.
         """
-        self.waiting = WaitingList(scoreboard.slots)
-        """Instances that are to become members as soon as they answer."""
+        self.joining = JoiningList(scoreboard.slots)
+        """Instances that become members when they answer."""
         self._scoreboard = scoreboard
         self._shared = SharedValue("list of instances", capacity_bytes=scoreboard.slots * _BYTES_PER_MEMBER)
         self.versions = self._shared.head
-        """Its first cell is `version`, without a call."""
+        """The first cell increases with every change by any worker."""
         self._read_version = -1
         self._members: tuple[Member, ...] = ()
         self._by_role: dict[Role, tuple[Member, ...]] = {}
         self._leaving: tuple[Member, ...] = ()
         self._wanted: dict[str, frozenset[Backend]] = {}  # by origin
         self._write((), {})
-        self.is_restored = self._go_on_with(before)
-        """It has what `before` told."""
+        self.is_restored = self._restore(previous_state)
+        """Whether the members of `previous_state` could be read."""
         configured: dict[Backend, Backend] = {}
         for role, endpoints in ((Role.PREFILL, prefill), (Role.DECODE, decode), (Role.ENCODE, encode)):
             for address in endpoints:
@@ -216,22 +218,19 @@ class Roster:
                     raise ValueError(f"{backend.name} is listed twice as a {role.value} instance")
         self.sync(CONFIG, configured)
 
-    @property
-    def version(self) -> int:
-        """Moves with every change, whichever worker made it."""
-        return self._shared.version
-
     def members(self, role: Role) -> tuple[Member, ...]:
-        """The members of one role, in slot order."""
+        """Return the members of one role, in slot order."""
         self._read()
         return self._by_role[role]
 
     def add(self, wanted: Backend) -> bool:
-        """Let an administrator want a backend, whatever its slot; False when it was there and did not drain. One that
-        is known stays with all it had, but for the bootstrap port or the models that are given, and is trusted from
-        now on if `wanted` is.
+        """Add a backend for an administrator, and return whether it was absent or draining. Its slot is ignored.
 
-        Raises ValueError when it has another role or there is no room.
+        A known backend keeps its details, except for a bootstrap port or models that are given. It is trusted from now
+        on if `wanted` is.
+
+        Raises:
+            ValueError: The backend has another role, or there is no room.
         """
         with self._shared.exclusive():
             members = self._read()
@@ -241,24 +240,25 @@ class Roster:
                 self._write((*members, Member(backend, (ADMIN,))), self._wanted)
                 return True
             _check_role(known, wanted.role)
-            enabled = known.wanted_by(ADMIN).with_details_of(wanted, is_authority=False)
+            enabled = known.with_origin(ADMIN).with_details(wanted, is_authority=False)
             if enabled.row != known.row:
                 self._write((enabled if member is known else member for member in members), self._wanted)
-            return known.draining
+            return known.is_draining
 
     def wanted(self) -> Mapping[str, Collection[Backend]]:
-        """What each origin wants, by origin; those that want nothing are left out."""
+        """Return the backends that each origin wants, without the origins that want none."""
         self._read()
         return self._wanted
 
     def leaving(self) -> tuple[Member, ...]:
-        """The members of all roles that have a time to be evacuated."""
+        """Return the members of all roles that have a time for their evacuation."""
         self._read()
         return self._leaving
 
     def remove(self, role: Role, host: str, port: int, leaves_at: float | None = None) -> bool:
-        """Let a backend drain, whichever origins want it, and have it evacuated at `leaves_at`, see Member; False when
-        there is no such backend. For one that drains already the time is the last one given.
+        """Let a backend drain even if origins want it, and return whether it is a member.
+
+        `leaves_at` is the time of its evacuation; see Member. It replaces that of a draining backend.
         """
         with self._shared.exclusive():
             members = self._read()
@@ -271,24 +271,25 @@ class Roster:
             return True
 
     def disable(self, role: Role, host: str, port: int, leaves_at: float | None = None) -> bool:
-        """Give a backend no new requests until it is enabled, and have it evacuated at `leaves_at`, see Member; False
-        when there is no such backend, or it drains. For one that is disabled already the time is the last one given.
+        """Give a backend no new requests until it is enabled, and return whether it is a member that does not drain.
+
+        `leaves_at` is the time of its evacuation; see Member. It replaces that of a disabled backend.
         """
         return self._change(role, host, port, lambda known: replace(known, is_disabled=True, leaves_at=leaves_at))
 
     def enable(self, role: Role, host: str, port: int) -> bool:
-        """Let a disabled backend get requests again; False when there is no such backend, or it drains."""
+        """Let a disabled backend get requests again, and return whether it is a member that does not drain."""
         return self._change(role, host, port, lambda known: replace(known, is_disabled=False, leaves_at=None))
 
-    def weigh(self, role: Role, host: str, port: int, weight: int) -> bool:
-        """Give a backend a weight, see Member; False when there is no such backend, or it drains."""
+    def set_weight(self, role: Role, host: str, port: int, weight: int) -> bool:
+        """Set the weight of a backend, see Member, and return whether it is a member that does not drain."""
         return self._change(role, host, port, lambda known: replace(known, weight=weight))
 
     def _change(self, role: Role, host: str, port: int, change: Callable[[Member], Member]) -> bool:
         with self._shared.exclusive():
             members = self._read()
             known = _find(members, Backend(role, host, port))
-            if known is None or known.backend.role is not role or known.draining:
+            if known is None or known.backend.role is not role or known.is_draining:
                 return False
             changed = change(known)
             if changed != known:
@@ -304,15 +305,24 @@ class Roster:
         restores: bool = False,
         is_dry_run: bool = False,
     ) -> tuple[list[Backend], list[Backend]]:
-        """Let an origin want these backends and no others, in one step. Returns those that are enabled now and were not
-        before, and those that drain now, which are evacuated at `leaves_at`, see Member.
+        """Set the backends that an origin wants, in one step.
 
-        What the origin has ceased to want drains unless another origin wants it. What it wanted before and still wants
-        is left alone if an administrator has removed it; `restores`: it is enabled again, and has the bootstrap port
-        that is given, also none. One that is trusted by one origin is trusted until it is dropped. `is_dry_run`:
-        nothing is changed.
+        A backend that the origin drops drains, unless another origin wants it. A backend that an origin trusts stays
+        trusted until it leaves.
 
-        Raises ValueError, and changes nothing, when a backend has another role or there is no room.
+        Args:
+            origin: The origin.
+            wanted: All backends that it wants now.
+            leaves_at: Time at which the draining ones are evacuated; see Member.
+            restores: Whether wanted backends that an administrator has removed come back, and the given bootstrap ports
+                and models replace the known ones even if they are empty.
+            is_dry_run: Whether to change nothing.
+
+        Returns:
+            The backends that are enabled now and were not before, and those that drain now.
+
+        Raises:
+            ValueError: A backend has another role, or there is no room. Nothing has changed.
         """
         with self._shared.exclusive():
             rows = [member.row for member in self._read()]
@@ -327,12 +337,12 @@ class Roster:
                 if known is None:
                     _check_role(_find(members.values(), backend), backend.role)
                     known = Member(replace(backend, slot=self._free_slot(members.values())))
-                if known.draining:
+                if known.is_draining:
                     added.append(known.backend)
-                members[backend] = known.wanted_by(origin).with_details_of(backend, is_authority=restores)
-            for member in sorted((member for member in gone if not member.draining), key=_slot):
-                left = member.given_up_by(origin, leaves_at)
-                if left.draining:
+                members[backend] = known.with_origin(origin).with_details(backend, is_authority=restores)
+            for member in sorted((member for member in gone if not member.is_draining), key=_slot):
+                left = member.without_origin(origin, leaves_at)
+                if left.is_draining:
                     removed.append(member.backend)
                 members[member.backend] = left
             after = [member.row for member in sorted(members.values(), key=_slot)]
@@ -341,8 +351,8 @@ class Roster:
             return added, removed
 
     def finalize(self) -> list[Backend]:
-        """Drop the draining backends whose last request has ended, in whichever worker, and return them."""
-        if not any(member.draining for member in self._read()):
+        """Drop the draining backends whose last request has ended in all workers, and return them."""
+        if not any(member.is_draining for member in self._read()):
             return []
         with self._shared.exclusive():
             members = self._read()
@@ -352,15 +362,15 @@ class Roster:
             return [member.backend for member in finished]
 
     def state(self) -> Any:
-        """What there is, for a roster of another process to go on with; JSON."""
+        """Return the members and origins as JSON, for the roster of the process that takes over."""
         with self._shared.exclusive():
-            rows = [member.row for member in self._read() if not member.draining]
+            rows = [member.row for member in self._read() if not member.is_draining]
             return [rows, {origin: [(b.role, b.host, b.port) for b in those] for origin, those in self._wanted.items()}]
 
-    def _go_on_with(self, before: Any) -> bool:
-        """Whether it could be read."""
+    def _restore(self, state: Any) -> bool:
+        """Write the members of a state, and return whether it could be read."""
         with suppress(TypeError, ValueError, LookupError, AttributeError):
-            rows, wanted = before
+            rows, wanted = state
             members = [Member.of_row(row) for row in rows]
             fresh = [
                 replace(member, backend=replace(member.backend, slot=slot))
@@ -372,13 +382,13 @@ class Roster:
         return False
 
     def _has_drained(self, member: Member) -> bool:
-        return member.draining and self._scoreboard.requests(member.backend.slot) == 0
+        return member.is_draining and self._scoreboard.requests(member.backend.slot) == 0
 
     def _free_slot(self, members: Iterable[Member]) -> int:
-        """The lowest slot that no member has and whose column is zero.
+        """Return the lowest slot that no member has and whose column is zero.
 
-        The column matters: another worker may have picked a backend just before it was removed and charge it just after
-        it was dropped. Until that request ends, its load must not be taken for a new backend's.
+        Another worker may have picked a backend just before its removal, and may charge it after it was dropped. Until
+        that request ends, its load must not count for a new backend.
         """
         used = {member.backend.slot for member in members}
         for slot in range(self._scoreboard.slots):
@@ -411,19 +421,19 @@ def _slot(member: Member) -> int:
 
 
 def _find(members: Iterable[Member], backend: Backend) -> Member | None:
-    """The member at the same place, of whatever role: one engine has only one."""
+    """Return the member at the same address, in any role, because an engine has one role."""
     return next((member for member in members if member.backend.place == backend.place), None)
 
 
 def _check_role(known: Member | None, role: Role) -> None:
-    """Raise ValueError when what is known at an endpoint has another role."""
+    """Raise ValueError if the member at an address has another role."""
     if known is not None and known.backend.role is not role:
-        how = "still draining as" if known.draining else "already"
+        how = "still draining as" if known.is_draining else "already"
         raise ValueError(f"{known.backend.name} is {how} a {known.backend.role.value} instance")
 
 
-_CAPACITY_BYTES: Final = 2 * 1024 * 1024  # some 250 sources whose names are paths of the greatest length
-_MAX_PROBLEM: Final = 400
+_CAPACITY_BYTES: Final = 2 * 1024 * 1024  # about 250 sources whose names are the longest paths
+_MAX_PROBLEM_LENGTH: Final = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,17 +441,17 @@ class SourceState:
     """State of one discovery source since the gateway started, or since the source was configured if that was later."""
 
     succeeded_at: float | None = None
-    """When it last said which instances there are, in seconds since the epoch; None: not yet."""
+    """Time of the last successful read, in seconds since the epoch. None: there was none."""
     failures: int = 0
-    """How often it could not be asked, or said what cannot be."""
+    """Number of failed reads, including invalid contents."""
     problem: str | None = None
-    """What is wrong now; None: nothing, or it was not asked yet."""
+    """Current problem. None: there is none, or the source has not been read yet."""
 
 
 class SourceStates:
     """State of the discovery sources by origin, for all workers.
 
-    The roster has the instances that a source names; this table has whether the source can be read. The worker that
+    The roster has the instances that a source names, and this table whether the source can be read. The worker that
     watches the sources writes it. Reading costs one comparison while nothing has changed. Create it before forking.
     """
 
@@ -457,20 +467,20 @@ class SourceStates:
             self._states = {origin: SourceState(*row) for origin, row in rows.items()}
         return self._states
 
-    def keep(self, origins: Collection[str]) -> None:
-        """Keep the states of these sources, and drop all others."""
+    def keep_only(self, origins: Collection[str]) -> None:
+        """Keep the states of these sources, add new ones, and drop all others."""
         states = self.all()
         self._write({origin: states.get(origin, SourceState()) for origin in origins})
 
-    def succeeded(self, origin: str) -> None:
-        """A source has said which instances there are."""
+    def note_success(self, origin: str) -> None:
+        """Record a successful read of a source."""
         state = self.all()[origin]
-        self._write({**self.all(), origin: SourceState(time.time(), state.failures)})  # noqa: TID251 - shown to people
+        self._write({**self.all(), origin: SourceState(time.time(), state.failures)})  # noqa: TID251 - wall-clock time for display
 
-    def failed(self, origin: str, problem: str) -> None:
-        """A source could not say which instances there are. `problem`: why, in words for operators."""
+    def note_failure(self, origin: str, problem: str) -> None:
+        """Record a failed read of a source. `problem` is the text for operators."""
         state = self.all()[origin]
-        failed = replace(state, failures=state.failures + 1, problem=problem[:_MAX_PROBLEM])
+        failed = replace(state, failures=state.failures + 1, problem=problem[:_MAX_PROBLEM_LENGTH])
         self._write({**self.all(), origin: failed})
 
     def _write(self, states: Mapping[str, SourceState]) -> None:

@@ -177,7 +177,9 @@ def share(
     )
     slots = max(1024, 2 * (len(prefill) + len(decode) + len(encode)))
     scoreboard = Scoreboard(workers=settings.workers, slots=slots, guests=settings.replicas.guests)
-    roster = Roster(prefill, decode, scoreboard, encode, before=None if predecessor is None else predecessor.instances)
+    roster = Roster(
+        prefill, decode, scoreboard, encode, previous_state=None if predecessor is None else predecessor.instances
+    )
     if predecessor is not None and not roster.is_restored:
         logger.warning(
             "the instances of the process before cannot be read, as if it were of another version: what was added, "

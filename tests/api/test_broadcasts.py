@@ -131,7 +131,7 @@ async def test_who_sleeps_gets_no_requests_until_it_has_woken_up(
     pool, client = gateway.pools[Role.DECODE], await client_of(gateway)
 
     def able() -> int:
-        return sum(member.serves for member in gateway.roster.members(Role.DECODE))
+        return sum(member.may_serve for member in gateway.roster.members(Role.DECODE))
 
     async with client.post(f"{sleep}?instance={decoders[0].name}") as answer:
         assert (answer.status, able()) == (200, 1)
@@ -151,7 +151,7 @@ async def test_who_has_requests_is_disabled_and_told_to_sleep_when_they_have_end
             urls = [f"http://{decoder.name}"]
             assert (answer.status, await answer.json()) == (500, {"failed": urls, "disabled": urls})
     assert decoder.asked == []
-    assert not any(member.serves for member in gateway.roster.members(Role.DECODE))
+    assert not any(member.may_serve for member in gateway.roster.members(Role.DECODE))
     async with client.post("/sleep?role=decode") as answer:
         assert answer.status == 200
     assert [asked.path for asked in decoder.asked] == ["/sleep"]
@@ -184,7 +184,7 @@ async def test_who_was_told_to_sleep_while_it_was_busy_and_then_refuses_is_named
     async with client.post("/sleep") as answer:
         urls = [f"http://{decoder.name}"]
         assert (answer.status, await answer.json()) == (500, {"failed": urls, "disabled": urls})
-    assert not any(member.serves for member in gateway.roster.members(Role.DECODE))
+    assert not any(member.may_serve for member in gateway.roster.members(Role.DECODE))
 
 
 async def _refuse(request: web.Request) -> web.Response:

@@ -104,13 +104,13 @@ async def test_a_dry_run_says_what_would_happen_and_changes_nothing(
 ) -> None:
     engine = await gateway.engine(Role.DECODE)
     client = await client_of(gateway)
-    before = gateway.roster.version
+    before = gateway.roster.versions[0]
     status, would = await change(client, f"{what}?dry_run=true", **{"instances": engine.name, **fields})
     assert status == 200
     assert would["dry_run"] is True
     assert would["message"].startswith("Dry run, nothing is changed: ")
     assert [one["becomes"] for one in would["changes"]] == [becomes]
-    assert gateway.roster.version == before
+    assert gateway.roster.versions[0] == before
     assert (would["current_decode_instances"], would["joining_decode_instances"]) == ([engine.name], [])
     _, told = await change(client, what, **{"instances": engine.name, **fields})
     assert (told["changes"], told["warnings"]) == (would["changes"], would["warnings"])

@@ -119,7 +119,7 @@ class AnySequence(RuleBasedStateMachine):
             pool.backends()
 
     def enabled(self, role: Role) -> set[Backend]:
-        return {member.backend for member in self.roster.members(role) if not member.draining}
+        return {member.backend for member in self.roster.members(role) if not member.is_draining}
 
     def check_transition(self, worker: int, transition: Transition) -> None:
         """Told once, and an ejection leaves enough."""
@@ -289,9 +289,9 @@ class AnySequence(RuleBasedStateMachine):
             assert backend not in before
             assert len({*columns, *(known.slot for known in before)}) == SLOTS
             return
-        assert changed == (backend not in before or before[backend].draining)
+        assert changed == (backend not in before or before[backend].is_draining)
         member = next(member for member in self.roster.members(role) if member.backend == backend)
-        assert not member.draining
+        assert not member.is_draining
         self.origins.setdefault(backend, set()).add(ADMIN)
         if backend in before:
             assert member.backend.slot == before[backend].backend.slot
@@ -352,12 +352,12 @@ class AnySequence(RuleBasedStateMachine):
     @invariant()
     def a_member_is_enabled_for_as_long_as_an_origin_wants_it(self) -> None:
         members = [member for role in Role for member in self.roster.members(role)]
-        known = {member.backend: set(member.origins) for member in members if not member.draining}
+        known = {member.backend: set(member.origins) for member in members if not member.is_draining}
         assert known == {backend: origins for backend, origins in self.origins.items() if origins}
 
     @rule()
     def finalize(self) -> None:
-        draining = {member.backend for role in Role for member in self.roster.members(role) if member.draining}
+        draining = {member.backend for role in Role for member in self.roster.members(role) if member.is_draining}
         busy = {lease.backend for lease, each in self.open.items() if each.is_counted}
         gone = set(self.roster.finalize())
         assert gone == draining - busy

@@ -483,7 +483,7 @@ def test_the_ejected_are_put_on_probation_when_nobody_else_is_left() -> None:
     for peer in (B, C):
         for _ in range(3):
             story.health.on_probe(peer, False, "test")
-    assert story.health.relieve(story.peers) == [Transition(A, EJECTED, PROBATION, "nobody else is left")]
+    assert story.health.relieve(story.peers) == [Transition(A, EJECTED, PROBATION, "no other backend is left")]
     assert story.health.relieve(story.peers) == ()
     assert not story.health.relieve([])
     for _ in range(2):

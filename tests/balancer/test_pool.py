@@ -399,7 +399,7 @@ def test_a_pool_of_those_on_probation_is_ready_so_that_somebody_comes_and_tries(
     balancer.eject(one)
     down(balancer, two)
     assert balancer.decoders.eligible() == ()
-    assert balancer.transitions[-1].reason == "nobody else is left"
+    assert balancer.transitions[-1].reason == "no other backend is left"
     assert balancer.decoders.is_ready()
     with balancer.decoders.lease(PickRequest.of(Load(1, 1))) as lease:
         assert lease.backend == one
@@ -532,15 +532,15 @@ def test_a_backend_that_came_back_is_taken_where_there_is_no_other(balancer: Bal
 )
 def test_a_weight_is_a_share_of_the_requests(balancer: Balancer, policy: str, expected: tuple[int, int]) -> None:
     one, two = balancer.decoders.backends()
-    assert balancer.roster.weigh(Role.DECODE, one.host, one.port, 25)
+    assert balancer.roster.set_weight(Role.DECODE, one.host, one.port, 25)
     assert expected[0] <= shares(balancer, policy)[one.name] <= expected[1]
-    assert balancer.roster.weigh(Role.DECODE, one.host, one.port, 100)
+    assert balancer.roster.set_weight(Role.DECODE, one.host, one.port, 100)
     assert 160 <= shares(balancer, policy)[two.name] <= 240
 
 
 def test_one_with_the_least_weight_that_just_came_back_is_still_one(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
-    balancer.roster.weigh(Role.DECODE, one.host, one.port, 1)
+    balancer.roster.set_weight(Role.DECODE, one.host, one.port, 1)
     came_back(balancer, one)
     for policy in POLICIES:
         assert balancer.pool(Role.DECODE, policy).pick(avoid=[two]) == one
@@ -570,7 +570,7 @@ def test_a_backend_that_is_enabled_again_is_probed_first_and_starts_slowly(balan
     balancer.roster.enable(Role.DECODE, one.host, one.port)
     assert balancer.decoders.eligible() == (two,)
     told = balancer.transitions[-1]
-    assert (told.new, told.reason) == (HealthState.UNKNOWN, "it is enabled again")
+    assert (told.new, told.reason) == (HealthState.UNKNOWN, "enabled again")
     balancer.health.on_probe(one, False, "refused", failure=ProbeFailure.REFUSED)
     assert balancer.decoders.eligible() == (two,)
     for _ in range(2):

@@ -19,7 +19,7 @@ def roster_of(scoreboard: Scoreboard, decoders: int = 0) -> Roster:
 
 
 def names(roster: Roster, role: Role = D) -> list[str]:
-    return [member.backend.name + (" draining" if member.draining else "") for member in roster.members(role)]
+    return [member.backend.name + (" draining" if member.is_draining else "") for member in roster.members(role)]
 
 
 def slots(roster: Roster) -> list[int]:
@@ -44,9 +44,9 @@ def test_encoders_are_a_role_of_their_own() -> None:
 def test_adding_what_exists_changes_nothing_but_who_wants_it() -> None:
     roster = roster_of(Scoreboard(slots=3), decoders=1)
     assert roster.add(Backend(D, "d", 0)) is False
-    before = roster.version
+    before = roster.versions[0]
     assert roster.add(Backend(D, "d", 0)) is False
-    assert roster.version == before
+    assert roster.versions[0] == before
     assert roster.add(Backend(D, "d", 1)) is True
     assert names(roster) == ["d:0", "d:1"]
 
@@ -65,7 +65,7 @@ def test_models_are_the_newest_that_are_given() -> None:
     assert models() == [("x",), ("z",)]
     roster.sync(CONFIG, [Backend(P, "p", 1), Backend(P, "p", 2, models=("x",))], restores=True)
     assert models() == [(), ("x",)]
-    assert Roster([], [], Scoreboard(slots=4), before=roster.state()).members(P)[1].backend.models == ("x",)
+    assert Roster([], [], Scoreboard(slots=4), previous_state=roster.state()).members(P)[1].backend.models == ("x",)
 
 
 def test_a_bootstrap_port_is_the_newest_one_given() -> None:
@@ -231,12 +231,12 @@ def backends(role: Role, *ports: int) -> list[Backend]:
 
 def test_the_configured_backends_are_replaced_in_one_step() -> None:
     roster = roster_of(Scoreboard(slots=8), decoders=3)
-    version = roster.version
+    version = roster.versions[0]
     added, removed = roster.sync(CONFIG, backends(D, 1, 5, 6))
     assert (added, removed) == (backends(D, 5, 6), backends(D, 0, 2))
     assert names(roster) == ["d:0 draining", "d:1", "d:2 draining", "d:5", "d:6"]
     assert slots(roster) == [0, 1, 2, 3, 4]
-    assert roster.version == version + 1
+    assert roster.versions[0] == version + 1
     assert [member.backend.trusted for member in roster.members(D)] == [True] * 5
 
 
@@ -295,10 +295,10 @@ def test_what_drains_already_is_not_removed_again() -> None:
 )
 def test_a_replacement_that_is_not_possible_changes_nothing(after: list[Backend], problem: str) -> None:
     roster = roster_of(Scoreboard(slots=4), decoders=2)
-    version = roster.version
+    version = roster.versions[0]
     with pytest.raises(ValueError, match=problem):
         roster.sync(CONFIG, after)
-    assert roster.version == version
+    assert roster.versions[0] == version
     assert names(roster) == ["d:0", "d:1"]
 
 
@@ -369,7 +369,7 @@ def test_all_processes_know_what_an_origin_wanted_before() -> None:
 
 
 def states(roster: Roster) -> list[tuple[str, bool, int, float | None]]:
-    return [(m.backend.name, m.serves, m.weight, m.leaves_at) for m in roster.members(D)]
+    return [(m.backend.name, m.may_serve, m.weight, m.leaves_at) for m in roster.members(D)]
 
 
 def test_a_member_may_be_disabled_and_weighed_in_whichever_worker() -> None:
@@ -377,7 +377,7 @@ def test_a_member_may_be_disabled_and_weighed_in_whichever_worker() -> None:
 
     def change() -> None:
         assert roster.disable(D, "d", 0, 7.0)
-        assert roster.weigh(D, "d", 1, 30)
+        assert roster.set_weight(D, "d", 1, 30)
 
     in_child(change)
     assert states(roster) == [("d:0", False, 100, 7.0), ("d:1", True, 30, None)]
@@ -391,7 +391,7 @@ def test_a_member_may_be_disabled_and_weighed_in_whichever_worker() -> None:
 def test_a_disabled_member_stays_so_while_somebody_wants_it() -> None:
     roster = roster_of(Scoreboard(slots=3), decoders=2)
     roster.disable(D, "d", 0, 7.0)
-    roster.weigh(D, "d", 0, 30)
+    roster.set_weight(D, "d", 0, 30)
     assert roster.add(Backend(D, "d", 0)) is False
     roster.sync("file", [Backend(D, "d", 0)])
     roster.sync(CONFIG, [Backend(D, "d", 1)], restores=True)
@@ -405,12 +405,12 @@ def test_a_disabled_member_stays_so_while_somebody_wants_it() -> None:
 def test_what_is_not_there_or_drains_is_not_changed() -> None:
     scoreboard = Scoreboard(slots=3)
     roster = roster_of(scoreboard, decoders=1)
-    before = roster.version
+    before = roster.versions[0]
     assert not roster.disable(D, "d", 5)
     assert not roster.enable(P, "d", 0)
     assert roster.enable(D, "d", 0)
-    assert roster.weigh(D, "d", 0, 100)
-    assert roster.version == before
+    assert roster.set_weight(D, "d", 0, 100)
+    assert roster.versions[0] == before
     roster.remove(D, "d", 0, leaves_at=3.0)
     assert not roster.enable(D, "d", 0)
     assert not roster.disable(D, "d", 0)
@@ -419,10 +419,10 @@ def test_what_is_not_there_or_drains_is_not_changed() -> None:
 
 def test_a_dry_run_of_a_source_changes_nothing() -> None:
     roster = roster_of(Scoreboard(slots=3), decoders=2)
-    before = roster.version
+    before = roster.versions[0]
     came, went = roster.sync(CONFIG, [Backend(D, "d", 1), Backend(D, "d", 2)], is_dry_run=True)
     assert ([b.port for b in came], [b.port for b in went]) == ([2], [0])
-    assert roster.version == before
+    assert roster.versions[0] == before
     assert states(roster) == [("d:0", True, 100, None), ("d:1", True, 100, None)]
 
 
@@ -430,14 +430,14 @@ def test_a_dry_run_of_a_source_changes_nothing() -> None:
 
 
 def after(before: Roster, decoders: int = 2) -> Roster:
-    return Roster([], [("d", port) for port in range(decoders)], Scoreboard(slots=4), before=before.state())
+    return Roster([], [("d", port) for port in range(decoders)], Scoreboard(slots=4), previous_state=before.state())
 
 
 def test_a_roster_goes_on_with_the_state_of_another() -> None:
     before = roster_of(Scoreboard(slots=8), decoders=2)
     before.add(Backend(D, "added", 1))
     before.remove(D, "d", 0)
-    before.weigh(D, "d", 1, 30)
+    before.set_weight(D, "d", 1, 30)
     before.disable(D, "added", 1, 5.0)
     went_on = after(before)
     assert went_on.is_restored
@@ -461,6 +461,6 @@ def test_what_the_configuration_has_otherwise_counts() -> None:
 
 @pytest.mark.parametrize("state", [7, [], [[[1, 2]], {}], [[], {"config": [["nobody", "d", 1]]}], {"rows": []}])
 def test_a_state_that_nobody_understands_is_none(state: object) -> None:
-    roster = Roster([], [("d", 0)], Scoreboard(slots=4), before=state)
+    roster = Roster([], [("d", 0)], Scoreboard(slots=4), previous_state=state)
     assert names(roster) == ["d:0"]
     assert not roster.is_restored

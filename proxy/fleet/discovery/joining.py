@@ -68,7 +68,7 @@ class Joiner(BackgroundOwner):
             # It may be somebody else's, who will want it no more.
             self._roster.add(candidate)
             return False
-        ticket = self._roster.waiting.enter(candidate, self._longest_wait_seconds)
+        ticket = self._roster.joining.add(candidate, self._longest_wait_seconds)
         if ticket is None:
             return False
         self._waits[candidate] = self._background.start(self._join(candidate, ticket))
@@ -77,14 +77,14 @@ class Joiner(BackgroundOwner):
     def is_new(self, candidate: Backend) -> bool:
         """What `join` would return, and raise."""
         self._check_role(candidate)
-        return not self._is_member(candidate) and candidate not in self._roster.waiting.backends()
+        return not self._is_member(candidate) and candidate not in self._roster.joining.backends()
 
     def remove(self, role: Role, host: str, port: int, leaves_at: float | None = None) -> bool:
         """Let a backend drain, or stop waiting for it. False when it is not there and not joining. `leaves_at`: when it
         is to be evacuated, see Roster.
         """
         backend = Backend(role, host, port)
-        was_joining = self._roster.waiting.leave(backend)
+        was_joining = self._roster.joining.remove(backend)
         wait = self._waits.pop(backend, None)  # unless another worker waits for it, which will find out
         if wait is not None:
             wait.cancel()
@@ -92,19 +92,19 @@ class Joiner(BackgroundOwner):
 
     def joining(self, role: Role) -> list[Backend]:
         """Instances that have been added, to whichever worker, and did not answer yet."""
-        return [backend for backend in self._roster.waiting.backends() if backend.role is role]
+        return [backend for backend in self._roster.joining.backends() if backend.role is role]
 
     def _check_role(self, candidate: Backend) -> None:
         """Raise ValueError when something at the same place has, or is about to have, another role."""
         members = (backend for pool in self._pools.values() for backend in pool.backends())
-        for other in (*self._roster.waiting.backends(), *members):
+        for other in (*self._roster.joining.backends(), *members):
             if other.place == candidate.place and other.role is not candidate.role:
                 raise ValueError(f"{other.name} is already a {other.role} instance")
 
     def _is_member(self, candidate: Backend) -> bool:
         """Whether it is there, and does not drain."""
         members = {member.backend: member for member in self._roster.members(candidate.role)}
-        return candidate in members and not members[candidate].draining
+        return candidate in members and not members[candidate].is_draining
 
     @property
     def _longest_wait_seconds(self) -> float:
@@ -112,17 +112,17 @@ class Joiner(BackgroundOwner):
         return settings.max_attempts * (settings.interval_seconds + 2 * _TIMEOUT_SECONDS)
 
     async def _join(self, candidate: Backend, ticket: int) -> None:
-        waiting = self._roster.waiting
+        joining = self._roster.joining
         is_wanted = False
         try:
             problem = await self._wait_until_it_answers(candidate, ticket)
-            is_wanted = waiting.leave(candidate, ticket)
+            is_wanted = joining.remove(candidate, ticket)
             if is_wanted and not problem:
                 self._roster.add(candidate)
         except ValueError as error:  # there is no room, or another worker gave it the other role
             problem = str(error)
         finally:
-            waiting.leave(candidate, ticket)
+            joining.remove(candidate, ticket)
             if self._waits.get(candidate) is asyncio.current_task():  # not removed, and perhaps added again, since
                 del self._waits[candidate]
         if not is_wanted:
@@ -139,7 +139,7 @@ class Joiner(BackgroundOwner):
         for attempt in range(self._settings.max_attempts):
             if attempt:
                 await asyncio.sleep(self._settings.interval_seconds)
-            if not self._roster.waiting.holds(candidate, ticket):
+            if not self._roster.joining.has(candidate, ticket):
                 break
             problem = await self._ask(candidate)
             if not problem:

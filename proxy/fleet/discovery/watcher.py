@@ -112,7 +112,7 @@ class Watcher(BackgroundOwner):
         """
         self._settings = settings
         sources = sources_of(self._kinds, settings)
-        self._states.keep(sources)
+        self._states.keep_only(sources)
         for origin, watch in list(self._watches.items()):
             if sources.get(origin) != watch.source:
                 watch.task.cancel()
@@ -131,7 +131,7 @@ class Watcher(BackgroundOwner):
                 async with aclosing(source.watch()) as found:
                     async for wanted in found:
                         self._take(origin, wanted)
-                        self._states.succeeded(origin)
+                        self._states.note_success(origin)
                         self._silent.discard(origin)
                         self._drop_unwatched()
                         if failures:
@@ -140,7 +140,7 @@ class Watcher(BackgroundOwner):
                 return
             except Exception as error:  # whatever goes wrong in a source, this gateway goes on
                 why = str(error) or type(error).__name__
-                self._states.failed(origin, why)
+                self._states.note_failure(origin, why)
                 failures += 1
                 if failures == 1:
                     logger.warning("discovery by %s fails, and its instances stay as they are: %s", origin, why)

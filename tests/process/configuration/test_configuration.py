@@ -60,7 +60,7 @@ class Files:
     def members(self) -> list[str]:
         """All instances with their state; `!` those that are not given the engine key."""
         return [
-            f"{member.backend.name}{'' if member.backend.trusted else '!'}{' draining' * member.draining}"
+            f"{member.backend.name}{'' if member.backend.trusted else '!'}{' draining' * member.is_draining}"
             for role in Role
             for member in self.roster.members(role)
         ]
@@ -150,12 +150,12 @@ async def test_a_reload_tells_what_has_changed(files: Files) -> None:
 
 
 async def test_a_dry_run_tells_what_would_change(files: Files) -> None:
-    before, roster = files.configuration.current(), files.roster.version
+    before, roster = files.configuration.current(), files.roster.versions[0]
     files.write("prefill: [p:1, p:3]\ndecode: [d:1, d:2]\ntimeouts: {idle_seconds: 7}")
     change = await files.configuration.reload(is_dry_run=True)
     assert change == ConfigChange(("prefill", "timeouts.idle_seconds"), ("p:3",), ("p:2",))
     assert files.configuration.current() is before
-    assert files.roster.version == roster
+    assert files.roster.versions[0] == roster
     assert await files.configuration.reload() == change
     files.write("decode: [p:1]\nconnector: plain")
     with pytest.raises(SettingsError, match="connector cannot change"):
