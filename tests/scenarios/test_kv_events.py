@@ -61,7 +61,7 @@ async def test_one_process_hears_for_all_workers_and_ends_with_the_one_that_has_
         (first,) = listeners(program)
         publishing = asyncio.create_task(publish(prefiller))
         try:
-            await program.says("its KV events are heard")
+            await program.says(" publishes")
             os.kill(parent(first), signal.SIGKILL)
             await until(lambda: not is_alive(first), "its end")
             await until(lambda: len(listeners(program)) == 1, "another one")

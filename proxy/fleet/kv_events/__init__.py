@@ -1,9 +1,7 @@
-"""What engines publish of their KV caches, and what follows from it for those who choose among them.
+"""KV events that engines publish about their prefix caches, as a source for choices.
 
-blocks.py         the blocks of one rank, and how far back its cache reaches
-subscription.py   the sockets of one rank, and messages that were lost
-subscriber.py     the process that has all of these
-messages.py       what it is told, and tells
-sources.py        where an instance publishes
-subscriptions.py  starts that process, and says of whom events are heard and what workers and operators are told
+blocks          cached blocks of one rank, and the reach of its cache
+subscriber      the process that subscribes
+messages        messages between that process and a worker
+subscriptions   the worker's side: endpoints of instances, reports and warnings
 """

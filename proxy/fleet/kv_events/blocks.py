@@ -1,6 +1,7 @@
-"""The blocks that one rank of an engine has cached, by its events, and what they say of how far back its cache reaches.
+"""The cached blocks of one rank of an engine, by its KV events, and the reach of its cache. Pure.
 
-No IO and no clock. Of a block nothing is kept but when it was stored, and of a bounded number of blocks.
+The reach is the number of tokens that are stored from the storing of a block until its eviction. For a bounded number
+of blocks, only the position of their storing is kept.
 """
 
 from __future__ import annotations
@@ -17,45 +18,51 @@ if TYPE_CHECKING:
 
     from proxy.wire.kv_events import BlockHash, Event
 
-# At some 120 bytes each. Of one rank, with blocks of 16 tokens, 4 million tokens; of all ranks together a quarter GB.
+# A block takes about 120 bytes. With blocks of 16 tokens, this is 4 million tokens of one rank, and all ranks together
+# take a quarter GB.
 MAX_BLOCKS: Final = 262_144
 MAX_BLOCKS_OF_ALL: Final = 2_097_152
-# The evictions that are looked at, and how many there must have been.
+# The number of last evictions that determine the reach, and the minimum number.
 _EVICTIONS: Final = 512
 _ENOUGH_EVICTIONS: Final = 8
-# What was stored so much longer ago than what is evicted now was evicted, too, and the event was lost.
-_LOST: Final = 4
+# A block that is older than this multiple of the reach was evicted, and the event was lost.
+_MAX_AGE_IN_REACHES: Final = 4
 _DEVICE: Final = (None, "GPU")
 _DEPTH_BITS: Final = 24
 
 
 class Blocks:
-    """What its events say, in their order. `missed`: some of them were lost."""
+    """The blocks of one rank, updated by its events in their order."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self.max_blocks = max_blocks
-        """No more are remembered from now on."""
+        """Number of blocks that are remembered."""
         self.stored = 0
-        """Tokens."""
+        """Tokens stored since the start."""
         self.cleared = 0
-        self._since = 0  # `stored`, when counting began, and when something was evicted for the first time since
+        """Number of times that the cache was emptied."""
+        # Positions are values of `stored`.
+        self._since = 0
+        """Position at which counting began."""
         self._full_at: int | None = None
-        # By the hash of a block's hash: `stored` when it was stored less its distance from the root, as if it had been
-        # used so much earlier, because engines evict the tail of a sequence before the head; and how many blocks it is
-        # from the root.
+        """Position at the first eviction since then; None before it."""
+        # By the hash of a block's hash. The upper bits are the position of its storing minus its distance from the root
+        # in tokens, because engines evict the tail of a sequence first. The lower bits are that distance in blocks.
         self._blocks: dict[int, int] = {}
-        self._refused_at: int | None = None  # `stored`, when there was no room, and nothing was evicted since
-        self._search_from = 0  # `stored`, from when on it is worthwhile to look for blocks whose removal was missed
+        self._refused_at: int | None = None
+        """Position at which there was no room, if nothing was evicted since; None otherwise."""
+        self._search_from = 0
+        """Position from which a search for lost evictions is worthwhile."""
         self._ages: deque[int] = deque(maxlen=_EVICTIONS)
         self._group: int | None = None
         self._has_tiers = False
 
     def __len__(self) -> int:
-        """Blocks that are remembered."""
+        """The number of remembered blocks."""
         return len(self._blocks)
 
     def take(self, events: Iterable[Event]) -> None:
-        """Those of one batch."""
+        """Take the events of one batch."""
         for event in events:
             match event:
                 case BlocksStored():
@@ -67,30 +74,30 @@ class Blocks:
                     self.cleared += 1
 
     def missed(self) -> None:
-        """Nothing that was there need still be there, and what is there is not known."""
+        """Forget all blocks, because events were lost."""
         self._forget()
 
-    def started_anew(self) -> None:
-        """It is another process than before, or may be: its cache was emptied."""
+    def restarted(self) -> None:
+        """Forget all blocks, because the engine was restarted, or may have been."""
         self._forget()
         self.cleared += 1
 
     @property
     def count(self) -> CacheCount:
-        """What is known by now."""
+        """The state of the cache, as far as known."""
         if self._has_tiers:
             return CacheCount(self.stored, 0, False, self.cleared)
         if len(self._ages) >= _ENOUGH_EVICTIONS:
-            # Blocks that were used again since they were stored seem to be evicted later than they are, and those that
-            # make room for a long prompt earlier.
+            # The median, because blocks that were used again seem to be evicted late, and blocks that make room for a
+            # long prompt early.
             return CacheCount(self.stored, int(median(self._ages)), True, self.cleared)
-        # Until then all that was stored is there.
+        # Before the first eviction, the cache has all stored tokens.
         stored = self.stored if self._full_at is None else self._full_at
         return CacheCount(self.stored, stored - self._since, False, self.cleared)
 
     def _store(self, event: BlocksStored) -> None:
         if event.medium not in _DEVICE:
-            # What is evicted from the device is found there, and what is evicted there may be of other sizes.
+            # Blocks that are evicted from the device are found in the other tier, whose block sizes may differ.
             self._has_tiers = True
             return
         if not event.is_whole or not event.hashes or event.block_tokens < 1:
@@ -98,12 +105,12 @@ class Blocks:
         if self._group is None:
             self._group = event.group
         if event.group != self._group:
-            return  # the same tokens once more, for other layers
+            return  # the same tokens, for other layers
         size = event.block_tokens
         self.stored += size * len(event.hashes)
         depth = self._depth_behind(event.parent)
         if depth is None:
-            return  # how far it is from its root is not known
+            return  # its distance from the root is not known
         if len(self._blocks) + len(event.hashes) > self.max_blocks and not self._make_room(len(event.hashes), size):
             return
         for place, block_hash in enumerate(event.hashes, depth + 1):
@@ -127,18 +134,18 @@ class Blocks:
                 self._ages.append(self.stored - (packed >> _DEPTH_BITS))
 
     def _make_room(self, wanted: int, size: int) -> bool:
-        """Forget blocks whose removal must have been missed. False: there is no room, which comes by and by."""
+        """Forget blocks whose removal was missed, and return whether there is room for `wanted` more."""
         if self.stored < self._search_from:
             return False
         count = self.count
         if count.evicts:
-            # All of them are looked through: until the cache has turned over, hardly any more are found.
+            # A search goes through all blocks. The next one finds little until the cache has turned over.
             self._search_from = self.stored + int(count.reach)
-            oldest = self.stored - _LOST * count.reach
+            oldest = self.stored - _MAX_AGE_IN_REACHES * count.reach
             self._blocks = {key: packed for key, packed in self._blocks.items() if packed >> _DEPTH_BITS >= oldest}
         elif self._refused_at is None:
             self._refused_at = self.stored
-        elif self.stored - self._refused_at > _LOST * self.max_blocks * size:
+        elif self.stored - self._refused_at > _MAX_AGE_IN_REACHES * self.max_blocks * size:
             self._blocks = {}
             self._refused_at = None
         return len(self._blocks) + wanted <= self.max_blocks
@@ -151,7 +158,7 @@ class Blocks:
 
 
 def together(ranks: Iterable[Blocks]) -> CacheCount:
-    """Of all ranks of one engine, among which prompts spread."""
+    """Return the summed state of all ranks of one engine, which share its prompts."""
     counts = [rank.count for rank in ranks]
     return CacheCount(
         stored=sum(count.stored for count in counts),

@@ -1,4 +1,4 @@
-"""What the gateway and the process that subscribes tell each other: lines of JSON through pipes."""
+"""Messages between the worker and the subscriber process: lines of JSON through pipes."""
 
 from __future__ import annotations
 
@@ -6,38 +6,40 @@ from typing import Literal
 
 import msgspec
 
-Word = Literal["lost", "replayed", "started_anew"]
-"""What befell a subscription: one of terms.KV_EVENT_GAPS."""
+Gap = Literal["lost", "replayed", "started_anew"]
+"""A gap in the events of a rank: one of terms.KV_EVENT_GAPS."""
 
 
 class EventSource(msgspec.Struct, frozen=True):
-    """Where one rank of an instance publishes."""
+    """Endpoints at which one rank of an instance publishes."""
 
     instance: str
     """Backend.key."""
     endpoint: str
     """tcp://host:port"""
     replay_endpoint: str | None = None
+    """Endpoint that repeats lost events; None if there is none."""
     topic: str = ""
 
 
 class SubscribeTo(msgspec.Struct):
-    """To the process: what to subscribe to from now on, and nothing else."""
+    """A command to the process: subscribe to these sources, and to no others."""
 
     sources: list[EventSource]
 
 
 class InstanceReport(msgspec.Struct):
-    """From the process, of one instance, all of whose ranks are heard."""
+    """A report of the process on one instance, over all its ranks, since its last report."""
 
     instance: str
+    """Backend.key."""
     count: tuple[int, int, bool, int]
-    """A CacheCount."""
+    """The fields of a CacheCount."""
     events: dict[str, int]
-    """How many have come since the last time, by kind."""
-    words: dict[Word, int]
-    """What has befallen since, and how often."""
-    why: str = ""
-    """What was wrong with the last one that could not be read."""
+    """Number of events by kind."""
+    gaps: dict[Gap, int]
+    """Number of gaps by kind."""
+    unreadable: str = ""
+    """Problem of the last message that could not be read; empty if there was none."""
     unopened: str = ""
-    """An endpoint that nothing can be heard from, and why; empty: none has come to it."""
+    """An endpoint that cannot be opened, and the reason; empty if there is none."""

@@ -1,8 +1,7 @@
-"""Which instances' KV events are heard, and what all workers and the operator are told of them.
+"""Subscriptions to the KV events of instances, for all workers of the gateway.
 
-One worker does that for all: it keeps the process that subscribes, says to what, and writes what it tells into the
-journal, where the policies of all workers hear it. What is wrong is said once for each instance, and once that it is
-over.
+One worker keeps the subscriber process, tells it where instances publish, and writes its reports to the journal, which
+the policies of all workers read. Each problem of an instance is logged once, and so is its end.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import sys
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -22,12 +21,14 @@ import proxy
 from proxy.balancer.policies.prefiller import write_count
 from proxy.balancer.policies.prefixes import CacheCount
 from proxy.common.background import Background, BackgroundOwner
+from proxy.common.errors import Failure
 from proxy.common.terms import KV_EVENT_GAPS, KV_EVENTS
-from proxy.fleet.kv_events import sources
-from proxy.fleet.kv_events.messages import InstanceReport, SubscribeTo
+from proxy.fleet.discovery.facts import SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS
+from proxy.fleet.kv_events.messages import EventSource, InstanceReport, SubscribeTo
 from proxy.observe import logs
-from proxy.settings.kv_events import ASK
-from proxy.upstream import EngineRequestError
+from proxy.settings.kv_events import ASK, port_at
+from proxy.upstream import AddressProblem, EngineRequestError
+from proxy.wire.kv_events import configured_sources, of_ranks, parse_sources
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -37,64 +38,67 @@ if TYPE_CHECKING:
     from proxy.balancer.pool import Pool
     from proxy.balancer.shared.journal import JournalWriter
     from proxy.common.backend import Backend
-    from proxy.fleet.kv_events.messages import EventSource
     from proxy.observe.metrics import Metrics
     from proxy.settings.kv_events import KvEvents
     from proxy.upstream import EngineClient, Names
-    from proxy.wire import kv_events as wire
+    from proxy.wire.kv_events import EventPublisher
+
+logger = logging.getLogger("proxy.kv_events.subscriptions")
+
+# The subscriber process
 
 
-_END_SECONDS: Final = 2.0
-_LINE_BYTES: Final = 1024 * 1024
-_read_told: Final = msgspec.json.Decoder(InstanceReport).decode
+_STOP_SECONDS: Final = 2.0
+_MAX_LINE_BYTES: Final = 1024 * 1024
+_decode_report: Final = msgspec.json.Decoder(InstanceReport).decode
 _encode: Final = msgspec.json.Encoder().encode
 
 
-class Process:
-    """One that runs; see `started`."""
+class SubscriberProcess:
+    """The running subscriber process; see `subscriber_process`."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
-        self._wanted: list[EventSource] | None = None
+        self._sources: list[EventSource] | None = None
 
-    def want(self, sources: list[EventSource]) -> None:
-        """Have it subscribe to these, and to no others any more."""
-        if sources != self._wanted:
-            self._wanted = sources
+    def subscribe_to(self, sources: list[EventSource]) -> None:
+        """Have the process subscribe to these sources, and to no others."""
+        if sources != self._sources:
+            self._sources = sources
             assert self._process.stdin is not None
             self._process.stdin.write(_encode(SubscribeTo(sources)) + b"\n")
 
-    async def told(self) -> AsyncIterator[InstanceReport]:
-        """What it tells, until it ends."""
+    async def reports(self) -> AsyncIterator[InstanceReport]:
+        """Yield the reports of the process until it ends."""
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
-            yield _read_told(line)
+            yield _decode_report(line)
 
-    async def ended(self) -> int:
-        """Wait for its end, and return its exit code, negative for a signal."""
+    async def wait(self) -> int:
+        """Wait for the end of the process, and return its exit code, which is negative for a signal."""
         return await self._process.wait()
 
 
 @asynccontextmanager
-async def started() -> AsyncIterator[Process]:
-    """Leaving ends it. Raises OSError if it cannot be started."""
-    # Its own directory comes first, whatever is called `proxy` in the working directory.
+async def subscriber_process() -> AsyncIterator[SubscriberProcess]:
+    """Run the process inside `async with`. Raises OSError if it cannot be started."""
+    # The directory of this package comes first, so that no other `proxy` in the working directory is imported.
     path = os.pathsep.join(filter(None, (str(Path(proxy.__file__).parents[1]), os.environ.get("PYTHONPATH"))))
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-P", "-m", "proxy.fleet.kv_events.subscriber"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        limit=_LINE_BYTES,
+        limit=_MAX_LINE_BYTES,
         env={**os.environ, "PYTHONPATH": path},
     )
     try:
-        yield Process(process)
+        yield SubscriberProcess(process)
     finally:
         assert process.stdin is not None
         process.stdin.close()
         with suppress(TimeoutError):
-            async with asyncio.timeout(_END_SECONDS):
+            async with asyncio.timeout(_STOP_SECONDS):
                 await process.wait()
         if process.returncode is None:
             with suppress(ProcessLookupError):
@@ -102,54 +106,122 @@ async def started() -> AsyncIterator[Process]:
             await process.wait()
 
 
-logger = logging.getLogger("proxy.kv_events.subscriptions")
+# Endpoints of instances: the instance's own address, and ports from the settings or from the engine's report
 
-_LOOK_SECONDS: Final = 0.25
+
+_SOURCES_PATH: Final = "/kv_event_sources"
+
+
+def configured_publishers(settings: KvEvents, backend: Backend) -> list[EventPublisher]:
+    """Return the publishers that the settings name. Raises ValueError for an impossible port."""
+    assert settings.endpoint is not None
+    replay = None if settings.replay_endpoint is None else port_at(settings.replay_endpoint, backend.port)
+    return of_ranks(settings.ranks, port_at(settings.endpoint, backend.port), replay, settings.topic)
+
+
+async def reported_publishers(client: EngineClient, keys: EngineKeys, backend: Backend) -> list[EventPublisher]:
+    """Return the publishers that the engine reports; empty if it reports none.
+
+    Raises EngineRequestError, and ValueError for an address at which no engine can publish.
+    """
+    publishers = parse_sources(await _answer(client, keys, backend, _SOURCES_PATH))
+    if publishers is None:
+        publishers = configured_sources(await _answer(client, keys, backend, SERVER_INFO_PATH))
+    return publishers or []
+
+
+async def _answer(client: EngineClient, keys: EngineKeys, backend: Backend, path: str) -> Any:
+    """Return the JSON of an engine's answer, or None if it is not JSON.
+
+    Raises EngineRequestError, also for a status that says that the engine has no answer now.
+    """
+    headers = keys.headers(backend)
+    answer = await client.get(backend.url, path, SERVER_INFO_TIMEOUT_SECONDS, headers)
+    if answer.status >= 500:
+        raise EngineRequestError(Failure.BAD_ANSWER, f"{path} answered {answer.status}")
+    return answer.json_or_none
+
+
+def address(names: Names, host: str, last: str | None) -> str | None:
+    """Return an address of the host, or None if none is known yet, or none is allowed.
+
+    The gateway resolves names itself, because ZeroMQ would not check whether an address is allowed. IPv4 comes first:
+    publishers that bind to `*` listen only there.
+
+    Args:
+        names: Known addresses of hosts.
+        host: Name or address of the instance.
+        last: The previous result, which is kept while the host has this address.
+    """
+    try:
+        known = names.known(host)
+    except AddressProblem:
+        return None
+    return last if last in known else min(known, key=lambda each: ":" in each, default=None)
+
+
+def endpoints(address: str, backend: Backend, publishers: Sequence[EventPublisher]) -> list[EventSource]:
+    """Return the endpoints of publishers at the instance's own address, whatever host the engine reports."""
+    host = f"[{address}]" if ":" in address else address
+    return [
+        EventSource(
+            backend.key,
+            f"tcp://{host}:{publisher.port}",
+            None if publisher.replay_port is None else f"tcp://{host}:{publisher.replay_port}",
+            publisher.topic,
+        )
+        for publisher in publishers
+    ]
+
+
+# Subscriptions
+
+
+_UPDATE_SECONDS: Final = 0.25
 _RESTART_SECONDS: Final = (0.5, 60.0)
 _ASK_AGAIN_SECONDS: Final = 5.0
-# An engine that has worked at so many looks and published nothing does not publish, or not there.
-_SILENT_LOOKS: Final = 120
+# An engine that worked during this number of updates without publishing does not publish, or at another endpoint.
+_SILENT_UPDATES: Final = 120
 
-_NOT_TOLD: Final = (
-    "does not tell where it publishes KV events, as vLLM from 0.32 on does at /kv_event_sources and SGLang at "
-    "/server_info: was it started with --kv-events-config and publisher zmq? Of older vLLM, name the port by "
-    "kv_events.endpoint"
+_NOT_REPORTED: Final = (
+    "does not report where it publishes KV events, as vLLM from 0.32 on does at /kv_event_sources and SGLang at "
+    "/server_info: was it started with --kv-events-config and publisher zmq? For older vLLM, set kv_events.endpoint"
 )
-_NO_ANSWER: Final = "does not tell yet where it publishes KV events, and is asked again: %s"
-_NOWHERE: Final = "cannot publish KV events where it should: %s"
-_UNOPENED: Final = "publishes KV events that cannot be heard, at %s"
+_NO_ANSWER: Final = "does not report yet where it publishes KV events, and is asked again: %s"
+_IMPOSSIBLE: Final = "cannot publish KV events at its port: %s"
+_UNOPENED: Final = "publishes KV events at an endpoint that cannot be opened: %s"
 _UNREADABLE: Final = "publishes KV events that cannot be read: %s"
 _SILENT: Final = (
     "has worked and published no KV events at %s: was it started with --kv-events-config and publisher zmq, with "
-    "prefix caching, is that its endpoint, with * for the host (with another it does not listen there, but connects), "
+    "prefix caching, is that its endpoint, with * for the host (with another host it connects instead of listening), "
     "and does its topic begin with %r?"
 )
 
 
 @dataclass(slots=True)
-class _Heard:
-    """What is known of one instance since it came up."""
+class _InstanceState:
+    """The subscription to one instance since it came up."""
 
-    sources: Sequence[wire.EventPublisher] = ()
-    """None of them: it is not known yet, or there are none."""
+    publishers: Sequence[EventPublisher] = ()
+    """Empty if not known yet, or if there are none."""
     address: str | None = None
-    """Where they are heard."""
-    looks: int = 0
-    """At which it was seen to work, and nothing had been heard."""
+    """Address of the endpoints; None if not known."""
+    silent_updates: int = 0
+    """Number of updates during which the instance worked and had published nothing."""
     has_published: bool = False
-    said: set[str] = field(default_factory=set)
-    """What was wrong and is in the log."""
+    warnings: set[str] = field(default_factory=set)
+    """Warnings in the log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SubscriptionParts:
-    """What subscriptions are made of."""
+    """Parts of Subscriptions."""
 
     pools: Sequence[Pool]
-    """Of the instances whose caches matter."""
+    """Pools of instances whose caches matter for choices."""
     health: Health
     journal: JournalWriter
-    """Written here and nowhere else."""
+    """Used by Subscriptions alone."""
     names: Names
     client: EngineClient
     keys: EngineKeys
@@ -158,7 +230,7 @@ class SubscriptionParts:
 
 
 class Subscriptions(BackgroundOwner):
-    """`async with` it: leaving ends the process."""
+    """Keeps the subscriber process and its subscriptions inside `async with`."""
 
     def __init__(self, parts: SubscriptionParts) -> None:
         self._pools = parts.pools
@@ -169,115 +241,116 @@ class Subscriptions(BackgroundOwner):
         self._keys = parts.keys
         self._settings = parts.settings
         self._metrics = parts.metrics
-        self._heard: dict[Backend, _Heard] = {}
+        self._instances: dict[Backend, _InstanceState] = {}
         self._background = Background(logger, "the subscription to KV events")
 
     def _begin(self) -> None:
         self._background.keep(self._keep_subscribing, "kv_events", self._metrics.background_restarts_total)
 
     async def _keep_subscribing(self) -> None:
-        pause, most = _RESTART_SECONDS
+        pause_seconds, max_pause_seconds = _RESTART_SECONDS
         while True:
             began = asyncio.get_running_loop().time()
-            why = await self._subscribe()
-            if asyncio.get_running_loop().time() - began > most:
-                pause = _RESTART_SECONDS[0]
-            logger.warning("KV events: the process that subscribes %s, and is started again in %g s", why, pause)
-            await asyncio.sleep(pause)
-            pause = min(most, 2 * pause)
+            problem = await self._subscribe()
+            if asyncio.get_running_loop().time() - began > max_pause_seconds:
+                pause_seconds = _RESTART_SECONDS[0]
+            logger.warning("KV events: the subscriber process %s; restart in %g s", problem, pause_seconds)
+            await asyncio.sleep(pause_seconds)
+            pause_seconds = min(max_pause_seconds, 2 * pause_seconds)
 
     async def _subscribe(self) -> str:
-        """Until the process ends; returns why."""
+        """Subscribe until the process ends, and return the reason."""
         try:
-            async with started() as process, Background(logger, "a look at KV events") as background:
-                background.start(self._keep_looking(process))
-                async for told in process.told():
-                    self._hear(told)
-                return f"has ended with code {await process.ended()}"
+            async with subscriber_process() as process, Background(logger, "an update of subscriptions") as background:
+                background.start(self._keep_updating(process))
+                async for report in process.reports():
+                    self._take(report)
+                return f"has ended with code {await process.wait()}"
         except OSError as error:
             return f"cannot be started: {error}"
 
-    # To whom
+    # Sources
 
-    async def _keep_looking(self, process: Process) -> None:
+    async def _keep_updating(self, process: SubscriberProcess) -> None:
         while True:
-            process.want(list(self._sources()))
-            await asyncio.sleep(_LOOK_SECONDS)
+            process.subscribe_to(list(self._sources()))
+            await asyncio.sleep(_UPDATE_SECONDS)
 
     def _sources(self) -> Iterator[EventSource]:
-        """Of the instances that are up: one that was away publishes something new."""
+        """Return the sources of all instances that are up. An instance that was down may publish at other endpoints."""
         up = [
             backend for pool in self._pools for backend in pool.backends() if self._health.of(backend).facts is not None
         ]
-        for gone in self._heard.keys() - set(up):
-            del self._heard[gone]
+        for removed in self._instances.keys() - set(up):
+            del self._instances[removed]
         for backend in up:
-            heard = self._heard.get(backend)
-            if heard is None:
-                heard = self._heard[backend] = _Heard()
+            state = self._instances.get(backend)
+            if state is None:
+                state = self._instances[backend] = _InstanceState()
                 if self._settings.endpoint == ASK:
-                    self._background.start(self._ask(backend, heard))
+                    self._background.start(self._ask(backend, state))
                 else:
-                    self._look_up(backend, heard)
-            heard.address = sources.address(self._names, backend.host, heard.address)
-            if heard.sources and heard.address is not None:
-                found = sources.at_address(heard.address, backend, heard.sources)
-                self._notice_silence(backend, heard, found)
-                yield from found
+                    self._take_configured(backend, state)
+            state.address = address(self._names, backend.host, state.address)
+            if state.publishers and state.address is not None:
+                sources = endpoints(state.address, backend, state.publishers)
+                self._check_silence(backend, state, sources)
+                yield from sources
 
-    def _look_up(self, backend: Backend, heard: _Heard) -> None:
+    def _take_configured(self, backend: Backend, state: _InstanceState) -> None:
         try:
-            heard.sources = sources.configured(self._settings, backend)
+            state.publishers = configured_publishers(self._settings, backend)
         except ValueError as error:
-            self._warn(backend, heard, _NOWHERE, error)
+            self._warn(backend, state, _IMPOSSIBLE, error)
 
-    async def _ask(self, backend: Backend, heard: _Heard) -> None:
-        """Until it has answered, or is gone."""
-        while self._heard.get(backend) is heard:
+    async def _ask(self, backend: Backend, state: _InstanceState) -> None:
+        """Ask the engine for its publishers until it answers or goes down."""
+        while self._instances.get(backend) is state:
             try:
-                heard.sources = await sources.asked(self._client, self._keys, backend)
-                if not heard.sources:
-                    self._warn(backend, heard, _NOT_TOLD)
+                state.publishers = await reported_publishers(self._client, self._keys, backend)
+                if not state.publishers:
+                    self._warn(backend, state, _NOT_REPORTED)
                 return
             except ValueError as error:
-                self._warn(backend, heard, _NOWHERE, error)
+                self._warn(backend, state, _IMPOSSIBLE, error)
                 return
             except EngineRequestError as error:
-                self._warn(backend, heard, _NO_ANSWER, error)
+                self._warn(backend, state, _NO_ANSWER, error)
             await asyncio.sleep(_ASK_AGAIN_SECONDS)
 
-    def _notice_silence(self, backend: Backend, heard: _Heard, found: Sequence[EventSource]) -> None:
-        if heard.has_published or heard.said & {_UNOPENED, _UNREADABLE, _SILENT}:
+    def _check_silence(self, backend: Backend, state: _InstanceState, sources: Sequence[EventSource]) -> None:
+        if state.has_published or state.warnings & {_UNOPENED, _UNREADABLE, _SILENT}:
             return
-        heard.looks += any(pool.scoreboard.requests(backend.slot) for pool in self._pools)
-        if heard.looks >= _SILENT_LOOKS:
-            endpoints = ", ".join(source.endpoint for source in found)
-            self._warn(backend, heard, _SILENT, endpoints, found[0].topic)
+        state.silent_updates += any(pool.scoreboard.requests(backend.slot) for pool in self._pools)
+        if state.silent_updates >= _SILENT_UPDATES:
+            names = ", ".join(source.endpoint for source in sources)
+            self._warn(backend, state, _SILENT, names, sources[0].topic)
 
-    # What they say
+    # Reports
 
-    def _hear(self, told: InstanceReport) -> None:
-        found = next((each for each in self._heard.items() if each[0].key == told.instance), None)
+    def _take(self, report: InstanceReport) -> None:
+        found = next((each for each in self._instances.items() if each[0].key == report.instance), None)
         if found is None:
-            return  # it has gone meanwhile
-        backend, heard = found
+            return  # the instance went down in the meantime
+        backend, state = found
         for kind in KV_EVENTS:
-            if count := told.events.get(kind):
+            if count := report.events.get(kind):
                 self._metrics.kv_events_total.labels(backend.role.value, backend.name, kind).inc(count)
         for gap in KV_EVENT_GAPS:
-            if count := told.words.get(gap):
+            if count := report.gaps.get(gap):
                 self._metrics.kv_event_gaps_total.labels(backend.role.value, backend.name, gap).inc(count)
-        write_count(self._journal, backend.slot, CacheCount(*told.count))
-        if told.unopened:
-            self._warn(backend, heard, _UNOPENED, told.unopened)
-        if told.events.get("unreadable"):
-            self._warn(backend, heard, _UNREADABLE, told.why)
-        if not heard.has_published and sum(told.events.values()) > told.events.get("unreadable", 0):
-            heard.has_published = True
-            logger.info("%s instance %s: its KV events are heard", backend.role, backend.name, extra=logs.ALWAYS)
+        write_count(self._journal, backend.slot, CacheCount(*report.count))
+        if report.unopened:
+            self._warn(backend, state, _UNOPENED, report.unopened)
+        if report.events.get("unreadable"):
+            self._warn(backend, state, _UNREADABLE, report.unreadable)
+        if not state.has_published and sum(report.events.values()) > report.events.get("unreadable", 0):
+            state.has_published = True
+            logger.info("KV events: %s instance %s publishes", backend.role, backend.name, extra=logs.ALWAYS)
 
-    def _warn(self, backend: Backend, heard: _Heard, words: str, *arguments: object) -> None:
-        """Once, and not of one that is gone."""
-        if words not in heard.said and self._heard.get(backend) is heard:
-            heard.said.add(words)
-            logger.warning(f"%s instance %s {words}", backend.role, backend.name, *arguments, extra=logs.ALWAYS)
+    def _warn(self, backend: Backend, state: _InstanceState, warning: str, *arguments: object) -> None:
+        """Log a warning once per instance, unless the instance is down."""
+        if warning not in state.warnings and self._instances.get(backend) is state:
+            state.warnings.add(warning)
+            line = f"KV events: %s instance %s {warning}"
+            logger.warning(line, backend.role, backend.name, *arguments, extra=logs.ALWAYS)

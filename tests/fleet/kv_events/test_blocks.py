@@ -104,7 +104,7 @@ def test_who_comes_late_learns_from_what_is_new() -> None:
     assert blocks.count.reach == pytest.approx(100 * SIZE, rel=0.15)
 
 
-@pytest.mark.parametrize("how", [AllCleared(), "missed", "started_anew"])
+@pytest.mark.parametrize("how", [AllCleared(), "missed", "restarted"])
 def test_what_was_evicted_before_says_nothing_any_more(how: object) -> None:
     blocks = Blocks()
     engine = Engine(20, blocks)

@@ -8,7 +8,7 @@ import pytest
 
 from proxy.common.backend import Backend, Role
 from proxy.fleet.kv_events.messages import EventSource
-from proxy.fleet.kv_events.sources import address, at_address, configured
+from proxy.fleet.kv_events.subscriptions import address, configured_publishers, endpoints
 from proxy.settings.kv_events import KvEvents
 from proxy.upstream import AddressRules
 from proxy.wire.kv_events import EventPublisher
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 
 def test_the_ranks_of_an_instance_publish_at_ports_one_behind_the_other() -> None:
     settings = KvEvents(endpoint="tcp://*:+1000", replay_endpoint="tcp://*:5657", topic="kv", ranks=2)
-    told = configured(settings, Backend(Role.PREFILL, "a", 7100))
+    told = configured_publishers(settings, Backend(Role.PREFILL, "a", 7100))
     assert told == [EventPublisher(8100, 5657, "kv"), EventPublisher(8101, 5658, "kv")]
 
 
 def test_ports_that_there_are_not_are_refused() -> None:
     settings = KvEvents(endpoint="tcp://*:+1000", ranks=2)
-    configured(settings, Backend(Role.PREFILL, "a", 64534))
+    configured_publishers(settings, Backend(Role.PREFILL, "a", 64534))
     with pytest.raises(ValueError, match="2 ranks have no ports from 65535 on"):
-        configured(settings, Backend(Role.PREFILL, "a", 64535))
+        configured_publishers(settings, Backend(Role.PREFILL, "a", 64535))
 
 
 def test_endpoints_are_those_of_the_address() -> None:
     told = [EventPublisher(5557, 5657, "kv"), EventPublisher(5558, None, "")]
     backend = Backend(Role.PREFILL, "a", 7100)
-    assert at_address("10.0.0.1", backend, told) == [
+    assert endpoints("10.0.0.1", backend, told) == [
         EventSource("prefill a 7100", "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5657", "kv"),
         EventSource("prefill a 7100", "tcp://10.0.0.1:5558", None, ""),
     ]
-    assert at_address("::1", backend, told[1:]) == [EventSource("prefill a 7100", "tcp://[::1]:5558", None, "")]
+    assert endpoints("::1", backend, told[1:]) == [EventSource("prefill a 7100", "tcp://[::1]:5558", None, "")]
 
 
 async def test_an_instance_is_heard_at_one_of_its_addresses_as_long_as_it_has_that(clock: Clock) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
-from proxy.fleet.kv_events import subscription
+from proxy.fleet.kv_events import subscriber as subscriber_module
 from proxy.fleet.kv_events.messages import EventSource, InstanceReport, SubscribeTo
 from proxy.fleet.kv_events.subscriber import Subscriber, run
 from tests.asking import until
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from proxy.fleet.kv_events.subscription import Subscription
+    from proxy.fleet.kv_events.subscriber import Subscription
 
 
 async def test_ranks_of_one_instance_are_told_together_and_only_what_is_new() -> None:
     async with publishing(CONFIG) as one, publishing(CONFIG) as other:
         with closing(Subscriber()) as subscriber:
-            subscriber.want([to(one), to(other)])
+            subscriber.subscribe_to([to(one), to(other)])
             ranks = list(subscriber._subscriptions.values())
             for subscription, publisher in zip(ranks, (one, other), strict=True):
                 await joined(subscription, publisher)
                 publisher.say(stored(1))
                 await heard(subscription, SIZE)
-            (told,) = subscriber.told()
+            (told,) = subscriber.reports()
             assert (told.count, told.events) == ((2 * SIZE, 2 * SIZE, False, 0), {"stored": 2})
-            assert not list(subscriber.told())
-            subscriber.want([to(one)])
+            assert not list(subscriber.reports())
+            subscriber.subscribe_to([to(one)])
             assert list(subscriber._subscriptions.values()) == ranks[:1]
 
 
@@ -57,13 +57,13 @@ async def test_one_that_cannot_be_opened_is_told_and_costs_no_other() -> None:
     odd = EventSource("prefill 127.0.0.1 1", "tcp://no host:1")
     async with publishing(CONFIG) as publisher:
         with closing(Subscriber()) as subscriber:
-            subscriber.want([odd, to(publisher), EventSource("prefill other 1", "tcp://no host:2")])
-            first, other = subscriber.told()
+            subscriber.subscribe_to([odd, to(publisher), EventSource("prefill other 1", "tcp://no host:2")])
+            first, other = subscriber.reports()
             assert (first.unopened, other.unopened) == (
                 "tcp://no host:1: Invalid argument",
                 "tcp://no host:2: Invalid argument",
             )
-            assert not list(subscriber.told())
+            assert not list(subscriber.reports())
             (rank,) = subscriber._subscriptions.values()
             await joined(rank, publisher)
             for number in range(20):
@@ -71,12 +71,12 @@ async def test_one_that_cannot_be_opened_is_told_and_costs_no_other() -> None:
             await heard(rank, 20 * SIZE)
             publisher.say(removed(*range(10)))
             await until(lambda: _received(rank).blocks.count.evicts, "evictions")
-            (told,) = subscriber.told()
+            (told,) = subscriber.reports()
             assert told.count[:3] == (20 * SIZE, rank.blocks.count.reach, False)
-            subscriber.want([to(publisher)])
+            subscriber.subscribe_to([to(publisher)])
             publisher.say(removed(10))
             await until(lambda: _received(rank).events, "another one")
-            (told,) = subscriber.told()
+            (told,) = subscriber.reports()
             assert told.count[2]
 
 
@@ -104,7 +104,7 @@ def running(sources: list[EventSource]) -> Iterator[Iterator[InstanceReport]]:
 
 async def test_a_long_replay_is_read_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """At so many messages each time that something is told it would be given up before its end."""
-    monkeypatch.setattr(subscription, "_AT_ONCE", 1)
+    monkeypatch.setattr(subscriber_module, "_MAX_MESSAGES_PER_READ", 1)
     async with publishing(REPLAYS) as publisher:
         with running([to(publisher)]) as told:
             first = asyncio.create_task(asyncio.to_thread(next, told))
@@ -116,5 +116,5 @@ async def test_a_long_replay_is_read_as_it_comes(monkeypatch: pytest.MonkeyPatch
                 publisher.say(stored(1))
             words: Counter[str] = Counter()
             while not words:
-                words.update((await asyncio.to_thread(next, told)).words)
+                words.update((await asyncio.to_thread(next, told)).gaps)
             assert words == {"replayed": 1}

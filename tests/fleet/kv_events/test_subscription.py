@@ -9,9 +9,9 @@ import msgspec
 import pytest
 import zmq
 
-from proxy.fleet.kv_events import subscription as module
+from proxy.fleet.kv_events import subscriber as module
 from proxy.fleet.kv_events.messages import EventSource
-from proxy.fleet.kv_events.subscription import Subscription
+from proxy.fleet.kv_events.subscriber import Subscription
 from proxy.sim.engine.kv_events import KvEventPublisher
 from proxy.sim.options import Options
 from tests.asking import until
@@ -79,7 +79,7 @@ async def test_all_engines_are_heard(context: zmq.Context[zmq.Socket[bytes]], pr
             publisher.cleared()
             await heard(subscription, 3 * SIZE)
             assert subscription.events == {"stored": 2, "removed": 1, "cleared": 1}
-            assert (subscription.blocks.cleared, subscription.words) == (1, {})
+            assert (subscription.blocks.cleared, subscription.gaps) == (1, {})
 
 
 @pytest.mark.parametrize("profile", ["v0.18", "v0.33"])
@@ -92,8 +92,8 @@ async def test_what_was_lost_is_asked_for_again(context: zmq.Context[zmq.Socket[
                 for number in range(lost + 1):
                     publisher.say(stored(number))
             await heard(subscription, 11 * SIZE)
-            assert subscription.words["lost"] == 0
-            assert subscription.words["replayed"]
+            assert subscription.gaps["lost"] == 0
+            assert subscription.gaps["replayed"]
 
 
 async def test_what_is_lost_for_good_costs_what_was_known(
@@ -112,7 +112,7 @@ async def test_what_is_lost_for_good_costs_what_was_known(
                 for number in range(6):
                     publisher.say(stored(number))
                 await heard(subscription, 2 * SIZE)
-                assert subscription.words == {"lost": 1}
+                assert subscription.gaps == {"lost": 1}
                 assert subscription.blocks.count.reach == SIZE
 
 
@@ -120,7 +120,7 @@ def test_a_replay_that_is_longer_than_what_is_taken_at_once_is_not_waited_for(
     context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one process, where what is sent has come."""
-    monkeypatch.setattr(module, "_AT_ONCE", 3)
+    monkeypatch.setattr(module, "_MAX_MESSAGES_PER_READ", 3)
     with context.socket(zmq.XPUB) as pub, context.socket(zmq.ROUTER) as router:
         pub.bind("inproc://events")
         router.bind("inproc://replay")
@@ -135,7 +135,7 @@ def test_a_replay_that_is_longer_than_what_is_taken_at_once_is_not_waited_for(
                 router.send_multipart((client, b"", number.to_bytes(8, "big"), stored(number)))
             router.send_multipart((client, b"", (-1).to_bytes(8, "big", signed=True), b""))
             assert [subscription.receive() for _ in range(4)] == [True, True, True, False]
-            assert (subscription.blocks.stored, subscription.words) == (11 * SIZE, {"replayed": 1})
+            assert (subscription.blocks.stored, subscription.gaps) == (11 * SIZE, {"replayed": 1})
 
 
 async def test_where_lost_messages_cannot_be_asked_for_they_are_lost(context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -147,7 +147,7 @@ async def test_where_lost_messages_cannot_be_asked_for_they_are_lost(context: zm
             publisher.say(stored(1))
             publisher.say(stored(2))
             await heard(subscription, SIZE)
-            assert (subscription.words, subscription.unopened) == ({"lost": 1}, "tcp://no host:1: Invalid argument")
+            assert (subscription.gaps, subscription.unopened) == ({"lost": 1}, "tcp://no host:1: Invalid argument")
 
 
 async def test_a_publisher_that_starts_anew_has_nothing_cached(context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -162,7 +162,7 @@ async def test_a_publisher_that_starts_anew_has_nothing_cached(context: zmq.Cont
             await joined(subscription, anew)
             anew.say(stored(1))
             await heard(subscription, 2 * SIZE)
-            assert subscription.words == {"started_anew": 1}
+            assert subscription.gaps == {"started_anew": 1}
             assert subscription.blocks.count == (2 * SIZE, SIZE, False, 1)
 
 
@@ -176,7 +176,7 @@ async def test_what_cannot_be_read_costs_no_other(context: zmq.Context[zmq.Socke
             publisher.say(stored(1))
             await heard(subscription, SIZE)
             assert subscription.events == {"unreadable": 2, "stored": 1}
-            assert subscription.why
+            assert subscription.unreadable
 
 
 async def test_only_what_has_the_topic_is_heard(context: zmq.Context[zmq.Socket[bytes]]) -> None:

@@ -28,7 +28,7 @@ AUTO = {"endpoint": "auto"}
 
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subscriptions, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(subscriptions, "_UPDATE_SECONDS", 0.02)
 
 
 def publishing(profile: str = "v0.33", endpoint: str = "tcp://127.0.0.1:0", **options: Any) -> SimulatedEngine:
@@ -139,9 +139,9 @@ def unreadable(gateway: Deployment) -> float:
 async def test_engines_that_tell_no_sources_and_those_that_are_silent_are_named_once(
     deploy: Deploy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subscriptions, "_SILENT_LOOKS", 2)
+    monkeypatch.setattr(subscriptions, "_SILENT_UPDATES", 2)
     template = {"endpoint": "tcp://*:+1", "topic": "kv"}
-    for settings, words in ((AUTO, "does not tell where"), (template, "begin with 'kv'")):
+    for settings, words in ((AUTO, "does not report where"), (template, "begin with 'kv'")):
 
         def said(words: str = words) -> list[str]:
             return [line for line in caplog.messages if words in line]
@@ -169,13 +169,13 @@ async def test_one_that_does_not_answer_is_asked_again(
     await publish_until(gateway, has_heard(gateway))
     (line,) = [line for line in caplog.messages if "is asked again" in line]
     assert line.endswith("/kv_event_sources answered 503")
-    assert not [line for line in caplog.messages if "does not tell where" in line]
+    assert not [line for line in caplog.messages if "does not report where" in line]
 
 
 async def test_one_whose_events_cannot_be_read_is_not_called_silent(
     deploy: Deploy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subscriptions, "_SILENT_LOOKS", 1)
+    monkeypatch.setattr(subscriptions, "_SILENT_UPDATES", 1)
     gateway = await deploy([publishing(block_size=1024, prefill_ms_per_1k_tokens=1000.0)], kv_events=AUTO)
     publisher = gateway.prefillers[0].kv_events
     assert publisher is not None
@@ -203,13 +203,13 @@ async def test_the_process_that_subscribes_is_started_again(
 ) -> None:
     monkeypatch.setattr(subscriptions, "_RESTART_SECONDS", (0.01, 0.01))
     pids: list[int] = []
-    make = subscriptions.Process
+    make = subscriptions.SubscriberProcess
 
-    def made(child: Any) -> subscriptions.Process:
+    def made(child: Any) -> subscriptions.SubscriberProcess:
         pids.append(child.pid)
         return make(child)
 
-    monkeypatch.setattr(subscriptions, "Process", made)
+    monkeypatch.setattr(subscriptions, "SubscriberProcess", made)
     gateway = await deploy([publishing()], kv_events=AUTO)
     await publish_until(gateway, has_heard(gateway))
     os.kill(pids[0], signal.SIGKILL)
