@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from proxy.wire.document import Body
 
     FailedEngines = dict[tuple[Role, bool], set[Backend]]
-    """Engines on which a request has broken down, by role and by whether the engine reported it or broke off."""
+    """Engines on which a request has broken down, by role and by whether the engine reported the failure."""
 
 
-_EVERYWHERE: Final = 2
+_MIN_ENGINES_TO_BLAME_REQUEST: Final = 2
+"""If at least this many engines break down in the same way, the request is the cause."""
 
 
 class Blame:
@@ -63,7 +64,7 @@ class Blame:
         """Charge the failures to their engines, except those that the request caused on several engines."""
         for error in self._errors:
             charge, error.blame = error.blame, None
-            if charge is not None and len(self._ways[_way(error)]) < _EVERYWHERE:
+            if charge is not None and len(self._ways[_way(error)]) < _MIN_ENGINES_TO_BLAME_REQUEST:
                 charge()
         self._errors.clear()
 
@@ -118,7 +119,7 @@ class PairQuarantine:
         """
         self._checks = checks or (lambda: _DEFAULT_CHECKS)
         self._clock = clock
-        self._pairs: dict[tuple[Backend, Backend], _Pair] = {}  # with failures since the last success
+        self._pairs: dict[tuple[Backend, Backend], _Pair] = {}  # pairs with failures since the last success
         self.apart: dict[Backend, dict[Backend, float]] = {}
         """Quarantined partners of a backend with the end of their quarantine. Empty until the first quarantine."""
 

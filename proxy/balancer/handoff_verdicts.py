@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 
 LEAST_HANDOFFS: Final = 3
+"""Minimum number of handoffs for a verdict."""
 # A decoder may compute less than the estimated prompt, and part of the prompt may be in its prefix cache.
 LEAST_SHARE: Final = 0.25
 # If the engine computed this many times more than the handoffs, other clients use it, and nothing follows.
-_MOST_SHARE: Final = 4.0
+_MAX_SHARE: Final = 4.0
 
 MIN_TOKENS: Final = 32
 """Minimum length of a prompt that counts for a verdict."""
@@ -65,7 +66,7 @@ def judge(
         return None
     if from_store:
         is_much = computed >= sent.count * MIN_STORED_TOKENS
-        is_ours = computed + cached <= _MOST_SHARE * sent.tokens
+        is_ours = computed + cached <= _MAX_SHARE * sent.tokens
         return HandoffVerdict.COMPUTED if is_much and is_ours else HandoffVerdict.UNKNOWN
     return HandoffVerdict.COMPUTED if computed + cached >= LEAST_SHARE * sent.tokens else HandoffVerdict.UNKNOWN
 

@@ -30,10 +30,6 @@ _BYTES_PER_VERDICT = 320
 _MAX_PAIRS = 4096
 
 
-# Reading a member of an enumeration takes as long as four calls.
-_UNKNOWN: Final = HandoffVerdict.UNKNOWN
-
-
 class IncompatibilityKind(StrEnum):
     """The reason why an instance is incompatible. The values are metric labels."""
 
@@ -57,14 +53,13 @@ class IncompatibilityKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Incompatibility:
-    """One finding about an instance.
-
-    `hint` describes the problem and what to check. `since` is on the monotonic clock, which all workers share.
-    """
+    """One finding about an instance."""
 
     kind: IncompatibilityKind
     hint: str
+    """Problem, and what to check."""
     since: float
+    """Time of the finding, in seconds of the monotonic clock that all workers share."""
 
 
 class Incompatibilities:
@@ -91,12 +86,12 @@ class Incompatibilities:
         """The first cell increases with every change by any worker."""
         self._read_version = -1
         self._misfits: dict[str, dict[IncompatibilityKind, Incompatibility]] = {}
-        """By the name of the backend, which has one role."""
+        """Findings by the name of the backend, which has one role."""
         self._verdicts: dict[str, HandoffVerdict] = {}
         self._pairs: dict[str, dict[str, HandoffVerdict]] = {}
-        """By the name of the decoder, then of the prefiller."""
+        """Verdicts by the name of the decoder, then of the prefiller."""
         self._divided: dict[str, dict[str, HandoffVerdict]] = {}
-        """The decoders whose pairs do not all have the decoder's verdict."""
+        """Pairs of the decoders whose pairs do not all have the decoder's verdict."""
         with self._shared.exclusive():
             self._write()
 
@@ -123,7 +118,7 @@ class Incompatibilities:
         """
         if self.versions[0] != self._read_version:
             self._read()
-        verdict = self._verdicts.get(decoder.name, _UNKNOWN)
+        verdict = self._verdicts.get(decoder.name, HandoffVerdict.UNKNOWN)
         if self._divided and prefiller is not None:
             return self._divided.get(decoder.name, {}).get(prefiller.name, verdict)
         return verdict
@@ -230,8 +225,6 @@ NO_KV_PARAMS: Final = (
     "--kv-transfer-config, and that this gateway's connector serves it"
 )
 
-_NO_KV_PARAMS: Final = IncompatibilityKind.NO_KV_PARAMS
-
 # Consecutive answers. One request may use the same prefiller twice.
 _LEAST_WITHOUT_PARAMS: Final = 3
 
@@ -287,12 +280,12 @@ class CompatibilityMonitor:
         if has_params:
             if self._without_params:
                 self._without_params.pop(prefiller, None)
-            if self.misfits.has(prefiller, _NO_KV_PARAMS):
-                self.report(prefiller, _NO_KV_PARAMS, None)
+            if self.misfits.has(prefiller, IncompatibilityKind.NO_KV_PARAMS):
+                self.report(prefiller, IncompatibilityKind.NO_KV_PARAMS, None)
             return
         count = self._without_params[prefiller] = self._without_params.get(prefiller, 0) + 1
         if count >= _LEAST_WITHOUT_PARAMS:
-            self.report(prefiller, _NO_KV_PARAMS, NO_KV_PARAMS)
+            self.report(prefiller, IncompatibilityKind.NO_KV_PARAMS, NO_KV_PARAMS)
 
     def refused_key(self, backend: Backend) -> None:
         """Record that a backend answered 401 and has not served a request yet."""

@@ -1,10 +1,9 @@
-"""Which connector engines need, by what they say of themselves, and whether the one that was chosen serves them.
+"""Selection of the connector from facts about the engines, and a check that a chosen connector serves an engine.
 
-It sends no request itself. `process.supervisor.detection` does so for connector `auto`, before anything is served.
-The prober does so when an engine comes up. SGLang tells everything: its kind, and at `/server_info` whether it
-prefills or decodes. vLLM tells its kind, but how its KV cache travels only with VLLM_SERVER_DEV_MODE=1, when
-`/server_info` has its whole configuration. Without it nothing at its HTTP port tells the protocols apart before a
-prompt was computed.
+The facts come from `process.supervisor.detection`, for connector `auto` before the gateway serves, and from the prober
+when an engine comes up. SGLang reports its kind, and in `/server_info` whether it prefills or decodes. vLLM reports its
+kind, but its KV transfer only with VLLM_SERVER_DEV_MODE=1, when `/server_info` has its whole configuration. Otherwise
+the HTTP port of a vLLM does not show its transfer protocol before it has computed a prompt.
 """
 
 from __future__ import annotations
@@ -23,50 +22,53 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _CONNECTORS: Final = {part: name for name, traits in CONNECTOR_TRAITS.items() for part in traits.kv_connectors}
-"""The gateway's connectors, by the names of vLLM's and vLLM-Ascend's."""
-_KEEPING: Final = frozenset({"OffloadingConnector", "SimpleCPUOffloadConnector"})
-"""vLLM's connectors that move KV between an engine's device and its own host, for a larger cache."""
+"""Connectors of the gateway, by the KV connectors of vLLM and vLLM-Ascend."""
+_OFFLOADING: Final = frozenset({"OffloadingConnector", "SimpleCPUOffloadConnector"})
+"""KV connectors of vLLM that only move KV between a device and its host, for a larger cache."""
 
 _OTHER_ROLE: Final = {Role.PREFILL: "kv_consumer", Role.DECODE: "kv_producer"}
 _GATEWAY: Final = (
-    "is a gateway like this one and no engine: its load and health say nothing of the engines behind it, and no KV "
-    "cache is handed over. Give the engines themselves"
+    "is a gateway like this one and no engine: its load and health are not those of the engines behind it, and no KV "
+    "cache is transferred. Configure the engines themselves"
 )
 _NOUNS: Final = {Role.PREFILL: "prefiller", Role.DECODE: "decoder", Role.ENCODE: "encoder"}
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """What one engine says it is. `role` is what it was given as."""
+    """Facts about one engine and its configured role."""
 
     role: Role
+    """Configured role."""
     name: str
     identity: Identity
 
     @property
     def setup(self) -> Setup:
-        """How it was started, as far as it tells."""
+        """Setup of the engine, which is empty if the engine does not report it."""
         return self.identity.setup or Setup()
 
 
 @dataclass(frozen=True, slots=True)
 class RecognisedConnector:
-    """A connector, and in half a sentence why it is that."""
+    """Connector that serves the engines."""
 
     connector: str
     reason: str
+    """Reason for the log, as half a sentence."""
 
 
 def recognise(engines: Sequence[EngineReport]) -> RecognisedConnector:
-    """The connector for these engines, of which at least one is a prefiller.
+    """Return the connector for engines, of which at least one is a prefiller.
 
-    Raises SettingsError when there is none for all of them, or one has another role than it was given.
+    Raises:
+        SettingsError: No connector serves all engines, or one was started for another role.
     """
     by_kind: dict[str, EngineReport] = {}
     for engine in engines:
         if engine.identity.kind is None:
             raise SettingsError(
-                f"connector auto: {engine.name} is neither vLLM nor SGLang, by its /v1/models: name the connector"
+                f"connector auto: {engine.name} is neither vLLM nor SGLang, by its /v1/models: set `connector`"
             )
         by_kind.setdefault(engine.identity.kind, engine)
     if len(by_kind) > 1:
@@ -86,9 +88,9 @@ def recognise(engines: Sequence[EngineReport]) -> RecognisedConnector:
 def unsuited(
     engine: EngineReport, connector: str, bootstrap_port: int | None
 ) -> tuple[IncompatibilityKind, str] | None:
-    """In what an engine does not suit the connector that was chosen, and what to look at; None: in nothing it tells.
+    """Return the kind and text of the problem if the chosen connector does not serve an engine, or None.
 
-    `bootstrap_port`: where decoders are told to meet it, if it was given.
+    `bootstrap_port` is the configured port of the engine's bootstrap server. None: none is configured.
     """
     identity, setup, traits = engine.identity, engine.setup, CONNECTOR_TRAITS[connector]
     if identity.is_gateway:
@@ -102,14 +104,14 @@ def unsuited(
         return IncompatibilityKind.ROLE, started
     if identity.kind == "SGLang":
         return _wrong_port(engine, bootstrap_port)
-    if not traits.takes_prefillers or not setup.tells_transfer:
+    if not traits.takes_prefillers or not setup.has_transfer_config:
         return None
     if not setup.kv_connectors:
         return (
             IncompatibilityKind.CONNECTOR,
-            "was started without a --kv-transfer-config, so it cannot hand over KV cache",
+            "was started without a --kv-transfer-config, so it cannot transfer KV cache",
         )
-    if _KEEPING.issuperset(setup.kv_connectors):
+    if _OFFLOADING.issuperset(setup.kv_connectors):
         return IncompatibilityKind.CONNECTOR, _keeps(setup.kv_connectors)
     served_by = {_CONNECTORS.get(part) for part in setup.kv_connectors}
     if served_by & {None, connector, *traits.passes_on}:
@@ -126,82 +128,83 @@ def _wrong_kind(kind: str, connector: str) -> str:
     if kind == "SGLang":
         return f"is SGLang, which connector {connector} does not serve: use sglang_bootstrap, or auto"
     return (
-        f"is vLLM, which ignores what connector {connector} sends it, so every engine computes everything by itself: "
-        "use the connector that suits its --kv-transfer-config, or auto"
+        f"is vLLM, which ignores the parameters of connector {connector}, so every engine computes the whole request: "
+        "use the connector for its --kv-transfer-config, or auto"
     )
 
 
 def _started_otherwise(engine: EngineReport) -> str | None:
-    """How an engine was started, if not in the role it was given."""
+    """Return how an engine was started if that contradicts its role, or None."""
     setup, how = engine.setup, None
     mode = setup.disaggregation_mode
     if mode is not None and mode != engine.role.value:
         how = "without --disaggregation-mode" if mode == "null" else f"with --disaggregation-mode {mode}"
-    # NIXL's prefillers and decoders are the same.
+    # With NIXL, prefillers and decoders may have the same kv_role.
     elif setup.kv_role == _OTHER_ROLE.get(engine.role) and not any("Nixl" in part for part in setup.kv_connectors):
         how = f"with kv_role {setup.kv_role}"
-    return None if how is None else f"is given as a {_NOUNS[engine.role]} but was started {how}"
+    return None if how is None else f"is configured as a {_NOUNS[engine.role]} but was started {how}"
 
 
 def _started_alone(setup: Setup) -> str | None:
-    """How an engine that is to do both stages was started, if not for that."""
+    """Return how an engine that must do both stages was started if that contradicts it, or None."""
     mode = setup.disaggregation_mode
     if mode is None or mode == "null":
         return None
-    return f"is to do both stages but was started with --disaggregation-mode {mode}"
+    return f"must do both stages but was started with --disaggregation-mode {mode}"
 
 
 def _wrong_port(engine: EngineReport, bootstrap_port: int | None) -> tuple[IncompatibilityKind, str] | None:
-    """Whether decoders are told another port than SGLang's bootstrap server has."""
-    its = engine.setup.bootstrap_port
-    if engine.role is not Role.PREFILL or its is None or bootstrap_port in (None, its):
+    """Return the problem if the configured port is not that of SGLang's bootstrap server, or None."""
+    port = engine.setup.bootstrap_port
+    if engine.role is not Role.PREFILL or port is None or bootstrap_port in (None, port):
         return None
-    hint = f"has its bootstrap server at port {its}, and decoders are sent to {bootstrap_port}"
-    return IncompatibilityKind.BOOTSTRAP, f"{hint}: give it as `--prefill URL {its}`"
+    hint = f"has its bootstrap server at port {port}, but decoders are sent to {bootstrap_port}"
+    return IncompatibilityKind.BOOTSTRAP, f"{hint}: configure it as `--prefill URL {port}`"
 
 
 def _vllm(engines: Sequence[EngineReport]) -> RecognisedConnector:
-    found: dict[str, tuple[str, str]] = {}  # by connector: how an engine calls it, and which engine
+    found: dict[str, tuple[str, str]] = {}  # KV connector and name of an engine, by connector
     for engine in engines:
-        if engine.setup.tells_transfer:
-            told, connector = _connector(engine)
-            found.setdefault(connector, (told, engine.name))
+        if engine.setup.has_transfer_config:
+            part, connector = _connector(engine)
+            found.setdefault(connector, (part, engine.name))
     if not found:
         return RecognisedConnector(
             "vllm_pull",
-            f"{_count_of(engines)} are vLLM and do not report how their KV cache travels, as they would with "
-            "VLLM_SERVER_DEV_MODE=1: name the connector unless decoders pull the cache",
+            f"{_count_of(engines)} are vLLM and report their KV transfer only with VLLM_SERVER_DEV_MODE=1: set "
+            "`connector` unless decoders pull the cache",
         )
     if len(found) > 1:
-        told = " and ".join(f"{name} has {told}" for told, name in found.values())
-        raise SettingsError(f"connector auto: {told}, and no connector serves both")
-    ((connector, (told, _)),) = found.items()
-    return RecognisedConnector(connector, f"{_count_of(engines)} are vLLM with {told}")
+        parts = " and ".join(f"{name} has {part}" for part, name in found.values())
+        raise SettingsError(f"connector auto: {parts}, and no connector serves both")
+    ((connector, (part, _)),) = found.items()
+    return RecognisedConnector(connector, f"{_count_of(engines)} are vLLM with {part}")
 
 
 def _connector(engine: EngineReport) -> tuple[str, str]:
-    """What moves an engine's KV cache, in its words and in ours. Of several that work together the one that hands over
-    from prefiller to decoder counts, and not where the cache is kept besides.
+    """Return the KV connector of an engine and the gateway's connector for it.
+
+    If several work together, the one that transfers from prefiller to decoder counts, and not a store beside it.
     """
     parts = engine.setup.kv_connectors
     if not parts:
         raise SettingsError(f"connector auto: {engine.name} was started without a --kv-transfer-config")
-    if _KEEPING.issuperset(parts):
+    if _OFFLOADING.issuperset(parts):
         raise SettingsError(f"connector auto: {engine.name} {_keeps(parts)}")
-    known = {_CONNECTORS[part]: part for part in parts if part in _CONNECTORS}
-    handing_over = {name: part for name, part in known.items() if not CONNECTOR_TRAITS[name].is_store} or known
-    if len(handing_over) != 1:
+    served = {_CONNECTORS[part]: part for part in parts if part in _CONNECTORS}
+    transferring = {name: part for name, part in served.items() if not CONNECTOR_TRAITS[name].is_store} or served
+    if len(transferring) != 1:
         raise SettingsError(
-            f"connector auto: {engine.name} has {' and '.join(parts)}, which no single connector is known to serve: "
+            f"connector auto: {engine.name} has {' and '.join(parts)}, which no single connector serves for certain: "
             "set `connector`, see Connectors in OPERATING.md"
         )
-    ((connector, part),) = handing_over.items()
+    ((connector, part),) = transferring.items()
     return part, connector
 
 
 def _keeps(parts: Sequence[str]) -> str:
     return (
-        f"has {' and '.join(parts)}, which keeps KV cache on its own host and hands none over: combine it with "
+        f"has {' and '.join(parts)}, which keeps KV cache on one host and transfers none: combine it with "
         "NixlConnector in a MultiConnector, or use connector plain"
     )
 

@@ -116,7 +116,7 @@ class Silences:
         for moved in moves:
             watched = self._watch(moved.backend, now)
             if moved.timed_parts:
-                watched.pace.saw(moved.timed_parts, moved.timed_seconds)
+                watched.pace.add(moved.timed_parts, moved.timed_seconds)
         moving = {moved.backend for moved in moves if moved.parts}
         suspected: dict[tuple[Backend, str | None], list[Silence]] = {}
         for connection in silent:

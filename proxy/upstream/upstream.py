@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.stalls import StreamProgress
+from proxy.balancer.stalls import StallDetector
 from proxy.common.errors import Failure, UpstreamError
 from proxy.upstream.connection import EngineConnection, upstream_error
 from proxy.upstream.dialing import Dialer
@@ -80,7 +80,7 @@ class Upstream:
         self._heads = RequestHeads(keys)
         self._mask_key = keys.mask
         self._names = names
-        self._progress = StreamProgress(options.stall_seconds)
+        self._stalls = StallDetector(options.stall_seconds)
         self._on_stall = options.on_stall
         self._on_work = options.on_work
         self._silences = None if checks is None else Silences(checks, lambda: self._busy, silence_seconds)
@@ -123,7 +123,7 @@ class Upstream:
     def configure(self, timeouts: Timeouts, stall_seconds: float, silence_seconds: float = 10.0) -> None:
         """Change how long to wait, for connections and looks from now on."""
         self._timeouts = timeouts
-        self._progress.configure(stall_seconds)
+        self._stalls.stall_seconds = stall_seconds
         self._silence_seconds = silence_seconds
         if self._silences is not None:
             self._silences.configure(silence_seconds)
@@ -327,7 +327,7 @@ class Upstream:
         for backend, is_moving in moving.items():
             if is_moving:
                 self._on_work(backend)
-        for backend in self._progress.observe(now, moving, lost_seconds=lost_seconds):
+        for backend in self._stalls.observe(now, moving, lost_seconds=lost_seconds):
             if self._on_stall is not None and self._on_stall(backend):
                 self._end_streams(backend)
         if self._silences is not None and self._silence_seconds and not lost_seconds:

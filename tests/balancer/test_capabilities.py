@@ -43,7 +43,7 @@ def facts(version: EngineVersion, setup: Setup | None = None) -> EngineFacts:
         (CHAT_STREAM_TOKEN_IDS, "vLLM", UNKNOWN, True),
         (CHAT_STREAM_TOKEN_IDS, "SGLang", facts((0, 5, 23)), False),
         (CHAT_STREAM_TOKEN_IDS, "SGLang", facts((0, 5, 23), Setup()), False),
-        (CHAT_STREAM_TOKEN_IDS, "SGLang", facts((0, 5, 23), Setup(tells_chat_ids=True)), True),
+        (CHAT_STREAM_TOKEN_IDS, "SGLang", facts((0, 5, 23), Setup(has_chat_token_ids=True)), True),
         (SEEDS_REPEAT, "SGLang", facts((0, 5, 23), Setup()), False),
         (SEEDS_REPEAT, "SGLang", facts((0, 5, 23), Setup(is_deterministic=True)), True),
     ],

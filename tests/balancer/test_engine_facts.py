@@ -57,7 +57,7 @@ def test_whether_seeds_count_is_read_from_it_too(told: object, is_deterministic:
     [({}, True), ({"incremental_streaming_output": True}, False), ({"skip_tokenizer_init": True}, False)],
 )
 def test_whether_events_have_the_whole_answer_is_read_from_it_too(told: dict[str, Any], is_whole: bool) -> None:
-    assert parse_setup({"disaggregation_mode": "decode", **told}).tells_whole_events is is_whole
+    assert parse_setup({"disaggregation_mode": "decode", **told}).has_cumulative_events is is_whole
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def vllm(role: Role, *connectors: str, kv_role: str = "kv_both") -> EngineReport
     return said(role, NAMES[role], models("vllm"), {"vllm_config": {"kv_transfer_config": transfer}})
 
 
-UNSERVED = "which no single connector is known to serve: set `connector`, see Connectors in OPERATING.md"
+UNSERVED = "which no single connector serves for certain: set `connector`, see Connectors in OPERATING.md"
 
 
 def problem(*engines: EngineReport) -> str:
@@ -64,9 +64,9 @@ def test_sglang_that_does_not_tell_its_role_has_the_one_it_was_given() -> None:
 @pytest.mark.parametrize(
     ("role", "mode", "sentence"),
     [
-        (P, "decode", "10.0.0.1:7100 is given as a prefiller but was started with --disaggregation-mode decode"),
-        (D, "prefill", "10.0.0.3:7100 is given as a decoder but was started with --disaggregation-mode prefill"),
-        (D, "null", "10.0.0.3:7100 is given as a decoder but was started without --disaggregation-mode"),
+        (P, "decode", "10.0.0.1:7100 is configured as a prefiller but was started with --disaggregation-mode decode"),
+        (D, "prefill", "10.0.0.3:7100 is configured as a decoder but was started with --disaggregation-mode prefill"),
+        (D, "null", "10.0.0.3:7100 is configured as a decoder but was started without --disaggregation-mode"),
     ],
 )
 def test_an_engine_of_sglang_in_another_role_is_named(role: Role, mode: str, sentence: str) -> None:
@@ -77,7 +77,7 @@ def test_an_engine_of_sglang_in_another_role_is_named(role: Role, mode: str, sen
 def test_vllm_that_does_not_tell_is_taken_to_be_pulled_from_and_that_is_said() -> None:
     found = recognise([vllm(P), vllm(D)])
     assert found.connector == "vllm_pull"
-    assert "VLLM_SERVER_DEV_MODE=1: name the connector unless decoders pull the cache" in found.reason
+    assert "VLLM_SERVER_DEV_MODE=1: set `connector` unless decoders pull the cache" in found.reason
 
 
 @pytest.mark.parametrize(
@@ -132,11 +132,11 @@ def test_one_engine_that_tells_is_enough() -> None:
         ),
         (
             [vllm(P, "MooncakeConnectorV1", kv_role="kv_consumer"), vllm(D)],
-            "10.0.0.1:7100 is given as a prefiller but was started with kv_role kv_consumer",
+            "10.0.0.1:7100 is configured as a prefiller but was started with kv_role kv_consumer",
         ),
         (
             [vllm(P), vllm(D, "MooncakeConnectorV1", kv_role="kv_producer")],
-            "10.0.0.3:7100 is given as a decoder but was started with kv_role kv_producer",
+            "10.0.0.3:7100 is configured as a decoder but was started with kv_role kv_producer",
         ),
         (
             [said(P, "p:1", models("vllm"), {"vllm_config": {"kv_transfer_config": None}}), vllm(D)],
@@ -145,7 +145,7 @@ def test_one_engine_that_tells_is_enough() -> None:
         (
             [vllm(P, "OffloadingConnector"), vllm(D)],
             (
-                "10.0.0.1:7100 has OffloadingConnector, which keeps KV cache on its own host and hands none over: "
+                "10.0.0.1:7100 has OffloadingConnector, which keeps KV cache on one host and transfers none: "
                 "combine it with NixlConnector in a MultiConnector, or use connector plain"
             ),
         ),
@@ -159,7 +159,7 @@ def test_one_engine_that_tells_is_enough() -> None:
         ),
         (
             [said(P, "p:1", models("lmdeploy")), vllm(D)],
-            "p:1 is neither vLLM nor SGLang, by its /v1/models: name the connector",
+            "p:1 is neither vLLM nor SGLang, by its /v1/models: set `connector`",
         ),
     ],
 )
@@ -182,7 +182,7 @@ def test_an_answer_of_any_shape_is_somebody_elses_engine(answer: Any) -> None:
 )
 def test_a_configuration_of_any_shape_is_not_known(transfer: Any) -> None:
     engine = said(P, "p:1", models("vllm"), {"vllm_config": {"kv_transfer_config": transfer}})
-    assert "which no single connector is known to serve" in problem(engine, vllm(D))
+    assert "which no single connector serves for certain" in problem(engine, vllm(D))
 
 
 @pytest.mark.parametrize("info", [1, [], {}, {"vllm_config": "text"}, {"vllm_config": {}}])
@@ -196,7 +196,7 @@ def test_what_vllm_says_in_another_shape_tells_nothing(info: Any) -> None:
         (vllm(P), "sglang_bootstrap", IncompatibilityKind.CONNECTOR, "is vLLM"),
         (sglang(D), "mooncake_bootstrap", IncompatibilityKind.CONNECTOR, "use sglang_bootstrap, or auto"),
         (sglang(P, "null"), "sglang_bootstrap", IncompatibilityKind.ROLE, "without --disaggregation-mode"),
-        (sglang(D, "decode"), "plain", IncompatibilityKind.ROLE, "is to do both stages"),
+        (sglang(D, "decode"), "plain", IncompatibilityKind.ROLE, "must do both stages"),
         (vllm(D, "NixlConnector"), "mooncake_bootstrap", IncompatibilityKind.CONNECTOR, "runs NixlConnector"),
         (vllm(P, "MooncakeConnector"), "vllm_store", IncompatibilityKind.CONNECTOR, "use mooncake_bootstrap, or auto"),
         (

@@ -340,15 +340,15 @@ async def test_a_silence_in_which_this_process_stood_still_is_not_looked_into(cl
 def test_pace_is_the_mean_time_between_parts() -> None:
     pace = Pace()
     assert pace.gap_seconds == 0
-    pace.saw(10, 1.0)
-    pace.saw(30, 3.0)
+    pace.add(10, 1.0)
+    pace.add(30, 3.0)
     assert pace.gap_seconds == pytest.approx(0.1)
 
 
 def test_pace_follows_an_engine_that_becomes_slower() -> None:
     pace = Pace()
     for _ in range(10_000):
-        pace.saw(10, 1.0)
+        pace.add(10, 1.0)
     for _ in range(10_000):
-        pace.saw(1, 1.0)
+        pace.add(1, 1.0)
     assert pace.gap_seconds == pytest.approx(1.0, rel=0.5)

@@ -126,5 +126,5 @@ def with_chat_ids(facts: EngineFacts, answer: BufferedResponse | None) -> Engine
         and b"temperature" in answer.body
         and b"return_token_ids" not in answer.body
     )
-    setup = replace(facts.identity.setup or Setup(), tells_chat_ids=tells)
+    setup = replace(facts.identity.setup or Setup(), has_chat_token_ids=tells)
     return replace(facts, identity=replace(facts.identity, setup=setup))

@@ -41,4 +41,4 @@ def test_who_is_asked(kind: str | None, version: EngineVersion, is_asked: bool) 
 def test_what_an_answer_tells(answer: BufferedResponse | None, tells: bool) -> None:
     setup = with_chat_ids(EngineFacts(), answer).identity.setup
     assert setup is not None
-    assert setup.tells_chat_ids is tells
+    assert setup.has_chat_token_ids is tells

@@ -424,7 +424,7 @@ async def test_vllm_is_not_what_sglangs_connector_serves(deploy: Deploy, caplog:
     gateway = await deploy(connector="sglang_bootstrap", engine=vllm, health=LOOKS)
     prefiller, decoder = (address(engine) for engine in gateway.engines)
     await noticed(gateway, (prefiller, "connector", "prefill"), (decoder, "connector", "decode"))
-    assert len(told(caplog, "WARNING", "is vLLM, which ignores what connector sglang_bootstrap")) == 2
+    assert len(told(caplog, "WARNING", "is vLLM, which ignores the parameters of connector sglang_bootstrap")) == 2
 
 
 async def test_sglang_is_not_what_vllms_connectors_serve(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
@@ -442,7 +442,7 @@ async def test_sglang_in_another_role_is_told_of(deploy: Deploy, caplog: pytest.
     await noticed(gateway, (prefiller, "role", "prefill"))
     (line,) = told(caplog, "WARNING")
     assert line == (
-        f"inspector: prefill instance {prefiller} is given as a prefiller but was "
+        f"inspector: prefill instance {prefiller} is configured as a prefiller but was "
         "started with --disaggregation-mode decode"
     )
 
@@ -456,7 +456,8 @@ async def test_another_bootstrap_port_than_sglangs_is_told_of(deploy: Deploy, ca
         (line,) = told(caplog, "WARNING")
         port = engine.bootstrap_port
         assert line.endswith(
-            f"has its bootstrap server at port {port}, and decoders are sent to 1: give it as `--prefill URL {port}`"
+            f"has its bootstrap server at port {port}, but decoders are sent to 1: "
+            f"configure it as `--prefill URL {port}`"
         )
 
 
@@ -518,7 +519,7 @@ async def test_an_engine_key_that_is_refused_is_told_of(deploy: Deploy, caplog: 
     await noticed(gateway, (decoder, "engine_key", "decode"))
     (line,) = told(caplog, "WARNING")
     assert line.startswith(
-        f"inspector: decode instance {decoder} refuses the key it is sent: check that OPENAI_API_KEY or auth"
+        f"inspector: decode instance {decoder} rejects the key that pdproxy sends: check OPENAI_API_KEY or auth"
     )
 
 
@@ -534,7 +535,7 @@ async def test_an_engine_that_was_added_without_the_key_it_asks_for_is_told_of(
         gateway.worker.health.note_facts(backend, EngineFacts(identity=Identity(refused_key=True)))
         await noticed(gateway, (address(added), "engine_key", "decode"))
         (line,) = told(caplog, "WARNING")
-        assert 'asks for a key and is sent none, as it was added without "send_key": true' in line
+        assert 'requires a key, and pdproxy sends it none because it was added without "send_key": true' in line
         gateway.roster.remove(Role.DECODE, added.host, added.port)
         gateway.worker.prober.drop_drained()
         assert misfits(gateway) == set()
@@ -548,7 +549,7 @@ async def test_a_key_that_nobody_has_is_told_of_when_it_is_missed(
     assert [(await gateway.ask(request(Api.CHAT))).status for _ in range(3)] == [401] * 3
     assert misfits(gateway) == {(prefiller, "engine_key", "prefill")}
     (line,) = told(caplog, "WARNING")
-    assert "asks for a key, and this gateway has none for it: set OPENAI_API_KEY or auth.engine_api_key" in line
+    assert "requires a key, and this gateway has none: set OPENAI_API_KEY or auth.engine_api_key" in line
     assert (await gateway.ask(request(Api.CHAT), authorization="Bearer theirs")).status == 200
     assert told(caplog, "INFO", "fits again") == [
         f"inspector: prefill instance {prefiller} fits again: it accepts the key"

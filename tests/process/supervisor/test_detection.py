@@ -72,7 +72,7 @@ async def test_sglang_is_recognised(serve: Serve, path: str, caplog: pytest.LogC
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
 async def test_engines_that_were_mixed_up_are_a_mistake_of_the_operator(serve: Serve, path: str) -> None:
     engines = [await serve(sglang(mode, path)) for mode in ("prefill", "decode")]
-    with pytest.raises(SettingsError, match="is given as a prefiller but was started with --disaggregation-mode"):
+    with pytest.raises(SettingsError, match="is configured as a prefiller but was started with --disaggregation-mode"):
         await find(engines[1:], engines[:1])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.balancer.stalls import StreamProgress
+from proxy.balancer.stalls import StallDetector
 from proxy.common.backend import Backend, Role
 
 A, B, C = (Backend(Role.DECODE, "127.0.0.1", port) for port in (1, 2, 3))
@@ -16,7 +16,7 @@ class Watch:
     """Looks once a second, and notes who is found stalled."""
 
     def __init__(self, stall_seconds: float = STALL) -> None:
-        self.progress = StreamProgress(stall_seconds)
+        self.detector = StallDetector(stall_seconds)
         self.now = 0.0
         self.found: list[Backend] = []
 
@@ -26,7 +26,7 @@ class Watch:
         for _ in range(seconds):
             self.now += 1
             picture = dict.fromkeys(silent, False) | dict.fromkeys(moving, True)
-            found += self.progress.observe(self.now, picture)
+            found += self.detector.observe(self.now, picture)
         return found
 
 
@@ -117,7 +117,7 @@ def test_time_in_which_nobody_looked_does_not_count(watch: Watch) -> None:
     watch.looks(1, A, B)
     watch.looks(20, B, silent=(A,))
     watch.now += 500
-    assert watch.progress.observe(watch.now, {A: False, B: False}, lost_seconds=500) == []
+    assert watch.detector.observe(watch.now, {A: False, B: False}, lost_seconds=500) == []
     assert watch.looks(10, B, silent=(A,)) == []
     assert watch.looks(1, B, silent=(A,)) == [A]
 
@@ -125,17 +125,17 @@ def test_time_in_which_nobody_looked_does_not_count(watch: Watch) -> None:
 def test_a_silence_in_which_nobody_looked_gives_no_more_time(watch: Watch) -> None:
     watch.looks(1, A, B)
     watch.now += 500
-    watch.progress.observe(watch.now, {A: True, B: True}, lost_seconds=499)
+    watch.detector.observe(watch.now, {A: True, B: True}, lost_seconds=499)
     assert watch.looks(31, B, silent=(A,)) == [A]
 
 
 def test_the_time_can_be_changed(watch: Watch) -> None:
     watch.looks(1, A, B)
-    watch.progress.configure(10.0)
+    watch.detector.stall_seconds = 10.0
     assert watch.looks(11, B, silent=(A,)) == [A]
 
 
 def test_backends_that_have_left_are_forgotten(watch: Watch) -> None:
     watch.looks(1, A, B)
     watch.looks(602, B)
-    assert list(watch.progress._watched) == [B]
+    assert list(watch.detector._watched) == [B]
