@@ -6,7 +6,7 @@ import pytest
 
 from tests.journeys import travel
 
-BOUNDS = {"chat": 340, "message": 380, "two-deaths": 590}
+BOUNDS = {"chat": 330, "message": 370, "two-deaths": 565}
 """Bounds for the functions of each journey. If a change runs fewer, lower the bound."""
 
 

@@ -98,7 +98,7 @@ class CountTokensApi:
         return {counter.path: counter.dialect.request_id_header for counter in _COUNTERS}
 
     async def _count(self, counter: _Counter, request: web.Request) -> web.Response:
-        with self._lanes.whole.service.admission.hold(0) as held:
+        with self._lanes.whole.service.admission.buffers.hold(0) as held:
             document = read(await read_json(request, self._settings.listen, held.resize))
         values = dict(document.values)
         if isinstance(said := values.get("model"), str):

@@ -12,6 +12,7 @@ from aiohttp import HttpVersion11, web
 from proxy.balancer.pick import reason
 from proxy.dialects.call import PASSED_ON
 from proxy.dialects.requests import read
+from proxy.gateway.request import Request
 from proxy.listener.body import memory_bytes, read_json
 from proxy.listener.replies import REQUEST_ID
 from proxy.observe.record import longest
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from proxy.dialects.base import Dialect
     from proxy.gateway.intake import Intake
     from proxy.gateway.lanes import Lanes
-    from proxy.gateway.request import Request
     from proxy.listener.connection import AiohttpConnection
     from proxy.listener.drain import DrainManager
     from proxy.observe.observers import Observers
@@ -148,7 +148,7 @@ class GenerationApi:
         admission = self._lanes.whole.service.admission
         admission.check(key.name)  # what will be refused anyhow is not read first
         client.shows_debug = await self._debug_headers.admits(request)
-        with self._keys.enter(key), admission.hold(0) as held:
+        with self._keys.enter(key), admission.buffers.hold(0) as held:
             readings = 1 if dialect.speaks_as_engines else 2
             raw = await read_json(request, self._listen, held.resize, readings=readings)
             is_long = len(raw) > LONG_BYTES
@@ -165,7 +165,7 @@ class GenerationApi:
             task = asyncio.current_task()
             assert task is not None
             with self._drain.counted_otherwise(task):
-                await client.serve(self.intake.request(client, dialect, call, key, lane), record)
+                await client.serve(Request(self.intake.parts_of(lane), client, dialect, call, key), record)
 
     def _fields(self, request: web.Request, record: RequestRecord, shows_debug: bool) -> Iterable[tuple[str, str]]:
         """Return the headers that only the answer to this request has."""
@@ -220,8 +220,9 @@ class _Client:
     def on_full(self, called: Callable[[], None] | None) -> None:
         self._connection.on_full = called
 
+    @property
     def head_fields(self) -> bytes:
-        """See AiohttpConnection."""
+        """See ClientConnection."""
         fields = [*self._fields(self.shows_debug)]
         if self.response.keep_alive and not self.knows_chunks:
             fields.append(("Connection", "keep-alive"))

@@ -24,7 +24,7 @@ from proxy.balancer.engines import without_key
 from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Load
 from proxy.common.errors import Failure, GatewayError, NoBackendAvailable, Overloaded, UpstreamError
-from proxy.gateway.retry import backoff_seconds, may_retry
+from proxy.gateway.retry import RetryPermit, backoff_seconds, may_retry
 from proxy.listener import replies
 from proxy.listener.body import read_body
 from proxy.listener.replies import REQUEST_ID
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from proxy.api.role_queue import RoleQueue
     from proxy.common.backend import Backend
     from proxy.gateway.lanes import Lanes
-    from proxy.gateway.retry import RetryPermit
     from proxy.listener.drain import DrainManager
     from proxy.settings import Settings
 
@@ -166,7 +165,7 @@ class PassthroughApi:
         self._engine_keys = parts.engine_keys
         self._client_keys = parts.client_keys
         self._drain = drain
-        self._bodies = lanes.whole.service.admission
+        self._bodies = lanes.whole.service.admission.buffers
         self._groups: list[str] = [*settings.passthrough]
         if settings.connector_traits.has_sglang_routes:
             self._groups.append("sglang")
@@ -255,7 +254,7 @@ class PassthroughApi:
         attempts = 0
         with (
             Blame() as blame,
-            queue.lane.service.budget.request() as permit,
+            RetryPermit(queue.lane.service.budget) as permit,
             queue.pool.lease(wanted) as lease,
         ):
             while True:

@@ -100,7 +100,7 @@ class BodyBuffers:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.held_bytes = 0
-        """The bytes of all bodies. Only holds change it, and `take` and `give_back`."""
+        """The bytes of all bodies. Whoever has called `take` subtracts the bytes again."""
 
     def take(self, body_bytes: int) -> bool:
         """Account for so many bytes, until they are given back; False: there is no room for them. A single body always
@@ -111,10 +111,6 @@ class BodyBuffers:
             return False
         self.held_bytes = held + body_bytes
         return True
-
-    def give_back(self, body_bytes: int) -> None:
-        """End the account of bytes that `take` has accounted for."""
-        self.held_bytes -= body_bytes
 
     def hold(self, body_bytes: int) -> Hold:
         """Account for a body of this length, which is about to be read, for as long as the block lasts."""
@@ -245,27 +241,16 @@ class AdmissionQueue:
         """Units that were let in and have not left."""
         return sum(self._running.values())
 
-    @property
-    def held_bytes(self) -> int:
-        """Request bodies in memory."""
-        return self.buffers.held_bytes
-
     def check(self, key: str) -> None:
         """Raise Overloaded when a request of this key would find the queue full. Costs nothing worth mentioning, so
         that it can be asked before a body is read.
         """
         if self.is_short_of_memory:
             raise overloaded("memory", "the gateway is short of memory")
-        if not self.has_place(key) and (self._lines or not self._has_room()) and not self._would_take():
+        if len(self._queue) < self._max_waiting or self._order.dispensable(key) is not None:
+            return
+        if (self._lines or not self._has_room()) and not self._would_take():
             raise queue_full()
-
-    def has_place(self, key: str) -> bool:
-        """Whether a unit of this key that has to wait may do so."""
-        return len(self._queue) < self._max_waiting or self._order.dispensable(key) is not None
-
-    def hold(self, body_bytes: int) -> Hold:
-        """Account for a body of this length, which is about to be read, for as long as the block lasts."""
-        return self.buffers.hold(body_bytes)
 
     def admit(
         self,
@@ -317,12 +302,6 @@ class AdmissionQueue:
     def lets_in(self, request: Callable[[], PickRequest]) -> bool:
         """Whether a unit that came now would be let in at once."""
         return not self._lines and not self.is_short_of_memory and self._has_room(request)
-
-    def readmit(self, key: str) -> Entry:
-        """Let a unit in that has been in: it waits for nobody."""
-        entry = Entry(self, key, is_patient=True, on_wait=None)
-        entry.has_been_in = True
-        return entry
 
     def notify(self) -> None:
         """There may be room now. May be called from the middle of what makes it."""

@@ -1,4 +1,4 @@
-"""The answer to one unit: read from a decoder, passed on or put together, and completed."""
+"""The answer to one unit: reads it from engines, and completes it for the client."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from proxy.observe.record import RequestRecord
     from proxy.observe.timeline import Timeline
     from proxy.resume.chat_as_completion import ChatPrompt
-    from proxy.resume.engines import Watching
+    from proxy.resume.engines import Engine, Watching
     from proxy.settings import Settings
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class FlowParts:
-    """Only `settings` is ever replaced: an attempt loop keeps those it began with."""
+    """The parts of one lane that make answers. Only `settings` changes: an attempt loop keeps those it began with."""
 
     connector: Connector
     pools: Pools
@@ -58,90 +58,76 @@ class FlowParts:
 
 
 class Answer(ABC):
-    """What the attempts of one unit work on."""
+    """The answer to one unit, whichever attempts work on it."""
 
     call: Call
-    """The call as it is sent to the engines."""
-
-    def __init__(
-        self,
-        delivery: Delivery,
-        watching: Watching,
-        writer: ClientWriter | None = None,
-        prompt: ChatPrompt | None = None,
-    ) -> None:
-        """Prepare the answer.
-
-        Args:
-            delivery: What the client gets of it.
-            watching: How closely the engine's stream is watched.
-            writer: The client's stream; None: the answer is not streamed.
-            prompt: The prompt of a chat that engines get as a completion; None: they get the chat.
-        """
-        self.delivery = delivery
-        self.prompt = prompt
-        self.engine = watching.engine
-        """The kind of engine that works on it."""
-        self.call = watching.observed(delivery.call)
-        self.writer = writer
+    """The call as engines get it."""
+    delivery: Delivery
+    """Decides what the client gets."""
+    engine: Engine
+    """The kind of the engines that work on the answer."""
+    prompt: ChatPrompt | None = None
+    """The prompt of a chat that engines get as a completion. None: they get the call itself."""
+    writer: ClientWriter | None = None
+    """The client's stream. None: the answer is not streamed."""
 
     def sent(self, call: Call) -> Call:
-        """Return a call for this answer as engines get it."""
+        """Return a call for this answer in the form that engines get."""
         return call if self.prompt is None or call.api is not Api.CHAT else self.prompt.completion(call)
 
     @property
-    def has_spoilt_calls(self) -> bool:
-        """Whether the answer says that it calls tools and does not, or calls one with arguments that are no JSON."""
+    def has_damaged_calls(self) -> bool:
+        """Whether tool calls are missing from the answer, or have arguments that are not JSON."""
         return False
 
     @property
     def lacks_calls(self) -> bool:
-        """Whether the answer says that it calls tools and does not."""
+        """Whether the answer ends with the finish reason `tool_calls` and has no tool call."""
         return False
 
     def body(self) -> bytes:
-        """See Whole: only an answer that is not streamed has it."""
+        """See Whole. Only answers that are not streamed have a body."""
         raise NotImplementedError
 
     def values(self) -> dict[str, Any]:
-        """See Whole: only an answer that is not streamed has it."""
+        """See Whole. Only answers that are not streamed have values."""
         raise NotImplementedError
 
     # Reading the answer of one attempt
 
     @abstractmethod
     def begin(self, attempt: Attempt, owner: AnswerOwner) -> None:
-        """Read the answer of an attempt."""
+        """Begin to read the answer of an attempt."""
 
     @property
     @abstractmethod
     def is_ended(self) -> bool:
-        """Whether all of the attempt's answer has arrived, or no more of it will."""
+        """Whether nothing more of the attempt's answer will arrive."""
 
     @abstractmethod
     def go_on(self) -> None:
-        """Read on after `AnswerOwner.on_full`."""
+        """Continue to read, after the client has read enough."""
 
     @abstractmethod
     def let_go(self) -> None:
-        """Stop reading: the attempt is over."""
+        """Stop reading after the attempt is over."""
 
     @abstractmethod
     def complete(self, attempt: Attempt) -> None:
-        """Check the answer after its end. Raises UpstreamError if it is not whole."""
+        """Check the answer after its end. Raises UpstreamError if it is incomplete."""
 
     @abstractmethod
     async def settle(self, attempt: Attempt) -> None:
-        """Wait for the parts of a complete answer that come from other engines. Raises UpstreamError."""
+        """Wait for the parts of the answer that come from other engines. Raises UpstreamError."""
 
     async def take(self, attempt: Attempt, guard: UnitGuard) -> None:
-        """Read an attempt's whole answer. Raises UpstreamError, ClientStalled."""
-        waiting = _Waiting(guard)
-        self.begin(attempt, waiting)
+        """Read the whole answer of an attempt in a task. Raises UpstreamError, ClientStalled."""
+        owner = _TaskOwner(guard)
+        self.begin(attempt, owner)
         try:
             while True:
-                await waiting.event.wait()
-                waiting.event.clear()
+                await owner.event.wait()
+                owner.event.clear()
                 if self.is_ended:
                     break
                 assert self.writer is not None
@@ -152,10 +138,8 @@ class Answer(ABC):
         self.complete(attempt)
         await self.settle(attempt)
 
-    # An answer that no engine ends
-
     def close(self, timeline: Timeline) -> None:
-        """End an answer that no engine ends. Raises UnreadableMember if it cannot be put together."""
+        """End an answer whose last engine has not ended it. Raises UnreadableMember if it cannot be assembled."""
         self._end(timeline)
         timeline.usage.saw_completion(self.delivery.usage)
 
@@ -165,8 +149,8 @@ class Answer(ABC):
             self.writer.write(ending)
 
 
-class _Waiting:
-    """The AnswerOwner of a task."""
+class _TaskOwner:
+    """The AnswerOwner that wakes a task."""
 
     def __init__(self, guard: UnitGuard) -> None:
         self.event = asyncio.Event()
@@ -175,21 +159,20 @@ class _Waiting:
     def on_first_output(self) -> None:
         self._guard.first_output()
 
-    def on_full(self) -> None:
-        self.event.set()
-
     def on_end(self) -> None:
         self.event.set()
 
-    def on_end_soon(self) -> None:
+    def wake(self) -> None:
         self.event.set()
 
 
 class EngineBody(Answer):
-    """An answer that is not streamed. It passes as the engine wrote it, except for the dialect's corrections."""
+    """An answer that is not streamed. The client gets the engine's body with the dialect's corrections."""
 
     def __init__(self, call: Call, dialect: Dialect) -> None:
-        super().__init__(Delivery(call, is_observed=False), VLLM.watching[WatchLevel.NOT])
+        self.call = call
+        self.delivery = Delivery(call, is_observed=False)
+        self.engine = VLLM
         self._dialect = dialect
         self._raw = b""
         self._error: UpstreamError | None = None
@@ -199,7 +182,7 @@ class EngineBody(Answer):
         self._corrections: dict[str, Any] = {}
 
     def begin(self, attempt: Attempt, owner: AnswerOwner) -> None:
-        """See Answer. An answer in one piece has no first output before its end."""
+        """See Answer. A whole body has no first output before its end."""
         self._is_ended = False
         self._owner = owner
         attempt.response.collect(self._on_body)
@@ -210,7 +193,7 @@ class EngineBody(Answer):
         return self._is_ended
 
     def go_on(self) -> None:
-        """See Answer. The client gets nothing before the end."""
+        """See Answer. Nothing is sent before the end, so no client can be too slow."""
 
     def let_go(self) -> None:
         """See Answer."""
@@ -261,7 +244,7 @@ class EngineBody(Answer):
 
 
 class _Relayed(Answer):
-    """Read from a stream, event by event."""
+    """An answer that is read from a stream, event by event."""
 
     def __init__(
         self,
@@ -271,18 +254,28 @@ class _Relayed(Answer):
         writer: ClientWriter | None = None,
         prompt: ChatPrompt | None = None,
     ) -> None:
-        super().__init__(delivery, watching, writer, prompt)
+        self.call = watching.observed(delivery.call)
+        self.delivery = delivery
+        self.engine = watching.engine
+        self.prompt = prompt
+        self.writer = writer
         self._metrics = parts.metrics
         self._timeouts = parts.settings.timeouts
         self._relay: Relay | None = None
-        """The reader of the present attempt's stream."""
+        """The reader of the present attempt's stream. None between attempts."""
         self._clock: TokenClock | None = None
-        """Times the tokens of an answer that is streamed to the client."""
+        """Times the tokens of an answer that is streamed to the client. None: it is not."""
+        self._rendering: UnitRendering | None = None
+        """Writes the events for the client. None: the client gets those of the engine."""
 
     def begin(self, attempt: Attempt, owner: AnswerOwner) -> None:
         """See Answer."""
-        self._relay = Relay(attempt, self.delivery, owner, self.writer, self._clock)
-        self._relay.begin(self._timeouts)
+        if self._rendering is not None:
+            self._rendering.begin(attempt, goes_on=self.delivery.seam is not None)
+        timeouts, response = self._timeouts, attempt.response
+        relay = self._relay = Relay(attempt, self.delivery, owner, self.writer, self._clock, timeouts.idle_seconds)
+        response.limit_silence(attempt.first_token_seconds or timeouts.first_token_seconds)
+        response.attach(relay)
 
     @property
     def is_ended(self) -> bool:
@@ -316,18 +309,20 @@ class _Relayed(Answer):
         attempt.note_usage(delivery.usage)
 
     async def settle(self, attempt: Attempt) -> None:
-        """See Answer. Nothing comes from other engines."""
+        """See Answer. A stream has no parts from other engines."""
 
 
 class AssembledBody(_Relayed):
-    """An answer that is not streamed to the client. The engine streams it, so that another one can continue it."""
+    """An answer that is not streamed to the client. The engine streams it, so that another engine can continue it."""
 
     def __init__(
         self, call: Call, dialect: Dialect, parts: FlowParts, watching: Watching, prompt: ChatPrompt | None = None
     ) -> None:
         self._dialect = dialect
         self._values: dict[str, Any] | None = None
+        """The parsed body. None until it is requested after the end of an attempt."""
         self._own = dialect.watched_whole(call)
+        """Assembles the answer for the dialect. None: `_assembly` does."""
         self._assembly = Assembly(has_routed_experts=parts.abilities.has_where_told(ROUTED_EXPERTS))
         delivery = Delivery(
             call,
@@ -358,7 +353,7 @@ class AssembledBody(_Relayed):
         self.values()
 
     @property
-    def has_spoilt_calls(self) -> bool:
+    def has_damaged_calls(self) -> bool:
         """See Answer."""
         return self.lacks_calls or any(map(_is_broken, self._calls()))
 
@@ -386,7 +381,7 @@ class AssembledBody(_Relayed):
 
 
 def _is_broken(call: dict[str, Any]) -> bool:
-    """Return whether the arguments of a tool call are no JSON, not even for a tolerant parser."""
+    """Return whether even a tolerant parser cannot read the arguments of a tool call as JSON."""
     try:
         loads(utf8(call["function"]["arguments"]))
     except ValueError:
@@ -413,14 +408,14 @@ class StreamedAnswer(_Relayed):
         """Prepare the stream.
 
         Args:
-            call: The unit.
+            call: The call of the unit.
             dialect: The API of the client.
             writer: The client's stream.
-            record: What is noted of the request.
-            parts: Those of the worker.
-            watching: How closely the engine's stream is watched.
-            rendering: Writes the events of the client; None: the client gets those of the engine.
-            shares_client: Whether answers of other units go to the same stream.
+            record: The record of the request.
+            parts: The parts of the lane.
+            watching: How closely to read the engine's stream.
+            rendering: Writes the events for the client. None: the client gets those of the engine.
+            shares_client: Whether other units write to the same stream.
             prompt: See Answer.
         """
         new_segment = dialect.watched_segment if watching.is_close else dialect.new_segment
@@ -438,16 +433,10 @@ class StreamedAnswer(_Relayed):
         self._rendering = rendering
         self._shares_client = shares_client
 
-    def begin(self, attempt: Attempt, owner: AnswerOwner) -> None:
-        """See Answer."""
-        if self._rendering is not None:
-            self._rendering.begin(attempt, goes_on=self.delivery.goes_on)
-        super().begin(attempt, owner)
-
     async def settle(self, attempt: Attempt) -> None:
-        """See Answer."""
+        """Write the rest of the answer, which may come from other engines."""
         assert self.writer is not None
         if self._rendering is not None:
             self.writer.write(await self._rendering.rest())
         if self._shares_client:
-            await self.writer.attend()  # the other units may take long
+            await self.writer.attend()  # the other units may run for long

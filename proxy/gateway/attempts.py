@@ -9,19 +9,17 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.common.errors import Failure, NoBackendAvailable, Overloaded, UpstreamError
 from proxy.common.terms import Stage
+from proxy.gateway.admission import Entry
 from proxy.gateway.resuming import Resuming
-from proxy.gateway.retry import backoff_seconds, may_retry
+from proxy.gateway.retry import RetryPermit, backoff_seconds, may_retry
 from proxy.gateway.suspects import UnitGuard
 from proxy.upstream import upstream_error
 from proxy.wire.chat_members import UnreadableMember
 
 if TYPE_CHECKING:
     from collections.abc import Collection
-    from contextlib import AbstractAsyncContextManager
 
     from proxy.common.backend import Backend, Role
-    from proxy.connectors.legs import Attempt
-    from proxy.gateway.admission import Entry
     from proxy.gateway.answers import Answer, FlowParts
     from proxy.gateway.suspicion import Suspicion
     from proxy.observe.record import RequestRecord
@@ -76,7 +74,7 @@ class AttemptLoop:
         self._is_first = failed is not None or not record.timelines
         self._begun = failed
         self._timeline = record.timeline() if failed is None else failed.timeline
-        self._permit = parts.budget.request()
+        self._permit = RetryPermit(parts.budget)
         self._guard = UnitGuard(parts.suspects, suspicion, self._permit)
         self._resuming = Resuming(parts, answer, self._timeline)
         # Of the next attempt.
@@ -113,7 +111,7 @@ class AttemptLoop:
                     with guard.blame, self._permit:
                         while not await self._attempt():
                             pass
-                guard.served()
+                guard.suspicion.was_served(guard.history)
                 return
             except Overloaded as error:
                 # What an engine said is more to the point than that the queue was in vain.
@@ -139,7 +137,9 @@ class AttemptLoop:
     def _admit(self) -> Entry:
         admission, key = self._parts.admission, self._record.key
         if self._begun is not None:
-            return admission.readmit(key)
+            entry = Entry(admission, key, is_patient=True, on_wait=None)
+            entry.has_been_in = True
+            return entry
         # A request that was let in is let in whole: its further units wait as long as it takes.
         wanted = self._call.pick_request
         return admission.admit(
@@ -152,7 +152,7 @@ class AttemptLoop:
 
     def _is_refused(self, error: NoBackendAvailable | UpstreamError) -> bool:
         """Whether it may wait in the queue, because all instances of a role refuse requests for the moment."""
-        if self._delivery.is_touched or self._delivery.goes_on or self._settings.retry.max_attempts < 2:
+        if self._delivery.is_touched or self._delivery.seam is not None or self._settings.retry.max_attempts < 2:
             return False
         if isinstance(error, UpstreamError):
             return error.is_refusal and not self._resuming.is_unrepeatable
@@ -179,15 +179,16 @@ class AttemptLoop:
             # An attempt whose place does not matter begins without an await.
             begun, self._begun = self._begun, None
             if begun is None:
-                avoid = await self._confine() if guard.bears_on_choice else self._avoid
+                avoid = await self._confine() if guard.suspicion.bears_on_choice else self._avoid
             else:
                 self._prefer = begun.prefiller
                 if begun.began_at is not None:
-                    guard.began_at(begun.began_at)
+                    guard.history.began_at = begun.began_at
             try:
                 if begun is not None:
                     raise begun.error
-                async with self._open(avoid) as attempt:
+                wanted, sent = self._call.pick_request(avoid, self._prefer), self._answer.sent(self._call)
+                async with self._parts.connector.open(sent, wanted, self._timeline) as attempt:
                     self._prefer = attempt.prefiller
                     await self._answer.take(attempt, guard)
                     return True
@@ -202,10 +203,6 @@ class AttemptLoop:
         finally:
             self._timeline.leave()
             guard.end_attempt()
-
-    def _open(self, avoid: Collection[Backend]) -> AbstractAsyncContextManager[Attempt]:
-        request = self._call.pick_request(avoid, self._prefer)
-        return self._parts.connector.open(self._answer.sent(self._call), request, self._timeline)
 
     async def _confine(self) -> Collection[Backend]:
         """The backends to avoid; raises the last error when its turn to be repeated does not come again."""
@@ -225,7 +222,7 @@ class AttemptLoop:
         self._has_reached_engines |= error.failure is not Failure.CONNECT
         self._avoid.add(error.backend)
         if await self._guard.broke_down(error, self._timeline, self._record):
-            if self._delivery.is_touched or self._delivery.goes_on:
+            if self._delivery.is_touched or self._delivery.seam is not None:
                 self._metrics.resume_failures_total.labels(error.failure.value).inc()
             raise error.as_stopped()
         if not self._delivery.is_touched:
@@ -273,13 +270,15 @@ class AttemptLoop:
                 # The last instance of a role is not taken out, however often it refuses: it may be on its way back.
                 await asyncio.sleep(_LOOK_AGAIN_SECONDS)
                 return
-            raise resuming.given_up(error, "no instance could continue it") if self._delivery.goes_on else error
+            raise (
+                resuming.given_up(error, "no instance could continue it") if self._delivery.seam is not None else error
+            )
         # What was never sent costs the engines nothing to repeat.
         if error.failure is not Failure.CONNECT and not await self._permit.acquire(retry.budget_wait_seconds):
             self._metrics.retry_budget_exhausted_total.inc()
             raise error
         self._metrics.retries_total.labels(role.value, error.failure.value).inc()
-        if not self._delivery.goes_on:
+        if self._delivery.seam is None:
             self._delivery.begin_anew()
         self._timeline.leave()
         await asyncio.sleep(backoff_seconds(retry, attempts))
@@ -292,12 +291,16 @@ class AttemptLoop:
         pool = self._parts.pools.of(role)
         if not pool.would_accept(self._avoid):
             if not resuming.is_searching:
-                raise resuming.given_up(error, "no instance could continue it") if self._delivery.goes_on else error
+                raise (
+                    resuming.given_up(error, "no instance could continue it")
+                    if self._delivery.seam is not None
+                    else error
+                )
             while pool.refuse_all() and resuming.is_searching:  # noqa: ASYNC110 time alone may end it
                 await asyncio.sleep(_LOOK_AGAIN_SECONDS)
             self._avoid.clear()
         self._metrics.retries_total.labels(role.value, error.failure.value).inc()
-        if not self._delivery.goes_on:
+        if self._delivery.seam is None:
             self._delivery.begin_anew()
         self._timeline.leave()
         await asyncio.sleep(backoff_seconds(self._settings.retry, 1))

@@ -1,8 +1,7 @@
-"""The client's side of a streamed answer.
+"""Writes a streamed answer to the client.
 
-Headers leave with the first bytes of the answer, so whatever fails before them is still an ordinary HTTP error. The
-last bytes leave with the end mark: a system call costs as much as a whole token. Bytes are framed and written in the
-caller's call stack; only a client that reads too slowly costs a wait.
+Headers are sent with the first bytes of the answer, so an earlier failure is an ordinary HTTP error. The last bytes
+are sent with the end mark, because a system call costs as much as a token. Only a slow client needs a wait.
 """
 
 from __future__ import annotations
@@ -20,71 +19,63 @@ if TYPE_CHECKING:
 
 
 class ClientConnection(Protocol):
-    """A client's connection, as long as one request on it is answered."""
+    """The connection of a client, while one request on it is served."""
 
     transport: asyncio.Transport
     on_full: Callable[[], None] | None
-    """Called when the client begins to read slower than we write."""
+    """Called when the client begins to read more slowly than we write."""
     knows_chunks: bool
-    """Whether it speaks HTTP/1.1. Otherwise the body of a stream ends with the connection (RFC 9112 6.3)."""
+    """Whether the client speaks HTTP/1.1. Otherwise a stream ends with the connection (RFC 9112 6.3)."""
 
     @property
     def is_paused(self) -> bool:
-        """Whether the client reads slower than we write."""
+        """Whether the client reads more slowly than we write."""
 
+    @property
     def head_fields(self) -> bytes:
-        """Return the header lines, each with CRLF, that the answer to this request has besides the usual ones."""
+        """Additional header lines of the answer, each with CRLF."""
 
     async def drained(self) -> None:
         """Wait until the client has read enough."""
 
     def end_after_answer(self) -> None:
-        """Close the connection when the request under way has ended."""
+        """Close the connection after the present request."""
 
     def done(self, now: float) -> None:
-        """Go on with the next request: this one has ended. `now` is in seconds of the monotonic clock."""
-
-
-class KeptStream(Protocol):
-    """The stream of an answer."""
-
-    def is_begun(self) -> bool:
-        """Return whether status and headers have gone out."""
-
-    def keep_alive(self) -> None:
-        """Send the bytes between two events, with status and headers if they have not gone out."""
+        """Continue with the next request after the present one has ended. `now`: monotonic seconds."""
 
 
 class KeepAlive:
-    """Times the silence of one stream. Tokens that bypass their reader are written to it, as an Output."""
+    """Sends bytes when a stream has been silent for a time. It is the Output of tokens that bypass their reader."""
 
     __slots__ = (
         *("_after_seconds", "_interval_seconds", "_loop", "_now", "_stream", "_timer", "has_answer", "transport"),
         "written_at",
     )
 
-    def __init__(self, times: Streaming, stream: KeptStream) -> None:
-        """Begin at once, and go on until `stop`."""
+    def __init__(self, times: Streaming, stream: ClientWriter) -> None:
+        """Start the timer, which runs until `stop`."""
         self._after_seconds = times.keep_alive_after_seconds
         self._interval_seconds = times.keep_alive_seconds
-        self._stream: KeptStream | None = stream
+        self._stream: ClientWriter | None = stream
         self._loop = asyncio.get_running_loop()
         self._now: Callable[[], float] = self._loop.time
         self.written_at = self._now()
+        """Time of the last write, in seconds of the event loop."""
         self.has_answer = False
-        """Some of the answer was written."""
+        """Whether some of the answer was written."""
         self.transport: asyncio.Transport | None = None
-        """The client's connection, once status and headers have gone out."""
+        """The connection of the client. None before the status and headers were sent."""
         self._timer: asyncio.TimerHandle | None = None
         self._wait(is_begun=False)
 
     def answered(self) -> None:
-        """Note that some of the answer is being written."""
+        """Record that a part of the answer is written now."""
         self.has_answer = True
         self.written_at = self._now()
 
     def stop(self) -> None:
-        """Send nothing more."""
+        """Send no more bytes."""
         self._stream = None
         if self._timer is not None:
             self._timer.cancel()
@@ -93,22 +84,21 @@ class KeepAlive:
     # Output
 
     def write(self, data: bytes) -> None:
-        """Write a chunk as it is."""
+        """Write a framed chunk."""
         self.written_at = self._now()
         assert self.transport is not None
         self.transport.write(data)
 
     def is_closing(self) -> bool:
-        """Return whether nothing can be written any more."""
+        """Return whether the connection is closed or closing."""
         return self.transport is None or self.transport.is_closing()
 
-    # How
-
     def _look(self) -> None:
+        """Send bytes if the stream has been silent for long enough, and set the timer again."""
         stream = self._stream
         if stream is None:
             return
-        is_begun, now = stream.is_begun(), self._now()
+        is_begun, now = stream.is_committed, self._now()
         limit = self._interval_seconds if is_begun else self._after_seconds
         if limit is not None and now - self.written_at >= limit:
             stream.keep_alive()
@@ -116,7 +106,7 @@ class KeepAlive:
         self._wait(is_begun=is_begun)
 
     def _wait(self, *, is_begun: bool) -> None:
-        """Look again when it may be due. As long as the stream has not begun, it may begin in any moment."""
+        """Set the timer for the time when bytes may be due. A stream that has not begun may begin at any time."""
         interval, after = self._interval_seconds, self._after_seconds
         due = []
         if interval is not None:
@@ -127,7 +117,7 @@ class KeepAlive:
 
 
 class ClientWriter:
-    """Writes one streamed answer to one client. The units of a request that was split share it."""
+    """Writes one streamed answer to one client. All units of a request share it."""
 
     __slots__ = (
         "_head",
@@ -149,34 +139,34 @@ class ClientWriter:
         request_id: str,
         write_timeout_seconds: float,
     ) -> None:
-        """Write nothing yet. `head` makes the status line and headers; see RequestParts.stream_head."""
+        """Prepare the stream. `head`: returns the status line and headers, see RequestParts.stream_head."""
         self.connection = connection
         self.is_committed = False
-        """Whether status and headers have gone out, so that only the stream itself can report an error."""
+        """Whether the status and headers were sent, so that only the stream itself can report an error."""
         self._head = head
         self._id_header = id_header
         self._request_id = request_id
         self._write_timeout_seconds = write_timeout_seconds
         self._kept = b""
-        """Bytes that leave with the next ones."""
+        """Bytes to send with the next ones."""
         self._keep_alive: KeepAlive | None = None
         self._keep_alive_bytes = b""
 
     @property
     def has_answer(self) -> bool:
-        """Return whether some of the answer was written."""
+        """Whether some of the answer was written."""
         return self.is_committed if self._keep_alive is None else self._keep_alive.has_answer
 
     @property
     def line(self) -> Output | None:
-        """Where chunks of HTTP/1.1 can be written as they are; None: bytes go through `write`."""
+        """The output for framed chunks of HTTP/1.1. None: use `write`."""
         if not self.is_committed or self._kept or not self.connection.knows_chunks:
             return None
         return self.connection.transport if self._keep_alive is None else self._keep_alive
 
     def write(self, data: bytes) -> bool:
-        """Send bytes of the answer. Return True when `attend` must be awaited before more is read for this client."""
-        if not data:  # as a chunk it would be the end mark of the body (RFC 9112 7.1)
+        """Send bytes of the answer. Return True if `attend` must be awaited before more is read for this client."""
+        if not data:  # an empty chunk would be the end mark of the body (RFC 9112 7.1)
             return False
         if self._keep_alive is not None:
             self._keep_alive.answered()
@@ -189,11 +179,11 @@ class ClientWriter:
         return connection.is_paused
 
     def keep(self, data: bytes) -> None:
-        """Send bytes of the answer with those that follow at once."""
+        """Send bytes of the answer together with the next ones, which follow immediately."""
         self._kept += data
 
     def keep_alive_by(self, times: Streaming, data: bytes) -> None:
-        """Send these bytes when the stream is silent, from now on until `close`; see KeepAlive."""
+        """Send `data` while the stream is silent, from now until `close`. See KeepAlive."""
         self._keep_alive_bytes = data
         self._keep_alive = kept = KeepAlive(times, self)
         kept.transport = self.connection.transport
@@ -203,14 +193,8 @@ class ClientWriter:
         if self._keep_alive is not None:
             self._keep_alive.stop()
 
-    # KeptStream
-
-    def is_begun(self) -> bool:
-        """See KeptStream."""
-        return self.is_committed
-
     def keep_alive(self) -> None:
-        """See KeptStream. Nothing is sent to a client that does not read."""
+        """Send the keep-alive bytes, with status and headers if needed. A client that does not read gets nothing."""
         connection = self.connection
         if not connection.is_paused and not connection.transport.is_closing():
             connection.transport.write(self._framed(self._keep_alive_bytes))
@@ -227,7 +211,7 @@ class ClientWriter:
             raise ClientStalled from None
 
     def end(self, last: bytes) -> None:
-        """Send the last bytes and the end mark, by which the client can tell that the answer is complete."""
+        """Send the last bytes and the end mark, which shows the client that the answer is complete."""
         if self._kept:
             last, self._kept = self._kept + last, b""
         connection = self.connection
@@ -237,17 +221,17 @@ class ClientWriter:
         connection.transport.write(framed + b"0\r\n\r\n" if connection.knows_chunks else framed)
 
     def break_off(self, event: bytes) -> None:
-        """End a committed stream with an event that says why it is not complete, and close the connection.
+        """End a committed stream with an event that reports an error, and close the connection.
 
-        The end mark of the body is not sent, so that clients which ignore error events see a failure, too.
+        The end mark is not sent, so that clients that ignore error events see a failure, too.
         """
         self.write(event)
         transport = self.connection.transport
-        transport.close()  # after what was written; a client that does not take it gets no more time than usual
+        transport.close()  # sends the rest first, for which a client that does not read gets the usual time
         asyncio.get_running_loop().call_later(self._write_timeout_seconds, transport.abort)
 
     def _framed(self, data: bytes) -> bytes:
-        """Return a chunk with these bytes, behind the headers if they have not gone out."""
+        """Return a chunk with these bytes, after the headers if they were not sent."""
         if not self.connection.knows_chunks:
             return self._framed_head() + data
         if self.is_committed:

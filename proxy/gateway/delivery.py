@@ -209,7 +209,8 @@ class Delivery:
         self._new_segment = new_segment
         self._whole = whole
         self.writer = writer = ChunkWriter(call, rewrite if whole is None else whole.add, is_observed=is_observed)
-        self._seam: Seam | None = None
+        self.seam: Seam | None = None
+        """Joins the next decoder's stream to the answer so far. None: the next stream begins the answer."""
         self._expected: bytes | None = None
         self._is_checked = False
         self.shapes: TokenShapes
@@ -223,7 +224,7 @@ class Delivery:
     @property
     def ahead(self) -> Sequence[int]:
         """Ids the client has seen and the present decoder has not generated again yet."""
-        return () if self._seam is None else self._seam.swallowed
+        return () if self.seam is None else self.seam.swallowed
 
     @property
     def told(self) -> dict[str, Any] | None:
@@ -233,17 +234,12 @@ class Delivery:
     @property
     def passes_bytes(self) -> bool:
         """Whether the client gets the engine's own bytes, also of an event that cannot be read."""
-        return self._seam is None and self.writer.keeps_bytes
-
-    @property
-    def goes_on(self) -> bool:
-        """The next stream is to continue an answer, not to begin one."""
-        return self._seam is not None
+        return self.seam is None and self.writer.keeps_bytes
 
     @property
     def is_stopped(self) -> bool:
         """A stop string was found that no engine could see."""
-        return self._seam is not None and self._seam.is_stopped
+        return self.seam is not None and self.seam.is_stopped
 
     @property
     def shape(self) -> Shape | None:
@@ -259,7 +255,7 @@ class Delivery:
         self.transcript = Transcript(self.engine.reasoning_field)
         self.head, self.tail = {}, {}
         self._held.clear()
-        self._seam = self._expected = None
+        self.seam = self._expected = None
         self.is_touched = self.is_finished = self.has_lost_track = False
         if self._whole is not None:
             self._whole.cut(0)
@@ -267,7 +263,7 @@ class Delivery:
     def go_on(self, resumption: Resumption) -> None:
         """The next stream is the continuation that was decided on."""
         assert resumption.seam is not None
-        self._seam = resumption.seam
+        self.seam = resumption.seam
         self._expected = resumption.prompt_ids
         self.is_touched = False
         if resumption.action is not Action.REPLAY:
@@ -281,7 +277,7 @@ class Delivery:
 
     def begin_stream(self) -> Segment:
         """Another decoder begins to answer: what reads its stream."""
-        seam = self._seam
+        seam = self.seam
         self.segment = segment = Segment() if seam is not None and seam.reads_completion else self._new_segment()
         self.usage = None
         self._is_checked = False
@@ -293,7 +289,7 @@ class Delivery:
     def opening(self, segment: Segment, event: Event) -> None:
         """The role chunk. Raises Mismatch when the engine has another prompt than it was given."""
         self._check_prompt(segment)
-        if self._seam is None:
+        if self.seam is None:
             self._note_head(segment.payload)
             self._held.append(self.writer.as_it_came(segment, event, segment.payload))
 
@@ -307,7 +303,7 @@ class Delivery:
             if self._tells_shapes and choices and len(choices) == 1:
                 self._learn(segment, event, choices[0])
             return self._given(self.writer.as_it_came(segment, event, segment.payload))
-        if self._seam is not None:
+        if self.seam is not None:
             return self._given(self._stitched(segment, recomputed=False))
         payload = segment.payload
         choice = payload["choices"][0]
@@ -351,7 +347,7 @@ class Delivery:
         self.is_touched = True
         if not self._is_checked:
             self._check_prompt(segment, is_rewritten=True)
-        if self._seam is not None:
+        if self.seam is not None:
             return self._given(self._stitched(segment, recomputed=True))
         if not self.head:
             self._note_head(segment.payload)
@@ -370,24 +366,24 @@ class Delivery:
         which counts when the KV cache was handed over.
         """
         self.fingerprint = segment.payload.get("system_fingerprint") or self.fingerprint
-        if self._whole is not None and self._seam is None:
+        if self._whole is not None and self.seam is None:
             self.tail.update(_beside(segment.payload, self.head))
         if not segment.is_finished:
             return b""  # of a stream that ends without an answer
         told = segment.usage or {}
-        usage = told if self._seam is None else self._seam.usage(told)
-        if self._seam is not None:
+        usage = told if self.seam is None else self.seam.usage(told)
+        if self.seam is not None:
             self._count_reasoning(usage)
         self.usage = with_prompt_details(usage, details) if handed_over else usage
         if not self.call.include_usage or self.writer.rewrites:
             return b""  # not asked for, or the merger's
         if self.usage is told and self._keeps_bytes:
             return self.writer.untouched(segment, event)
-        return data_event({**segment.payload, **(self.head if self._seam else {}), "usage": self.usage})
+        return data_event({**segment.payload, **(self.head if self.seam else {}), "usage": self.usage})
 
     def of_all(self, told: dict[str, Any] | None) -> dict[str, Any] | None:
         """The usage of the whole answer by what the present decoder told of its part."""
-        return told if self._seam is None or told is None else self._seam.usage(told)
+        return told if self.seam is None or told is None else self.seam.usage(told)
 
     def other(self, segment: Segment, event: Event) -> bytes:
         """A comment, or data this gateway does not know: the client judges. Before the first token it is held, too."""
@@ -402,8 +398,8 @@ class Delivery:
     def closing(self, details: dict[str, Any] | None) -> bytes:
         """What is missing at the end of an answer: the finish, and usage, unless they were told."""
         parts = []
-        if self._seam is not None and not self.is_finished:
-            for payload, _ in self._seam.ending():
+        if self.seam is not None and not self.is_finished:
+            for payload, _ in self.seam.ending():
                 self.transcript.take(payload["choices"][0], None)
                 parts.append(self.writer.anew(payload, payload["choices"][0]))
         if self.usage is None:
@@ -419,7 +415,7 @@ class Delivery:
         None where engines tell neither. Text is not counted: how many tokens it is only the engine knows.
         """
         segment = self.segment
-        if self._seam is None and segment is not None and segment.usage and len(segment.finish_reasons) == 1:
+        if self.seam is None and segment is not None and segment.usage and len(segment.finish_reasons) == 1:
             return with_prompt_details(segment.usage, details)
         if self.has_lost_track or (usage := self.transcript.counted_usage()) is None:
             return None
@@ -429,11 +425,11 @@ class Delivery:
     # Writing
 
     def _stitched(self, segment: Segment, *, recomputed: bool) -> bytes:
-        assert self._seam is not None
+        assert self.seam is not None
         payload = unfinished(segment.payload)[0] if recomputed else segment.payload
         parts = []
-        chunks = self._seam.rewrite(payload, recomputed=recomputed)
-        if recomputed and not self._seam.unsent and not self.is_stopped:
+        chunks = self.seam.rewrite(payload, recomputed=recomputed)
+        if recomputed and not self.seam.unsent and not self.is_stopped:
             withhold([chunk["choices"][0] for chunk, _ in chunks], self.call)
         for chunk, ids in chunks:
             choice = chunk["choices"][0]
@@ -475,7 +471,7 @@ class Delivery:
         if self._expected is not None:
             if told is None or (told != self._expected and orjson.loads(told) != orjson.loads(self._expected)):
                 raise Mismatch
-        elif not self.goes_on and told is not None:
+        elif self.seam is None and told is not None:
             self.transcript.prompt_ids = told
             if is_rewritten or not self.writer.keeps_bytes:
                 self.writer.put_back_prompt_ids(segment.payload, told)

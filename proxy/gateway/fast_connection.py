@@ -1,4 +1,4 @@
-"""One client's connection, as long as all that comes on it are plain requests, one after the other."""
+"""Reads plain requests, one after the other, from the connection of a client. aiohttp reads all others."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ if TYPE_CHECKING:
     from proxy.gateway.request_head import Head
     from proxy.listener.http_listener import HttpListener
 
-# A body that takes longer than this has the deadlines of a slow one, which are aiohttp's road's.
+# A body that takes longer than this goes to aiohttp, which has the deadlines for slow bodies.
 _BODY_SECONDS: Final = 1.0
-# More of further requests is not read before the one under way has ended.
+# Reading pauses when more bytes of further requests have arrived during a request.
 _MAX_PENDING_BYTES: Final = 64 * 1024
-# Of requests that look plain and are not; then no further one is tried. To hand a connection over and to have it back
-# costs more than to leave it.
-_MOST_ODD: Final = 4
+# After this number of requests in a row that were not plain, the connection stays with aiohttp. Each change costs more
+# than plain requests save.
+_MAX_MISSES: Final = 4
 
 
 class FastConnection(FirstProtocol):
-    """What a HttpListener makes for each connection that it accepts, if the fast path is on."""
+    """The first protocol of each accepted connection, if `listen.fast_path` is on."""
 
     __slots__ = (
         *("_body", "_closes", "_drained", "_head", "_held_bytes", "_last", "_listener", "_missing_bytes", "_intake"),
         *(
-            "_odd",
+            "_misses",
             "_owes_head",
             "_pending",
             "_request",
             "_since",
             "door",
+            "head_fields",
             "is_paused",
             "knows_chunks",
             "on_full",
@@ -51,36 +52,41 @@ class FastConnection(FirstProtocol):
         self._listener = listener
         self.transport: asyncio.Transport
         self.is_paused = False
-        """The client reads slower than we write."""
+        """Whether the client reads more slowly than we write."""
         self.on_full: Callable[[], None] | None = None
-        """Called when it begins to."""
+        """Called when `is_paused` becomes True."""
         self.knows_chunks = True
-        """See ClientConnection: all plain requests are of HTTP/1.1."""
+        """See ClientConnection. All plain requests are HTTP/1.1."""
+        self.head_fields = b""
+        """See ClientConnection. Answers to plain requests have no additional header lines."""
         self._request: Request | None = None
-        """Whose answer is under way."""
+        """The request that is being served. None: there is none."""
         self._since: float | None = None
-        """Since when nothing is being answered, or a body is on its way; None: otherwise."""
+        """Monotonic seconds at which the connection became idle or a body began. None: a request is being served."""
         self._closes = False
-        """The connection ends when nothing is being answered on it."""
+        """Whether the connection is to be closed when no request is being served."""
         self._pending: list[bytes] = []
-        """What came behind the request under way."""
+        """Bytes that arrived after the present request."""
         self._head: Head | None = None
-        """Of the request whose body is on its way."""
+        """The head of the request whose body is arriving. None: no body is arriving."""
         self._last: Head | None = intake.last_head
-        """Of the request that came last, here or before on another connection: one application's are alike."""
+        """The head of the last request of any connection, because the heads of one application are alike."""
         self._body: list[bytes] = []
-        """What there is of that request, if it came in pieces, its head included."""
+        """The pieces of the request whose body is arriving, with its head."""
         self._missing_bytes = 0
+        """Bytes of this request that have not arrived."""
         self._held_bytes = 0
+        """Bytes of this request in the account of request bodies."""
         self._owes_head = True
-        """The listener waits for the headers of a request."""
-        self._odd = 0
-        """How many requests in a row have looked plain and were not."""
+        """Whether the listener waits for the headers of a request."""
+        self._misses = 0
+        """Requests in a row that looked plain and were not."""
         self._drained: asyncio.Future[None] | None = None
+        """Done when the client has read enough. None: nothing has waited for it."""
 
     @property
     def client(self) -> str:
-        """The address of the other side."""
+        """The address of the client, or `-` if it is unknown."""
         peer = self.transport.get_extra_info("peername")
         return str(peer[0]) if isinstance(peer, tuple) else "-"
 
@@ -88,33 +94,33 @@ class FastConnection(FirstProtocol):
 
     @property
     def awaits_request(self) -> bool:
-        """Nothing is being answered here, and nothing has arrived that could be."""
+        """Whether no request is being served and none has begun to arrive."""
         return self._request is None and self._head is None
 
     def end(self, error: GatewayError | None = None) -> None:
-        """Close a connection that awaits a request; an error is told before."""
+        """Close an idle connection. `error`: sent to the client before; None: nothing is sent."""
         if error is not None:
             self.transport.write(self._listener.refuse(self, error, new_request_id()))
         self.transport.close()
 
     def end_after_answer(self) -> None:
-        """Close it as soon as nothing is being answered on it."""
+        """Close the connection after the present request."""
         self._closes = True
         if self._request is None and self._head is None:
             self.transport.close()
 
     def close(self) -> None:
-        """What comes from now on is not looked at."""
+        """Ignore all bytes that arrive from now on, and close after the present request."""
         self._closes = True
         self._pending.clear()
 
     def cut(self) -> None:
-        """End it, and what is being answered on it, now."""
+        """Abort the connection and the present request."""
         self.transport.abort()
         self._lose()
 
     def sweep(self, now: float, keepalive_seconds: float) -> None:
-        """Look at what takes time; see HttpListener.sweep."""
+        """Enforce the time limits for idle connections and bodies. See HttpListener.sweep."""
         if self._since is None:
             return
         if self._head is not None:
@@ -129,8 +135,8 @@ class FastConnection(FirstProtocol):
         return is_one_request(data)
 
     def takes_back(self, data: bytes) -> bool:
-        """Whether this begins a request that may be plain."""
-        if self._closes or self._odd >= _MOST_ODD:
+        """Return whether the bytes begin a request that may be plain."""
+        if self._closes or self._misses >= _MAX_MISSES:
             return False
         head = read_head(data, self._last)
         if head is None or head.path not in self._intake.paths:
@@ -146,7 +152,7 @@ class FastConnection(FirstProtocol):
         self._listener.accept(self, self.transport)
 
     def data_received(self, data: bytes) -> None:
-        """Take what was read. One function for what a request begins with, as each that is called costs more."""
+        """Take bytes of the client. One function handles the begin of a request, because calls are expensive."""
         if self._request is not None:
             self._keep(data)
             return
@@ -191,10 +197,6 @@ class FastConnection(FirstProtocol):
 
     # ClientConnection
 
-    def head_fields(self) -> bytes:
-        """See ClientConnection."""
-        return b""
-
     async def drained(self) -> None:
         """Wait until the client has read enough."""
         while self.is_paused and not self.transport.is_closing():
@@ -202,7 +204,7 @@ class FastConnection(FirstProtocol):
             await self._drained
 
     def done(self, now: float) -> None:
-        """The request under way has ended, and its answer was written."""
+        """See ClientConnection."""
         self._request = self.on_full = None
         if self._closes:
             self.transport.close()
@@ -214,10 +216,8 @@ class FastConnection(FirstProtocol):
         else:
             self._since = now
 
-    # How
-
     def _receive(self, head: Head, data: bytes) -> None:
-        """Another piece of a body."""
+        """Take another piece of a body."""
         self._body.append(data)
         self._missing_bytes -= len(data)
         if self._missing_bytes < 0 or not self._take(len(data)):
@@ -228,20 +228,21 @@ class FastConnection(FirstProtocol):
             assert self._since is not None
             pieces, self._body = self._body, []
             first, *more = pieces
-            # Copied once, however long it is and however many pieces came.
+            # One copy, whatever the number of pieces.
             if not self._begin(head, b"".join((memoryview(first)[head.size_bytes :], *more)), self._since):
                 self._leave(b"".join(pieces))
 
     def _begin(self, head: Head, body: bytes, since: float) -> bool:
-        """All of a request is there. False: it is not plain, and nothing has happened."""
+        """Begin a request that has arrived completely. Return False if it is not plain."""
         self._since = None
         request = self._request = self._intake.begin(self, head, body)
         if request is None:
-            self._odd += 1
+            self._misses += 1
             return False
-        self._odd = 0
+        self._misses = 0
         request_id = accepted_id(head.fields.get("x-request-id", ""))
-        request.start(self._intake.parts.observers.begin(request.label, request_id, head.passed_on, since))
+        label = self._intake.dialects[head.path].label
+        request.start(self._intake.parts.observers.begin(label, request_id, head.passed_on, since))
         return True
 
     def _keep(self, data: bytes) -> None:
@@ -250,26 +251,26 @@ class FastConnection(FirstProtocol):
             self.transport.pause_reading()
 
     def _leave(self, data: bytes) -> None:
-        """From now on the connection is aiohttp's, with what has come that is not answered."""
+        """Hand the connection to aiohttp, with the bytes that are not answered."""
         self._since = None
         self._listener.hand_over(self, data)
 
     def _leave_unfinished(self) -> None:
-        """It is aiohttp's in the middle of a body."""
+        """Hand the connection to aiohttp in the middle of a body."""
         self._let_go()
         self._head = None
         pieces, self._body = self._body, []
         self._leave(b"".join(pieces))
 
     def _take(self, body_bytes: int) -> bool:
-        """Account for so many bytes more; False: there is no room for them."""
+        """Count bytes of a body in memory. Return False if there is no room for them."""
         has_room = self._intake.buffers.take(body_bytes)
         if has_room:
             self._held_bytes += body_bytes
         return has_room
 
     def _let_go(self) -> None:
-        self._intake.buffers.give_back(self._held_bytes)
+        self._intake.buffers.held_bytes -= self._held_bytes
         self._held_bytes = 0
 
     def _lose(self) -> None:

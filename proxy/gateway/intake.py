@@ -17,7 +17,6 @@ from proxy.wire.weight import LONG_BYTES, SLIGHT_BYTES, bounds, is_light
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from proxy.dialects.base import Dialect
     from proxy.dialects.call import Call
@@ -38,13 +37,13 @@ class Intake:
     def __init__(
         self, parts: RequestParts, dialects: Sequence[Dialect], keys: ApiKeys, is_news: Callable[[str, str], bool]
     ) -> None:
-        """Serve nothing yet.
+        """Prepare the intake.
 
         Args:
-            parts: Those of the lane of all instances.
+            parts: The parts of the lane of all instances.
             dialects: The APIs that the engines can serve.
             keys: The client keys.
-            is_news: Whether no worker has logged this word of a subject.
+            is_news: Returns whether no worker has logged this word about this subject yet.
         """
         self.parts = parts
         """The parts of the lane of all instances."""
@@ -52,7 +51,7 @@ class Intake:
         self._keys = keys
         self._admission = parts.service.admission
         self.buffers = self._admission.buffers
-        """The account of request bodies."""
+        """Counts the request bodies in memory."""
         self.last_head: Head | None = None
         """The head of the last request."""
         self.dialects = {dialect.path: dialect for dialect in dialects}
@@ -60,14 +59,15 @@ class Intake:
         self.configure(parts.settings)
 
     def configure(self, settings: Settings) -> None:
-        """Take changed settings for requests that come from now on."""
+        """Apply changed settings to requests that arrive from now on."""
         for parts in (self.parts, *self._parts_of.values()):
-            parts.configure(settings)
-        # Where pages are allowed, every answer says `Vary: Origin`.
+            parts.settings = settings
+            parts.keeps_streams_alive = settings.stream.keeps_alive
+        # The fast reader does not write `Vary: Origin`, which every answer needs when web pages are allowed.
         self.paths = frozenset() if settings.listen.cors_origins else frozenset(self.dialects)
         """The paths that the fast reader serves."""
-        self._most_bytes = min(LONG_BYTES, settings.listen.max_body_bytes)
-        self._most_elements = settings.listen.max_body_elements
+        self._max_body_bytes = min(LONG_BYTES, settings.listen.max_body_bytes)
+        self._max_elements = settings.listen.max_body_elements
         self._cost = settings.cost
         self._lower_priority_first = settings.connector_traits.lower_priority_first
         self._names = ModelNames(settings.models.aliases)
@@ -76,13 +76,16 @@ class Intake:
     # For both readers
 
     def call(self, dialect: Dialect, document: Document, headers: Mapping[str, str], key: ApiKey) -> Call:
-        """Return what a request asks for. Raises GatewayError.
+        """Parse a request body, and apply the limits of the client key and the settings of models.
 
         Args:
             dialect: The API of the client.
             document: The body.
             headers: The request headers that engines get.
-            key: The client key that the request showed.
+            key: The client key of the request.
+
+        Raises:
+            GatewayError: The request cannot be served.
         """
         call = dialect.parse(document, self._cost, headers)
         if key.slot is not None and (not call.is_ordinary or PRIORITY_HEADER in headers):
@@ -95,35 +98,33 @@ class Intake:
                 self._log_left_out(dialect.path, key.name, call.left_out)
         return call
 
-    def request(
-        self,
-        client: ClientConnection,
-        dialect: Dialect,
-        call: Call,
-        key: ApiKey,
-        lane: Lane,
-        quota: AbstractContextManager[None] | None = None,
-        held_bytes: int = 0,
-    ) -> Request:
-        """Return the request, to be started. See Request for the arguments."""
-        return Request(self._parts_in(lane), client, dialect, call, key, quota, held_bytes)
+    def parts_of(self, lane: Lane) -> RequestParts:
+        """Return the parts of a lane."""
+        if lane is self.parts.lane:
+            return self.parts
+        parts = self._parts_of.get(lane)
+        if parts is None:
+            lanes = self.parts.lanes.all  # some lanes may be gone
+            self._parts_of = {other: its for other, its in self._parts_of.items() if other in lanes}
+            parts = self._parts_of[lane] = self.parts.of(lane)
+        return parts
 
     # For the fast reader
 
     def takes(self, head: Head) -> bool:
-        """Return whether the fast reader waits for a body that is still on its way."""
-        return head.body_bytes <= self._most_bytes
+        """Return whether the fast reader waits for the rest of a body of this size."""
+        return head.body_bytes <= self._max_body_bytes
 
     def begin(self, client: ClientConnection, head: Head, raw: bytes) -> Request | None:
-        """Return the request, to be started; None: it is aiohttp's to serve or to refuse, and nothing has happened."""
+        """Return the request, ready to start, or None if aiohttp must serve or reject it."""
         parts, size_bytes = self.parts, len(raw)
-        if parts.listener.is_closing or size_bytes > self._most_bytes or self._admission.is_short_of_memory:
+        if parts.listener.is_closing or size_bytes > self._max_body_bytes or self._admission.is_short_of_memory:
             return None
         dialect = self.dialects[head.path]
-        is_slight, most = size_bytes <= SLIGHT_BYTES, self._most_elements
+        is_slight, max_elements = size_bytes <= SLIGHT_BYTES, self._max_elements
         if not dialect.speaks_as_engines:
-            most //= 2  # a body that is translated is read twice
-        if not is_slight and not is_light(raw, most) and bounds(raw)[0] > most:
+            max_elements //= 2  # a translated body is parsed twice
+        if not is_slight and not is_light(raw, max_elements) and bounds(raw)[0] > max_elements:
             return None
         try:
             key = ANONYMOUS
@@ -134,11 +135,10 @@ class Intake:
             document = read(raw)
             call = self.call(dialect, document, headers, key)
             lanes = parts.lanes
-            lane = lanes.whole
             if lanes.models.is_mixed:
                 if not lanes.knows(call.served_model):
-                    return None  # instances are asked for their models first
-                lane = lanes.of(call.served_model)
+                    return None  # the instances must first report their models
+                parts = self.parts_of(lanes.of(call.served_model))
         except GatewayError:
             return None
         held_bytes = size_bytes if is_slight else memory_bytes(raw, document.read_values)
@@ -150,23 +150,12 @@ class Intake:
             try:
                 quota.__enter__()
             except GatewayError:
-                self.buffers.give_back(held_bytes)
+                self.buffers.held_bytes -= held_bytes
                 return None
-        return self.request(client, dialect, call, key, lane, quota, held_bytes)
-
-    def _parts_in(self, lane: Lane) -> RequestParts:
-        """Return the parts of a lane."""
-        if lane is self.parts.lane:
-            return self.parts
-        parts = self._parts_of.get(lane)
-        if parts is None:
-            lanes = self.parts.lanes.all  # some lanes may be gone
-            self._parts_of = {known: its for known, its in self._parts_of.items() if known in lanes}
-            parts = self._parts_of[lane] = self.parts.of(lane)
-        return parts
+        return Request(parts, client, dialect, call, key, quota, held_bytes)
 
     def _log_left_out(self, path: str, key: str, kinds: Sequence[str]) -> None:
-        """Log once for each client key what its requests contain that no engine can serve."""
+        """Log the parts of a request that no engine can serve, once for each client key."""
         for kind in kinds:
             if self._is_news(f"{path} {key} {kind}", "left out"):
                 logger.warning(

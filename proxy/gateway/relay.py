@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from proxy.gateway.delivery import Delivery
     from proxy.observe.metrics import Metrics
     from proxy.observe.record import RequestRecord
-    from proxy.settings import Timeouts
     from proxy.wire.sse import Event
     from proxy.wire.token import Shape
 
@@ -94,19 +93,20 @@ class TokenClock:
 
 
 class AnswerOwner(Protocol):
-    """Is called while an answer is read."""
+    """Receives the events of an answer that is being read."""
 
     def on_first_output(self) -> None:
-        """Note that the decoder has begun to answer."""
-
-    def on_full(self) -> None:
-        """Call `Answer.go_on` once the client has read enough. Called while data of the engine is being read."""
+        """Record that the decoder has begun to answer."""
 
     def on_end(self) -> None:
         """Call `Answer.complete`. May be called while `Answer.begin` runs."""
 
-    def on_end_soon(self) -> None:
-        """As `on_end`, but not before the caller has returned: it still reads data of the engine."""
+    def wake(self) -> None:
+        """Look at the answer soon: it has ended, or the client reads too slowly.
+
+        If `Answer.is_ended`, call `Answer.complete`. Otherwise call `Answer.go_on` after the client has read enough.
+        Do neither before this method has returned, because the caller still reads data of the engine.
+        """
 
 
 class Relay:
@@ -116,7 +116,6 @@ class Relay:
         "_attempt",
         "_clock",
         "_delivery",
-        "_ended",
         "_idle_seconds",
         "_is_bypassed",
         "_is_over",
@@ -128,6 +127,7 @@ class Relay:
         "_tokens",
         "_writer",
         "error",
+        "is_ended",
         "malformed_events",
         "segment",
     )
@@ -139,15 +139,17 @@ class Relay:
         owner: AnswerOwner,
         writer: ClientWriter | None = None,
         clock: TokenClock | None = None,
+        idle_seconds: float = 0.0,
     ) -> None:
-        """Prepare to copy.
+        """Prepare to read. `Response.attach` begins it.
 
         Args:
-            attempt: Whose answer is read.
-            delivery: What the client gets of it.
-            owner: Is called at the first output, when the client reads too slowly, and at the end.
-            writer: The client's stream; None: the answer is collected.
-            clock: Times each write that holds part of the answer; None: nothing is timed.
+            attempt: The attempt whose answer is read.
+            delivery: Decides what the client gets.
+            owner: Receives the events of the answer.
+            writer: The client's stream. None: the answer is collected.
+            clock: Times each write of a part of the answer. None: nothing is timed.
+            idle_seconds: Longest time between two tokens.
         """
         self.segment = delivery.begin_stream()
         self.malformed_events = 0
@@ -163,8 +165,9 @@ class Relay:
         self._opened = False
         self._is_over = False
         """The answer has ended, by `[DONE]` or otherwise: what follows is not part of it."""
-        self._ended = False
-        self._idle_seconds = 0.0
+        self.is_ended = False
+        """Whether nothing more is read of this stream."""
+        self._idle_seconds = idle_seconds
         self._tokens: Tokens | None = None
         """The tokens that may bypass this reader; None before there are any."""
         self._shape: Shape | None = None
@@ -173,21 +176,9 @@ class Relay:
         self._passed_from = -1
         """`Tokens.index` when the bypass began."""
 
-    @property
-    def is_ended(self) -> bool:
-        """Whether nothing more comes of this stream."""
-        return self._ended
-
-    def begin(self, timeouts: Timeouts) -> None:
-        """Copy from now on."""
-        response = self._attempt.response
-        self._idle_seconds = timeouts.idle_seconds
-        response.limit_silence(self._attempt.first_token_seconds or timeouts.first_token_seconds)
-        response.attach(self)
-
     def go_on(self) -> None:
         """Read on: the client has read enough."""
-        if not self._ended:
+        if not self.is_ended:
             self._forward_tokens()
             self._attempt.response.resume()
 
@@ -238,7 +229,7 @@ class Relay:
             except Exception as error:
                 report(error)
                 self._end_unreadable(UNWRITABLE)
-            if self._ended or segment.done:
+            if self.is_ended or segment.done:
                 break
         if has_content and self._clock is not None:
             self._clock.tick()
@@ -251,13 +242,13 @@ class Relay:
     def ended(self, error: UpstreamError | None) -> None:
         if self._is_bypassed:
             self._look_back()
-        if self._ended:
+        if self.is_ended:
             return
         if self.segment.is_complete:  # after `[DONE]` the answer is whole, whatever becomes of the connection
             error = None
         elif error is None:
             error = self._attempt.response.fail(Failure.BROKEN, "the stream ended before the answer was complete")
-        self._ended, self._is_over, self.error = True, True, error
+        self.is_ended, self._is_over, self.error = True, True, error
         owner = self._owner
         self.let_go()
         if owner is None:
@@ -265,7 +256,7 @@ class Relay:
         if error is None:
             owner.on_end()
         else:
-            owner.on_end_soon()  # the connection may still be closing
+            owner.wake()  # the connection may still be closing
 
     # Tokens that bypass this reader
 
@@ -315,7 +306,7 @@ class Relay:
         writer = self._writer
         if writer is None:
             return
-        if self._is_over and not self._ended and self._attempt.response.is_whole:
+        if self._is_over and not self.is_ended and self._attempt.response.is_whole:
             writer.keep(output)
         elif writer.write(output):
             self._hold()
@@ -325,7 +316,7 @@ class Relay:
         # At once: libuv reads up to 32 times before it runs anything else, which is 8 MiB of a fast engine.
         self._attempt.response.pause()
         if self._owner is not None:
-            self._owner.on_full()
+            self._owner.wake()
 
     def _read_other(self, meaning: Meaning, event: Event, output: list[bytes]) -> None:
         """Treat an event that is not content."""
@@ -391,12 +382,12 @@ class Relay:
 
     def _end(self, error: UpstreamError | None) -> None:
         """End at an event, while data of the engine is being read."""
-        if not self._ended:
-            self._ended, self._is_over, self.error = True, True, error
+        if not self.is_ended:
+            self.is_ended, self._is_over, self.error = True, True, error
             owner = self._owner
             self.let_go()
             if owner is not None:
-                owner.on_end_soon()
+                owner.wake()
 
     def _end_unreadable(self, message: str) -> None:
         """End at an event after which it is not known what the client has."""

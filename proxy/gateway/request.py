@@ -1,8 +1,7 @@
-"""One client request, from its whole body to the end of its answer.
+"""One client request, from its parsed body to the end of its answer.
 
-The callbacks of connections drive it: it has no task unless something must wait. What waits is a coroutine that this
-object starts: a request in the queue, one whose first attempt failed, one that was split into several units, and one
-whose client reads too slowly.
+Callbacks of connections drive a request. It starts a task only when it must wait: after a failed first attempt, for
+several units, or for a client that reads slowly.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ if TYPE_CHECKING:
 
 
 class Request:
-    """Begun by `start`, and over when it has called `ClientConnection.done`.
+    """Serves one client request, from `start` until it calls `ClientConnection.done`.
 
-    Is the owner of its first attempt (AttemptOwner) and of the answer to that (AnswerOwner).
+    It is the AttemptOwner of its first attempt, and the AnswerOwner of the answer to this attempt.
     """
 
     __slots__ = (
@@ -51,7 +50,6 @@ class Request:
         "_driver",
         "_has_task",
         "_held_bytes",
-        "_is_awake",
         "_is_counted",
         "_is_let_in",
         "_key",
@@ -61,6 +59,7 @@ class Request:
         "_record",
         "_task",
         "_timeline",
+        "_will_look",
         "_work",
         "_writer",
         "is_over",
@@ -79,13 +78,13 @@ class Request:
         """Prepare a request.
 
         Args:
-            parts: Those of the lane that serves it.
-            client: The connection on which it came.
-            dialect: The API that it speaks.
-            call: What it asks for.
-            key: The client key that it showed.
-            quota: The request's place in the limits of its key. It was entered, and is left at the end.
-            held_bytes: Bytes to give back at the end to the account of request bodies.
+            parts: The parts of the lane that serves the request.
+            client: The connection of the client.
+            dialect: The API of the client.
+            call: The parsed body.
+            key: The client key of the request.
+            quota: The entered limits of the client key. The request leaves them at its end. None: no limits.
+            held_bytes: The size of the body in the account of request bodies, released at the end.
         """
         self.is_over = False
         self._parts = parts
@@ -98,32 +97,30 @@ class Request:
         self._writer: ClientWriter
         self._record: RequestRecord
         self._work: Work | None = None
-        """The units and their answers; None before they are known."""
+        """The units and their answers. None before the request was split into units."""
         self._driver: LegDriver | None = None
-        """Drives the first attempt; None: there is none, or it is over."""
+        """Drives the first attempt. None before and after this attempt."""
         self._attempt: Attempt | None = None
+        """The first attempt. None before its connections are open, and after its end."""
         self._timeline: Timeline | None = None
         """The timeline of the first attempt."""
         self._began_at: float | None = None
-        """When the first attempt had its first output, in seconds of the suspects' clock; None: it had none."""
+        """Time of the first output of the first attempt, in seconds of the suspects' clock. None: no output yet."""
         self._task: asyncio.Task[None] | None = None
+        """The task that waits or makes further attempts. None: callbacks drive the request."""
         self._has_task = False
         """Whether the task has begun to run."""
-        self._is_awake = False
+        self._will_look = False
+        """Whether a call of `_look` is scheduled."""
         self._is_counted = True
-        """Whether the drain counts it without a task."""
+        """Whether this object counts the request for the drain. Otherwise its task does, or the request is over."""
         self._is_let_in = False
-        """Whether admission and retry budget count it without a task."""
+        """Whether this object counts the request for admission and the retry budget."""
         self._queued: QueuedUnit | None = None
-        """Its place in the queue, while it waits there without a task."""
-
-    @property
-    def label(self) -> str:
-        """The name of its API in metrics and logs."""
-        return self._dialect.label
+        """The place in the queue, while the request waits there without a task."""
 
     def start(self, record: RequestRecord) -> None:
-        """Begin. `record`: what is noted of it, already begun."""
+        """Begin to serve the request. `record` has begun already."""
         parts, call, dialect = self._parts, self._call, self._dialect
         self._record = record
         record.key, record.stream, record.model = self._key.name, call.stream, call.model
@@ -133,11 +130,16 @@ class Request:
             call = self._call = call.in_context(record.context)
         service = parts.service
         parts.drain.enter(self)
+        settings = parts.settings
         writer = self._writer = ClientWriter(
-            self._client, parts.stream_head, dialect.request_id_header, record.request_id, parts.write_timeout_seconds
+            self._client,
+            parts.stream_head,
+            dialect.request_id_header,
+            record.request_id,
+            settings.listen.write_timeout_seconds,
         )
-        if call.stream and parts.keep_alive is not None:
-            writer.keep_alive_by(parts.keep_alive, dialect.keep_alive)
+        if call.stream and parts.keeps_streams_alive:
+            writer.keep_alive_by(settings.stream, dialect.keep_alive)
         try:
             if service.needs_prompt(dialect, call):
                 self._run(self._go_on())
@@ -159,7 +161,7 @@ class Request:
             self._break(error)
 
     def _needs_task(self, work: Work) -> bool:
-        """Return whether there is something to wait for besides the queue, or to look up."""
+        """Return whether the request must wait for something besides the queue."""
         return (
             len(work.answers) > 1
             or not self._parts.suspects.memory.is_empty
@@ -167,7 +169,7 @@ class Request:
         )
 
     def _on_turn(self, refusal: GatewayError | None) -> None:
-        """Begin the first attempt of a request that was queued. `refusal`: why it is refused; None: it is not."""
+        """Begin the first attempt of a queued request. `refusal`: why the queue rejects it, or None if it may go."""
         self._queued = None
         work, timeline = self._work, self._timeline
         assert work is not None
@@ -187,7 +189,7 @@ class Request:
             self._break(error)
 
     def _begin_attempt(self, work: Work) -> None:
-        """Begin the first attempt of a request that was let in. Raises GatewayError."""
+        """Begin the first attempt, for which there is room. Raises GatewayError."""
         parts, timeline = self._parts, self._timeline
         assert timeline is not None
         call = work.answers[0].call
@@ -202,7 +204,7 @@ class Request:
         self._driver.start(legs)
 
     def _leave_to_task(self) -> None:
-        """Have a task make all attempts, with a timeline of its own."""
+        """Let a task make all attempts, with another timeline."""
         self._record.timelines.clear()
         self._timeline = None
         self._run(self._go_on())
@@ -234,13 +236,11 @@ class Request:
         if self._began_at is None:
             self._began_at = self._parts.suspects.clock()
 
-    def on_full(self) -> None:
+    def wake(self) -> None:
         """See AnswerOwner."""
-        self._wake()
-
-    def on_end_soon(self) -> None:
-        """See AnswerOwner."""
-        self._wake()
+        if not self._will_look:
+            self._will_look = True
+            self._parts.loop.call_soon(self._look)
 
     def on_end(self) -> None:
         """See AnswerOwner."""
@@ -262,13 +262,13 @@ class Request:
         self._driver = self._attempt = None
         assert self._timeline is not None
         self._timeline.leave()
-        if work.has_spoilt_calls:
-            self._run(self._ask_again())
+        if work.has_damaged_calls:
+            self._run(self._go_on(has_answers=True))
             return
         try:
             self._write_ending()
         except GatewayError as error:
-            self._tell(error)
+            self._send_error(error)
             self._end()
             return
         suspects = self._parts.suspects
@@ -279,14 +279,9 @@ class Request:
         else:
             self._end()
 
-    def _wake(self) -> None:
-        """Look at the answer when the caller has returned, which still reads data of the engine."""
-        if not self._is_awake:
-            self._is_awake = True
-            self._parts.loop.call_soon(self._look)
-
     def _look(self) -> None:
-        self._is_awake = False
+        """Complete the answer to the first attempt, or wait for the client."""
+        self._will_look = False
         if self.is_over or self._task is not None or self._work is None or self._driver is None:
             return
         if self._work.answers[0].is_ended:
@@ -295,7 +290,7 @@ class Request:
             self._run(self._attend())
 
     def _fail(self, error: UpstreamError) -> None:
-        """End the first attempt, whose answer failed with this error."""
+        """End the first attempt after its answer failed, and let a task go on."""
         driver, self._driver = self._driver, None
         assert driver is not None
         try:
@@ -311,14 +306,14 @@ class Request:
         self._attempt = None
         return FailedAttempt(self._timeline, error, prefiller, self._began_at)
 
-    # What waits
+    # Tasks
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         self._has_task = False
         self._task = self._parts.loop.create_task(work)
 
     async def _attend(self) -> None:
-        """Wait until the client has read enough, and go on with the first attempt."""
+        """Wait until the client has read enough, and continue the first attempt."""
         self._has_task = True
         try:
             await self._writer.attend()
@@ -345,50 +340,39 @@ class Request:
         finally:
             self._end()
 
-    async def _go_on(self, failed: FailedAttempt | None = None) -> None:
-        """Make the answers in attempts of this task. `failed`: the first attempt; None: there was none."""
-        await self._work_in_task(self._make_answers(failed))
+    async def _go_on(self, failed: FailedAttempt | None = None, *, has_answers: bool = False) -> None:
+        """Make the answers, and write the end.
 
-    async def _ask_again(self) -> None:
-        await self._work_in_task(self._make_whole_again())
-
-    async def _make_answers(self, failed: FailedAttempt | None) -> None:
-        service = self._parts.service
-        work = self._work
-        if work is None:
-            prompt = await service.prompt(self._dialect, self._call)
-            work = self._work = service.work(self._dialect, self._call, self._writer, self._record, prompt)
-        await service.make(work, self._record, failed)
-        if work.has_spoilt_calls:
-            await service.ask_again(work, self._record)
-        self._write_ending()
-        await self._writer.attend()
-
-    async def _make_whole_again(self) -> None:
-        assert self._work is not None
-        await self._parts.service.ask_again(self._work, self._record)
-        self._write_ending()
-        await self._writer.attend()
-
-    async def _work_in_task(self, work: Coroutine[Any, Any, None]) -> None:
-        if self.is_over:  # the client has left meanwhile
-            work.close()
+        Args:
+            failed: The first attempt, which has failed. None: it was not made, or it succeeded.
+            has_answers: Whether the first attempt has brought the whole answer, with damaged tool calls.
+        """
+        if self.is_over:  # the client has disconnected since
             return
         self._has_task = True
-        parts = self._parts
-        token = logs.request_id.set(self._record.request_id)
+        parts, record, work = self._parts, self._record, self._work
+        service = parts.service
+        token = logs.request_id.set(record.request_id)
         self._uncount()
         task = asyncio.current_task()
         assert task is not None
         try:
             with parts.drain.working(task), parts.drain:
-                await work
+                if work is None:
+                    prompt = await service.prompt(self._call)
+                    work = self._work = service.work(self._dialect, self._call, self._writer, record, prompt)
+                if not has_answers:
+                    await service.make(work.call, work.answers, record, failed)
+                if work.has_damaged_calls:
+                    await service.ask_again(work, record)
+                self._write_ending()
+                await self._writer.attend()
         except GatewayError as error:
-            self._tell(error)
+            self._send_error(error)
         except (ClientStalled, asyncio.CancelledError, ConnectionError) as error:
-            self._record.error = error
+            record.error = error
         except Exception as error:
-            self._tell(parts.unexpected(self._dialect, error), cause=error)
+            self._send_error(parts.unexpected(self._dialect, error), cause=error)
         finally:
             self._end()
             logs.request_id.reset(token)
@@ -396,7 +380,7 @@ class Request:
     # Ends
 
     def left(self) -> None:
-        """Give up the request: the client is gone."""
+        """Give up the request after the client has disconnected."""
         if self.is_over:
             return
         if self._has_task:
@@ -406,20 +390,20 @@ class Request:
         self._abandon(asyncio.CancelledError())
 
     def cut_off(self) -> None:
-        """End the request for a shutdown."""
+        """End the request because the gateway shuts down."""
         task = self._task
         self._abandon(ShuttingDown())
         if task is not None and self._has_task:
             task.cancel()
 
     def _break(self, error: Exception) -> None:
-        """End the request after an unforeseen error."""
+        """End the request after an unexpected error."""
         token = logs.request_id.set(self._record.request_id)
         self._abandon(self._parts.unexpected(self._dialect, error))
         logs.request_id.reset(token)
 
     def _abandon(self, error: GatewayError | ClientStalled | asyncio.CancelledError) -> None:
-        """Give back what the first attempt holds, and send the client an error if it is there."""
+        """End the first attempt and the request. Send the client an error, unless the client is the cause."""
         if self.is_over:
             return
         queued, self._queued = self._queued, None
@@ -431,13 +415,13 @@ class Request:
             assert self._timeline is not None
             self._timeline.leave()
         if isinstance(error, GatewayError):
-            self._tell(error)
+            self._send_error(error)
         else:
             self._record.error = error
         self._end()
 
-    def _tell(self, error: GatewayError, cause: Exception | None = None) -> None:
-        """Send the client an error in place of an answer, or in the middle of one."""
+    def _send_error(self, error: GatewayError, cause: Exception | None = None) -> None:
+        """Send an error in place of the answer, or in the middle of it. `cause`: the error for the record."""
         self._record.error = cause or error
         parts, writer, client = self._parts, self._writer, self._client
         if writer.is_committed:
@@ -458,10 +442,10 @@ class Request:
         self._writer.close()
         parts.observers.end(record)
         self._uncount()
-        parts.service.admission.buffers.give_back(self._held_bytes)
+        parts.service.admission.buffers.held_bytes -= self._held_bytes
         if self._quota is not None:
             self._quota.__exit__(None, None, None)
-        # Each knows this request: they would be cycles of garbage, with the whole body.
+        # Break the reference cycles, which would keep the whole body until the next garbage collection.
         if work is not None:
             for answer in work.answers:
                 answer.let_go()
@@ -470,7 +454,7 @@ class Request:
         client.done(record.ended)
 
     def _uncount(self) -> None:
-        """Count the request no more: it is over, or its task counts it from now on."""
+        """Stop counting the request: it is over, or its task counts it from now on."""
         service = self._parts.service
         if self._is_counted:
             self._is_counted = False
@@ -478,9 +462,7 @@ class Request:
         if self._is_let_in:
             self._is_let_in = False
             service.admission.leave(self._record.key)
-            service.budget.leave()
-
-    # Bytes
+            service.budget.in_flight -= 1
 
     def _write_ending(self) -> None:
         """Write the end of a stream, or the whole body. Raises GatewayError."""

@@ -1,4 +1,4 @@
-"""What the requests of one worker are made of, and how their answers begin."""
+"""The parts that the requests of one worker share, and the heads of their answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from proxy.listener.http_listener import HttpListener
     from proxy.observe.metrics import Metrics
     from proxy.observe.observers import Observers
-    from proxy.settings import Settings, Streaming
+    from proxy.settings import Settings
     from proxy.upstream import Upstream
 
 _ID_HEADER: Final = "X-Request-Id"
@@ -44,13 +44,13 @@ _CLOSE: Final = b"Connection: close\r\n"
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestParts:
-    """The parts of one lane in one worker. Only what is configured ever changes."""
+    """The parts of one worker that serve the requests of one lane. Only the settings ever change."""
 
     service: RequestService
     connector: Connector
     suspects: Suspects
     lane: Lane
-    """The lane of these three."""
+    """The lane that `service`, `connector` and `suspects` belong to."""
     lanes: Lanes
     upstream: Upstream
     drain: DrainManager
@@ -60,28 +60,19 @@ class RequestParts:
     settings: Settings
     loop: asyncio.AbstractEventLoop
     clock: Callable[[], float] = time.monotonic
-    """Seconds of the clock that request records have."""
-    _common: bytes = field(default=b"", init=False)
-    """The header lines that all answers of this second have."""
+    """The clock of request records, in seconds."""
+    _date_lines_now: bytes = field(default=b"", init=False)
+    """The header lines `Date` and `Server` of the present second."""
     _second: int = field(default=-1, init=False)
-    write_timeout_seconds: float = field(default=0.0, init=False)
-    keep_alive: Streaming | None = field(default=None, init=False)
-    """How silent streams are kept alive; None: they are not."""
-
-    def __post_init__(self) -> None:
-        self.configure(self.settings)
-
-    def configure(self, settings: Settings) -> None:
-        """Take changed settings for requests that come from now on."""
-        self.settings = settings
-        self.write_timeout_seconds = settings.listen.write_timeout_seconds
-        self.keep_alive = settings.stream if settings.stream.keeps_alive else None
+    """The present second, by `clock`."""
+    keeps_streams_alive: bool = False
+    """Whether silent streams get keep-alive bytes. Follows `settings`."""
 
     def of(self, lane: Lane) -> RequestParts:
         """Return the same parts for another lane."""
         return replace(self, service=lane.service, connector=lane.connector, suspects=lane.suspects, lane=lane)
 
-    # The heads of answers. An answer says that its connection ends with it once the listener is closing.
+    # Heads of answers. While the listener is closing, they tell the client that the connection will be closed.
 
     def stream_head(self, id_header: str, request_id: str, client: ClientConnection) -> bytes:
         """Return the head of a streamed answer. `id_header`: see Dialect.request_id_header."""
@@ -100,7 +91,7 @@ class RequestParts:
         return b"%b%b%b%b\r\n%b%b\r\n" % (begin, self._date_lines(), _ID_FIELD, ids, more, closing)
 
     def error_answer(self, dialect: Dialect, error: GatewayError, request_id: str, client: ClientConnection) -> bytes:
-        """Return the whole answer in place of one that failed, which is counted as refused if it was."""
+        """Return the whole answer to a failed request, and count it if it was rejected."""
         self.refused(error)
         response = replies.error_response(error, dialect.error_body(error))
         closes = bool(self._closing(client))
@@ -108,27 +99,27 @@ class RequestParts:
         return replies.written(response, request_id, closes=closes, more=more)
 
     def refused(self, error: GatewayError) -> None:
-        """Count a request that was refused before it had an answer. If no instance was there, the error says why."""
+        """Count a request that was rejected before its answer began. Complete the message if no instance is left."""
         if isinstance(error, NoBackendAvailable):
             self.lane.explain(error)
         replies.count_rejection(self.metrics, error)
 
     def unexpected(self, dialect: Dialect, error: BaseException) -> GatewayError:
-        """Log an unforeseen error; return the error for the client."""
+        """Log an unexpected error, and return the error for the client."""
         return replies.unexpected("POST", dialect.path, error)
 
     def _date_lines(self) -> bytes:
-        """Return the header lines that all answers of this second have."""
+        """Return the header lines `Date` and `Server`."""
         second = int(self.clock())
         if second != self._second:
             self._second = second
-            self._common = f"Date: {formatdate(usegmt=True)}\r\nServer: {SERVER}\r\n".encode()
-        return self._common
+            self._date_lines_now = f"Date: {formatdate(usegmt=True)}\r\nServer: {SERVER}\r\n".encode()
+        return self._date_lines_now
 
     def _closing(self, client: ClientConnection, *, has_end: bool = True) -> bytes:
-        """Return the header of an answer with which the connection ends, and see to that; empty: it does not.
+        """Return `Connection: close` and close the connection after this answer, or return an empty line.
 
-        `has_end`: the client can tell where the body ends.
+        `has_end`: whether the client can find the end of the body while the connection stays open.
         """
         if has_end and not self.listener.is_closing:
             return b""
@@ -137,7 +128,7 @@ class RequestParts:
 
 
 def _more_fields(id_header: str, request_id: str, client: ClientConnection) -> bytes:
-    """Return the header lines that not all answers have."""
+    """Return the header lines that only some answers have."""
     if id_header == _ID_HEADER:
-        return client.head_fields()
-    return b"%b: %b\r\n%b" % (id_header.encode(), request_id.encode(), client.head_fields())
+        return client.head_fields
+    return b"%b: %b\r\n%b" % (id_header.encode(), request_id.encode(), client.head_fields)

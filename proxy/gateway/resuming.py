@@ -62,7 +62,7 @@ class Resuming:
 
     def is_incident(self, error: UpstreamError) -> bool:
         """Whether an answer broke off, and not only an attempt at one. What cannot be read is no part of an answer."""
-        if error.is_unreadable and not self._delivery.goes_on:
+        if error.is_unreadable and self._delivery.seam is None:
             return False
         return self._delivery.is_touched or error.failure in (Failure.RECOMPUTED, Failure.NOT_RESUMED)
 
@@ -72,7 +72,7 @@ class Resuming:
         Raises the error when the answer cannot be saved.
         """
         settings = self._settings
-        if settings.mode == "off" or self.is_unrepeatable or (error.is_clients_fault and not self._delivery.goes_on):
+        if settings.mode == "off" or self.is_unrepeatable or (error.is_clients_fault and self._delivery.seam is None):
             raise error
         # Being moved at an operator's will is no failure, and happens once for each instance that is removed.
         self._moves += error.failure is Failure.REMOVED
@@ -91,7 +91,7 @@ class Resuming:
     def given_up(self, error: UpstreamError, reason: str) -> UpstreamError:
         """The error of an answer that had begun and cannot be completed."""
         self._metrics.resume_failures_total.labels(error.failure.value).inc()
-        return error.as_given_up(reason, keeps_body=not self._delivery.goes_on)
+        return error.as_given_up(reason, keeps_body=self._delivery.seam is None)
 
     async def _plan(self, error: UpstreamError, call: Call) -> Resumption:
         """Raises CannotResume."""
@@ -101,7 +101,7 @@ class Resuming:
                 raise CannotResume("the engine did not continue it exactly")
             self._chats = ChatTokens.COMPLETIONS
         elif not delivery.is_touched:
-            if not delivery.goes_on:
+            if delivery.seam is None:
                 delivery.begin_anew()
             return Resumption(self.action or Action.RESTART, call)
         if delivery.is_finished and not delivery.has_lost_track:

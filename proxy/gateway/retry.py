@@ -1,6 +1,6 @@
-"""When a failed attempt may be repeated, and how long to wait before it. Pure.
+"""Decides whether to retry a failed attempt, and how long to wait before it.
 
-The questions are always the same two: can the engine have begun the work, and has the client seen any of it?
+Two questions decide: may the engine have begun the work, and has the client seen any of it?
 """
 
 from __future__ import annotations
@@ -18,28 +18,33 @@ if TYPE_CHECKING:
     from proxy.settings import Retry
 
 
-_FREE: Final = frozenset(
+_UNLIMITED: Final = frozenset(
     {Failure.CONNECT, Failure.BOOTSTRAP, Failure.RECOMPUTED, Failure.REMOVED, Failure.ABORTED},
 )
-"""Failures after which all attempts may be used."""
+"""Failures after which the attempts are limited by `retry.max_attempts` only."""
 
 
 def may_retry(error: UpstreamError, *, sent_to_client: bool, attempts: int, max_attempts: int) -> bool:
-    """May the request be tried again on another backend, after `attempts` tries that failed in this error's role?
+    """Return whether to retry on another backend.
 
-    Nothing is repeated once the client has bytes. A refused connection, a prefiller that decoders cannot meet, a busy
-    engine (429, 503), a decoder that gave up for lack of memory, and an instance that was removed or is being stopped
-    are no reason to give up, so they may use all attempts.
+    All attempts are available after a refused connection, a failed bootstrap, a busy engine (429, 503), a decoder that
+    ran out of KV memory, and an instance that was removed or is stopping.
 
-    A lost or broken answer and a 5xx may have pinned KV cache on a prefiller. Those are repeated once, and so is what a
-    stalled backend held. A deadline that passed is not repeated, since a second wait of that length helps no client.
-    What is the client's fault fails everywhere.
+    A lost or broken answer and a 5xx may have pinned KV cache on a prefiller, so they are retried once. So are requests
+    of a stalled backend. Timeouts are not retried, because a second wait of the same length helps no client. Errors of
+    the client would fail on all instances.
+
+    Args:
+        error: The failure of the last attempt.
+        sent_to_client: Whether the client has received bytes. If so, nothing is retried.
+        attempts: The number of attempts that failed in the error's role.
+        max_attempts: The setting `retry.max_attempts`.
     """
     return not sent_to_client and attempts < min(_attempts(error, max_attempts), max_attempts)
 
 
 def _attempts(error: UpstreamError, max_attempts: int) -> int:
-    if error.failure in _FREE or error.is_backpressure:
+    if error.failure in _UNLIMITED or error.is_backpressure:
         return max_attempts
     if error.failure in (Failure.TIMEOUT, Failure.MISSING_KV, Failure.NOT_RESUMED) or error.is_clients_fault:
         return 1
@@ -47,7 +52,7 @@ def _attempts(error: UpstreamError, max_attempts: int) -> int:
 
 
 def backoff_seconds(retry: Retry, attempts: int, draw: float | None = None) -> float:
-    """Wait before the next attempt: exponential with full jitter. `draw` is the random number in [0, 1)."""
+    """Return the wait before the next attempt: exponential with full jitter. `draw`: a random number in [0, 1)."""
     draw = random.random() if draw is None else draw
     doublings = min(attempts - 1, 64)  # far beyond any bound, and still a float
     ceiling: float = min(retry.max_delay_seconds, retry.base_delay_seconds * 2**doublings)
@@ -55,11 +60,14 @@ def backoff_seconds(retry: Retry, attempts: int, draw: float | None = None) -> f
 
 
 class RetryBudget:
-    """Counts the requests in flight, and those of them that are being retried. Only permits change it."""
+    """Limits how many requests are retried at a time.
+
+    The limit is `share` of the requests in flight, rounded down, but at least `least`.
+    """
 
     def __init__(self, share: float = 0.2, least: int = 3) -> None:
-        """The larger of `share` of the requests in flight, rounded down, and `least` may be retried at once."""
         self.in_flight = 0
+        """Requests in flight. `enter` adds one, and its caller subtracts it again."""
         self.repeating = 0
         """Permits that are held."""
         self._share = share
@@ -67,37 +75,29 @@ class RetryBudget:
         self._waiting: dict[RetryPermit, asyncio.Future[None]] = {}  # in the order in which they came
 
     def configure(self, share: float, least: int) -> None:
-        """Change how many may be retried."""
+        """Change the limit, and grant the permits that have become free."""
         self._share = share
         self._least = least
         self._grant()
 
     @property
     def capacity(self) -> int:
-        """Permits there are now. As requests end it may fall below those that are held, which stay valid."""
+        """The present limit. It may fall below the number of permits that are held, which stay valid."""
         return max(self._least, int(self._share * self.in_flight))
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a permit."""
+        """The number of requests that wait for a permit."""
         return len(self._waiting)
 
-    def request(self) -> RetryPermit:
-        """The permit of one unit of work, which is in flight from entering to leaving it."""
-        return RetryPermit(self)
-
     def enter(self) -> None:
-        """A request is in flight, until it leaves. As entering its permit, for one that is not being retried."""
+        """Count a request that is in flight."""
         self.in_flight += 1
         if self._waiting:
             self._grant()
 
-    def leave(self) -> None:
-        """It is no longer in flight."""
-        self.in_flight -= 1
-
     def _grant(self) -> None:
-        """Give free permits to those that wait, so that later requests find none free while others are waiting."""
+        """Grant free permits in the order of the requests, before later requests can take them."""
         while self._waiting and self.repeating < self.capacity:
             permit = next(iter(self._waiting))
             granted = self._waiting.pop(permit)
@@ -106,8 +106,9 @@ class RetryBudget:
 
 
 class RetryPermit:
-    """What one request needs to be retried. It is held from `acquire` to `release`, at the latest until the `with`
-    block is left. That is a `with` and not an `async with`, so that no cancellation comes in between.
+    """The permit of one request to be retried, held from `acquire` to `release` or the end of the `with` block.
+
+    The request is in flight within the block. The block is not asynchronous, so that it cannot be cancelled halfway.
     """
 
     __slots__ = ("_budget", "is_held")
@@ -123,18 +124,18 @@ class RetryPermit:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._budget.leave()  # before the permit goes to another, because it makes the budget smaller
+        self._budget.in_flight -= 1  # before the permit goes to another unit, because the budget gets smaller
         self.release()
 
     def try_acquire(self) -> bool:
-        """Hold the permit if one is free, or if it is held already; whether it is held now."""
+        """Take the permit if one is free. Return whether it is held now."""
         budget = self._budget
         if not self.is_held and budget.repeating < budget.capacity:
             self._take()
         return self.is_held
 
     async def acquire(self, timeout_seconds: float) -> bool:
-        """Hold the permit, if need be as soon as others release theirs; False when that takes too long."""
+        """Take the permit, and wait for one to become free if necessary. Return False after the timeout."""
         if self.try_acquire():
             return True
         granted = asyncio.get_running_loop().create_future()
@@ -150,7 +151,7 @@ class RetryPermit:
         return is_acquired
 
     def release(self) -> None:
-        """The retried attempt has its first token, or is over. May be called again."""
+        """Release the permit after the first token or the end of the attempt. May be called again."""
         if self.is_held:
             self.is_held = False
             self._budget.repeating -= 1

@@ -29,7 +29,6 @@ from proxy.gateway.suspicion import (
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Sequence
-    from types import TracebackType
 
     from proxy.balancer.blame import SuspectMemory
     from proxy.balancer.pool import Pool, Pools
@@ -53,25 +52,6 @@ _IN_TURN: Final = 4
 # By then all requests that were on an engine have reported its end.
 _TOLD_SECONDS: Final = 10.0
 _HEARING_SECONDS: Final = 2.0
-
-
-class Watch:
-    """Around the work on one client request, which is given its suspicion. Get it from `Suspects.watch`."""
-
-    __slots__ = ("_call", "_suspects", "_suspicion")
-
-    def __init__(self, suspects: Suspects, call: Call, suspicion: Suspicion) -> None:
-        self._suspects = suspects
-        self._call = call
-        self._suspicion = suspicion
-
-    def __enter__(self) -> Suspicion:
-        return self._suspicion
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._suspects.end(self._call, self._suspicion, error)
 
 
 class Suspects:
@@ -105,16 +85,20 @@ class Suspects:
         self._reservations: Counter[Backend] = Counter()  # how many suspects each is reserved for
         self._waiting: dict[asyncio.Future[None], None] = {}
 
-    def watch(self, call: Call, units: int) -> Watch:
-        """One client request of `units` units: `with` it. Raises SuspectRequest if it is known already."""
+    def begin(self, call: Call, units: int) -> Suspicion:
+        """Return the suspicion of a client request with a number of units. `end` must follow.
+
+        Raises:
+            SuspectRequest: The same request has crashed engines before.
+        """
         earlier = 0 if self.memory.is_empty else self.memory.engines(call.body({}))
         if earlier >= MOST_ENGINES:
             raise SuspectRequest
-        return Watch(self, call, Suspicion(earlier, is_split=units > 1, call=call))
+        return Suspicion(earlier, is_split=units > 1, call=call)
 
     def end(self, call: Call, suspicion: Suspicion, error: BaseException | None) -> None:
         """A client request has ended, well if there is no error: let others go where it was, and remember it or not."""
-        self._release(suspicion.reserved)
+        self.release(suspicion.reserved)
         if error is not None:
             if engines := suspicion.engines(self.clock()):
                 least_poison = MOST_ENGINES if suspicion.is_convicted else 0
@@ -195,16 +179,12 @@ class Suspects:
         finally:
             self._waiting.pop(turn, None)
 
-    def let_go(self, history: UnitHistory) -> None:
-        """A unit needs not be alone any more: it has ended, or its engine stands it. May be called again."""
-        self._release(history.reserved)
-
     def _reserve(self, reserved: list[Backend], backend: Backend) -> None:
         """Keep a backend for the owner of `reserved`, which lists all that are."""
         self._reservations[backend] += 1
         reserved.append(backend)
 
-    def _release(self, reserved: list[Backend]) -> None:
+    def release(self, reserved: list[Backend]) -> None:
         if not reserved:
             return
         for backend in reserved:
@@ -241,7 +221,7 @@ class Suspects:
             backend: Casualty(suspicion, rank_of(suspicion, history, backend, now), seconds) for backend in involved
         }
         told = {backend: self._told(backend, casualty) for backend, casualty in casualties.items()}
-        self.let_go(history)
+        self.release(history.reserved)
         if suspicion.is_confined and not suspicion.reserved:  # at once: others are about to look for a place
             for other in suspicion.rest_of_subset(error.backend):
                 self._reserve(suspicion.reserved, other)
@@ -270,7 +250,7 @@ class Suspects:
             else:
                 await self.is_acquitted(suspicion)
         if not suspicion.lost(now):
-            self._release(suspicion.reserved)
+            self.release(suspicion.reserved)
         return suspicion.is_convicted
 
     def _note_death(self, backend: Backend, casualties: Sequence[Casualty]) -> None:
@@ -368,70 +348,57 @@ class UnitGuard:
     def __init__(self, suspects: Suspects, suspicion: Suspicion, permit: RetryPermit) -> None:
         self.blame = Blame(suspicion.ways)
         self._suspects = suspects
-        self._suspicion = suspicion
+        self.suspicion = suspicion
         self._permit = permit
-        self._history = suspicion.add_unit()
+        self.history = suspicion.add_unit()
         self._settling: asyncio.TimerHandle | None = None
-
-    @property
-    def bears_on_choice(self) -> bool:
-        """Whether it matters on which engines the unit's attempts come to be: if not, nothing need be waited for."""
-        return self._suspicion.bears_on_choice
 
     async def confine(self, avoid: Collection[Backend]) -> Collection[Backend]:
         """The backends that the next attempt has to avoid, `avoid` among them. A unit that waits for a place of its own
         gives up its permit to be repeated, so as not to keep others from it.
         """
-        return await self._suspects.confine(self._suspicion, self._history, avoid, self._permit.release)
+        return await self._suspects.confine(self.suspicion, self.history, avoid, self._permit.release)
 
     def first_output(self) -> None:
         """The decoder has begun to answer. If it goes on for a while, it can do what others could not."""
         self._permit.release()
-        history = self._history
+        history = self.history
         if history.began_at is None:
             history.began_at = self._suspects.clock()
             if history.reserved or self.blame.is_open:
                 self._settling = asyncio.get_running_loop().call_later(history.apart_seconds, self._settle)
 
-    def began_at(self, when: float) -> None:
-        """An attempt that was begun elsewhere had its first output then, in clock seconds."""
-        self._history.began_at = when
-
     async def broke_down(self, error: UpstreamError, timeline: Timeline, record: RequestRecord) -> bool:
         """An attempt failed: whether the request is poison, and must not be sent to another engine."""
         self.blame.failed(error)
         return error.is_breakdown and await self._suspects.broke_down(
-            self._suspicion, self._history, error, timeline, record
+            self.suspicion, self.history, error, timeline, record
         )
 
     def leave(self, role: Role) -> set[Backend]:
         """No backend of a role took an attempt: those that need not be asked again, as others may be. Empty when the
         unit was not confined to them.
         """
-        return self._suspects.leave(self._suspicion, self._history, role)
+        return self._suspects.leave(self.suspicion, self.history, role)
 
     @property
     def awaits_verdict(self) -> bool:
         """Whether another unit of the request is about to tell why engines broke down."""
-        return self._suspicion.is_confined and self._suspicion.has_broken_down
+        return self.suspicion.is_confined and self.suspicion.has_broken_down
 
     async def is_acquitted(self) -> bool:
         """Wait for the verdict on the request, if it is about to be found poison. Return whether it is not."""
-        return await self._suspects.is_acquitted(self._suspicion)
+        return await self._suspects.is_acquitted(self.suspicion)
 
     def end_attempt(self) -> None:
         """The attempt is over, well or not."""
-        if self._history.reserved:
-            self._suspects.let_go(self._history)
-        self._history.began_at = None
+        if self.history.reserved:
+            self._suspects.release(self.history.reserved)
+        self.history.began_at = None
         if self._settling is not None:
             self._settling.cancel()
             self._settling = None
 
-    def served(self) -> None:
-        """The unit has its whole answer."""
-        self._suspicion.was_served(self._history)
-
     def _settle(self) -> None:
-        self._suspects.let_go(self._history)
+        self._suspects.release(self.history.reserved)
         self.blame.settle()

@@ -74,7 +74,7 @@ class Suspicion:
     `earlier`: engines that the same request has cost when it was sent before. `is_split`: there are several units.
     """
 
-    __slots__ = ("call", "earlier", "is_convicted", "units", "ways", "reserved", "_subsets", "_is_split")
+    __slots__ = ("call", "earlier", "is_convicted", "units", "ways", "reserved", "_subsets", "is_confined")
 
     def __init__(self, earlier: int = 0, *, is_split: bool = False, call: Call | None = None) -> None:
         self.earlier = earlier
@@ -85,7 +85,9 @@ class Suspicion:
         self.ways: FailedEngines = {}
         self.reserved: list[Backend] = []
         """The other engines of its subset, once one has broken down: no other suspect is to join its units there."""
-        self._is_split = is_split
+        self.is_confined = is_split
+        """Whether the units stay on few engines. Units run at the same time. Otherwise one request could crash an
+        engine with each unit before the first failure is reported."""
         self._subsets: dict[Role, list[Backend]] = {}
 
     def add_unit(self) -> UnitHistory:
@@ -119,25 +121,18 @@ class Suspicion:
         """
         history.lost.clear()
         history.doubtful.clear()
-        self._is_split = False
+        self.is_confined = False
         self._subsets.clear()
 
     @property
     def bears_on_choice(self) -> bool:
         """Whether it matters on which engines its units come to be."""
-        if self._is_split or self.earlier > 0:
+        if self.is_confined or self.earlier > 0:
             return True
         for history in self.units:  # noqa: SIM110 - each request asks, and a generator costs as much as all else
             if history.lost:
                 return True
         return False
-
-    @property
-    def is_confined(self) -> bool:
-        """Whether its units stay on few engines. They run side by side, so without that one request could break as many
-        engines as it has units before the first failure is known.
-        """
-        return self._is_split
 
     def subset(self, role: Role, eligible: Collection[Backend]) -> list[Backend]:
         """The engines of one role on which its units may be, as far as they have been chosen: the caller adds to it.

@@ -101,7 +101,7 @@ async def test_a_body_that_would_hold_everybody_up_is_refused_before_it_is_read(
     assert "4194304 elements" in error["message"]
     assert generations(*gateway.engines) == []
     assert len([record for record in caplog.records if record.name == "proxy.access"]) == 1
-    assert gateway.worker.service.admission.held_bytes == 0
+    assert gateway.worker.service.admission.buffers.held_bytes == 0
 
 
 LARGE = {
@@ -136,7 +136,7 @@ async def test_memory_is_accounted_for_what_bodies_become(deploy: Deploy, is_rea
     async with asyncio.TaskGroup() as group:
         first = group.create_task(gateway.session.post(url, data=io.BytesIO(body)))
         await until(lambda: generations(*gateway.prefillers), "the first one to be prefilled")
-        held_bytes = gateway.worker.service.admission.held_bytes
+        held_bytes = gateway.worker.service.admission.buffers.held_bytes
         if is_read:
             assert 72 * 200_000 + 4_000_000 < held_bytes < 3 * 72 * 200_000 + 5_000_000
         else:
@@ -144,7 +144,9 @@ async def test_memory_is_accounted_for_what_bodies_become(deploy: Deploy, is_rea
         async with gateway.session.post(url, data=io.BytesIO(body)) as second:
             assert (second.status, (await second.json())["error"]["code"]) == (503, "buffers_full")
         first.cancel()
-    await until(lambda: not gateway.worker.service.admission.held_bytes, "the first one's memory to be given back")
+    await until(
+        lambda: not gateway.worker.service.admission.buffers.held_bytes, "the first one's memory to be given back"
+    )
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -54,13 +54,10 @@ class Owner:
     def on_first_output(self) -> None:
         """See AnswerOwner."""
 
-    def on_full(self) -> None:
-        """See AnswerOwner."""
-
     def on_end(self) -> None:
         """See AnswerOwner."""
 
-    def on_end_soon(self) -> None:
+    def wake(self) -> None:
         """See AnswerOwner."""
 
 

@@ -140,7 +140,7 @@ class Gate:
 
     def assert_nothing_is_left(self) -> None:
         admission = self.admission
-        assert (admission.waiting, admission.running, admission.held_bytes, self.taken) == (0, 0, 0, 0)
+        assert (admission.waiting, admission.running, admission.buffers.held_bytes, self.taken) == (0, 0, 0, 0)
         assert (admission._lines, admission._queue, admission._running) == ({}, {}, {})
         assert admission._timer is None
         assert not self.listens
@@ -502,41 +502,41 @@ async def test_only_those_who_waited_are_in_the_histogram(gate: Gate) -> None:
 
 async def test_bodies_are_held_as_long_as_all_of_them_fit(gate: Gate) -> None:
     gate.limit(max_buffered_bytes=100)
-    with gate.admission.hold(60):
-        with gate.admission.hold(40):
-            assert gate.admission.held_bytes == 100
-            with pytest.raises(Overloaded) as refused, gate.admission.hold(1):
+    with gate.admission.buffers.hold(60):
+        with gate.admission.buffers.hold(40):
+            assert gate.admission.buffers.held_bytes == 100
+            with pytest.raises(Overloaded) as refused, gate.admission.buffers.hold(1):
                 pass
         assert (refused.value.status, refused.value.code) == (503, "buffers_full")
-        assert gate.admission.held_bytes == 60
-    assert gate.admission.held_bytes == 0
+        assert gate.admission.buffers.held_bytes == 60
+    assert gate.admission.buffers.held_bytes == 0
 
 
 async def test_a_body_alone_fits_however_long_it_is(gate: Gate) -> None:
     gate.limit(max_buffered_bytes=100)
-    with gate.admission.hold(1000) as held:
+    with gate.admission.buffers.hold(1000) as held:
         held.resize(2000)
-        with pytest.raises(Overloaded), gate.admission.hold(1):
+        with pytest.raises(Overloaded), gate.admission.buffers.hold(1):
             pass
-        assert gate.admission.held_bytes == 2000
+        assert gate.admission.buffers.held_bytes == 2000
 
 
 async def test_a_body_of_unknown_length_is_counted_as_it_comes(gate: Gate) -> None:
     gate.limit(max_buffered_bytes=100)
-    with gate.admission.hold(50), gate.admission.hold(0) as held:
+    with gate.admission.buffers.hold(50), gate.admission.buffers.hold(0) as held:
         held.resize(50)
         with pytest.raises(Overloaded):
             held.resize(51)
-        assert gate.admission.held_bytes == 100
+        assert gate.admission.buffers.held_bytes == 100
         with pytest.raises(Overloaded):
             held.add(1)
         held.resize(4)
         held.add(6)
         held.add(0)
-        assert gate.admission.held_bytes == 60
+        assert gate.admission.buffers.held_bytes == 60
         gate.limit(max_buffered_bytes=1)
         held.resize(5)  # becoming smaller is never refused
-    assert gate.admission.held_bytes == 0
+    assert gate.admission.buffers.held_bytes == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 80)), max_size=30))
@@ -544,7 +544,7 @@ def test_whatever_is_held_is_given_back(changes: list[tuple[int, int]]) -> None:
     gate = Gate(Clock())
     gate.limit(max_buffered_bytes=100)
     with ExitStack() as stack:
-        holds = [stack.enter_context(gate.admission.hold(0)) for _ in range(4)]
+        holds = [stack.enter_context(gate.admission.buffers.hold(0)) for _ in range(4)]
         lengths = [0] * 4
         for number, body_bytes in changes:
             try:
@@ -552,8 +552,8 @@ def test_whatever_is_held_is_given_back(changes: list[tuple[int, int]]) -> None:
                 lengths[number] = body_bytes
             except Overloaded:
                 assert sum(lengths) - lengths[number] + body_bytes > 100
-            assert gate.admission.held_bytes == sum(lengths) <= 100
-    assert gate.admission.held_bytes == 0
+            assert gate.admission.buffers.held_bytes == sum(lengths) <= 100
+    assert gate.admission.buffers.held_bytes == 0
 
 
 # Any order

@@ -31,7 +31,7 @@ class Requests:
         assert books == (0, 0, 0)
 
     def arrive(self, count: int) -> list[RetryPermit]:
-        return [self._stack.enter_context(self.budget.request()) for _ in range(count)]
+        return [self._stack.enter_context(RetryPermit(self.budget)) for _ in range(count)]
 
 
 async def waiting(permit: RetryPermit, budget: RetryBudget, timeout_seconds: float = LONG) -> asyncio.Task[bool]:
@@ -82,7 +82,7 @@ def test_a_request_that_ends_gives_its_place_back_whatever_ended_it() -> None:
     budget = RetryBudget(least=1)
 
     def fail() -> None:
-        with budget.request() as permit:
+        with RetryPermit(budget) as permit:
             assert permit.try_acquire()
             raise asyncio.CancelledError
 
@@ -94,7 +94,7 @@ def test_a_request_that_ends_gives_its_place_back_whatever_ended_it() -> None:
 def test_repeats_go_on_when_the_budget_becomes_smaller_but_none_are_added() -> None:
     with Requests(RetryBudget(share=0.5, least=0)) as requests, ExitStack() as leaving:
         first, second = requests.arrive(2)
-        others = [leaving.enter_context(requests.budget.request()) for _ in range(2)]
+        others = [leaving.enter_context(RetryPermit(requests.budget)) for _ in range(2)]
         assert first.try_acquire()
         assert others[0].try_acquire()
         leaving.close()
@@ -138,7 +138,7 @@ async def test_a_request_that_ends_takes_its_share_of_the_budget_with_it() -> No
     budget = RetryBudget(share=0.5, least=0)
     with Requests(budget) as requests:
         second, waiter, _ = requests.arrive(3)
-        with budget.request() as first:
+        with RetryPermit(budget) as first:
             assert first.try_acquire()
             assert second.try_acquire()
             task = await waiting(waiter, budget)
@@ -242,7 +242,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(count=st.integers(1, 8))
     def arrive(self, count: int) -> None:
         for _ in range(count):
-            self.requests.append(self.budget.request().__enter__())
+            self.requests.append(RetryPermit(self.budget).__enter__())
             self.admit()
 
     @precondition(lambda self: self.requests)

@@ -19,7 +19,7 @@ from proxy.gateway.relay import Relay, TokenClock
 from proxy.observe.metrics import Metrics
 from proxy.observe.record import RequestRecord
 from proxy.observe.timeline import Timeline
-from proxy.settings import Cost, Timeouts
+from proxy.settings import Cost
 from proxy.upstream import Response
 from proxy.wire.openai import Api
 from tests.asking import api_of, request
@@ -90,8 +90,8 @@ async def calls_for(
     attempt = Attempt(response, Timeline(), None, kv_handed_over=True, handoff=NoHandoff())
     client = None if whole else cast("ClientWriter", Streamed())
     clock = TokenClock(RequestRecord("chat", "r"), Metrics())
-    relay = Relay(attempt, delivery, Owner(), client, clock)
-    relay.begin(Timeouts())
+    relay = Relay(attempt, delivery, Owner(), client, clock, idle_seconds=1.0)
+    response.attach(relay)
     with calls_counted() as calls:
         for read in reads:
             connection.data_received(read)

@@ -543,7 +543,7 @@ async def resumed(
         if ended is Meaning.DONE:
             return output
         if not delivery.is_touched:
-            if not delivery.goes_on:
+            if delivery.seam is None:
                 delivery.begin_anew()
             continue
         situation = Situation(
