@@ -16,7 +16,7 @@ from proxy.api.instance_changes import read_change
 from proxy.api.instance_view import InstanceView, membership_of
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import BadRequest
-from proxy.fleet.discovery.static import configured
+from proxy.fleet.discovery.sources import configured_instances
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -71,7 +71,7 @@ class InstancesApi:
     def configure(self, settings: Settings) -> None:
         """Take notice of which instances are configured from now on, and when those that are removed are evacuated."""
         self._evacuate_after_seconds = settings.leaving.evacuate_after_seconds
-        self._view.configured = frozenset(configured(settings))
+        self._view.configured = frozenset(configured_instances(settings))
 
     def routes(self) -> Sequence[web.RouteDef]:
         """For the application."""

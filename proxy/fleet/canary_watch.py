@@ -56,9 +56,9 @@ class _Round:
     """Prompts and comparisons that the canaries of one interval share."""
 
     prompts: dict[tuple[str, int], CanaryPrompt] = field(default_factory=dict)
-    """By model and length in bytes."""
+    """Prompts by model and length in bytes."""
     alone: dict[tuple[Backend, CanaryPrompt], CanaryResult | None] = field(default_factory=dict)
-    """Result of each decoder alone; None: decoders of this protocol cannot answer alone."""
+    """Result of each decoder alone, by prompt; None: decoders of this protocol cannot answer alone."""
 
 
 class CanaryWatch(BackgroundOwner):

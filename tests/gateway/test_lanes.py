@@ -375,9 +375,9 @@ async def test_a_stalled_engine_is_compared_with_those_of_its_model(deploy: Depl
     await until(lambda: is_mixed(gateway), "the engines' models")
     first, last, _ = gateway.worker.pools.decode.backends()
     assert not stalls(gateway, gateway.decoders[1])  # the last one of its model
-    gateway.worker.prober.doubt(last)
+    gateway.worker.prober.probe_suspect(last)
     assert gateway.worker.health.of(last).is_eligible
-    gateway.worker.prober.doubt(first)
+    gateway.worker.prober.probe_suspect(first)
     assert not gateway.worker.health.of(first).is_eligible
     await until(lambda: gateway.worker.health.of(first).state is HealthState.PROBATION, "the answer to a health check")
     assert (await gateway.ask(chat("a"))).status == 200

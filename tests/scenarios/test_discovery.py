@@ -58,7 +58,7 @@ async def test_all_workers_follow_a_file_also_when_the_one_that_watches_it_is_ki
             gateway("--config", str(tmp_path / "pdproxy.yaml"), PROXY_HEALTH__CHANGING_INTERVAL_SECONDS="0.1")
         )
         assert "0 prefillers, 0 decoders, 1 discovery source" in program.output
-        await program.says("discovery by file:.*engines.yaml fails, .*no such file")
+        await program.says("discovery: source failed.*file:.*engines.yaml: .*no such file")
         replace_file(path, groups(prefiller, one, other))
         await everybody_has(program, prefiller, one, other)
         replace_file(path, groups(prefiller, other))

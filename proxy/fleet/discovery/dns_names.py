@@ -1,7 +1,7 @@
 """Instances by DNS: the addresses of a name, or the hosts and ports of its SRV records (RFC 2782).
 
-A name is looked up again when its records expire. That there is none, or no address, is a failure like any other: a
-name server that has lost its zone says the same, and whoever has really gone is found out by health checks.
+A name is resolved again when its records expire. A missing name or address is a failure like any other, because a name
+server that has lost its zone answers the same. Health checks find instances that are really gone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ _TIMEOUT_SECONDS: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class LookedUpName:
-    """One name. `servers`: address and port of each; empty: those of the system."""
+    """One name. A Source.
+
+    servers: Address and port of each name server; empty: those of the system.
+    min_seconds, max_seconds: Bounds of the time between two look-ups.
+    """
 
     role: Role
     name: str
@@ -37,19 +41,19 @@ class LookedUpName:
 
     async def watch(self) -> AsyncGenerator[Sequence[Backend], None]:
         """See Source."""
-        wanted = parse_dns_name(self.name)
+        name = parse_dns_name(self.name)
         while True:
-            resolver = self._resolver()  # anew: the system's may change
-            backends, expires_seconds = await _look_up(resolver, self.role, wanted)
+            resolver = self._resolver()  # for each look-up, because the system's servers may change
+            backends, expires_seconds = await _look_up(resolver, self.role, name)
             yield backends
             await asyncio.sleep(self.pause_seconds(expires_seconds))
 
     def pause_seconds(self, expires_seconds: float) -> float:
-        """From a look-up to the next, when its records expire after so many seconds."""
+        """Return the time from a look-up to the next one, if its records expire after `expires_seconds`."""
         return min(max(expires_seconds, self.min_seconds), self.max_seconds)
 
     def _resolver(self) -> Resolver:
-        # An extra, and slow to import.
+        # An optional dependency that is slow to import.
         from dns.asyncresolver import Resolver
         from dns.nameserver import Do53Nameserver
 
@@ -62,7 +66,7 @@ class LookedUpName:
 
 
 def looked_up_names(settings: Settings) -> Iterator[LookedUpName]:
-    """Those of the settings."""
+    """Return the sources of this kind in the settings."""
     options = settings.discovery
     roles = ((Role.PREFILL, options.prefill_dns), (Role.DECODE, options.decode_dns), (Role.ENCODE, options.encode_dns))
     for role, names in roles:
@@ -70,25 +74,26 @@ def looked_up_names(settings: Settings) -> Iterator[LookedUpName]:
             yield LookedUpName(role, name, options.dns_servers, options.dns_min_seconds, options.dns_max_seconds)
 
 
-async def _look_up(resolver: Resolver, role: Role, wanted: DnsName) -> tuple[list[Backend], float]:
-    """The instances, and after how many seconds they may be others. Raises dns.exception.DNSException, or ValueError
-    for records that name no host.
+async def _look_up(resolver: Resolver, role: Role, name: DnsName) -> tuple[list[Backend], float]:
+    """Return the instances of a name, and the seconds until its records expire.
+
+    Raises dns.exception.DNSException, or ValueError for records that name no host.
     """
-    if wanted.ports is None:
-        answer = await resolver.resolve(wanted.name, "SRV", search=True)
+    if name.ports is None:
+        answer = await resolver.resolve(name.name, "SRV", search=True)
         places = _of_services(answer)
     else:
-        answer = await _addresses(resolver, wanted.name)
-        places = {(record.address, port) for record in answer for port in wanted.ports}
+        answer = await _addresses(resolver, name.name)
+        places = {(record.address, port) for record in answer for port in name.ports}
     backends = [
-        Backend(role, host, port, trusted=True, bootstrap_port=wanted.bootstrap_port, models=wanted.models)
+        Backend(role, host, port, trusted=True, bootstrap_port=name.bootstrap_port, models=name.models)
         for host, port in sorted(places)
     ]
     return backends, answer.chaining_result.minimum_ttl
 
 
 async def _addresses(resolver: Resolver, name: str) -> Answer:
-    """Of one family: an engine that has both kinds of addresses is one instance."""
+    """Return the records of one address family, because an engine with both kinds of addresses is one instance."""
     answer = await resolver.resolve(name, "A", search=True, raise_on_no_answer=False)
     if answer.rrset is None:
         answer = await resolver.resolve(name, "AAAA", search=True)
@@ -96,7 +101,7 @@ async def _addresses(resolver: Resolver, name: str) -> Answer:
 
 
 def _of_services(answer: Answer) -> set[tuple[str, int]]:
-    """Of the highest priority, whose number is the lowest; none if the service is said not to be there (target `.`)."""
+    """Return the hosts and ports of the lowest, preferred `priority`; none for the target `.` (no service)."""
     highest = min(record.priority for record in answer)
     first = [record for record in answer if record.priority == highest]
     hosts = [(record.target.to_text(omit_final_dot=True), record.port) for record in first]

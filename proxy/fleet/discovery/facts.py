@@ -1,6 +1,6 @@
-"""What an engine is asked when it comes up, and the facts that its answers make.
+"""Questions to an engine that has come up, and the facts in its answers.
 
-For those who ask: the prober, and the doctor.
+The prober and the doctor ask them.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 VERSION_PATH: Final = "/version"
 MODELS_PATH: Final = "/v1/models"
 
-# Of SGLang and, with VLLM_SERVER_DEV_MODE=1, of vLLM, which otherwise puts its configuration into one text. vLLM looks
-# for compilers, drivers and packages when it is asked for the first time, which takes seconds.
+# SGLang serves it, and vLLM with VLLM_SERVER_DEV_MODE=1. Without the parameter, vLLM returns its configuration as one
+# text. Its first answer takes seconds, because it searches for compilers, drivers and packages.
 SERVER_INFO_PATH: Final = "/server_info?config_format=json"
 SERVER_INFO_TIMEOUT_SECONDS: Final = 30.0
 
@@ -54,14 +54,19 @@ CHAT_IDS_QUESTION: Final = orjson.dumps(
         "max_tokens": 1,
     }
 )
-"""Whether SGLang tells token ids in the stream of a chat. It refuses this in any case, before there is work to do: for
-the ids (`_convert_to_internal_request` in serving_chat.py), or else for the temperature (`SamplingParams.verify`).
+"""A request that shows whether SGLang reports token ids in the stream of a chat.
+
+SGLang refuses it before any work: for the ids if it does not report them (`_convert_to_internal_request` in
+serving_chat.py), and otherwise for the temperature (`SamplingParams.verify`).
 """
 
 
 def facts_of(version: BufferedResponse | None, models: BufferedResponse | None) -> EngineFacts:
-    """What vLLM tells at `/version`, `{"version": "0.23.0"}`, and of its models (ModelCard.max_model_len). None: there
-    was no answer.
+    """Return the facts in an engine's version and models.
+
+    Args:
+        version: Answer at `/version`, in vLLM `{"version": "0.23.0"}`; None if there was none.
+        models: Answer at `/v1/models`, in vLLM with `max_model_len` for each model; None if there was none.
     """
     listed = models and models.json_or_none
     identity = Identity(
@@ -76,7 +81,10 @@ def facts_of(version: BufferedResponse | None, models: BufferedResponse | None) 
 
 
 def with_models(facts: EngineFacts, models: BufferedResponse | None) -> EngineFacts:
-    """The same with what an engine now lists; the very same if it lists nothing. None: there was no answer."""
+    """Return the facts with the models that an engine lists now, or the same object if it lists none.
+
+    `models` None: there was no answer.
+    """
     listed = models and models.json_or_none
     if not (names := parse_models(listed)):
         return facts
@@ -84,47 +92,48 @@ def with_models(facts: EngineFacts, models: BufferedResponse | None) -> EngineFa
 
 
 def with_setup(facts: EngineFacts, info: BufferedResponse | None) -> EngineFacts:
-    """The same, and how the engine was started and how many requests it works on at a time, as far as it tells."""
-    told = info and info.json_or_none
-    identity = replace(facts.identity, setup=parse_setup(told))
+    """Return the facts with the engine's options, version and limits, as far as it reports them.
+
+    `info` None: there was no answer.
+    """
+    options = info and info.json_or_none
+    identity = replace(facts.identity, setup=parse_setup(options))
     # SGLang has no `/version`.
-    version = facts.version if facts.version != UNKNOWN_VERSION else parse_sglang_version(told)
+    version = facts.version if facts.version != UNKNOWN_VERSION else parse_sglang_version(options)
     return replace(
         facts,
         version=version,
-        max_num_seqs=parse_max_num_seqs(told),
-        kv_tokens=parse_kv_tokens(told),
-        ranks=parse_ranks(told),
+        max_num_seqs=parse_max_num_seqs(options),
+        kv_tokens=parse_kv_tokens(options),
+        ranks=parse_ranks(options),
         identity=identity,
     )
 
 
-def is_to_be_asked_for_ranks(facts: EngineFacts, role: Role) -> bool:
-    """Whether METRICS_PATH is for this engine: vLLM tells its configuration only in its development mode."""
+def needs_ranks_question(facts: EngineFacts, role: Role) -> bool:
+    """Return whether to ask at METRICS_PATH: vLLM reports its configuration only in development mode."""
     return role is Role.PREFILL and facts.ranks is None and facts.identity.kind == "vLLM"
 
 
 def with_ranks(facts: EngineFacts, metrics: BufferedResponse | None) -> EngineFacts:
-    """The same, and how many ranks its gauges are of. None: there was no answer."""
+    """Return the facts with the number of ranks in an engine's gauges. `metrics` None: there was no answer."""
     if metrics is None or metrics.status != 200:
         return facts
     return replace(facts, ranks=exposition.parse_ranks(metrics.body))
 
 
-def is_to_be_asked_for_chat_ids(facts: EngineFacts) -> bool:
-    """Whether CHAT_IDS_QUESTION is for this engine: older ones ignore the member, and vLLM is known to tell them."""
+def needs_chat_ids_question(facts: EngineFacts) -> bool:
+    """Return whether to ask CHAT_IDS_QUESTION: vLLM always reports ids, and older SGLang ignores the member."""
     return facts.identity.kind == "SGLang" and TOKEN_IDS.is_in_engine(facts, "SGLang")
 
 
 def with_chat_ids(facts: EngineFacts, answer: BufferedResponse | None) -> EngineFacts:
-    """The same, and whether the engine tells token ids in chats, by its answer to that question. None: there was no
-    answer.
-    """
-    tells = (
+    """Return the facts with the result of CHAT_IDS_QUESTION. `answer` None: there was none."""
+    reports_ids = (
         answer is not None
         and answer.status == 400
         and b"temperature" in answer.body
         and b"return_token_ids" not in answer.body
     )
-    setup = replace(facts.identity.setup or Setup(), has_chat_token_ids=tells)
+    setup = replace(facts.identity.setup or Setup(), has_chat_token_ids=reports_ids)
     return replace(facts, identity=replace(facts.identity, setup=setup))

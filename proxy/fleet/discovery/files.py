@@ -1,10 +1,10 @@
-"""Instances in files that somebody keeps, in the format of Prometheus' file_sd_configs: one list serves both.
+"""Instances in files, in the format of Prometheus' file_sd_configs, so that one list serves both.
 
     - targets: [10.0.0.3:7100, 10.0.0.4:7100]
       labels: {role: decode}
 
-(https://prometheus.io/docs/prometheus/latest/configuration/configuration/#file_sd_config). Labels that are not known
-here are somebody else's.
+(https://prometheus.io/docs/prometheus/latest/configuration/configuration/#file_sd_config). Unknown
+labels are ignored.
 """
 
 from __future__ import annotations
@@ -23,39 +23,41 @@ from proxy.settings import SettingsError, parse_endpoints, parse_models, read_ya
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Sequence
 
-_LOOK_SECONDS: Final = 0.5
+_CHECK_SECONDS: Final = 0.5
 
 Stamps = dict[Path, tuple[int, int, int]]
-"""Of each file when it was changed, its inode and its size. One that was written or exchanged has another."""
+"""Time of the last change, inode and size of each file. They differ after a file was written or replaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchedFiles:
-    """One file, or those that fit a pattern, which are taken as one list: while one of them is broken none counts."""
+    """One file, or all files that match a pattern, as one list. If one of them is broken, the source fails."""
 
     name: str
-    """A path, in which * and ? stand for anything."""
-    look_seconds: float = field(default=_LOOK_SECONDS, compare=False)
+    """A path with the wildcards * and ?."""
+    check_seconds: float = field(default=_CHECK_SECONDS, compare=False)
 
     async def watch(self) -> AsyncGenerator[Sequence[Backend], None]:
-        """See Source. Files are looked at again and again, which works on every file system. What has changed is left
-        alone until it is found the same twice: it may be half of what is being written.
+        """See Source.
+
+        Files are polled, which works on every file system. A change counts when two checks find the same, because a
+        file may be half written at the first.
         """
-        told: Stamps | None = None
-        seen: Stamps | None = None
+        reported: Stamps | None = None
+        last: Stamps | None = None
         while True:
             # In a thread: a disk may be slow, and so is reading YAML.
             stamps = await asyncio.to_thread(_stamps, self.name)
-            if told is None or (stamps != told and stamps == seen):
+            if reported is None or (stamps != reported and stamps == last):
                 backends = await asyncio.to_thread(_read_all, tuple(stamps))
-                told = stamps
+                reported = stamps
                 yield backends
-            seen = stamps
-            await asyncio.sleep(self.look_seconds)
+            last = stamps
+            await asyncio.sleep(self.check_seconds)
 
 
 def parse_groups(groups: Any) -> list[Backend]:
-    """The instances that a file names, all trusted with the engine key. Raises ValueError."""
+    """Return the instances of a file, to which the gateway sends its engine key. Raises ValueError."""
     if not isinstance(groups, list):
         raise ValueError("there must be a list of groups such as {targets: [10.0.0.3:7100], labels: {role: decode}}")
     return [backend for number, group in enumerate(groups, 1) for backend in _of_group(group, f"group {number}")]
@@ -87,7 +89,7 @@ def _role(labels: Any, where: str) -> Role:
 
 
 def _bootstrap_port(labels: Any, where: str) -> int | None:
-    """None: the label is not there. Values of labels are texts for Prometheus, and people write numbers."""
+    """Return the port, or None without the label. Prometheus requires texts, but people write numbers."""
     word = str(labels.get("bootstrap_port", ""))
     if not word:
         return None
@@ -97,7 +99,7 @@ def _bootstrap_port(labels: Any, where: str) -> int | None:
 
 
 def _models(labels: Any, where: str) -> tuple[str, ...]:
-    """Those of the label `model`, which may have several with commas between them; none: engines are asked."""
+    """Return the models in the label `model`, separated by commas; empty without it: then engines are asked."""
     try:
         return parse_models(str(labels.get("model", "")))
     except ValueError as error:
@@ -105,10 +107,10 @@ def _models(labels: Any, where: str) -> tuple[str, ...]:
 
 
 def _stamps(pattern: str) -> Stamps:
-    """Raises OSError if there is no such file."""
+    """Return the stamps of all matching files. Raises OSError if there is none."""
     paths = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
     if not paths:
-        raise FileNotFoundError(f"no file fits {pattern}")
+        raise FileNotFoundError(f"no file matches {pattern}")
     found: Stamps = {}
     for path in map(Path, paths):
         try:
@@ -124,7 +126,7 @@ def _read_all(paths: Sequence[Path]) -> list[Backend]:
 
 
 def _read(path: Path) -> list[Backend]:
-    """Raises ValueError or OSError, whose text names the file."""
+    """Return the instances of a file. Raises ValueError or OSError with the name of the file."""
     try:
         return parse_groups(orjson.loads(path.read_bytes()) if path.suffix == ".json" else read_yaml(path))
     except OSError as error:

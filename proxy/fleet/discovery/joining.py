@@ -1,7 +1,7 @@
 """Instances that an administrator adds: each becomes a member as soon as it answers, or is given up with a warning.
 
-Which ones are waited for all workers know from the roster's waiting list, and any of them may be told to stop. Nothing
-here outlives the `async with`.
+The roster has the list of awaited instances, so any worker can stop the waiting. All tasks end with the `async with`
+block.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("proxy.discovery.joining")
 
-# Answers once the model is loaded, so it also tells when an instance may join, as in vLLM-Ascend's example proxy.
+# Engines answer here once the model is loaded, so that is when an instance may join, as in vLLM-Ascend's example proxy.
 _MODELS_PATH: Final = "/v1/models"
 _TIMEOUT_SECONDS: Final = 5.0
 
 
 class Joiner(BackgroundOwner):
-    """One worker's. `async with` it."""
+    """Waits for added instances inside `async with`. Each worker has one."""
 
     def __init__(
         self,
@@ -42,7 +42,16 @@ class Joiner(BackgroundOwner):
         engine_headers: Callable[[Backend], Mapping[str, str]],
         on_joined: Callable[[Backend, str], Awaitable[None]],
     ) -> None:
-        """`on_joined` is given each new member, and what it did to become one."""
+        """Keep the parts.
+
+        Args:
+            pools: Pools by role.
+            roster: Takes the new members.
+            settings: Number of attempts and the time between them.
+            client: Connections for questions.
+            engine_headers: Returns the headers that an engine requires.
+            on_joined: Called with each new member, and the reason.
+        """
         self._pools = pools
         self._roster = roster
         self._settings = settings
@@ -53,19 +62,19 @@ class Joiner(BackgroundOwner):
         self._waits: dict[Backend, asyncio.Task[None]] = {}
 
     def configure(self, settings: Joining) -> None:
-        """Take changed settings for the questions from now on."""
+        """Take changed settings."""
         self._settings = settings
 
     def join(self, candidate: Backend) -> bool:
-        """Add a backend as soon as it answers, or give it up with a warning. False when it is there already, and then
-        takes what the candidate says of itself (see `Roster.add`), or when it is joining already, as it was told first.
+        """Add a backend as soon as it answers, or give it up with a warning.
 
-        One that is trusted is asked with the engine key, and has it later, too. Raises ValueError when the endpoint
-        has, or is about to have, another role.
+        Returns False if it is a member, whose facts are then updated (see `Roster.add`), or if it is awaited already.
+        The gateway sends its engine key to trusted backends. Raises ValueError if the endpoint has another role, or is
+        awaited in another role.
         """
         self._check_role(candidate)
         if self._is_member(candidate):
-            # It may be somebody else's, who will want it no more.
+            # Another origin may have named it, and may remove it later.
             self._roster.add(candidate)
             return False
         ticket = self._roster.joining.add(candidate, self._longest_wait_seconds)
@@ -75,34 +84,35 @@ class Joiner(BackgroundOwner):
         return True
 
     def is_new(self, candidate: Backend) -> bool:
-        """What `join` would return, and raise."""
+        """Return or raise what `join` would, and change nothing."""
         self._check_role(candidate)
         return not self._is_member(candidate) and candidate not in self._roster.joining.backends()
 
     def remove(self, role: Role, host: str, port: int, leaves_at: float | None = None) -> bool:
-        """Let a backend drain, or stop waiting for it. False when it is not there and not joining. `leaves_at`: when it
-        is to be evacuated, see Roster.
+        """Drain a backend, or stop waiting for it. Returns False if it is neither a member nor awaited.
+
+        `leaves_at`: time of its evacuation; see Roster.
         """
         backend = Backend(role, host, port)
         was_joining = self._roster.joining.remove(backend)
-        wait = self._waits.pop(backend, None)  # unless another worker waits for it, which will find out
+        wait = self._waits.pop(backend, None)  # another worker that waits for it notices the change
         if wait is not None:
             wait.cancel()
         return self._roster.remove(role, host, port, leaves_at) or was_joining
 
     def joining(self, role: Role) -> list[Backend]:
-        """Instances that have been added, to whichever worker, and did not answer yet."""
+        """Return the added instances of a role, of all workers, that have not answered yet."""
         return [backend for backend in self._roster.joining.backends() if backend.role is role]
 
     def _check_role(self, candidate: Backend) -> None:
-        """Raise ValueError when something at the same place has, or is about to have, another role."""
+        """Raise ValueError if an instance at the same address has another role, or is awaited in another role."""
         members = (backend for pool in self._pools.values() for backend in pool.backends())
         for other in (*self._roster.joining.backends(), *members):
             if other.place == candidate.place and other.role is not candidate.role:
                 raise ValueError(f"{other.name} is already a {other.role} instance")
 
     def _is_member(self, candidate: Backend) -> bool:
-        """Whether it is there, and does not drain."""
+        """Return whether it is a member that does not drain."""
         members = {member.backend: member for member in self._roster.members(candidate.role)}
         return candidate in members and not members[candidate].is_draining
 
@@ -115,26 +125,31 @@ class Joiner(BackgroundOwner):
         joining = self._roster.joining
         is_wanted = False
         try:
-            problem = await self._wait_until_it_answers(candidate, ticket)
+            problem = await self._wait_for_answer(candidate, ticket)
             is_wanted = joining.remove(candidate, ticket)
             if is_wanted and not problem:
                 self._roster.add(candidate)
-        except ValueError as error:  # there is no room, or another worker gave it the other role
+        except ValueError as error:  # the roster is full, or another worker has added it in another role
             problem = str(error)
         finally:
             joining.remove(candidate, ticket)
-            if self._waits.get(candidate) is asyncio.current_task():  # not removed, and perhaps added again, since
+            if (
+                self._waits.get(candidate) is asyncio.current_task()
+            ):  # otherwise it was removed, and perhaps added again
                 del self._waits[candidate]
         if not is_wanted:
-            return  # another worker was told to remove it
+            return  # an administrator has removed it through another worker
         if problem:
-            logger.warning("%s instance %s is not added: %s", candidate.role, candidate.name, problem)
+            logger.warning("joining: %s instance %s is not added: %s", candidate.role, candidate.name, problem)
         else:
-            logger.info("%s instance %s is added", candidate.role, candidate.name)
+            logger.info("joining: %s instance %s is added", candidate.role, candidate.name)
             await self._on_joined(candidate, f"answered {_MODELS_PATH}")
 
-    async def _wait_until_it_answers(self, candidate: Backend, ticket: int) -> str:
-        """Empty once it does, otherwise what was wrong the last time; at once when it is not waited for any more."""
+    async def _wait_for_answer(self, candidate: Backend, ticket: int) -> str:
+        """Wait until the instance answers; return the last problem, or an empty string.
+
+        Returns at once if the instance is no longer awaited.
+        """
         problem = ""
         for attempt in range(self._settings.max_attempts):
             if attempt:
@@ -147,7 +162,7 @@ class Joiner(BackgroundOwner):
         return problem
 
     async def _ask(self, candidate: Backend) -> str:
-        """Empty when it answers, otherwise what was wrong."""
+        """Ask the instance once; return the problem, or an empty string."""
         headers = self._engine_headers(candidate)
         try:
             status = await self._client.get_status(candidate.url, _MODELS_PATH, _TIMEOUT_SECONDS, headers)

@@ -1,8 +1,7 @@
-"""Asks every backend on a timer whether it is well.
+"""Probes the health of every backend on a timer.
 
-What a probe says goes to Health, which decides; each change of state is one log line. A backend that came up is asked
-once what it is, and how much it works on at a time. Each round also drops the backends that have drained. Nothing here
-outlives the `async with`.
+Health decides by the results, and each change of state is one log line. A backend that has come up is asked once for
+its facts. Each round also removes backends that have drained. All tasks end with the `async with` block.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.backend_health import HealthState
 from proxy.balancer.health import ProbeFailure
+from proxy.common.backend import Role
 from proxy.common.background import Background, BackgroundOwner
 from proxy.common.errors import Failure
 from proxy.fleet.discovery.facts import (
@@ -27,8 +27,8 @@ from proxy.fleet.discovery.facts import (
     SERVER_INFO_TIMEOUT_SECONDS,
     VERSION_PATH,
     facts_of,
-    is_to_be_asked_for_chat_ids,
-    is_to_be_asked_for_ranks,
+    needs_chat_ids_question,
+    needs_ranks_question,
     with_chat_ids,
     with_models,
     with_ranks,
@@ -43,28 +43,28 @@ if TYPE_CHECKING:
     from prometheus_client import Counter
 
     from proxy.balancer.engines import EngineFacts
-    from proxy.balancer.health import Health, Transition
+    from proxy.balancer.health import Health, HealthBoard, Transition
     from proxy.balancer.pool import Pool
     from proxy.balancer.roster import Roster
-    from proxy.common.backend import Backend, Role
+    from proxy.common.backend import Backend
     from proxy.settings import HealthChecks
     from proxy.upstream import BufferedResponse, EngineClient
 
 logger = logging.getLogger("proxy.discovery.prober")
 
-# Somebody's answer waits for it.
+# A broken answer waits for the result.
 _GONE_TIMEOUT_SECONDS: Final = 0.5
-# So many health checks begin at once, and the next ones a moment later.
-_AT_ONCE: Final = 10
+# Number of health checks that begin together, and the pause before the next ones.
+_PROBES_AT_ONCE: Final = 10
 _SPREAD_SECONDS: Final = 0.01
 
-# A request that names an unknown model waits for the answers.
+# A request with an unknown model waits for the answers.
 _MODELS_PAUSE_SECONDS: Final = 1.0
 _MODELS_TIMEOUT_SECONDS: Final = 3.0
 
 
 def log_transition(transition: Transition, *, is_news: bool = True) -> None:
-    """One line for a backend that changed its state. `is_news` False: another worker has already written it."""
+    """Log a backend's change of state. `is_news` False: another worker has logged it, so the level is DEBUG."""
     is_bad = transition.new in (HealthState.DOWN, HealthState.EJECTED)
     level = logging.WARNING if is_bad else logging.INFO
     if not is_news:
@@ -79,18 +79,18 @@ _PROBE_FAILURES: Final = {Failure.CONNECT: ProbeFailure.REFUSED, Failure.TIMEOUT
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ProberParts:
-    """One worker's parts that a Prober works with."""
+    """Parts of one worker that a Prober uses."""
 
     pools: Mapping[Role, Pool]
     """Pools whose backends are probed, by role."""
     roster: Roster
     """Members of these pools."""
     health: Health
-    """Takes the result of each probe."""
+    """Decides by the result of each probe."""
     client: EngineClient
     """Connections for probes."""
     fresh_client: EngineClient
-    """Opens a connection for each question whether an engine is gone."""
+    """Opens a new connection for each check whether an engine is gone."""
     engine_headers: Callable[[Backend], Mapping[str, str]]
     """Returns the headers that an engine requires."""
     restarts: Counter
@@ -100,11 +100,11 @@ class ProberParts:
     on_removed: Callable[[Backend], None] = lambda backend: None
     """Called with each removed backend whose last request has ended."""
     pool_of: Callable[[Backend], Pool] | None = None
-    """Returns the pool in which a backend is compared with others; None: it is the pool of its role."""
+    """Returns the pool in which a backend is compared with others; None: always the pool of its role."""
 
 
 class Prober(BackgroundOwner):
-    """One worker's view of which backends are well. `async with` it."""
+    """Probes all backends for one worker inside `async with`."""
 
     def __init__(self, parts: ProberParts, checks: HealthChecks) -> None:
         self._restarts = parts.restarts
@@ -119,45 +119,52 @@ class Prober(BackgroundOwner):
         self._on_removed = parts.on_removed
         self._pool_of = parts.pool_of
         self._background = Background(logger, "a health check")
-        self._due: dict[Backend, float] = {}  # loop time of the next probe, infinity while one is under way
-        self._unheard: set[Backend] = set()  # those that did not answer when they were asked what they are
-        self._told_at: dict[Backend, float] = {}  # when it was asked last what models it serves
-        self._last_looks: dict[Backend, asyncio.Task[bool]] = {}
+        self._due: dict[Backend, float] = {}
+        """Loop time of the next probe; infinity during a probe."""
+        self._incomplete: set[Backend] = set()
+        """Backends whose facts are incomplete, because they did not answer a question."""
+        self._models_due_from: dict[Backend, float] = {}
+        """Loop time at which a backend was last asked for its models."""
+        self._gone_checks: dict[Backend, asyncio.Task[bool]] = {}
+        """Running checks whether a backend is gone."""
         self._models_round: asyncio.Task[None] | None = None
-        """Asks all instances for their models; the last one, if none is under way."""
+        """The last round of questions to all instances for their models; None before the first."""
         self._models_asked_at = -math.inf
+        """Loop time of the last round."""
 
     def _begin(self) -> None:
         self._background.keep(self._keep_probing, "health_checks", self._restarts)
 
     def configure(self, checks: HealthChecks) -> None:
-        """Take changed settings for the probes from now on."""
+        """Take changed settings."""
         self._checks = checks
 
     def drop_drained(self) -> None:
-        """Forget the removed backends whose last request has ended."""
+        """Remove drained backends whose last request has ended."""
         for backend in self._roster.finalize():
-            logger.info("%s instance %s is removed", backend.role, backend.name)
+            logger.info("prober: %s instance %s is removed", backend.role, backend.name)
             self._on_removed(backend)
 
     async def joined(self, backend: Backend, success: str) -> None:
-        """Take notice of a backend that has just become a member by this success."""
-        self._due[backend] = self._next_due()  # it has just been asked
-        await self._hear(backend, "", success)
+        """Count the success by which a backend has just become a member as its first probe."""
+        self._due[backend] = self._next_due()
+        await self._take_result(backend, "", success)
 
-    # Asking out of turn
+    # Questions outside the timer
 
     async def is_gone(self, backend: Backend, within_seconds: float) -> bool:
-        """Whether a backend that has just broken off accepts no connections, or says that it is not well, now or within
-        so many seconds. Asked once for all who want to know. One that says nothing is busy for all we know.
+        """Return whether a backend that has just broken an answer is gone.
+
+        It is gone if it refuses connections or reports that it is unhealthy, now or after `within_seconds`. A backend
+        that does not answer in time may be busy, and is not gone. Concurrent callers share one check.
         """
-        task = self._last_looks.get(backend)
+        task = self._gone_checks.get(backend)
         if task is None:
-            task = self._last_looks[backend] = self._background.start(self._look_again(backend, within_seconds))
-            task.add_done_callback(lambda _: self._last_looks.pop(backend, None))
+            task = self._gone_checks[backend] = self._background.start(self._check_twice(backend, within_seconds))
+            task.add_done_callback(lambda _: self._gone_checks.pop(backend, None))
         return await asyncio.shield(task)
 
-    async def _look_again(self, backend: Backend, within_seconds: float) -> bool:
+    async def _check_twice(self, backend: Backend, within_seconds: float) -> bool:
         if await self._has_ended(backend):
             return True
         if not within_seconds:
@@ -166,7 +173,7 @@ class Prober(BackgroundOwner):
         return await self._has_ended(backend)
 
     async def _has_ended(self, backend: Backend) -> bool:
-        # A connection that was open before may outlive the listener. So a new one is opened.
+        # An open connection may outlive the listener, so a new one is opened.
         path, headers = self._checks.path, self._engine_headers(backend)
         try:
             return await self._fresh_client.get_status(backend.url, path, _GONE_TIMEOUT_SECONDS, headers) != 200
@@ -174,10 +181,10 @@ class Prober(BackgroundOwner):
             return error.failure is not Failure.TIMEOUT
 
     async def refresh_models(self, *, is_patient: bool) -> None:
-        """Ask all instances that are up for the models that they serve, at most once a second.
+        """Ask all available instances for their models, at most once a second.
 
-        Callers that come meanwhile wait for the same answers. `is_patient`: wait until a second has passed since they
-        were asked last; otherwise return at once then.
+        Concurrent callers wait for the same answers. `is_patient`: if the last round is less than a second ago, wait
+        for the next one; otherwise return at once.
         """
         if self._models_round is None or self._models_round.done():
             if not is_patient and asyncio.get_running_loop().time() < self._models_asked_at + _MODELS_PAUSE_SECONDS:
@@ -197,8 +204,8 @@ class Prober(BackgroundOwner):
         ]
         await asyncio.gather(*(self._ask_models(backend, facts) for backend, facts in known))
 
-    def doubt(self, backend: Backend) -> None:
-        """Another gateway has found a backend of no use: it is held out, and asked at once."""
+    def probe_suspect(self, backend: Backend) -> None:
+        """Take a backend out of choices and probe it at once, because another gateway has found it unhealthy."""
         pool = self._pools.get(backend.role)
         if pool is None or backend not in pool.backends():
             return
@@ -207,7 +214,7 @@ class Prober(BackgroundOwner):
             self._start_probe(backend)
 
     def _compared_in(self, backend: Backend) -> Pool:
-        """The pool in which a backend is compared with others."""
+        """Return the pool in which a backend is compared with others."""
         return self._pools[backend.role] if self._pool_of is None else self._pool_of(backend)
 
     # Probing
@@ -220,10 +227,10 @@ class Prober(BackgroundOwner):
 
     async def _start_due_probes(self) -> None:
         backends = {backend for pool in self._pools.values() for backend in pool.backends()}
-        for gone in self._due.keys() - backends:
-            del self._due[gone]
-            self._told_at.pop(gone, None)
-            self._unheard.discard(gone)
+        for removed in self._due.keys() - backends:
+            del self._due[removed]
+            self._models_due_from.pop(removed, None)
+            self._incomplete.discard(removed)
         now = asyncio.get_running_loop().time()
         started = 0
         for backend in backends:
@@ -231,7 +238,7 @@ class Prober(BackgroundOwner):
             if due <= now or (due < math.inf and self._health.of(backend).is_changing):
                 self._start_probe(backend)
                 started += 1
-                if started % _AT_ONCE == 0:  # a thousand at once would hold up all streams
+                if started % _PROBES_AT_ONCE == 0:  # a thousand together would delay all streams
                     await asyncio.sleep(_SPREAD_SECONDS)
 
     def _start_probe(self, backend: Backend) -> None:
@@ -252,20 +259,20 @@ class Prober(BackgroundOwner):
             problem, failure = str(error), _PROBE_FAILURES.get(error.failure)
         try:
             success = "passed its health check"
-            await self._hear(backend, problem, success, failure)
+            await self._take_result(backend, problem, success, failure)
         finally:
             self._due[backend] = self._next_due()
 
-    async def _hear(
+    async def _take_result(
         self,
         backend: Backend,
         problem: str,
         success: str,
         failure: ProbeFailure | None = None,
     ) -> None:
-        """Tell Health how a backend has answered, see `Health.on_probe`, and ask one that came up what it is."""
+        """Pass the result of a probe to Health, see `Health.on_probe`, and ask a backend that has come up for facts."""
         if backend not in self._pools[backend.role].backends():
-            return  # it left meanwhile, and Health is not to hear of it again
+            return  # it was removed in the meantime
         pool = self._compared_in(backend)
         is_late = failure is ProbeFailure.LATE
         transition = self._health.on_probe(
@@ -279,24 +286,24 @@ class Prober(BackgroundOwner):
         if transition is not None:
             self._on_transition(transition)
         health = self._health.of(backend)
-        # An instance on probation is asked, too: after its first request it receives its full share at once.
+        # An instance on trial is asked, too, because it gets its full share of requests right after the first one.
         if problem or not health.passes_probes:
             return
         if health.facts is None:
-            self._told_at[backend] = asyncio.get_running_loop().time()
+            self._models_due_from[backend] = asyncio.get_running_loop().time()
             await self._ask_facts(backend)
-        elif backend in self._unheard:
-            self._unheard.discard(backend)  # until this has been answered
+        elif backend in self._incomplete:
+            self._incomplete.discard(backend)  # unless this question fails, too
             self._background.start(self._ask_facts(backend))
-        elif self._is_to_tell_models(backend):
+        elif self._is_models_question_due(backend):
             self._background.start(self._ask_models(backend, health.facts))
 
-    def _is_to_tell_models(self, backend: Backend) -> bool:
-        """Whether it is time to ask an engine for its models again, which is then being done."""
+    def _is_models_question_due(self, backend: Backend) -> bool:
+        """Return whether to ask an engine for its models now, and set the time of the next question."""
         seconds, now = self._checks.models_interval_seconds, asyncio.get_running_loop().time()
-        if not seconds or now < self._told_at.get(backend, now) + seconds:
+        if not seconds or now < self._models_due_from.get(backend, now) + seconds:
             return False
-        self._told_at[backend] = now
+        self._models_due_from[backend] = now
         return True
 
     def _next_due(self) -> float:
@@ -304,14 +311,14 @@ class Prober(BackgroundOwner):
         return asyncio.get_running_loop().time() + jitter * self._checks.interval_seconds
 
     async def _ask_facts(self, backend: Backend) -> None:
-        """Ask what it is. Where it does not answer it is asked again behind its next health check."""
+        """Ask an engine for its facts. If it does not answer, it is asked again after its next probe."""
         seconds, before = self._checks.timeout_seconds, self._health.of(backend).facts
         version, models = await asyncio.gather(
             self._get(backend, VERSION_PATH, seconds), self._get(backend, MODELS_PATH, seconds)
         )
-        is_heard = version is not None and models is not None
-        if not is_heard or self._health.of(backend).facts is not before:
-            self._unheard.add(backend)
+        is_complete = version is not None and models is not None
+        if not is_complete or self._health.of(backend).facts is not before:
+            self._incomplete.add(backend)
             if before is not None:
                 return
         facts = facts_of(version, models)
@@ -319,30 +326,28 @@ class Prober(BackgroundOwner):
         self._background.start(self._ask_setup(backend, facts))
 
     async def _ask_setup(self, backend: Backend, facts: EngineFacts) -> None:
-        """Add to what it said how it was started, how many requests it works on at a time, what fits into its KV
-        memory and how many ranks it has, as far as it tells.
-        """
+        """Add the engine's options, limits, KV memory and number of ranks to its facts, as far as it reports them."""
         info = await self._get(backend, SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS)
-        told = with_setup(facts, info)
-        if is_to_be_asked_for_ranks(told, backend.role):
-            told = with_ranks(told, await self._get(backend, METRICS_PATH, self._checks.timeout_seconds))
-        if is_to_be_asked_for_chat_ids(told):
-            told = with_chat_ids(told, await self._ask_for_chat_ids(backend))
-        now = self._health.of(backend).facts
-        if now is facts:
-            self._health.note_facts(backend, told)
-        elif now is not None and now.identity.setup is None:  # it has told of other models meanwhile: asked once more
-            self._unheard.add(backend)
+        complete = with_setup(facts, info)
+        if needs_ranks_question(complete, backend.role):
+            complete = with_ranks(complete, await self._get(backend, METRICS_PATH, self._checks.timeout_seconds))
+        if needs_chat_ids_question(complete):
+            complete = with_chat_ids(complete, await self._ask_for_chat_ids(backend))
+        current = self._health.of(backend).facts
+        if current is facts:
+            self._health.note_facts(backend, complete)
+        elif current is not None and current.identity.setup is None:  # its models have changed: it is asked again
+            self._incomplete.add(backend)
 
     async def _ask_models(self, backend: Backend, facts: EngineFacts) -> None:
-        """Take notice of other models, or adapters, than an engine has told of before."""
+        """Ask an engine for its models and adapters, and note changes."""
         answer = await self._get(backend, MODELS_PATH, self._checks.timeout_seconds)
-        told = with_models(facts, answer)
-        if told.identity != facts.identity and self._health.of(backend).facts is facts:
-            self._health.note_facts(backend, told)
+        current = with_models(facts, answer)
+        if current.identity != facts.identity and self._health.of(backend).facts is facts:
+            self._health.note_facts(backend, current)
 
     async def _ask_for_chat_ids(self, backend: Backend) -> BufferedResponse | None:
-        """None: there was no answer."""
+        """Return the answer, or None if there is none."""
         seconds, headers = self._checks.timeout_seconds, self._engine_headers(backend)
         try:
             return await self._client.post(backend.url, CHAT_IDS_PATH, seconds, CHAT_IDS_QUESTION, headers)
@@ -350,8 +355,33 @@ class Prober(BackgroundOwner):
             return None
 
     async def _get(self, backend: Backend, path: str, timeout_seconds: float) -> BufferedResponse | None:
-        """None: there was no answer."""
+        """Return the answer, or None if there is none."""
         try:
             return await self._client.get(backend.url, path, timeout_seconds, self._engine_headers(backend))
         except EngineRequestError:
             return None
+
+
+class PeerVerdicts:
+    """Probes instances that other gateways have found unhealthy. Each worker has one.
+
+    A verdict starts one probe, however long it stands, because the result of the own probe counts more.
+    """
+
+    def __init__(self, board: HealthBoard, roster: Roster, prober: Prober) -> None:
+        self._board = board
+        self._roster = roster
+        self._prober = prober
+        self._handled: list[int] = []
+
+    def handle_new(self) -> None:
+        """Probe the instances with verdicts that are new since the last call."""
+        verdicts = self._board.peer_verdicts()
+        if verdicts == self._handled:
+            return
+        before, self._handled = self._handled or [0] * len(verdicts), verdicts
+        for role in Role:
+            for member in self._roster.members(role):
+                slot = member.backend.slot
+                if verdicts[slot] and verdicts[slot] != before[slot]:
+                    self._prober.probe_suspect(member.backend)

@@ -1,14 +1,16 @@
-"""Watches the sources of discovery, and lets the roster follow them.
+"""Watches the sources of discovery and updates the roster.
 
-One worker does that for all. What it finds is published through the roster, where it outlives the worker; the one that
-takes its place goes on from there. What a source named last holds for as long as it fails.
+One worker watches for all workers. Instances are published through the roster, which outlives the worker. While a
+source fails, its last instances stay.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import random
+import socket
 import time
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -16,16 +18,15 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.roster import ADMIN, CONFIG
 from proxy.common.background import Background, BackgroundOwner
-from proxy.settings import is_literal
+from proxy.settings import canonical_host, is_literal
 from proxy.upstream.addresses import AddressRules, is_odd_literal
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from proxy.balancer.roster import Roster, SourceStates
     from proxy.common.backend import Role
-    from proxy.fleet.discovery.own_address import OwnAddresses
-    from proxy.fleet.discovery.source import MakeSources, Source, Wanted
+    from proxy.fleet.discovery.sources import Instances, MakeSources, Source
     from proxy.settings import Settings
 
 logger = logging.getLogger("proxy.discovery.watcher")
@@ -36,61 +37,62 @@ _FIRST_RETRY_SECONDS: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class _Watch:
-    """A source that is watched, and the task that does it."""
+    """A source and the task that watches it."""
 
     source: Source
     task: asyncio.Task[None]
 
 
 def sources_of(kinds: Mapping[str, MakeSources], settings: Settings) -> dict[str, Source]:
-    """Those that the settings want, by the origin of what they name."""
+    """Return the sources in the settings, by the origin of their instances."""
     return {f"{kind}:{source.name}": source for kind, make in kinds.items() for source in make(settings)}
 
 
 async def look_once(
     kinds: Mapping[str, MakeSources], roster: Roster, settings: Settings, within_seconds: float
 ) -> Mapping[str, str]:
-    """Add what all sources name now to a roster that nobody watches for; what is wrong with those that fail, by
-    origin. Each has so long to tell, all at the same time.
+    """Add the current instances of all sources to a roster, and return the problems of failed sources by origin.
+
+    The sources are read at the same time. `within_seconds`: limit for each.
     """
     sources = sources_of(kinds, settings)
 
-    async def named(source: Source) -> Wanted:
+    async def first(source: Source) -> Instances:
         async with asyncio.timeout(within_seconds), aclosing(source.watch()) as found:
             return await anext(found)
 
     problems: dict[str, str] = {}
-    told = [asyncio.ensure_future(named(source)) for source in sources.values()]
-    await asyncio.gather(*told, return_exceptions=True)
-    for origin, wanted in zip(sources, told, strict=True):
+    readings = [asyncio.ensure_future(first(source)) for source in sources.values()]
+    await asyncio.gather(*readings, return_exceptions=True)
+    for origin, reading in zip(sources, readings, strict=True):
         try:
-            roster.sync(origin, wanted.result())
-        except Exception as error:  # whatever goes wrong in a source is one source's problem
+            roster.sync(origin, reading.result())
+        except Exception as error:  # any failure of a source concerns this source alone
             problems[origin] = str(error) or type(error).__name__
     return problems
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class WatcherParts:
-    """One worker's parts that a Watcher works with."""
+    """Parts of one worker that a Watcher uses."""
 
     kinds: Mapping[str, MakeSources]
     """Kinds of sources, by name."""
     roster: Roster
-    """Takes what the sources list."""
+    """Takes the instances."""
     states: SourceStates
     """Takes the state of each source."""
     roles: Collection[Role]
     """Roles that this gateway has."""
     own: OwnAddresses | None = None
-    """Addresses where the gateway itself listens; None: they are not known."""
+    """Addresses at which the gateway listens; None if not known."""
 
 
 class Watcher(BackgroundOwner):
-    """For the one worker that watches. `async with` it."""
+    """Watches all sources inside `async with`. Exists in one worker."""
 
     def __init__(self, parts: WatcherParts, settings: Settings, retry_seconds: float = _RETRY_SECONDS) -> None:
-        """`retry_seconds`: the longest time until a source that failed is asked again."""
+        """Keep the parts. `retry_seconds`: longest pause before a failed source is read again."""
         self._kinds = parts.kinds
         self._roster = parts.roster
         self._states = parts.states
@@ -98,17 +100,19 @@ class Watcher(BackgroundOwner):
         self._settings = settings
         self._retry_seconds = retry_seconds
         self._own = parts.own
-        self._watches: dict[str, _Watch] = {}  # by origin
-        self._silent: set[str] = set()
-        """Origins that are watched and have told nothing yet."""
+        self._watches: dict[str, _Watch] = {}
+        """Running watches by origin."""
+        self._pending: set[str] = set()
+        """Origins of watched sources without a first result."""
         self._background = Background(logger, "discovery")
 
     def _begin(self) -> None:
         self.configure(self._settings)
 
     def configure(self, settings: Settings) -> None:
-        """Watch the sources that these settings want. One that they want otherwise than before is begun anew; what one
-        has named that they do not want any more drains, as soon as those that are new have told theirs.
+        """Watch the sources in these settings. Changed sources are restarted.
+
+        Instances of removed sources drain as soon as all new sources have their first result.
         """
         self._settings = settings
         sources = sources_of(self._kinds, settings)
@@ -117,66 +121,100 @@ class Watcher(BackgroundOwner):
             if sources.get(origin) != watch.source:
                 watch.task.cancel()
                 del self._watches[origin]
-        self._silent &= sources.keys()
+        self._pending &= sources.keys()
         for origin in sources.keys() - self._watches.keys():
-            self._silent.add(origin)
+            self._pending.add(origin)
             task = self._background.start(self._keep_watching(origin, sources[origin]))
             self._watches[origin] = _Watch(sources[origin], task)
         self._drop_unwatched()
 
     async def _keep_watching(self, origin: str, source: Source) -> None:
-        failures = 0  # in a row
+        failures = 0  # one after the other
         while True:
             try:
                 async with aclosing(source.watch()) as found:
-                    async for wanted in found:
-                        self._take(origin, wanted)
+                    async for instances in found:
+                        self._take(origin, instances)
                         self._states.note_success(origin)
-                        self._silent.discard(origin)
+                        self._pending.discard(origin)
                         self._drop_unwatched()
                         if failures:
                             failures = 0
-                            logger.info("discovery by %s is well again", origin)
+                            logger.info("discovery: source works again: %s", origin)
                 return
-            except Exception as error:  # whatever goes wrong in a source, this gateway goes on
-                why = str(error) or type(error).__name__
-                self._states.note_failure(origin, why)
+            except Exception as error:  # a source may fail in any way, and the gateway continues
+                problem = str(error) or type(error).__name__
+                self._states.note_failure(origin, problem)
                 failures += 1
                 if failures == 1:
-                    logger.warning("discovery by %s fails, and its instances stay as they are: %s", origin, why)
-            # Gateways that have lost the same server do not come back to it at one time.
+                    logger.warning("discovery: source failed, and its instances stay: %s: %s", origin, problem)
+            # Random, so that not all gateways return to a failed server at once.
             pause_seconds = min(_FIRST_RETRY_SECONDS * 2 ** min(failures, 10), self._retry_seconds)
             await asyncio.sleep(random.uniform(0.5, 1.0) * pause_seconds)
 
-    def _take(self, origin: str, wanted: Wanted) -> None:
-        """Raises ValueError when that cannot be: then nothing of it is taken."""
+    def _take(self, origin: str, instances: Instances) -> None:
+        """Publish all instances of a source. Raises ValueError, and publishes nothing, if one is impossible."""
         settings = self._settings
         rules = AddressRules(settings.admin.networks)
         configured = {endpoint.host for endpoint in (*settings.encode, *settings.prefill, *settings.decode)}
-        for backend in wanted:
+        for backend in instances:
             if backend.role not in self._roles:
                 raise ValueError(f"{backend.name}: this gateway has no {backend.role} instances")
-            if backend.host not in configured and not _may_be_named(backend.host, rules):
+            if backend.host not in configured and not _is_allowed(backend.host, rules):
                 raise ValueError(f"{backend.name}: the address is not in admin.networks")
             if self._own is not None and self._own.has(backend.host, backend.port):
                 raise ValueError(f"{backend.name}: the gateway itself listens there")
         seconds = self._settings.leaving.evacuate_after_seconds
         leaves_at = None if seconds is None else time.monotonic() + seconds
-        added, removed = self._roster.sync(origin, wanted, leaves_at)
+        added, removed = self._roster.sync(origin, instances, leaves_at)
         for verb, backends in (("added", added), ("removed", removed)):
             if backends:
-                told = ", ".join(f"{backend.role} {backend.name}" for backend in backends)
-                logger.info("discovery by %s has %s %s", origin, verb, told)
+                names = ", ".join(f"{backend.role} {backend.name}" for backend in backends)
+                logger.info(f"discovery: {verb} instances: %s: %s", origin, names)
 
     def _drop_unwatched(self) -> None:
-        """Let what nobody watches any more drain. Not before every source has told what it has: what has only moved
-        from one to another stays.
+        """Drain the instances of removed sources, once every source has its first result.
+
+        So an instance that has moved from one source to another stays.
         """
-        if not self._silent:
+        if not self._pending:
             for origin in self._roster.wanted().keys() - self._watches.keys() - {CONFIG, ADMIN}:
                 self._take(origin, ())
 
 
-def _may_be_named(host: str, rules: AddressRules) -> bool:
-    """Whether a source may name this host. The addresses of a name are judged when it is looked up."""
+def _is_allowed(host: str, rules: AddressRules) -> bool:
+    """Return whether a source may name this host. The addresses of a name are checked when it is resolved."""
     return rules.allows(host) if is_literal(host) else not is_odd_literal(host)
+
+
+class OwnAddresses:
+    """Addresses at which this gateway listens. As an instance, it would send its requests to itself."""
+
+    def __init__(self, listeners: Iterable[socket.socket]) -> None:
+        self._sockets = {(canonical_host(host), port) for host, port, *_ in (each.getsockname() for each in listeners)}
+
+    def has(self, host: str, port: int) -> bool:
+        """Return whether this gateway listens there. False for names, which are not resolved."""
+        host = canonical_host(host)
+        if (host, port) in self._sockets:
+            return True
+        return any(port == own_port and _is_any(address) for address, own_port in self._sockets) and _is_of_this_host(
+            host
+        )
+
+
+def _is_any(host: str) -> bool:
+    return ipaddress.ip_address(host).is_unspecified
+
+
+def _is_of_this_host(host: str) -> bool:
+    """Return whether an interface of this host has this address: sockets can be bound only to such addresses."""
+    if not is_literal(host):
+        return False
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            return False
+        return True

@@ -58,7 +58,7 @@ class Blocks:
         self._has_tiers = False
 
     def __len__(self) -> int:
-        """The number of remembered blocks."""
+        """Return the number of remembered blocks."""
         return len(self._blocks)
 
     def take(self, events: Iterable[Event]) -> None:

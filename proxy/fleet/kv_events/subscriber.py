@@ -1,6 +1,6 @@
 """The process that subscribes to KV events: `python -m proxy.fleet.kv_events.subscriber`.
 
-It is a process of its own because engines send thousands of events a second, and because ZeroMQ aborts its process if
+It is a separate process, because engines send thousands of events a second, and because ZeroMQ aborts its process if
 an internal check fails. A worker talks to it through pipes; see messages.py.
 
 A message of a publisher has three frames: topic, sequence number (8 bytes, big-endian) and batch. Numbers begin at 0
@@ -227,7 +227,7 @@ class Subscriber:
         self._wanted: list[EventSource] = []
         self._subscriptions: dict[EventSource, Subscription] = {}
         self._unopened: dict[str, str] = {}
-        """By instance, an endpoint that cannot be opened, and the reason, until it is reported."""
+        """An endpoint of each instance that cannot be opened, and the reason, until it is reported."""
         self.poller = zmq.Poller()
 
     def close(self) -> None:

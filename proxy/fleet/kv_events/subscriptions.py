@@ -1,7 +1,7 @@
 """Subscriptions to the KV events of instances, for all workers of the gateway.
 
-One worker keeps the subscriber process, tells it where instances publish, and writes its reports to the journal, which
-the policies of all workers read. Each problem of an instance is logged once, and so is its end.
+One worker keeps the subscriber process, passes the endpoints of instances to it, and writes its reports to the journal,
+which the policies of all workers read. Each problem of an instance is logged once, and so is its end.
 """
 
 from __future__ import annotations

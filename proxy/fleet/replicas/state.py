@@ -83,7 +83,7 @@ class News(msgspec.Struct, frozen=True, omit_defaults=True):
     instances: dict[str, Charge] = {}
     """Changed loads by Backend.key, which may be zero."""
     front: int | None = None
-    """As in GatewayState; None: unchanged."""
+    """Place as in GatewayState; None: unchanged."""
     verdicts: dict[str, _Number] = {}
     """Changed verdicts as in GatewayState; 0: withdrawn."""
     prompts: dict[str, list[bytes]] = {}

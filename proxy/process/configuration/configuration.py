@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.roster import CONFIG
 from proxy.balancer.shared.memory import SharedValue
-from proxy.fleet.discovery.static import configured
+from proxy.fleet.discovery.sources import configured_instances
 from proxy.gateway.api_keys import assign_slots
 from proxy.process.configuration.snapshot import ConfigSnapshot, from_json, option_of, to_json
 from proxy.settings import OPTIONS, Loaded, Settings, SettingsError, load_client_keys
@@ -119,7 +119,7 @@ class Configuration:
             is_same = after.settings is before.settings
             seconds = after.settings.leaving.evacuate_after_seconds
             leaves_at = None if seconds is None else time.monotonic() + seconds
-            wanted = configured(after.settings)
+            wanted = configured_instances(after.settings)
             came, went = (
                 ((), ())
                 if is_same

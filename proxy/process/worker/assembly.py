@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from proxy.connectors.releaser import SETTLE_SECONDS
-from proxy.fleet.discovery.hearsay import Hearsay
+from proxy.fleet.discovery.prober import PeerVerdicts
 from proxy.gateway.evacuation import Evacuation
 from proxy.listener.drain import DrainManager
 from proxy.observe import logs
@@ -70,7 +70,7 @@ class Worker:
     """That of the lane of all instances."""
     observers: Observers
     evacuation: Evacuation
-    hearsay: Hearsay
+    peer_verdicts: PeerVerdicts
     front: HttpListener
     """Where clients connect."""
     admin_front: HttpListener | None
@@ -99,7 +99,7 @@ class Worker:
         self.front.close_after_each_answer = self.drain.is_draining or self.monitor.closes_connections
         self.service.admission.is_short_of_memory = self.monitor.refuses
         self.evacuation.look()
-        self.hearsay.look()
+        self.peer_verdicts.handle_new()
 
 
 @asynccontextmanager
@@ -149,7 +149,7 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
             service=clients.lanes.whole.service,
             observers=clients.observers,
             evacuation=_evacuation(basis, balancing, engines, clients),
-            hearsay=Hearsay(shared.health_board, shared.roster, engines.prober),
+            peer_verdicts=PeerVerdicts(shared.health_board, shared.roster, engines.prober),
             front=clients.front,
             admin_front=admin_front,
             callback_front=_callback_front(basis, engines),
@@ -157,7 +157,7 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
         async with (
             watcher,
             monitor,
-            build_replicas(basis, worker.hearsay),
+            build_replicas(basis, worker.peer_verdicts),
             build_kv_events(basis, balancing, engines),
         ):
             try:

@@ -11,12 +11,12 @@ from proxy.process.shared import EXCHANGER
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
-    from proxy.fleet.discovery.hearsay import Hearsay
+    from proxy.fleet.discovery.prober import PeerVerdicts
     from proxy.process.worker.basis import Basis
 
 
 @asynccontextmanager
-async def build_replicas(basis: Basis, hearsay: Hearsay) -> AsyncIterator[None]:
+async def build_replicas(basis: Basis, peer_verdicts: PeerVerdicts) -> AsyncIterator[None]:
     """Within the block, one worker exchanges loads with the other gateways for all workers; leaving it withdraws what
     they were told. Does nothing in other workers, or without `replicas.url`.
     """
@@ -46,7 +46,7 @@ async def build_replicas(basis: Basis, hearsay: Hearsay) -> AsyncIterator[None]:
                 key_slots=key_slots,
                 settings=settings,
                 metrics=basis.metrics,
-                on_verdict=hearsay.look,
+                on_verdict=peer_verdicts.handle_new,
             )
         ),
     ):

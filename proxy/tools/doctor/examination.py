@@ -12,7 +12,7 @@ from proxy.balancer.recognition import EngineReport, recognise
 from proxy.common.backend import Role
 from proxy.connectors.releaser import KvTransfer
 from proxy.fleet.canary import Canary, CanaryPrompt, prompt_bytes
-from proxy.fleet.discovery import SOURCES
+from proxy.fleet.discovery.sources import SOURCES
 from proxy.fleet.discovery.watcher import look_once
 from proxy.observe.metrics import Metrics
 from proxy.process.shared import Listeners, share

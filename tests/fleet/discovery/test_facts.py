@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proxy.balancer.engines import EngineFacts, EngineVersion, Identity
-from proxy.fleet.discovery.facts import is_to_be_asked_for_chat_ids, with_chat_ids
+from proxy.fleet.discovery.facts import needs_chat_ids_question, with_chat_ids
 from proxy.upstream import BufferedResponse
 
 
@@ -20,7 +20,7 @@ from proxy.upstream import BufferedResponse
     ],
 )
 def test_who_is_asked(kind: str | None, version: EngineVersion, is_asked: bool) -> None:
-    assert is_to_be_asked_for_chat_ids(EngineFacts(version, identity=Identity(kind=kind))) is is_asked
+    assert needs_chat_ids_question(EngineFacts(version, identity=Identity(kind=kind))) is is_asked
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ async def test_json_and_yaml_name_the_same(tmp_path: Path) -> None:
     ("name", "text", "why"),
     [
         ("a.yaml", None, "a.yaml cannot be read: no such file or directory"),
-        ("*.yaml", None, r"no file fits .*/\*.yaml"),
+        ("*.yaml", None, r"no file matches .*/\*.yaml"),
         ("a.yaml", "", "a.yaml: there must be a list of groups"),
         ("a.yaml", "- targets: [d:1", "a.yaml, line 1: "),
         ("a.yaml", "- targets: [d:1]", "a.yaml: group 1 must have the label role"),
@@ -125,7 +125,7 @@ async def test_a_file_that_is_broken_or_gone_is_a_failure_of_its_source(
 async def test_changes_are_followed_also_when_files_come_and_go(tmp_path: Path) -> None:
     one, other = tmp_path / "a.yaml", tmp_path / "b.yaml"
     one.write_text(DECODERS, encoding="utf-8")
-    async with aclosing(WatchedFiles(str(tmp_path / "*.yaml"), look_seconds=0.001).watch()) as found:
+    async with aclosing(WatchedFiles(str(tmp_path / "*.yaml"), check_seconds=0.001).watch()) as found:
         assert told(await anext(found)) == ["decode d:1", "decode d:2"]
         replace_file(other, DECODERS.replace("d:2", "d:3"))
         assert told(await anext(found)) == ["decode d:1", "decode d:2", "decode d:1", "decode d:3"]
@@ -148,6 +148,6 @@ async def test_what_is_being_written_is_not_read(tmp_path: Path, monkeypatch: py
         return look(pattern)
 
     monkeypatch.setattr(files, "_stamps", written_between_looks)
-    async with aclosing(WatchedFiles(str(path), look_seconds=0.0).watch()) as found:
+    async with aclosing(WatchedFiles(str(path), check_seconds=0.0).watch()) as found:
         assert told(await anext(found)) == ["decode d:1", "decode d:2"]
         assert told(await anext(found)) == ["decode d:1", "decode d:2", *["decode d:3"] * 3]

@@ -36,7 +36,7 @@ async def test_an_instance_joins_once_it_answers(
         assert transition.new is HealthState.UP
         assert joiner.joining(Role.PREFILL) == []
         assert not joiner.join(Backend(Role.PREFILL, HOST, engine.port))
-    assert f"prefill instance {HOST}:{engine.port} is added" in caplog.messages
+    assert f"joining: prefill instance {HOST}:{engine.port} is added" in caplog.messages
 
 
 async def test_an_instance_that_joined_has_been_asked_and_serves_at_once(client: EngineClient, engine: Engine) -> None:
@@ -84,7 +84,7 @@ async def test_an_instance_that_never_answers_is_given_up_with_one_warning(
         await until(lambda: not joiner.joining(Role.PREFILL))
     assert [path for path, _ in engine.seen] == ["/v1/models"] * 3
     assert caplog.messages == [
-        f"prefill instance {HOST}:{engine.port} is not added: /v1/models answered with status 503"
+        f"joining: prefill instance {HOST}:{engine.port} is not added: /v1/models answered with status 503"
     ]
 
 

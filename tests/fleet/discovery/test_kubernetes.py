@@ -10,9 +10,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from proxy.common.backend import Role
-from proxy.fleet.discovery.kubernetes import WatchedSlices
-from proxy.fleet.discovery.kubernetes.api_server import ApiServer, ApiServerError
-from proxy.fleet.discovery.kubernetes.slices import BOOTSTRAP_KEY, MODEL_KEY, instances
+from proxy.fleet.discovery.kubernetes import (
+    BOOTSTRAP_KEY,
+    MODEL_KEY,
+    ApiServer,
+    ApiServerError,
+    WatchedSlices,
+    instances,
+)
 from tests.asking import until
 from tests.fleet.discovery.kubernetes_server import NAMESPACE, KubernetesServer, endpoint_slice, gone
 from tests.fleet.discovery.test_files import told
@@ -84,7 +89,7 @@ def test_it_is_said_when_it_is_not_clear_which_port_is_the_engines(
     ports: dict[str, int], port_name: str | None
 ) -> None:
     listed = [{"name": name, "port": port} for name, port in ports.items()]
-    with pytest.raises(ValueError, match="which port of EndpointSlice d is the engines"):
+    with pytest.raises(ValueError, match="EndpointSlice d: no port is clearly that of engines"):
         named(endpoint_slice("d", "h", ports=listed), port_name=port_name)
 
 
@@ -233,7 +238,7 @@ async def test_the_token_is_read_anew_for_each_request(server: KubernetesServer,
 async def test_outside_of_a_cluster_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     pod = WatchedSlices(Role.DECODE, "a=b", ApiServer(None, None, None, None), None)
-    with pytest.raises(ApiServerError, match=r"this is no pod of Kubernetes: set kubernetes\.api_server"):
+    with pytest.raises(ApiServerError, match=r"not run in a pod of Kubernetes: set kubernetes\.api_server"):
         async with aclosing(pod.watch()) as found:
             await anext(found)
 

@@ -102,7 +102,7 @@ async def test_a_drained_backend_is_dropped(
             await until(lambda: len(engine.seen) > 1)
             assert gateway.names(Role.PREFILL) == [f"{HOST}:{engine.port}"]
         await until(lambda: not gateway.names(Role.PREFILL))
-    assert f"prefill instance {HOST}:{engine.port} is removed" in caplog.messages
+    assert f"prober: prefill instance {HOST}:{engine.port} is removed" in caplog.messages
 
 
 async def test_a_backend_that_left_during_its_probe_stays_forgotten(client: EngineClient) -> None:

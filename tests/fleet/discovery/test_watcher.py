@@ -13,8 +13,7 @@ import pytest
 from proxy.balancer.roster import Roster, SourceStates
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Role
-from proxy.fleet.discovery.own_address import OwnAddresses
-from proxy.fleet.discovery.watcher import Watcher, WatcherParts, look_once
+from proxy.fleet.discovery.watcher import OwnAddresses, Watcher, WatcherParts, look_once
 from proxy.settings import Settings
 from tests.asking import until
 from tests.fleet.discovery.listed import Listed
@@ -22,7 +21,7 @@ from tests.fleet.discovery.listed import Listed
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 
-    from proxy.fleet.discovery.source import MakeSources
+    from proxy.fleet.discovery.sources import MakeSources
 
 SETTINGS = Settings.model_validate({"prefill": ["p:1"], "decode": ["d:1"]})
 
@@ -83,10 +82,10 @@ async def test_instances_come_and_go_as_a_source_names_them(gateway: Gateway, ca
         listed.say()
         await gateway.has("1 config", "2 draining", "3 draining")
     assert lines(caplog) == [
-        ("INFO", "discovery by listed:test has added decode d:2"),
-        ("INFO", "discovery by listed:test has added decode d:3"),
-        ("INFO", "discovery by listed:test has removed decode d:2"),
-        ("INFO", "discovery by listed:test has removed decode d:3"),
+        ("INFO", "discovery: added instances: listed:test: decode d:2"),
+        ("INFO", "discovery: added instances: listed:test: decode d:3"),
+        ("INFO", "discovery: removed instances: listed:test: decode d:2"),
+        ("INFO", "discovery: removed instances: listed:test: decode d:3"),
     ]
 
 
@@ -106,8 +105,8 @@ async def test_what_was_named_last_holds_while_a_source_fails(
         await until(lambda: len(caplog.records) > 1, "it to be told that it is well again")
         assert gateway.state("listed:test")[::2] == (True, None)
     assert lines(caplog) == [
-        ("WARNING", "discovery by listed:test fails, and its instances stay as they are: no such name"),
-        ("INFO", "discovery by listed:test is well again"),
+        ("WARNING", "discovery: source failed, and its instances stay: listed:test: no such name"),
+        ("INFO", "discovery: source works again: listed:test"),
     ]
 
 
@@ -124,9 +123,7 @@ async def test_a_source_that_fails_again_and_again_is_one_line(
 
     async with gateway.watching(listed=Broken()):
         await until(lambda: tries > 3, "some tries")
-    assert lines(caplog) == [
-        ("WARNING", "discovery by listed:test fails, and its instances stay as they are: RuntimeError")
-    ]
+    assert lines(caplog) == [("WARNING", "discovery: source failed, and its instances stay: listed:test: RuntimeError")]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +142,7 @@ async def test_a_list_that_cannot_be_changes_nothing(
         assert gateway.members() == ["1 config"]
         listed.say(decoder(2))
         await gateway.has("1 config", "2 listed:test")
-    assert lines(caplog)[0] == ("WARNING", f"discovery by listed:test fails, and its instances stay as they are: {why}")
+    assert lines(caplog)[0] == ("WARNING", f"discovery: source failed, and its instances stay: listed:test: {why}")
 
 
 async def test_one_source_that_fails_does_not_hold_up_another(gateway: Gateway) -> None:
@@ -192,7 +189,7 @@ async def test_what_moves_from_one_source_to_another_stays(gateway: Gateway, cap
         new.say(decoder(2))
         await gateway.has("1 config", "2 listed:new", "3 draining")
     assert [line for _, line in lines(caplog) if "removed" in line] == [
-        "discovery by listed:test has removed decode d:3"
+        "discovery: removed instances: listed:test: decode d:3"
     ]
 
 

@@ -1,0 +1,385 @@
+"""Instances from Kubernetes: the endpoints of services, by their EndpointSlices.
+
+The API server is listed and watched as its clients should do:
+https://kubernetes.io/docs/reference/using-api/api-concepts/#efficient-detection-of-changes
+EndpointSlices are read as the reference of `discovery.k8s.io/v1` describes them:
+https://kubernetes.io/docs/reference/kubernetes-api/service-resources/endpoint-slice-v1/
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import ssl
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import aiohttp
+import orjson
+
+from proxy.common.backend import Backend, Role
+from proxy.settings import parse_models
+from proxy.upstream import read_bounded
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+
+    from proxy.settings import Settings
+
+    Event = tuple[str, Mapping[str, Any]]
+    """The kind of a change, and the object; of a bookmark, only its version."""
+    Slice = Mapping[str, Any]
+    """An EndpointSlice, as JSON has it."""
+
+_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_CONNECT_SECONDS: Final = 5.0
+_LIST_SECONDS: Final = 30.0
+_WATCH_SECONDS: Final = 240
+"""The server ends a watch after this time, and the gateway continues it. So a dead connection is noticed at the latest
+a little later."""
+_GRACE_SECONDS: Final = 15.0
+_PAUSE_SECONDS: Final = 1.0
+"""Pause before the next watch or list, for a server that ends each of them at once."""
+# A faulty server must neither block the event loop nor fill the memory.
+_PAGE_OBJECTS: Final = 50
+_MAX_OBJECTS: Final = 10_000
+_MAX_PAGES: Final = _MAX_OBJECTS // _PAGE_OBJECTS
+_MAX_PAGE_BYTES: Final = 32 * 1024 * 1024
+_MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
+_MAX_ERROR_BYTES: Final = 64 * 1024
+_MIN_STATE_SECONDS: Final = 0.1
+"""Time between two states. Changes in between are reported together."""
+_GONE: Final = 410
+_BOOKMARK: Final = "BOOKMARK"
+_DELETED: Final = "DELETED"
+
+
+class ApiServerError(Exception):
+    """A problem of the API server, in one sentence."""
+
+
+class Gone(ApiServerError):
+    """The server has no changes since that version, so the collection must be listed again."""
+
+    def __init__(self) -> None:
+        super().__init__("the API server has no changes since that version")
+
+
+@dataclass(frozen=True, slots=True)
+class ApiServer:
+    """Address and credentials of the API server. None: the value that Kubernetes gives to the gateway's pod."""
+
+    url: str | None
+    token_file: Path | None
+    ca_file: Path | None
+    namespace: str | None
+    pause_seconds: float = _PAUSE_SECONDS
+
+    @asynccontextmanager
+    async def collection(self, path: str, selector: str) -> AsyncIterator[Collection]:
+        """Return a collection of the namespace, inside `async with`. Raises ApiServerError.
+
+        Args:
+            path: Group, version and kind, such as `discovery.k8s.io/v1/endpointslices`.
+            selector: Selects objects by their labels.
+        """
+        url = self.url or _url_of_the_cluster()
+        token_file = self.token_file or (_ACCOUNT / "token" if self.url is None else None)
+        ca_file = self.ca_file or (_ACCOUNT / "ca.crt" if self.url is None else None)
+        group, _, noun = path.rpartition("/")
+        namespace = self.namespace or _read(_ACCOUNT / "namespace")
+        context = ssl.create_default_context(cadata=_read(ca_file) if ca_file else None)
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context)) as session:
+            path = f"{url}/apis/{group}/namespaces/{namespace}/{noun}"
+            yield Collection(session, path, selector, token_file, self.pause_seconds)
+
+
+class Collection:
+    """Objects of one kind and namespace, selected by labels."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        selector: str,
+        token_file: Path | None,
+        pause_seconds: float,
+    ) -> None:
+        self._session = session
+        self._url = url
+        self._selector = selector
+        self._token_file = token_file
+        self._pause_seconds = pause_seconds
+
+    async def states(self) -> AsyncGenerator[Mapping[str, Any], None]:
+        """Yield the objects by name, first all and then after each change.
+
+        Raises ApiServerError, aiohttp.ClientError or TimeoutError. The next call lists all objects again.
+        """
+        while True:
+            objects, version = await self._list()
+            yield objects
+            with suppress(Gone):
+                while True:
+                    async with aclosing(self._changes(version)) as changes:
+                        async for events in changes:
+                            version = events[-1][1]["metadata"]["resourceVersion"]
+                            if _apply(events, objects):
+                                yield objects
+                                await asyncio.sleep(min(_MIN_STATE_SECONDS, self._pause_seconds))
+                    await asyncio.sleep(self._pause_seconds)
+            await asyncio.sleep(self._pause_seconds)
+
+    async def _list(self) -> tuple[dict[str, Any], str]:
+        """Return the objects by name, and the version of the list. Raises as `states`."""
+        found: dict[str, Any] = {}
+        parameters = {"limit": str(_PAGE_OBJECTS)}
+        for _ in range(_MAX_PAGES):
+            async with self._get(parameters, _LIST_SECONDS) as response:
+                page = orjson.loads(await read_bounded(response, _MAX_PAGE_BYTES))
+            found |= {one["metadata"]["name"]: one for one in page.get("items") or ()}
+            _check_number(found)
+            if not (more := page["metadata"].get("continue")):
+                return found, page["metadata"]["resourceVersion"]
+            parameters["continue"] = more
+        raise ApiServerError(f"the API server's list has more than {_MAX_PAGES} pages")
+
+    async def _changes(self, since: str) -> AsyncGenerator[Sequence[Event], None]:
+        """Yield the changes since a version: each time at least one event, and all that have arrived together.
+
+        Ends when the server ends the watch. Raises as `states`, and Gone.
+        """
+        seconds = random.randint(_WATCH_SECONDS // 2, _WATCH_SECONDS)  # so that not all gateways watch again at once
+        parameters = {
+            "watch": "1",
+            "resourceVersion": since,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(seconds),
+        }
+        async with self._get(parameters, seconds + _GRACE_SECONDS) as response:
+            async for lines in _lines(response):
+                events: list[Event] = []
+                for line in lines:
+                    event = orjson.loads(line)
+                    kind, changed = event["type"], event["object"]
+                    if kind == "ERROR":
+                        raise Gone if changed.get("code") == _GONE else _error(changed.get("code"), changed)
+                    events.append((kind, changed))
+                yield events
+
+    @asynccontextmanager
+    async def _get(self, parameters: Mapping[str, str], seconds: float) -> AsyncIterator[aiohttp.ClientResponse]:
+        headers = {"Accept": "application/json"}
+        if self._token_file is not None:  # read for each request, because Kubernetes replaces tokens before they expire
+            headers["Authorization"] = f"Bearer {_read(self._token_file)}"
+        parameters = {"labelSelector": self._selector, **parameters}
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
+        async with self._session.get(
+            self._url, params=parameters, headers=headers, timeout=timeout, allow_redirects=False
+        ) as response:
+            if response.status == _GONE:
+                raise Gone
+            if response.status != 200:
+                raise _error(response.status, _json_or_none(await read_bounded(response, _MAX_ERROR_BYTES)))
+            yield response
+
+
+def _apply(events: Sequence[Event], objects: dict[str, Any]) -> bool:
+    """Apply changes to the objects, and return whether there were any. Raises ApiServerError."""
+    has_changed = False
+    for kind, changed in events:
+        if kind == _BOOKMARK:
+            continue
+        has_changed = True
+        name = changed["metadata"]["name"]
+        objects.pop(name, None)
+        if kind != _DELETED:
+            objects[name] = changed
+    _check_number(objects)
+    return has_changed
+
+
+def _check_number(objects: Mapping[str, Any]) -> None:
+    if len(objects) > _MAX_OBJECTS:
+        raise ApiServerError(f"the API server names more than {_MAX_OBJECTS} objects")
+
+
+async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[Sequence[bytes]]:
+    """Yield the lines that have arrived together, at least one."""
+    partial = bytearray()
+    async for part in response.content.iter_any():
+        *ended, rest = part.split(b"\n")
+        lines: list[bytes] = []
+        for line in ended:
+            partial += line
+            if partial:
+                lines.append(bytes(partial))
+            partial.clear()
+        partial += rest
+        if len(partial) > _MAX_EVENT_BYTES:
+            raise ApiServerError("the API server sent an event without an end")
+        if lines:
+            yield lines
+
+
+def _error(status: object, body: Any) -> ApiServerError:
+    """Return the error for an answer whose body is a Status with a `message`."""
+    message = body.get("message") if isinstance(body, dict) else None
+    return ApiServerError(f"the API server answered {status}" + (f": {message}" if message else ""))
+
+
+def _read(path: Path) -> str:
+    """Return the text of a file. Raises ApiServerError."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ApiServerError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
+
+
+def _json_or_none(body: bytes) -> Any:
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+
+
+def _url_of_the_cluster() -> str:
+    host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    if not host:
+        raise ApiServerError("the gateway does not run in a pod of Kubernetes: set kubernetes.api_server")
+    return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+
+
+# EndpointSlices
+
+
+BOOTSTRAP: Final = "bootstrap"
+BOOTSTRAP_KEY: Final = "sglang.ai/bootstrap-port"
+"""The annotation or label with the bootstrap port, as SGLang's router reads it from pods (`bootstrap_port_annotation`).
+Kubernetes copies labels of a service to its slices, but not annotations."""
+MODEL_KEY: Final = "pdproxy/model"
+"""The annotation or label with the served models. Labels of other projects, such as `llm-d.ai/model`, may have other
+names than requests."""
+_DEFAULT_PORT: Final = "http"
+
+
+def instances(role: Role, slices: Iterable[Slice], port_name: str | None) -> list[Backend]:
+    """Return the endpoints that are ready and not terminating.
+
+    If none is ready, the result has all that are not terminating: then the probes of Kubernetes are the likely problem,
+    and the gateway has its own. Raises ValueError if the engines' port in a slice is not clear.
+    """
+    found: dict[object, tuple[bool, list[Backend]]] = {}
+    # A pod with IPv4 and IPv6 addresses is in two slices, but is one instance. An endpoint may also be in two slices
+    # while Kubernetes rearranges them. Pods in the network of their node share its address and differ by port.
+    for one in sorted(slices, key=lambda one: (one.get("addressType", ""), one["metadata"]["name"])):
+        endpoints = [endpoint for endpoint in one.get("endpoints") or () if not _is_terminating(endpoint)]
+        if endpoints:
+            ports, bootstrap_port = _ports(one, port_name), _bootstrap_port(one) if role is Role.PREFILL else None
+            models = _models(one)
+            for endpoint in endpoints:
+                host = endpoint["addresses"][0]  # all are equivalent, and clients should use the first
+                backends = [
+                    Backend(role, host, port, trusted=True, bootstrap_port=bootstrap_port, models=models)
+                    for port in ports
+                ]
+                target = endpoint.get("targetRef") or {}
+                found.setdefault((target.get("uid") or host, *ports), (_is_ready(endpoint), backends))
+    ready = [backend for is_ready, backends in found.values() if is_ready for backend in backends]
+    return ready or [backend for _, backends in found.values() for backend in backends]
+
+
+def _is_ready(endpoint: Mapping[str, Any]) -> bool:
+    """Return whether an endpoint is ready. A missing condition means that it is."""
+    return (endpoint.get("conditions") or {}).get("ready") is not False
+
+
+def _is_terminating(endpoint: Mapping[str, Any]) -> bool:
+    return (endpoint.get("conditions") or {}).get("terminating") is True
+
+
+def _ports(one: Slice, port_name: str | None) -> Sequence[int]:
+    """Return the ports of engines. Raises ValueError."""
+    ports = {port.get("name") or "": port["port"] for port in one.get("ports") or () if port.get("port")}
+    if port_name is not None:
+        fitting = [port for name, port in ports.items() if fnmatchcase(name, port_name)]
+    else:
+        engines = {name: port for name, port in ports.items() if name != BOOTSTRAP}
+        fitting = (
+            list(engines.values())
+            if len(engines) == 1
+            else [port for name, port in engines.items() if name == _DEFAULT_PORT]
+        )
+    if not fitting:
+        name = one["metadata"]["name"]
+        among = ", ".join(map(repr, ports)) or "none"
+        raise ValueError(
+            f"EndpointSlice {name}: no port is clearly that of engines: set kubernetes.port_name to one of {among}"
+        )
+    return fitting
+
+
+def _bootstrap_port(one: Slice) -> int | None:
+    """Return the bootstrap port, or None if there is none. Raises ValueError."""
+    for port in one.get("ports") or ():
+        if port.get("name") == BOOTSTRAP:
+            return int(port["port"])
+    word = _annotation(one, BOOTSTRAP_KEY)
+    if word is None:
+        return None
+    if not (word.isdecimal() and 1 <= int(word) <= 65535):
+        raise ValueError(f"{BOOTSTRAP_KEY} of EndpointSlice {one['metadata']['name']} must be a port")
+    return int(word)
+
+
+def _models(one: Slice) -> tuple[str, ...]:
+    """Return the served models. Raises ValueError."""
+    try:
+        return parse_models(_annotation(one, MODEL_KEY) or "")
+    except ValueError as error:
+        raise ValueError(f"{MODEL_KEY} of EndpointSlice {one['metadata']['name']}: {error}") from None
+
+
+def _annotation(one: Slice, key: str) -> str | None:
+    """Return the value of an annotation or label, or None if there is none."""
+    metadata = one["metadata"]
+    return (metadata.get("annotations") or {}).get(key) or (metadata.get("labels") or {}).get(key)
+
+
+_SLICES: Final = "discovery.k8s.io/v1/endpointslices"
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedSlices:
+    """The EndpointSlices of one role. A Source; the fields are those of the settings."""
+
+    role: Role
+    selector: str
+    server: ApiServer
+    port_name: str | None
+
+    @property
+    def name(self) -> str:
+        """The role, because each role has one source."""
+        return self.role
+
+    async def watch(self) -> AsyncGenerator[Sequence[Backend], None]:
+        """See Source."""
+        async with (
+            self.server.collection(_SLICES, self.selector) as collection,
+            aclosing(collection.states()) as states,
+        ):
+            async for slices in states:
+                yield instances(self.role, slices.values(), self.port_name)
+
+
+def watched_slices(settings: Settings) -> Iterator[WatchedSlices]:
+    """Return the sources of this kind in the settings."""
+    options = settings.kubernetes
+    server = ApiServer(options.api_server, options.token_file, options.ca_file, options.namespace)
+    for role, selector in options.selectors.items():
+        yield WatchedSlices(Role(role), selector, server, options.port_name)
