@@ -213,7 +213,7 @@ class BackendHealth:
     back_since: float | None = None
     """When the backend came back. None: it is not in its slow start."""
     served_at: int = 0
-    """Event of the last served request; see Breaker."""
+    """Event of the last served request; see Breaker. 0: there was none."""
     is_unreachable: bool = False
     """Whether the last attempt to connect failed and the backend has not answered since."""
     is_slow: bool = False
@@ -256,11 +256,6 @@ class BackendHealth:
         return self.verdict is HealthState.UP and not self.breaker.ends_with_connection
 
     @property
-    def has_served(self) -> bool:
-        """Whether the backend has ever served a request."""
-        return self.served_at > 0
-
-    @property
     def consecutive_failures(self) -> int:
         """Consecutive failed requests that the backend is to blame for."""
         return self.breaker.failures
@@ -300,12 +295,6 @@ class BackendHealth:
         if self.back_since is None:
             return FULL_PERCENT
         return slow_start_percent(now - self.back_since, slow_start_seconds)
-
-    def look_for_work(self, now: float) -> None:
-        """Update `worked_at` if the backend has served a request since the last probe."""
-        if self.served_at != self.seen_served_at:
-            self.seen_served_at = self.served_at
-            self.worked_at = now
 
     def has_worked(self, now: float, seconds: float) -> bool:
         """Return whether the backend has produced something since it last passed a probe, and within `seconds`."""

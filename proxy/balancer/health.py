@@ -82,12 +82,8 @@ class HealthBoard:
     # Verdicts of other gateways
 
     def set_peer_verdict(self, slot: int, number: int) -> None:
-        """Record the number, which is not 0, of another gateway's verdict that the backend in a slot is unhealthy."""
+        """Record the number of another gateway's verdict that the backend in a slot is unhealthy. 0: there is none."""
         self._verdicts[slot] = number
-
-    def clear_peer_verdict(self, slot: int) -> None:
-        """Remove the verdict on the backend in a slot."""
-        self._verdicts[slot] = 0
 
     def peer_verdicts(self) -> list[int]:
         """Return the number of the verdict on each slot. 0: there is none."""
@@ -222,7 +218,7 @@ class Health:
         old, was_away = condition.state, (condition.is_unreachable, condition.is_slow, condition.gone_at)
         if failure is ProbeFailure.REFUSED:
             condition.note_refused_connection(now)
-        self._look_for_work(backend, condition, now)
+        self._update_worked_at(backend, condition, now)
         # A stuck backend may have worked a moment ago, so if others are left, recent work counts for a limited time.
         max_age_seconds = math.inf if is_last else self._checks().stall_seconds
         is_busy = (is_last and is_serving) or condition.has_worked(now, max_age_seconds)
@@ -392,9 +388,11 @@ class Health:
             condition = self._conditions[backend] = BackendHealth()
         return condition
 
-    def _look_for_work(self, backend: Backend, condition: BackendHealth, now: float) -> None:
+    def _update_worked_at(self, backend: Backend, condition: BackendHealth, now: float) -> None:
         """Update `worked_at` from this worker's requests and from the other workers, and share it with them."""
-        condition.look_for_work(now)
+        if condition.served_at != condition.seen_served_at:
+            condition.seen_served_at = condition.served_at
+            condition.worked_at = now
         of_others = self._board.worked_at(backend)
         if condition.worked_at > of_others:
             self._board.note_work(backend, condition.worked_at)

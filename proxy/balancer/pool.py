@@ -401,7 +401,7 @@ class Pool:
         elif self._chooser.passes_over:
             self._chooser.make_room(backend)
         self._refresh()
-        if error.engine_status == _UNAUTHORIZED and self._fitness and not self.health.of(backend).has_served:
+        if error.engine_status == _UNAUTHORIZED and self._fitness and not self.health.of(backend).served_at:
             self._fitness.refused_key(backend)
         transition = self.health.on_outcome(
             backend,

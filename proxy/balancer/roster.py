@@ -356,7 +356,8 @@ class Roster:
             return []
         with self._shared.exclusive():
             members = self._read()
-            finished = [member for member in members if self._has_drained(member)]
+            requests = self._scoreboard.requests
+            finished = [member for member in members if member.is_draining and not requests(member.backend.slot)]
             if finished:
                 self._write((member for member in members if member not in finished), self._wanted)
             return [member.backend for member in finished]
@@ -380,9 +381,6 @@ class Roster:
             self._write(fresh, by_origin)
             return True
         return False
-
-    def _has_drained(self, member: Member) -> bool:
-        return member.is_draining and self._scoreboard.requests(member.backend.slot) == 0
 
     def _free_slot(self, members: Iterable[Member]) -> int:
         """Return the lowest slot that no member has and whose column is zero.

@@ -30,7 +30,7 @@ SENT = {0: HandoffCount(3, 300), 1: HandoffCount(3, 300)}
         ),
     ],
 )
-def test_growth_is_attributed_where_there_is_no_doubt(
+def test_growth_is_attributed_to_lanes_only_without_doubt(
     grown: PromptTokens, sent: dict[int, HandoffCount], involved: set[int], attributed: dict[int, PromptTokens]
 ) -> None:
     assert attribute(grown, sent, involved) == attributed
@@ -55,7 +55,7 @@ class Decoder:
         return self.watch.read(self.told, dict(self.sent), dict(self.sent))
 
 
-def test_a_pair_is_found_although_its_hand_overs_alternate_with_anothers() -> None:
+def test_bad_pair_is_found_when_its_handoffs_alternate_with_another_pair() -> None:
     decoder, found = Decoder(), dict[int, HandoffVerdict]()
     for _ in range(3):
         assert 1 not in found
@@ -66,7 +66,7 @@ def test_a_pair_is_found_although_its_hand_overs_alternate_with_anothers() -> No
     assert found == {0: HandoffVerdict.TRANSFERRED, 1: HandoffVerdict.COMPUTED}
 
 
-def test_nothing_is_said_of_pairs_that_are_always_mixed() -> None:
+def test_no_verdict_on_pairs_whose_handoffs_are_always_mixed() -> None:
     decoder = Decoder()
     for _ in range(9):
         for _ in range(3):
@@ -75,7 +75,7 @@ def test_nothing_is_said_of_pairs_that_are_always_mixed() -> None:
         assert decoder.read() == {}
 
 
-def test_all_pairs_of_a_decoder_that_fetches_nothing_are_found_at_once_and_so_is_that_it_fetches_again() -> None:
+def test_verdict_on_all_pairs_of_a_decoder_changes_in_one_reading() -> None:
     decoder = Decoder()
     for fetches, verdict in ((False, HandoffVerdict.COMPUTED), (True, HandoffVerdict.TRANSFERRED)):
         for _ in range(3):
@@ -84,7 +84,7 @@ def test_all_pairs_of_a_decoder_that_fetches_nothing_are_found_at_once_and_so_is
         assert decoder.read() == {0: verdict, 1: verdict}
 
 
-def test_what_was_known_of_an_engine_that_starts_anew_does_not_count() -> None:
+def test_evidence_from_before_an_engine_restart_is_dropped() -> None:
     decoder = Decoder()
     for _ in range(2):
         decoder.serve(1, fetches=False)
@@ -100,7 +100,7 @@ def test_what_was_known_of_an_engine_that_starts_anew_does_not_count() -> None:
     assert decoder.read() == {1: HandoffVerdict.COMPUTED}
 
 
-def test_nor_does_what_a_worker_had_counted_that_has_died() -> None:
+def test_evidence_is_dropped_when_a_dead_workers_counts_are_lost() -> None:
     """Its part of one pair's hand-overs is gone, while others go on."""
     decoder = Decoder()
     for _ in range(2):
@@ -112,7 +112,7 @@ def test_nor_does_what_a_worker_had_counted_that_has_died() -> None:
     assert decoder.read() is None
 
 
-def test_nor_does_what_was_known_before_an_engine_told_nothing() -> None:
+def test_evidence_is_dropped_when_an_engine_reports_no_counters() -> None:
     """As while it starts: nobody knows what it has counted meanwhile."""
     decoder = Decoder()
     for _ in range(2):
@@ -126,7 +126,7 @@ def test_nor_does_what_was_known_before_an_engine_told_nothing() -> None:
     assert decoder.read() == {1: HandoffVerdict.COMPUTED}
 
 
-def test_nor_does_what_another_prefiller_had_left_in_its_lane() -> None:
+def test_evidence_of_the_previous_prefiller_in_a_lane_is_dropped() -> None:
     decoder = Decoder()
     for _ in range(2):
         decoder.serve(1, fetches=False)
@@ -148,12 +148,12 @@ def test_nor_does_what_another_prefiller_had_left_in_its_lane() -> None:
         ("a1 a2 b1 b2", ("12", "", "")),  # each decoder fetches nothing, which explains all
     ],
 )
-def test_an_instance_is_blamed_for_all_its_pairs_at_once(bad: str, blamed: tuple[str, str, str]) -> None:
+def test_instance_is_blamed_when_all_its_pairs_are_bad(bad: str, blamed: tuple[str, str, str]) -> None:
     decoders, prefillers, pairs = blamed
     assert culprits([(p, d) for p, d in bad.split()], "ab", "12") == Culprits(
         frozenset(decoders), frozenset(prefillers), frozenset((p, d) for p, d in pairs.split())
     )
 
 
-def test_of_one_pair_alone_the_decoder_is_blamed() -> None:
+def test_decoder_is_blamed_for_the_only_pair() -> None:
     assert culprits([("a", "1")], "a", "1").decoders == {"1"}

@@ -62,7 +62,7 @@ class Told:
         ([(P1, "500"), (D1, "500")], [P1, D1]),
     ],
 )
-def test_what_breaks_down_the_same_way_on_two_engines_is_nobodys_fault(
+def test_engines_are_not_blamed_for_the_same_breakdown_on_two_of_them(
     failures: Sequence[tuple[Backend, str]], blamed: Sequence[Backend]
 ) -> None:
     told = Told()
@@ -73,7 +73,7 @@ def test_what_breaks_down_the_same_way_on_two_engines_is_nobodys_fault(
 
 
 @pytest.mark.parametrize("word", ["busy", "bad", "refused", "late", "stalled", "no-kv", "no-memory"])
-def test_other_failures_are_not_for_it_to_judge(word: str) -> None:
+def test_blame_ignores_failures_that_are_no_breakdown(word: str) -> None:
     told = Told()
     with Blame() as blame:
         told.fails(blame, (P1, word))
@@ -81,7 +81,7 @@ def test_other_failures_are_not_for_it_to_judge(word: str) -> None:
     assert told.blamed == []
 
 
-def test_who_is_blamed_is_told_once() -> None:
+def test_engine_is_blamed_once_per_failure() -> None:
     told = Told()
     with Blame() as blame:
         told.fails(blame, (P1, "500"))
@@ -90,7 +90,7 @@ def test_who_is_blamed_is_told_once() -> None:
     assert told.blamed == [P1]
 
 
-def test_the_units_of_a_request_are_one_request() -> None:
+def test_breakdowns_of_two_units_of_a_request_count_together() -> None:
     told = Told()
     ways: FailedEngines = {}
     with Blame(ways) as one, Blame(ways) as other:
@@ -99,7 +99,7 @@ def test_the_units_of_a_request_are_one_request() -> None:
     assert told.blamed == []
 
 
-def test_one_that_was_blamed_in_time_does_not_make_the_next_one_guilty() -> None:
+def test_settled_failure_still_counts_for_a_later_breakdown() -> None:
     told = Told()
     with Blame() as blame:
         told.fails(blame, (P1, "broken"))

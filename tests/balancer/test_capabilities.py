@@ -48,10 +48,12 @@ def facts(version: EngineVersion, setup: Setup | None = None) -> EngineFacts:
         (SEEDS_REPEAT, "SGLang", facts((0, 5, 23), Setup(is_deterministic=True)), True),
     ],
 )
-def test_who_has_it(capability: Capability, kind: str, told: EngineFacts | None, has: bool) -> None:
+def test_engines_have_capabilities_by_kind_version_and_setup(
+    capability: Capability, kind: str, told: EngineFacts | None, has: bool
+) -> None:
     assert capability.is_in_engine(told, kind) is has
 
 
-def test_what_is_not_said_of_sglang_it_has_not() -> None:
+def test_sglang_lacks_a_capability_that_names_no_sglang_version() -> None:
     capability = Capability((0, 1), if_unknown=True)
     assert not capability.is_in_engine(replace(UNKNOWN, version=(9, 9, 9)), "SGLang")

@@ -28,7 +28,7 @@ from proxy.balancer.engines import (
         (["0.23"], UNKNOWN_VERSION),
     ],
 )
-def test_a_version_is_read_from_what_engines_answer(answer: object, version: tuple[int, int]) -> None:
+def test_version_is_read_from_the_answer_of_an_engine(answer: object, version: tuple[int, int]) -> None:
     assert parse_engine_version(answer) == version
 
 
@@ -42,12 +42,12 @@ def test_a_version_is_read_from_what_engines_answer(answer: object, version: tup
         (None, UNKNOWN_VERSION),
     ],
 )
-def test_the_version_of_sglang_is_read_from_its_server_info(info: object, version: tuple[int, ...]) -> None:
+def test_sglang_version_is_read_from_server_info(info: object, version: tuple[int, ...]) -> None:
     assert parse_sglang_version(info) == version
 
 
 @pytest.mark.parametrize(("told", "is_deterministic"), [(True, True), (False, False), (None, False), ("yes", False)])
-def test_whether_seeds_count_is_read_from_it_too(told: object, is_deterministic: bool) -> None:
+def test_deterministic_inference_is_read_from_server_info(told: object, is_deterministic: bool) -> None:
     info = {"disaggregation_mode": "decode", "enable_deterministic_inference": told}
     assert parse_setup(info).is_deterministic is is_deterministic
 
@@ -56,7 +56,7 @@ def test_whether_seeds_count_is_read_from_it_too(told: object, is_deterministic:
     ("told", "is_whole"),
     [({}, True), ({"incremental_streaming_output": True}, False), ({"skip_tokenizer_init": True}, False)],
 )
-def test_whether_events_have_the_whole_answer_is_read_from_it_too(told: dict[str, Any], is_whole: bool) -> None:
+def test_cumulative_events_are_read_from_server_info(told: dict[str, Any], is_whole: bool) -> None:
     assert parse_setup({"disaggregation_mode": "decode", **told}).has_cumulative_events is is_whole
 
 
@@ -75,7 +75,7 @@ def test_whether_events_have_the_whole_answer_is_read_from_it_too(told: dict[str
         (None, None),
     ],
 )
-def test_the_length_of_a_sequence_is_read_from_what_engines_answer(answer: object, length: int | None) -> None:
+def test_maximum_model_length_is_read_from_the_models(answer: object, length: int | None) -> None:
     assert parse_max_model_len(answer) == length
 
 
@@ -124,7 +124,7 @@ def vllm(max_num_seqs: object, scheduler: dict[str, object] | None = None, **par
         pytest.param(None, None, id="nothing"),
     ],
 )
-def test_how_many_requests_it_works_on_is_read_from_what_engines_answer(answer: object, limit: int | None) -> None:
+def test_maximum_running_sequences_are_summed_over_all_ranks(answer: object, limit: int | None) -> None:
     assert parse_max_num_seqs(answer) == limit
 
 
@@ -147,7 +147,7 @@ def test_how_many_requests_it_works_on_is_read_from_what_engines_answer(answer: 
         (None, None),
     ],
 )
-def test_what_fits_into_kv_memory_is_counted_over_all_ranks(answer: object, tokens: int | None) -> None:
+def test_kv_memory_is_summed_over_all_ranks(answer: object, tokens: int | None) -> None:
     assert parse_kv_tokens(answer) == tokens
 
 
@@ -168,5 +168,5 @@ def test_what_fits_into_kv_memory_is_counted_over_all_ranks(answer: object, toke
         pytest.param(None, None, id="nothing"),
     ],
 )
-def test_ranks_count_that_the_address_shares_out_to(answer: object, ranks: int | None) -> None:
+def test_only_ranks_behind_the_address_are_counted(answer: object, ranks: int | None) -> None:
     assert parse_ranks(answer) == ranks

@@ -41,7 +41,7 @@ def totals(expired: int = 0, orphans: int = 0, **sent: int) -> Totals:
         (40.0, None, "", None),
     ],
 )
-def test_leases_that_expire(
+def test_verdict_on_expired_leases(
     at: float, read: Totals | None, fetch_nothing: str, found: tuple[HandoffVerdict, int] | None
 ) -> None:
     one = watch()
@@ -49,21 +49,21 @@ def test_leases_that_expire(
     assert one.read(at, read, fetch_nothing, LEASE) == found
 
 
-def test_leases_that_expire_when_nothing_more_is_handed_over_count() -> None:
+def test_expired_leases_of_the_previous_window_count() -> None:
     first = watch()
     assert first.read(0.0, totals(d=1), (), LEASE) is None
     assert first.read(60.0, totals(d=5), (), LEASE) == (HandoffVerdict.TRANSFERRED, 0)
     assert first.read(70.0, totals(expired=4, d=5), (), LEASE) == (HandoffVerdict.COMPUTED, 4)
 
 
-def test_time_in_which_nothing_was_handed_over_does_not_count() -> None:
+def test_time_without_handoffs_does_not_count_for_expiries() -> None:
     idle = watch()
     assert idle.read(600.0, totals(), (), LEASE) is None
     assert idle.read(900.0, totals(d=5), (), LEASE) is None
     assert idle.read(960.0, totals(d=5), (), LEASE) == (HandoffVerdict.TRANSFERRED, 0)
 
 
-def test_counters_that_begin_anew_say_nothing_of_what_was_before() -> None:
+def test_no_verdict_on_expiries_after_counters_were_reset() -> None:
     one = watch(expired=40, d=40)
     assert one.read(60.0, totals(expired=3, d=45), (), LEASE) is None
     assert one.read(61.0, totals(expired=3, d=50), (), LEASE) is None

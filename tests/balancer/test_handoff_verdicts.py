@@ -41,7 +41,7 @@ def grown(transferred: float = 0, computed: float = 0, cached: float = 0) -> Pro
         ),  # another one behind the same address
     ],
 )
-def test_a_decoder_that_is_handed_parameters(
+def test_verdict_on_a_decoder_that_pulls_kv(
     after: PromptTokens, sent: HandoffCount, verdict: HandoffVerdict | None
 ) -> None:
     assert judge(BEFORE, after, sent, from_store=False) is verdict
@@ -59,19 +59,19 @@ def test_a_decoder_that_is_handed_parameters(
         (grown(computed=4000), HandoffCount(2, 4096), None),
     ],
 )
-def test_a_decoder_that_looks_in_a_store(
+def test_verdict_on_a_decoder_that_reads_a_store(
     after: PromptTokens, sent: HandoffCount, verdict: HandoffVerdict | None
 ) -> None:
     assert judge(BEFORE, after, sent, from_store=True) is verdict
 
 
-def test_the_first_reading_says_nothing_of_what_was_before() -> None:
+def test_first_reading_has_no_verdict_on_earlier_handoffs() -> None:
     watch = CounterWatch(from_store=False)
     assert watch.read(BEFORE, HandoffCount(7, 700)) == (HandoffVerdict.UNKNOWN, 7)
     assert watch.read(grown(computed=300), HandoffCount(10, 1000)) == (HandoffVerdict.COMPUTED, 3)
 
 
-def test_hand_overs_are_counted_until_there_are_enough() -> None:
+def test_handoffs_accumulate_until_there_are_enough_for_a_verdict() -> None:
     watch = CounterWatch(from_store=False)
     watch.read(BEFORE, HandoffCount())
     assert watch.read(grown(computed=100), HandoffCount(1, 100)) is None
@@ -80,7 +80,7 @@ def test_hand_overs_are_counted_until_there_are_enough() -> None:
     assert watch.read(grown(computed=300, transferred=90), HandoffCount(4, 400)) == (HandoffVerdict.TRANSFERRED, 1)
 
 
-def test_an_engine_without_counters_is_unknown_and_so_is_what_a_dead_worker_had_counted() -> None:
+def test_verdict_is_unknown_without_counters_or_after_a_worker_died() -> None:
     watch = CounterWatch(from_store=False)
     watch.read(BEFORE, HandoffCount(10, 1000))
     assert watch.read(None, HandoffCount(20, 2000)) == (HandoffVerdict.UNKNOWN, 10)

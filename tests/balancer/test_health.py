@@ -149,19 +149,19 @@ class Story:
         ("stall", "ejected"),
     ],
 )
-def test_traffic_ejects_a_backend_that_is_up(words: str, states: str) -> None:
+def test_failed_requests_eject_a_backend_that_is_up(words: str, states: str) -> None:
     assert Story().states(words) == states
 
 
 @pytest.mark.parametrize("word", ["bad", "401", "404", "no-memory", "not-resumed"])
-def test_a_bad_request_is_nobodys_sickness(word: str) -> None:
+def test_client_errors_do_not_count_as_failures_of_a_backend(word: str) -> None:
     story = Story()
     assert story.states(f"500 500 500 500 {word} 500 500 500 500") == " ".join(["up"] * 9)
     assert story.health.of(A).consecutive_failures == 4
 
 
 @pytest.mark.parametrize("word", ["busy", "429"])
-def test_back_pressure_neither_counts_as_a_failure_nor_forgives_one(word: str) -> None:
+def test_back_pressure_neither_counts_as_a_failure_nor_resets_the_count(word: str) -> None:
     story = Story()
     assert story.states(f"500 500 500 500 {word} {word} {word} 500") == "up up up up up up up ejected"
     assert story.health.of(A).consecutive_failures == 5
@@ -186,7 +186,7 @@ def test_back_pressure_neither_counts_as_a_failure_nor_forgives_one(word: str) -
         ("refuses:1 other refuses:3 30s try try:ok", "up up ejected probation probation up"),
     ],
 )
-def test_a_backend_that_refuses_while_others_serve_is_ejected(words: str, states: str) -> None:
+def test_backend_is_ejected_when_it_refuses_while_others_serve(words: str, states: str) -> None:
     assert Story().states(words) == states
 
 
@@ -210,11 +210,11 @@ def test_a_backend_that_refuses_while_others_serve_is_ejected(words: str, states
         ("- - - ok", "up up down down"),
     ],
 )
-def test_probes_that_time_out_do_not_overrule_work(words: str, states: str) -> None:
+def test_late_probes_do_not_take_down_a_backend_that_works(words: str, states: str) -> None:
     assert Story().states(words) == states
 
 
-def test_the_last_backend_is_not_ejected_for_refusing() -> None:
+def test_last_backend_is_not_ejected_for_refusals() -> None:
     story = Story([A])
     assert story.states("refuses:1 other refuses:3") == "up up up"
 
@@ -257,7 +257,7 @@ def test_the_last_backend_is_not_ejected_for_refusing() -> None:
         ("- - - 500 500 500 500 500 stall + +", "up up down down down down down down down down up"),
     ],
 )
-def test_what_ends_an_ejection_and_what_does_not(words: str, states: str) -> None:
+def test_end_of_an_ejection_by_time_trial_or_connection(words: str, states: str) -> None:
     assert Story().states(words) == states
 
 
@@ -282,11 +282,11 @@ def test_what_ends_an_ejection_and_what_does_not(words: str, states: str) -> Non
         ("verdict + verdict try try:ok verdict", "ejected probation probation probation up ejected"),
     ],
 )
-def test_what_another_gateway_has_found_is_found_out(words: str, states: str) -> None:
+def test_verdict_of_another_gateway_is_checked_by_a_probe_and_a_trial(words: str, states: str) -> None:
     assert Story().states(words) == states
 
 
-def test_one_that_was_doubted_wrongly_gets_its_full_share_at_once_and_has_no_ejection_on_its_count() -> None:
+def test_wrong_verdict_of_another_gateway_has_no_later_effect() -> None:
     story = Story()
     story.states("verdict + try try:ok")
     assert story.health.share_percent(A) == 100
@@ -294,7 +294,7 @@ def test_one_that_was_doubted_wrongly_gets_its_full_share_at_once_and_has_no_eje
     assert ejection_seconds(story) == 30
 
 
-def test_verdicts_of_others_never_take_the_last_ones_nor_more_than_the_share() -> None:
+def test_verdicts_of_other_gateways_leave_enough_backends() -> None:
     story = Story([A, B, C, D])
     for peer in story.peers:
         story.health.on_peer_verdict(peer, story.peers)
@@ -318,13 +318,13 @@ def test_verdicts_of_others_never_take_the_last_ones_nor_more_than_the_share() -
         ("stall - - - + +", ["stall"]),  # that it is still ejected when it comes up again is no other ejection
     ],
 )
-def test_an_ejection_has_a_cause_and_nothing_else_has(words: str, causes: list[str]) -> None:
+def test_only_ejections_have_a_cause(words: str, causes: list[str]) -> None:
     story = Story()
     story.states(words)
     assert story.causes == causes
 
 
-def test_a_change_is_told_exactly_once() -> None:
+def test_each_transition_is_returned_once() -> None:
     story = Story()
     story.states("refused refused refused 30s 1s try try:ok ok stall stall")
     assert story.told == [
@@ -346,7 +346,7 @@ def ejection_seconds(story: Story) -> float:
     return story.clock.now - began
 
 
-def test_the_nth_ejection_in_a_row_lasts_n_times_as_long_and_never_longer_than_the_longest() -> None:
+def test_nth_ejection_in_a_row_lasts_n_times_as_long_up_to_the_maximum() -> None:
     story = Story(checks=HealthChecks(eject_seconds=30.0, max_eject_seconds=100.0))
     story.tell("stall")
     lengths = [ejection_seconds(story)]
@@ -357,7 +357,7 @@ def test_the_nth_ejection_in_a_row_lasts_n_times_as_long_and_never_longer_than_t
 
 
 @pytest.mark.parametrize(("healthy_seconds", "next_seconds"), [(0, 120), (29, 120), (30, 90), (75, 60), (1000, 30)])
-def test_every_healthy_interval_takes_one_off_the_count(healthy_seconds: int, next_seconds: int) -> None:
+def test_each_healthy_interval_removes_one_ejection_from_the_count(healthy_seconds: int, next_seconds: int) -> None:
     story = Story()
     story.states("stall 30s try try:500 60s try try:500 90s try try:ok")
     story.states(f"{healthy_seconds}s stall")
@@ -368,27 +368,27 @@ def test_every_healthy_interval_takes_one_off_the_count(healthy_seconds: int, ne
     ("words", "next_seconds"),
     [("10s - - - 600s + + stall", 60), ("35s - - - + + stall", 30), ("- - - + + 35s stall", 30)],
 )
-def test_time_spent_down_is_not_healthy_and_time_before_and_after_is(words: str, next_seconds: int) -> None:
+def test_time_down_is_not_healthy_but_time_before_and_after_is(words: str, next_seconds: int) -> None:
     story = Story()
     story.states(f"stall 30s try try:ok {words}")
     assert ejection_seconds(story) == next_seconds
 
 
 @pytest.mark.parametrize("words", ["500s - - - + +", "- - - + + 119s 1s"])
-def test_time_spent_ejected_is_not_healthy_whatever_probes_say(words: str) -> None:
+def test_time_ejected_is_not_healthy_even_if_probes_pass(words: str) -> None:
     story = Story()
     story.states("stall 30s try try:500 60s try try:500 90s try try:ok 1s stall")
     assert story.states(f"{words} try try:500").endswith("ejected")
     assert ejection_seconds(story) == 150
 
 
-def test_no_more_ejections_are_counted_than_make_the_longest() -> None:
+def test_ejections_are_counted_only_up_to_the_maximum_duration() -> None:
     story = Story(checks=HealthChecks(eject_seconds=30.0, max_eject_seconds=60.0))
     story.states("stall 30s" + " try try:500 60s" * 10 + " try try:ok 60s stall")
     assert ejection_seconds(story) == 30
 
 
-def test_ejections_of_several_backends_do_not_end_together() -> None:
+def test_ejections_of_several_backends_end_at_different_times() -> None:
     health = Health(rng=random.Random(1), clock=Clock())
     for peer in PEERS:
         health.on_probe(peer, True, "test")
@@ -416,7 +416,7 @@ def test_ejections_of_several_backends_do_not_end_together() -> None:
         (4, 0.0, 0),
     ],
 )
-def test_no_more_are_ejected_than_the_share_and_never_the_last(backends: int, share: float, ejected: int) -> None:
+def test_ejections_stay_within_the_share_and_spare_the_last_backend(backends: int, share: float, ejected: int) -> None:
     peers = [Backend(Role.DECODE, "d", port) for port in range(backends)]
     health = Health(lambda: HealthChecks(max_ejected_share=share), Clock())
     for _ in range(10):
@@ -426,7 +426,7 @@ def test_no_more_are_ejected_than_the_share_and_never_the_last(backends: int, sh
     assert [health.of(peer).state for peer in peers].count(EJECTED) == ejected
 
 
-def test_one_that_may_not_be_ejected_is_when_it_fails_once_more_after_another_came_back() -> None:
+def test_deferred_ejection_happens_at_the_next_failure_once_allowed() -> None:
     story = Story([A, B])
     story.health.on_stall(B, story.peers)
     assert story.states("500 500 500 500 500 500 30s") == " ".join(["up"] * 7)
@@ -435,7 +435,7 @@ def test_one_that_may_not_be_ejected_is_when_it_fails_once_more_after_another_ca
     assert story.states("500") == "ejected"
 
 
-def test_one_on_probation_counts_as_ejected() -> None:
+def test_backend_on_probation_counts_as_ejected_in_the_share() -> None:
     story = Story([A, B])
     story.health.on_stall(B, story.peers)
     story.tell("40s")
@@ -443,7 +443,7 @@ def test_one_on_probation_counts_as_ejected() -> None:
     assert story.states("stall") == "up"
 
 
-def test_a_backend_whose_peers_are_down_or_not_proven_is_the_last() -> None:
+def test_backend_is_the_last_if_its_peers_are_down_or_unproven() -> None:
     story = Story([A, B, C])
     for _ in range(3):
         story.health.on_probe(B, False, "test")
@@ -454,13 +454,13 @@ def test_a_backend_whose_peers_are_down_or_not_proven_is_the_last() -> None:
     assert story.states("stall") == "ejected"
 
 
-def test_a_draining_backend_is_not_ejected() -> None:
+def test_draining_backend_is_not_ejected() -> None:
     story = Story()
     story.peers = [B, C, D]
     assert story.states("stall 500 500 500 500 500") == " ".join(["up"] * 6)
 
 
-def test_a_failed_trial_of_the_only_one_left_is_followed_by_another() -> None:
+def test_failed_trial_of_the_last_backend_is_followed_by_another_trial() -> None:
     story = Story([A, B])
     assert story.states("stall 30s try") == "ejected probation probation"
     for _ in range(3):
@@ -468,7 +468,7 @@ def test_a_failed_trial_of_the_only_one_left_is_followed_by_another() -> None:
     assert story.states("try:500 try try:ok") == "probation probation up"
 
 
-def test_probes_may_take_all_of_them_down() -> None:
+def test_probes_may_take_all_backends_down() -> None:
     story = Story()
     for peer in PEERS:
         for _ in range(3):
@@ -476,7 +476,7 @@ def test_probes_may_take_all_of_them_down() -> None:
     assert {story.health.of(peer).state for peer in PEERS} == {DOWN}
 
 
-def test_the_ejected_are_put_on_probation_when_nobody_else_is_left() -> None:
+def test_ejected_backends_go_on_probation_when_no_other_is_left() -> None:
     story = Story([A, B, C])
     story.health.on_stall(A, story.peers)
     assert story.health.relieve(story.peers) == ()
@@ -494,7 +494,7 @@ def test_the_ejected_are_put_on_probation_when_nobody_else_is_left() -> None:
 # Trials
 
 
-def test_a_trial_of_an_earlier_probation_decides_nothing() -> None:
+def test_outcome_of_an_earlier_trial_is_ignored() -> None:
     story = Story()
     story.states("stall 30s")
     late = story.health.begin_trial(A)
@@ -506,7 +506,7 @@ def test_a_trial_of_an_earlier_probation_decides_nothing() -> None:
     assert story.states("try:ok") == "up"
 
 
-def test_only_a_backend_on_probation_awaits_a_trial() -> None:
+def test_only_backend_on_probation_awaits_a_trial() -> None:
     story = Story()
     awaits = []
     for word in "ok stall 30s try try:busy - - - + + try try:ok".split():
@@ -528,22 +528,22 @@ def shares(story: Story, words: str) -> list[int]:
 
 
 @pytest.mark.parametrize("words", ["stall 30s try try:ok", "refused refused +", "- - - + +"])
-def test_a_backend_that_came_back_starts_slowly(words: str) -> None:
+def test_backend_that_came_back_starts_slowly(words: str) -> None:
     story = Story()
     story.states(words)
     assert shares(story, "0s 10s 10s 9.9s 0.1s 1000s") == [10, 40, 70, 99, 100, 100]
 
 
-def test_nothing_starts_slowly_when_the_gateway_starts() -> None:
+def test_no_slow_start_when_the_gateway_starts() -> None:
     assert shares(Story(), "0s 10s + ok") == [100, 100, 100, 100]
     assert Health().share_percent(A) == 100
 
 
-def test_a_backend_that_goes_down_again_starts_afresh() -> None:
+def test_slow_start_restarts_after_another_outage() -> None:
     assert shares(Story(), "- - - + + 20s - - - + +") == [100, 100, 100, 100, 10, 70, 70, 70, 100, 100, 10]
 
 
-def test_time_that_changes_something_moves_the_version() -> None:
+def test_version_increases_when_time_changes_a_state() -> None:
     story = Story()
     versions = []
     for word in "stall 29s 1s try try:ok 29s 1s 1000s".split():
@@ -554,7 +554,7 @@ def test_time_that_changes_something_moves_the_version() -> None:
     assert versions == [True, False, True, True, True, False, True, False]
 
 
-def test_one_timed_change_does_not_make_the_next_be_forgotten() -> None:
+def test_each_of_two_timed_changes_happens() -> None:
     story = Story()
     story.health.on_stall(B, PEERS)
     story.states("10s - - - + +")
@@ -571,7 +571,7 @@ def test_one_timed_change_does_not_make_the_next_be_forgotten() -> None:
 
 
 @pytest.mark.parametrize(("ok", "new"), [(True, UP), (False, DOWN)])
-def test_the_first_probe_decides_about_an_unknown_backend(ok: bool, new: HealthState) -> None:
+def test_first_probe_decides_for_an_unknown_backend(ok: bool, new: HealthState) -> None:
     assert Health().on_probe(A, ok, "200") == Transition(A, UNKNOWN, new, "200")
 
 
@@ -584,11 +584,11 @@ def test_the_first_probe_decides_about_an_unknown_backend(ok: bool, new: HealthS
         ("- - - + + refused +", "up up down down up up up"),
     ],
 )
-def test_probes_take_a_backend_down_and_bring_it_back(words: str, states: str) -> None:
+def test_consecutive_probes_take_a_backend_down_and_up(words: str, states: str) -> None:
     assert Story().states(words) == states
 
 
-def test_an_unknown_backend_is_healthy_and_eligible_but_not_confirmed() -> None:
+def test_unknown_backend_is_eligible_but_not_confirmed() -> None:
     health = Health()
     assert health.of(A).is_healthy
     assert health.of(A).is_eligible
@@ -596,20 +596,20 @@ def test_an_unknown_backend_is_healthy_and_eligible_but_not_confirmed() -> None:
 
 
 @pytest.mark.parametrize("is_proof", [True, False])
-def test_a_served_request_confirms_an_unknown_backend(is_proof: bool) -> None:
+def test_served_request_confirms_an_unknown_backend(is_proof: bool) -> None:
     health = Health()
     assert health.on_outcome(A, None, is_proof=is_proof) == Transition(A, UNKNOWN, UP, "served a request")
     assert health.of(A).is_confirmed
 
 
 @pytest.mark.parametrize("word", ["busy", "bad", "500"])
-def test_an_error_does_not_confirm_an_unknown_backend(word: str) -> None:
+def test_failed_request_does_not_confirm_an_unknown_backend(word: str) -> None:
     health = Health()
     assert health.on_outcome(A, failed(word), PEERS) is None
     assert not health.of(A).is_confirmed
 
 
-def test_a_backend_added_later_is_eligible_once_it_has_answered_and_starts_slowly() -> None:
+def test_added_backend_is_eligible_after_its_first_probe_and_starts_slowly() -> None:
     health = Health(clock=Clock())
     health.on_added(A)
     assert (health.of(A).state, health.of(A).is_eligible, health.of(A).is_changing) == (UNKNOWN, False, True)
@@ -617,13 +617,13 @@ def test_a_backend_added_later_is_eligible_once_it_has_answered_and_starts_slowl
     assert (health.of(A).is_eligible, health.share_percent(A)) == (True, 10)
 
 
-def test_a_backend_added_later_that_does_not_answer_is_down() -> None:
+def test_added_backend_that_does_not_answer_is_down() -> None:
     health = Health()
     health.on_added(A)
     assert health.on_probe(A, False, "timeout") == Transition(A, UNKNOWN, DOWN, "timeout")
 
 
-def test_a_backend_that_has_proven_itself_need_not_do_so_again() -> None:
+def test_confirmed_backend_that_is_added_again_stays_eligible() -> None:
     story = Story()
     story.health.on_added(A)
     assert story.health.of(A).is_eligible
@@ -638,7 +638,7 @@ def test_a_backend_that_has_proven_itself_need_not_do_so_again() -> None:
         ("refused 500 stall 30s", "yes no no no"),
     ],
 )
-def test_a_backend_is_changing_while_the_next_probe_may_decide(words: str, changing: str) -> None:
+def test_backend_is_changing_while_the_next_probe_may_decide(words: str, changing: str) -> None:
     story = Story()
     assert Health().of(A).is_changing
     seen = []
@@ -648,14 +648,14 @@ def test_a_backend_is_changing_while_the_next_probe_may_decide(words: str, chang
     assert " ".join(seen) == changing
 
 
-def test_a_backend_that_comes_back_starts_to_count_afresh() -> None:
+def test_failures_are_counted_from_zero_after_an_outage() -> None:
     assert Story().states("500 500 500 500 - - - + + 500") == "up up up up up up down down up up"
 
 
 # A request that proves little
 
 
-def test_what_does_not_show_that_a_backend_generates_neither_clears_it_nor_blames_it() -> None:
+def test_request_without_proof_changes_no_failure_count() -> None:
     story = Story()
     story.states("500 500 500 500 tokenized")
     assert story.health.of(A).consecutive_failures == 4
@@ -665,7 +665,7 @@ def test_what_does_not_show_that_a_backend_generates_neither_clears_it_nor_blame
     assert story.states("500") == "ejected"
 
 
-def test_a_connection_refused_to_such_a_request_is_refused() -> None:
+def test_refused_connection_counts_for_a_request_without_proof() -> None:
     story = Story()
     for _ in range(2):
         story.health.on_outcome(A, failed("refused"), PEERS, is_proof=False)
@@ -675,7 +675,7 @@ def test_a_connection_refused_to_such_a_request_is_refused() -> None:
 # The rest
 
 
-def test_backends_do_not_share_their_counts() -> None:
+def test_backends_have_separate_failure_counts() -> None:
     health = Health()
     for backend in (A, B):
         health.on_outcome(backend, failed("refused", backend), PEERS)
@@ -683,7 +683,7 @@ def test_backends_do_not_share_their_counts() -> None:
     assert health.of(B).is_healthy
 
 
-def test_a_forgotten_backend_is_unknown_again() -> None:
+def test_forgotten_backend_is_unknown_again() -> None:
     story = Story()
     story.states("stall")
     story.health.forget(A)
@@ -692,21 +692,21 @@ def test_a_forgotten_backend_is_unknown_again() -> None:
     assert story.states("1000s") == "unknown"
 
 
-def test_looking_at_a_backend_does_not_make_it_known() -> None:
+def test_reading_an_unknown_backend_creates_no_state() -> None:
     health = Health()
     assert (health.of(A).state, health.of(A).facts, health.of(A).consecutive_failures) == (UNKNOWN, None, 0)
     health.forget(A)
     assert health.version == 0
 
 
-def test_the_version_does_not_move_with_every_signal() -> None:
+def test_version_stays_if_eligibility_cannot_have_changed() -> None:
     story = Story()
     before = story.health.version
     story.states("+ ok 500 busy - 10s tokenized")
     assert story.health.version == before
 
 
-def test_changed_settings_count_from_now_on() -> None:
+def test_changed_health_settings_apply_to_later_events() -> None:
     story = Story()
     story.states("500 500 - + - - - + +")
     story.checks = HealthChecks(fall=1, rise=1, eject_after=2, eject_seconds=7.0, slow_start_seconds=5.0)
@@ -717,7 +717,7 @@ def test_changed_settings_count_from_now_on() -> None:
 FACTS = EngineFacts((0, 18), 4096, 256)
 
 
-def test_what_an_engine_says_of_itself_is_known_until_it_goes_down() -> None:
+def test_engine_facts_are_kept_until_the_engine_goes_down() -> None:
     story = Story()
     assert story.health.of(A).facts is None
     story.health.note_facts(A, FACTS)
@@ -729,7 +729,7 @@ def test_what_an_engine_says_of_itself_is_known_until_it_goes_down() -> None:
     assert story.health.of(A).facts is None
 
 
-def test_an_engine_that_refused_connections_may_come_back_as_another() -> None:
+def test_engine_facts_are_dropped_after_refused_connections() -> None:
     story = Story()
     story.health.note_facts(A, FACTS)
     story.states("refused refused")
@@ -737,7 +737,7 @@ def test_an_engine_that_refused_connections_may_come_back_as_another() -> None:
 
 
 @pytest.mark.parametrize("words", ["stall", "stall - - - + +", "stall 30s"])
-def test_facts_of_an_ejected_engine_that_passes_its_health_checks_are_kept(words: str) -> None:
+def test_engine_facts_are_kept_for_an_ejected_engine_whose_probes_pass(words: str) -> None:
     story = Story()
     story.states(words)
     story.health.note_facts(A, FACTS)
@@ -746,7 +746,7 @@ def test_facts_of_an_ejected_engine_that_passes_its_health_checks_are_kept(words
 
 
 @pytest.mark.parametrize("words", ["- - -", "refused refused"])
-def test_what_an_engine_says_counts_only_while_it_is_up(words: str) -> None:
+def test_engine_facts_are_ignored_while_the_engine_is_down(words: str) -> None:
     """The answer may come after it went down, or has left."""
     story = Story()
     story.states(words)

@@ -11,7 +11,7 @@ BACKEND = Backend(Role.DECODE, "10.0.0.3", 7100, slot=5)
 UNKNOWN, UP, DOWN, EJECTED, PROBATION = HealthState
 
 
-def test_each_worker_has_a_view_of_its_own_and_all_see_it() -> None:
+def test_health_board_shows_the_state_in_each_worker() -> None:
     board = HealthBoard(workers=3, slots=8)
     board.set_state(0, BACKEND, UP)
     in_child(lambda: board.set_state(2, BACKEND, EJECTED))
@@ -20,7 +20,7 @@ def test_each_worker_has_a_view_of_its_own_and_all_see_it() -> None:
     assert board.states(BACKEND) == [PROBATION, UNKNOWN, EJECTED]
 
 
-def test_what_a_dead_worker_saw_is_forgotten_and_nothing_else() -> None:
+def test_health_board_erases_only_the_row_of_a_dead_worker() -> None:
     board = HealthBoard(workers=3, slots=8)
     for worker in range(3):
         board.set_state(worker, BACKEND, DOWN)
@@ -28,14 +28,14 @@ def test_what_a_dead_worker_saw_is_forgotten_and_nothing_else() -> None:
     assert board.states(BACKEND) == [DOWN, UNKNOWN, DOWN]
 
 
-def test_who_takes_over_a_slot_is_unknown() -> None:
+def test_health_board_reports_unknown_for_the_next_backend_in_a_slot() -> None:
     board = HealthBoard(slots=8)
     board.set_state(0, BACKEND, EJECTED)
     assert board.states(Backend(Role.DECODE, "10.0.0.4", 7100, slot=5)) == [UNKNOWN]
     assert board.states(Backend(Role.PREFILL, "10.0.0.3", 7100, slot=5)) == [UNKNOWN]
 
 
-def test_neighbours_do_not_disturb_each_other() -> None:
+def test_health_board_separates_the_slots_of_backends() -> None:
     board = HealthBoard(workers=2, slots=8)
     board.set_state(0, Backend(Role.DECODE, "10.0.0.3", 7100, slot=7), DOWN)
     board.set_state(1, Backend(Role.DECODE, "10.0.0.3", 7100, slot=0), UP)

@@ -25,7 +25,7 @@ def misfits() -> Incompatibilities:
     return Incompatibilities(clock=lambda: 1234.5)
 
 
-def test_only_what_changes_is_news(misfits: Incompatibilities) -> None:
+def test_finding_is_new_once_until_it_is_removed(misfits: Incompatibilities) -> None:
     assert not misfits.remove(D, KIND)
     assert misfits.add(D, KIND, "serves another model")
     assert not misfits.add(D, KIND, "serves another model, once more")
@@ -36,14 +36,14 @@ def test_only_what_changes_is_news(misfits: Incompatibilities) -> None:
     assert misfits.of(D) == ()
 
 
-def test_an_instance_may_not_fit_in_several_ways(misfits: Incompatibilities) -> None:
+def test_instance_may_have_several_findings(misfits: Incompatibilities) -> None:
     misfits.add(D, IncompatibilityKind.MODEL, "one")
     misfits.add(D, IncompatibilityKind.ROLE, "two")
     misfits.remove(D, IncompatibilityKind.MODEL)
     assert [misfit.kind for misfit in misfits.of(D)] == [IncompatibilityKind.ROLE]
 
 
-def test_who_only_looks_sees_what_another_worker_has_found(misfits: Incompatibilities) -> None:
+def test_finding_of_another_worker_is_visible(misfits: Incompatibilities) -> None:
     def elsewhere() -> None:
         assert misfits.add(D, KIND, "found by a fork")
 
@@ -51,7 +51,7 @@ def test_who_only_looks_sees_what_another_worker_has_found(misfits: Incompatibil
     assert [misfit.hint for misfit in misfits.of(D)] == ["found by a fork"]
 
 
-def test_what_one_worker_finds_is_no_news_to_another(misfits: Incompatibilities) -> None:
+def test_finding_of_another_worker_is_not_new(misfits: Incompatibilities) -> None:
     def elsewhere() -> None:
         assert misfits.add(D, KIND, "found by a fork")
         misfits.judge(D, HandoffVerdict.COMPUTED)
@@ -62,7 +62,7 @@ def test_what_one_worker_finds_is_no_news_to_another(misfits: Incompatibilities)
     assert misfits.verdict(D) is HandoffVerdict.COMPUTED
 
 
-def test_an_instance_that_has_left_leaves_nothing(misfits: Incompatibilities) -> None:
+def test_findings_of_an_instance_that_has_left_are_dropped(misfits: Incompatibilities) -> None:
     misfits.add(D, KIND, "x")
     misfits.judge(D, HandoffVerdict.TRANSFERRED)
     misfits.forget(D)
@@ -70,7 +70,7 @@ def test_an_instance_that_has_left_leaves_nothing(misfits: Incompatibilities) ->
     assert (misfits.of(D), misfits.verdict(D)) == ((), HandoffVerdict.UNKNOWN)
 
 
-def test_a_pair_may_be_judged_otherwise_than_its_decoder_and_is_forgotten_with_either(
+def test_verdict_on_a_pair_may_differ_from_that_on_its_decoder(
     misfits: Incompatibilities,
 ) -> None:
     other = Backend(Role.PREFILL, "10.0.0.3", 7100)
@@ -85,13 +85,13 @@ def test_a_pair_may_be_judged_otherwise_than_its_decoder_and_is_forgotten_with_e
     assert (misfits.verdict(D, P), misfits.pairs(D)) == (HandoffVerdict.UNKNOWN, {})
 
 
-def test_pairs_that_are_too_many_are_known_by_their_decoder_only(misfits: Incompatibilities) -> None:
+def test_too_many_pairs_fall_back_to_the_verdict_on_the_decoder(misfits: Incompatibilities) -> None:
     crowd = {f"10.0.{i // 250}.{i % 250}:7100": HandoffVerdict.TRANSFERRED for i in range(5000)}
     misfits.judge(D, HandoffVerdict.COMPUTED, crowd)
     assert (misfits.verdict(D, P), misfits.pairs(D)) == (HandoffVerdict.COMPUTED, {})
 
 
-def test_there_is_room_for_all_of_them() -> None:
+def test_table_of_incompatibilities_has_room_for_the_longest_entries() -> None:
     slots = 64  # what is kept is written anew with each change, so that thousands of them would take long
     misfits = Incompatibilities(slots=slots, max_misfits=slots // 2)
     for port in range(1, slots + 1):
@@ -111,7 +111,7 @@ class Told:
         self.changes.append((backend, kind, hint is not None))
 
 
-def test_a_prefiller_is_told_of_when_it_has_answered_without_parameters_three_times_in_a_row(
+def test_prefiller_is_reported_after_three_answers_without_kv_parameters(
     misfits: Incompatibilities,
 ) -> None:
     told = Told(misfits)
@@ -123,7 +123,7 @@ def test_a_prefiller_is_told_of_when_it_has_answered_without_parameters_three_ti
     assert told.changes == [(P, IncompatibilityKind.NO_KV_PARAMS, True), (P, IncompatibilityKind.NO_KV_PARAMS, False)]
 
 
-def test_prompts_that_are_too_short_to_say_anything_are_not_counted(misfits: Incompatibilities) -> None:
+def test_handoffs_of_short_prompts_are_not_counted(misfits: Incompatibilities) -> None:
     told = Told(misfits)
     assert told.fitness.note_handoff(P, D, 31, 32) is HandoffVerdict.UNKNOWN
     misfits.judge(D, HandoffVerdict.TRANSFERRED)

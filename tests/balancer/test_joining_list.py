@@ -21,7 +21,7 @@ def joining(clock: Clock) -> JoiningList:
     return JoiningList(4, lambda: clock.now)
 
 
-def test_each_is_on_it_once(joining: JoiningList) -> None:
+def test_joining_list_has_each_instance_once(joining: JoiningList) -> None:
     assert joining.add(A, 10.0) is not None
     assert joining.add(B, 10.0) is not None
     assert joining.add(A, 10.0) is None
@@ -30,7 +30,7 @@ def test_each_is_on_it_once(joining: JoiningList) -> None:
     assert [backend.models for backend in joining.backends()] == [(), ("x",)]
 
 
-def test_one_that_was_put_on_it_again_is_another_ones(joining: JoiningList) -> None:
+def test_joining_list_gives_a_new_ticket_to_an_instance_added_again(joining: JoiningList) -> None:
     first = joining.add(A, 10.0)
     assert first is not None
     assert joining.remove(A)
@@ -43,7 +43,7 @@ def test_one_that_was_put_on_it_again_is_another_ones(joining: JoiningList) -> N
     assert joining.backends() == []
 
 
-def test_nobody_is_on_it_for_ever(joining: JoiningList, clock: Clock) -> None:
+def test_joining_list_entries_expire(joining: JoiningList, clock: Clock) -> None:
     ticket = joining.add(A, 10.0)
     assert ticket is not None
     clock.now += 10.0
@@ -51,7 +51,7 @@ def test_nobody_is_on_it_for_ever(joining: JoiningList, clock: Clock) -> None:
     assert joining.add(A, 10.0) is not None
 
 
-def test_all_workers_see_it(joining: JoiningList) -> None:
+def test_joining_list_is_shared_by_all_workers(joining: JoiningList) -> None:
     ticket = joining.add(A, 10.0)
     assert ticket is not None
 

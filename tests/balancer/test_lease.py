@@ -26,14 +26,14 @@ def refused(backend: Backend) -> UpstreamError:
     return UpstreamError(Failure.CONNECT, backend, "connection refused")
 
 
-def test_a_lease_that_is_never_entered_costs_nothing(balancer: Balancer) -> None:
+def test_lease_that_is_never_entered_charges_nothing(balancer: Balancer) -> None:
     lease = balancer.decoders.lease(PickRequest.of(COST))
     assert balancer.all_books() == {NOTHING}
     with pytest.raises(AttributeError, match="backend"):
         _ = lease.backend
 
 
-def test_a_lease_charges_its_backend_until_it_is_left(balancer: Balancer) -> None:
+def test_lease_charges_its_backend_until_it_is_left(balancer: Balancer) -> None:
     with balancer.decoders.lease(PickRequest.of(COST)) as lease:
         assert balancer.books(lease.backend) == (1, COST)
         assert balancer.decoders.scoreboard.requests(lease.backend.slot) == 1
@@ -41,13 +41,13 @@ def test_a_lease_charges_its_backend_until_it_is_left(balancer: Balancer) -> Non
 
 
 @pytest.mark.parametrize("error", [ValueError("bug"), asyncio.CancelledError(), KeyboardInterrupt(), GeneratorExit()])
-def test_a_lease_gives_back_whatever_ends_it(balancer: Balancer, error: BaseException) -> None:
+def test_lease_releases_its_load_for_any_exception(balancer: Balancer, error: BaseException) -> None:
     with pytest.raises(type(error)), balancer.decoders.lease(PickRequest.of(COST)):
         raise error
     assert balancer.all_books() == {NOTHING}
 
 
-def test_leases_on_both_roles_unwind_together(balancer: Balancer) -> None:
+def test_leases_of_both_roles_are_released_together(balancer: Balancer) -> None:
     with (
         pytest.raises(asyncio.CancelledError),
         balancer.decoders.lease(PickRequest.of(COST)),
@@ -57,7 +57,7 @@ def test_leases_on_both_roles_unwind_together(balancer: Balancer) -> None:
     assert balancer.all_books() == {NOTHING}
 
 
-def test_compute_and_kv_are_freed_apart_and_each_once(balancer: Balancer) -> None:
+def test_compute_and_kv_are_released_separately_and_once(balancer: Balancer) -> None:
     with balancer.prefillers.lease(PickRequest.of(COST)) as lease:
         for _ in range(2):
             lease.free_compute()
@@ -70,7 +70,7 @@ def test_compute_and_kv_are_freed_apart_and_each_once(balancer: Balancer) -> Non
     assert balancer.all_books() == {NOTHING}
 
 
-def test_a_lease_is_entered_once(balancer: Balancer) -> None:
+def test_lease_can_be_entered_once(balancer: Balancer) -> None:
     lease = balancer.decoders.lease(PickRequest.of(COST))
     with lease, pytest.raises(RuntimeError, match="entered once"), lease:
         pass
@@ -79,7 +79,7 @@ def test_a_lease_is_entered_once(balancer: Balancer) -> None:
     assert balancer.all_books() == {NOTHING}
 
 
-def test_a_lease_on_an_empty_pool_charges_nothing(balancer: Balancer) -> None:
+def test_lease_on_an_empty_pool_charges_nothing(balancer: Balancer) -> None:
     with (
         pytest.raises(NoBackendAvailable, match="no healthy decode instance"),
         balancer.decoders.lease(PickRequest.of(COST, avoid=balancer.decoders.backends())),
@@ -88,7 +88,7 @@ def test_a_lease_on_an_empty_pool_charges_nothing(balancer: Balancer) -> None:
     assert balancer.all_books() == {NOTHING}
 
 
-def test_moving_takes_along_what_was_not_given_back(balancer: Balancer) -> None:
+def test_move_takes_the_remaining_load_to_the_new_backend(balancer: Balancer) -> None:
     with balancer.prefillers.lease(PickRequest.of(COST)) as lease:
         old = lease.backend
         lease.free_compute()
@@ -101,7 +101,7 @@ def test_moving_takes_along_what_was_not_given_back(balancer: Balancer) -> None:
     assert balancer.all_books() == {NOTHING}
 
 
-def test_moving_tells_health_about_the_backend_that_was_left(balancer: Balancer) -> None:
+def test_move_reports_the_failure_of_the_old_backend(balancer: Balancer) -> None:
     with balancer.decoders.lease(PickRequest.of(COST)) as lease:
         old = lease.backend
         new = lease.move((), refused(old))
@@ -110,7 +110,7 @@ def test_moving_tells_health_about_the_backend_that_was_left(balancer: Balancer)
     assert balancer.health.of(new).is_confirmed
 
 
-def test_moving_goes_to_none_of_those_to_avoid(balancer: Balancer) -> None:
+def test_move_avoids_the_given_backends(balancer: Balancer) -> None:
     balancer.roster.add(Backend(balancer.decoders.role, "d", 3))
     with balancer.decoders.lease(PickRequest.of(COST)) as lease:
         first = lease.backend
@@ -119,7 +119,7 @@ def test_moving_goes_to_none_of_those_to_avoid(balancer: Balancer) -> None:
         assert len({first, second, third}) == 3
 
 
-def test_a_lease_that_cannot_move_keeps_what_it_holds(balancer: Balancer) -> None:
+def test_lease_keeps_its_load_when_it_cannot_move(balancer: Balancer) -> None:
     with balancer.decoders.lease(PickRequest.of(COST)) as lease:
         old = lease.backend
         lease.free_kv()
@@ -131,7 +131,7 @@ def test_a_lease_that_cannot_move_keeps_what_it_holds(balancer: Balancer) -> Non
     assert balancer.all_books() == {NOTHING}
 
 
-def test_a_failure_is_counted_once_when_there_is_nowhere_to_go_and_it_is_raised_on(balancer: Balancer) -> None:
+def test_failure_counts_once_when_a_move_fails_and_it_is_raised_again(balancer: Balancer) -> None:
     def attempt(lease: Lease) -> None:
         error = refused(lease.backend)
         try:
@@ -144,7 +144,7 @@ def test_a_failure_is_counted_once_when_there_is_nowhere_to_go_and_it_is_raised_
     assert balancer.health.of(lease.backend).consecutive_failures == 1
 
 
-def test_a_lease_cannot_move_after_it_was_left(balancer: Balancer) -> None:
+def test_lease_cannot_move_after_it_was_left(balancer: Balancer) -> None:
     with balancer.decoders.lease(PickRequest.of(COST)) as lease:
         pass
     with pytest.raises(RuntimeError, match="after it was left"):
@@ -152,13 +152,13 @@ def test_a_lease_cannot_move_after_it_was_left(balancer: Balancer) -> None:
     assert balancer.all_books() == {NOTHING}
 
 
-def test_a_clean_end_confirms_the_backend(balancer: Balancer) -> None:
+def test_lease_that_ends_well_confirms_the_backend(balancer: Balancer) -> None:
     with balancer.decoders.lease(PickRequest.of(COST)) as lease:
         pass
     assert balancer.health.of(lease.backend).is_confirmed
 
 
-def test_a_success_counts_when_the_work_is_done_and_not_when_the_lease_ends(balancer: Balancer) -> None:
+def test_success_counts_when_the_work_is_done_not_when_the_lease_ends(balancer: Balancer) -> None:
     pool = balancer.prefillers
     with pool.lease(PickRequest.of(COST)) as lease:
         lease.free_compute()
@@ -168,7 +168,7 @@ def test_a_success_counts_when_the_work_is_done_and_not_when_the_lease_ends(bala
     assert lease.backend not in pool.eligible()
 
 
-def test_a_failure_counts_against_the_backend_it_names_and_no_other(balancer: Balancer) -> None:
+def test_failure_counts_only_for_the_backend_that_it_names(balancer: Balancer) -> None:
     with (
         pytest.raises(UpstreamError),
         balancer.decoders.lease(PickRequest.of(COST)) as decoder,
@@ -181,14 +181,14 @@ def test_a_failure_counts_against_the_backend_it_names_and_no_other(balancer: Ba
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), BadRequest("no"), ValueError("bug")])
-def test_what_is_not_an_engines_failure_says_nothing_about_health(balancer: Balancer, error: BaseException) -> None:
+def test_exceptions_of_the_gateway_do_not_change_health(balancer: Balancer, error: BaseException) -> None:
     with pytest.raises(type(error)), balancer.decoders.lease(PickRequest.of(COST)) as lease:
         raise error
     assert balancer.health.of(lease.backend).consecutive_failures == 0
     assert balancer.health.of(lease.backend).state is HealthState.UNKNOWN
 
 
-def test_load_is_given_back_even_if_reporting_fails(balancer: Balancer) -> None:
+def test_load_is_released_even_if_reporting_fails(balancer: Balancer) -> None:
     def broken(transition: object) -> None:
         raise OSError("log disk is full")
 
@@ -212,7 +212,7 @@ def ended(lease: Lease, error: BaseException | None) -> None:
             raise error
 
 
-def test_the_next_lease_tries_a_backend_on_probation_and_no_other_until_that_one_has_ended(balancer: Balancer) -> None:
+def test_only_one_lease_at_a_time_tries_a_backend_on_probation(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
     balancer.put_on_probation(one)
     with balancer.decoders.lease(PickRequest.of(COST)) as trial:
@@ -229,7 +229,7 @@ def test_the_next_lease_tries_a_backend_on_probation_and_no_other_until_that_one
 @pytest.mark.parametrize(
     ("failure", "cause"), [(Failure.RESET, "failures"), (Failure.TIMEOUT, "timeouts"), (Failure.CONNECT, "connect")]
 )
-def test_a_trial_that_fails_ejects_the_backend_again(balancer: Balancer, failure: Failure, cause: str) -> None:
+def test_failed_trial_ejects_the_backend_again(balancer: Balancer, failure: Failure, cause: str) -> None:
     one, _ = balancer.decoders.backends()
     balancer.put_on_probation(one)
     with pytest.raises(UpstreamError), balancer.decoders.lease(PickRequest.of(COST)):
@@ -243,7 +243,7 @@ def test_a_trial_that_fails_ejects_the_backend_again(balancer: Balancer, failure
     [asyncio.CancelledError(), BadRequest("no"), "busy", "of another"],
     ids=["left", "bad", "busy", "of another"],
 )
-def test_a_trial_that_told_nothing_is_followed_by_another(balancer: Balancer, error: BaseException | str) -> None:
+def test_trial_without_an_outcome_is_followed_by_another(balancer: Balancer, error: BaseException | str) -> None:
     one, two = balancer.decoders.backends()
     balancer.put_on_probation(one)
     if error == "busy":
@@ -264,7 +264,7 @@ def test_a_trial_that_told_nothing_is_followed_by_another(balancer: Balancer, er
     assert balancer.decoders.scoreboard.requests(two.slot) == 0
 
 
-def test_a_trial_has_succeeded_as_soon_as_the_backend_is_seen_to_work(balancer: Balancer) -> None:
+def test_trial_succeeds_at_the_beginning_of_the_answer(balancer: Balancer) -> None:
     one, _ = balancer.decoders.backends()
     balancer.put_on_probation(one)
     lease = balancer.decoders.lease(PickRequest.of(COST))
@@ -278,7 +278,7 @@ def test_a_trial_has_succeeded_as_soon_as_the_backend_is_seen_to_work(balancer: 
     assert balancer.ends == [(one.name, "abandoned")]
 
 
-def test_a_prefiller_has_passed_its_trial_when_it_has_computed(balancer: Balancer) -> None:
+def test_trial_of_a_prefiller_succeeds_when_its_work_is_done(balancer: Balancer) -> None:
     one, _ = balancer.prefillers.backends()
     assert balancer.prefillers.report_stall(one)
     balancer.clock.now += 36.0
@@ -288,13 +288,13 @@ def test_a_prefiller_has_passed_its_trial_when_it_has_computed(balancer: Balance
         assert balancer.health.of(one).state is UP
 
 
-def test_a_lease_that_is_no_trial_confirms_nothing(balancer: Balancer) -> None:
+def test_lease_that_is_no_trial_does_not_confirm_at_the_first_token(balancer: Balancer) -> None:
     with balancer.decoders.lease(PickRequest.of(COST)) as lease:
         lease.confirm()
         assert balancer.health.of(lease.backend).state is UNKNOWN
 
 
-def test_a_lease_may_move_to_a_backend_on_probation_and_tries_it(balancer: Balancer) -> None:
+def test_lease_may_move_to_a_backend_on_probation(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
     with balancer.decoders.lease(PickRequest.of(COST, avoid=[one])) as lease:
         balancer.put_on_probation(one)
@@ -303,7 +303,7 @@ def test_a_lease_may_move_to_a_backend_on_probation_and_tries_it(balancer: Balan
     assert balancer.health.of(one).state is UP
 
 
-def test_a_trial_that_moves_away_has_failed(balancer: Balancer) -> None:
+def test_trial_that_moves_away_has_failed(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
     balancer.put_on_probation(one)
     with balancer.decoders.lease(PickRequest.of(COST)) as trial:
@@ -313,7 +313,7 @@ def test_a_trial_that_moves_away_has_failed(balancer: Balancer) -> None:
     assert balancer.health.of(two).state is UP
 
 
-def test_who_prefers_another_backend_tries_none(balancer: Balancer) -> None:
+def test_lease_that_prefers_another_backend_is_no_trial(balancer: Balancer) -> None:
     one, two = balancer.prefillers.backends()
     assert balancer.prefillers.report_stall(one)
     balancer.clock.now += 36.0
@@ -328,7 +328,7 @@ def test_who_prefers_another_backend_tries_none(balancer: Balancer) -> None:
 
 
 @pytest.mark.parametrize("error", [None, Failure.RESET, Failure.TIMEOUT], ids=["served", "reset", "timeout"])
-def test_a_lease_that_proves_little_says_little(balancer: Balancer, error: Failure | None) -> None:
+def test_lease_without_proof_changes_no_failure_count(balancer: Balancer, error: Failure | None) -> None:
     one, two = balancer.decoders.backends()
     for _ in range(4):
         balancer.decoders.report(one, failed(one))
@@ -340,7 +340,7 @@ def test_a_lease_that_proves_little_says_little(balancer: Balancer, error: Failu
     assert balancer.ends[-1] == (one.name, error.value if error else "ok")
 
 
-def test_a_lease_that_proves_little_tries_only_where_there_is_no_other_and_decides_nothing(balancer: Balancer) -> None:
+def test_lease_without_proof_tries_a_backend_only_without_another_one(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
     balancer.put_on_probation(one)
     with balancer.decoders.lease(PickRequest.of(COST, proves_generation=False)) as lease:

@@ -23,7 +23,7 @@ def quarantine(clock: Clock) -> PairQuarantine:
     return PairQuarantine(clock=clock)
 
 
-def test_two_failed_hand_overs_in_a_row_part_a_pair_and_no_other(quarantine: PairQuarantine) -> None:
+def test_two_consecutive_failed_handoffs_quarantine_only_their_pair(quarantine: PairQuarantine) -> None:
     assert not quarantine.failed(P1, D1)
     assert quarantine.partners_to_avoid(P1) == NOBODY
     assert quarantine.failed(P1, D1)
@@ -31,11 +31,11 @@ def test_two_failed_hand_overs_in_a_row_part_a_pair_and_no_other(quarantine: Pai
     assert (quarantine.partners_to_avoid(P2), quarantine.partners_to_avoid(D2)) == (NOBODY, NOBODY)
 
 
-def test_hand_overs_with_others_do_not_count(quarantine: PairQuarantine) -> None:
+def test_failed_handoffs_of_different_pairs_do_not_add_up(quarantine: PairQuarantine) -> None:
     assert not any(quarantine.failed(*pair) for pair in ((P1, D1), (P1, D2), (P2, D1), (P2, D2)))
 
 
-def test_a_success_parts_two_failures(quarantine: PairQuarantine) -> None:
+def test_successful_handoff_resets_the_failures_of_its_pair(quarantine: PairQuarantine) -> None:
     quarantine.failed(P1, D1)
     quarantine.succeeded(P1, D1)
     quarantine.succeeded(P1, D1)
@@ -44,7 +44,7 @@ def test_a_success_parts_two_failures(quarantine: PairQuarantine) -> None:
     assert quarantine.failed(P1, D1)
 
 
-def test_a_bad_prefiller_is_kept_apart_from_every_decoder(quarantine: PairQuarantine) -> None:
+def test_bad_prefiller_is_quarantined_from_every_decoder(quarantine: PairQuarantine) -> None:
     for decoder in (D1, D2, D1, D2):
         quarantine.failed(P1, decoder)
         quarantine.succeeded(P2, decoder)
@@ -52,7 +52,7 @@ def test_a_bad_prefiller_is_kept_apart_from_every_decoder(quarantine: PairQuaran
     assert quarantine.partners_to_avoid(D1) == quarantine.partners_to_avoid(D2) == {P1}
 
 
-def test_a_quarantine_ends_and_the_next_failure_begins_a_longer_one(quarantine: PairQuarantine, clock: Clock) -> None:
+def test_each_consecutive_quarantine_is_longer_up_to_the_maximum(quarantine: PairQuarantine, clock: Clock) -> None:
     quarantine.failed(P1, D1)
     lengths = []
     for _ in range(12):
@@ -65,7 +65,7 @@ def test_a_quarantine_ends_and_the_next_failure_begins_a_longer_one(quarantine: 
     assert lengths == [60.0 * n for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 10, 10)]
 
 
-def test_a_success_ends_a_quarantine_and_forgets_how_many_there_were(quarantine: PairQuarantine, clock: Clock) -> None:
+def test_successful_handoff_ends_a_quarantine_and_resets_its_length(quarantine: PairQuarantine, clock: Clock) -> None:
     for _ in range(2):
         quarantine.failed(P1, D1)
     clock.now += 60.0
@@ -77,7 +77,7 @@ def test_a_success_ends_a_quarantine_and_forgets_how_many_there_were(quarantine:
     assert quarantine.partners_to_avoid(P1) == NOBODY
 
 
-def test_a_backend_that_left_is_forgotten_on_both_sides(quarantine: PairQuarantine) -> None:
+def test_quarantine_drops_a_backend_that_has_left(quarantine: PairQuarantine) -> None:
     for pair in ((P1, D1), (P1, D2), (P2, D1)):
         quarantine.failed(*pair)
         quarantine.failed(*pair)
@@ -89,7 +89,7 @@ def test_a_backend_that_left_is_forgotten_on_both_sides(quarantine: PairQuaranti
     assert quarantine.failed(P2, D2)
 
 
-def test_changed_settings_count_from_now_on(clock: Clock) -> None:
+def test_changed_settings_apply_to_later_quarantines(clock: Clock) -> None:
     checks = HealthChecks()
     quarantine = PairQuarantine(lambda: checks, clock)
     assert not quarantine.failed(P1, D1)

@@ -23,7 +23,7 @@ def board() -> Scoreboard:
     return Scoreboard(workers=2, slots=3)
 
 
-def test_what_is_pinned_can_be_read_by_all_workers(board: Scoreboard, clock: Clock) -> None:
+def test_pinned_kv_of_one_worker_is_visible_to_all(board: Scoreboard, clock: Clock) -> None:
     one, other = (PinnedKv(board.row(worker), clock) for worker in range(2))
     one.pin(BACKENDS[1], 100, 480.0)
     clock.now += 5.0
@@ -35,7 +35,7 @@ def test_what_is_pinned_can_be_read_by_all_workers(board: Scoreboard, clock: Clo
     assert board.pinned(0) == Pinned()
 
 
-def test_the_oldest_is_the_oldest_of_those_that_are_left(board: Scoreboard, clock: Clock) -> None:
+def test_age_of_pinned_kv_is_that_of_the_oldest_remaining_pin(board: Scoreboard, clock: Clock) -> None:
     pinned_kv = PinnedKv(board.row(0), clock)
     first = pinned_kv.pin(BACKENDS[0], 1, 480.0)
     clock.now += 2.5
@@ -46,7 +46,7 @@ def test_the_oldest_is_the_oldest_of_those_that_are_left(board: Scoreboard, cloc
     assert board.pinned(0) == Pinned()
 
 
-def test_what_is_released_is_gone_however_often_that_is_said(board: Scoreboard, clock: Clock) -> None:
+def test_pin_may_be_removed_twice(board: Scoreboard, clock: Clock) -> None:
     pinned_kv = PinnedKv(board.row(0), clock)
     pin = pinned_kv.pin(BACKENDS[0], 5, 480.0)
     for _ in range(2):
@@ -55,7 +55,7 @@ def test_what_is_released_is_gone_however_often_that_is_said(board: Scoreboard, 
     assert pinned_kv.pins() == []
 
 
-def test_each_expires_in_its_own_time(board: Scoreboard, clock: Clock) -> None:
+def test_each_pin_expires_at_its_time(board: Scoreboard, clock: Clock) -> None:
     pinned_kv = PinnedKv(board.row(0), clock)
     late = pinned_kv.pin(BACKENDS[0], 1, 480.0)
     early = pinned_kv.pin(BACKENDS[0], 2, 30.0, suspected=True)
@@ -70,7 +70,7 @@ def test_each_expires_in_its_own_time(board: Scoreboard, clock: Clock) -> None:
     assert board.pinned(0) == Pinned()
 
 
-def test_a_backend_that_has_left_takes_its_own_with_it(board: Scoreboard, clock: Clock) -> None:
+def test_pins_of_a_backend_that_has_left_are_dropped(board: Scoreboard, clock: Clock) -> None:
     pinned_kv = PinnedKv(board.row(0), clock)
     gone, stays = (pinned_kv.pin(backend, 5, 480.0) for backend in BACKENDS[:2])
     pinned_kv.forget(BACKENDS[0])
@@ -80,7 +80,7 @@ def test_a_backend_that_has_left_takes_its_own_with_it(board: Scoreboard, clock:
     assert board.pinned(0) == Pinned()
 
 
-def test_a_backend_that_comes_back_elsewhere_does_not_inherit(board: Scoreboard, clock: Clock) -> None:
+def test_backend_in_a_new_slot_does_not_inherit_pins(board: Scoreboard, clock: Clock) -> None:
     """The same address in another slot is an equal backend."""
     pinned_kv = PinnedKv(board.row(0), clock)
     pinned_kv.pin(BACKENDS[0], 5, 480.0)
@@ -104,7 +104,7 @@ steps = st.lists(
 
 
 @given(steps)
-def test_the_sums_are_those_of_the_pins_after_any_steps(steps: list[tuple[str, int, int]]) -> None:
+def test_published_sums_match_the_pins_after_any_steps(steps: list[tuple[str, int, int]]) -> None:
     clock, board = Clock(), Scoreboard(workers=1, slots=3)
     pinned_kv = PinnedKv(board.row(0), clock)
     ever: list[Pin] = []
@@ -149,7 +149,7 @@ def prefillers(board: Scoreboard, pinned_kv: PinnedKv) -> tuple[Pool, Roster]:
     return pool, roster
 
 
-def test_a_prefiller_with_pinned_kv_is_less_attractive_as_if_a_request_held_it(board: Scoreboard, clock: Clock) -> None:
+def test_pinned_kv_counts_as_load_in_the_choice_of_a_prefiller(board: Scoreboard, clock: Clock) -> None:
     pinned_kv = PinnedKv(board.row(0), clock)
     pool, _ = prefillers(board, pinned_kv)
     one, two = pool.backends()
@@ -161,14 +161,14 @@ def test_a_prefiller_with_pinned_kv_is_less_attractive_as_if_a_request_held_it(b
             assert {pool.pick() for _ in range(3)} == {one}
 
 
-def test_pinned_kv_of_another_worker_counts_too(board: Scoreboard, clock: Clock) -> None:
+def test_pinned_kv_of_another_worker_counts_in_the_choice(board: Scoreboard, clock: Clock) -> None:
     pool, _ = prefillers(board, PinnedKv(board.row(0), clock))
     one, two = pool.backends()
     PinnedKv(board.row(1), clock).pin(one, 100, 480.0)
     assert {pool.pick() for _ in range(3)} == {two}
 
 
-def test_what_has_expired_weighs_nothing_at_the_next_pick(board: Scoreboard, clock: Clock) -> None:
+def test_expired_pins_do_not_count_in_the_next_pick(board: Scoreboard, clock: Clock) -> None:
     pinned_kv = PinnedKv(board.row(0), clock)
     pool, _ = prefillers(board, pinned_kv)
     pinned_kv.pin(pool.backends()[0], 100, 30.0)
@@ -176,7 +176,7 @@ def test_what_has_expired_weighs_nothing_at_the_next_pick(board: Scoreboard, clo
     assert {pool.pick() for _ in range(3)} == set(pool.backends())
 
 
-def test_pinned_kv_is_no_load_and_nothing_waits_for_it(board: Scoreboard, clock: Clock) -> None:
+def test_draining_prefiller_does_not_wait_for_its_pinned_kv(board: Scoreboard, clock: Clock) -> None:
     pinned_kv = PinnedKv(board.row(0), clock)
     pool, roster = prefillers(board, pinned_kv)
     one, two = pool.backends()

@@ -129,7 +129,7 @@ def taken(pool: Pool, request: PickRequest) -> tuple[str, int] | None:
 
 
 @given(sides, steps)
-def test_it_gets_the_backend_that_it_would_get_if_it_avoided_one_of_another_role(
+def test_plain_request_gets_the_same_backend_as_on_the_general_path(
     side: tuple[str, int, int | None], happened: Steps
 ) -> None:
     policy, workers, max_running = side
@@ -145,7 +145,7 @@ def test_it_gets_the_backend_that_it_would_get_if_it_avoided_one_of_another_role
 
 
 @given(st.lists(st.tuples(steps, places), max_size=6))
-def test_its_success_is_to_health_what_any_success_is(happened: list[tuple[Steps, int]]) -> None:
+def test_success_of_a_plain_request_has_the_same_effect_on_health(happened: list[tuple[Steps, int]]) -> None:
     short, general = (Side("least_tokens", 1, 0, None) for _ in range(2))
     for some, place in happened:
         for side in (short, general):
@@ -161,7 +161,7 @@ def test_its_success_is_to_health_what_any_success_is(happened: list[tuple[Steps
         assert short.pool.eligible() == general.pool.eligible()
 
 
-def test_it_gets_what_time_alone_has_changed() -> None:
+def test_plain_request_sees_changes_by_time() -> None:
     side = Side("least_tokens", 1, 0, None)
     plain = PickRequest.of(Load(compute=1))
     side.pinned_kv.pin(side.backend(0), 100, 15.0)
@@ -175,7 +175,7 @@ def test_it_gets_what_time_alone_has_changed() -> None:
     assert taken(side.pool, plain) == ("d:1", 1)
 
 
-def test_its_success_on_a_backend_that_was_just_ejected_is_told() -> None:
+def test_success_of_a_plain_request_on_an_ejected_backend_is_reported() -> None:
     side = Side("least_tokens", 1, 0, None)
     for place in range(BACKENDS):
         side.probe(place, 1)
@@ -187,7 +187,7 @@ def test_its_success_on_a_backend_that_was_just_ejected_is_told() -> None:
     assert side.transitions[-1].new is HealthState.UP
 
 
-def test_its_success_is_not_that_of_the_next_backend_in_the_slot() -> None:
+def test_success_of_a_plain_request_is_not_credited_to_the_next_slot_owner() -> None:
     side = Side("least_tokens", 1, 0, None)
     old = side.backend(0)
     side.replace(0, 0)
@@ -196,5 +196,5 @@ def test_its_success_is_not_that_of_the_next_backend_in_the_slot() -> None:
     side.health.on_probe(new, True, "200")
     side.pool.eligible()
     side.pool.served(old)
-    assert side.health.of(old).has_served
-    assert not side.health.of(new).has_served
+    assert side.health.of(old).served_at
+    assert not side.health.of(new).served_at

@@ -32,12 +32,12 @@ def down(balancer: Balancer, *backends: Backend) -> None:
             balancer.health.on_probe(backend, False, "timeout")
 
 
-def test_a_pool_has_the_backends_of_its_role(balancer: Balancer) -> None:
+def test_pool_has_the_backends_of_its_role(balancer: Balancer) -> None:
     assert [backend.name for backend in balancer.prefillers.backends()] == ["p:1", "p:2"]
     assert [backend.name for backend in balancer.decoders.eligible()] == ["d:1", "d:2"]
 
 
-def test_a_down_backend_gets_no_requests_until_it_is_up_again(balancer: Balancer) -> None:
+def test_down_backend_gets_no_requests_until_it_is_up_again(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
     down(balancer, one)
     assert {balancer.decoders.pick() for _ in range(10)} == {two}
@@ -47,19 +47,19 @@ def test_a_down_backend_gets_no_requests_until_it_is_up_again(balancer: Balancer
     assert {balancer.decoders.pick() for _ in range(10)} == {one, two}
 
 
-def test_a_draining_backend_gets_no_requests_but_is_still_there(balancer: Balancer) -> None:
+def test_draining_backend_stays_in_the_pool_without_new_requests(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
     balancer.roster.remove(Role.DECODE, "d", 1)
     assert {balancer.decoders.pick() for _ in range(10)} == {two}
     assert balancer.decoders.backends() == (one, two)
 
 
-def test_an_avoided_backend_is_not_picked(balancer: Balancer) -> None:
+def test_avoided_backend_is_not_picked(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
     assert {balancer.decoders.pick(avoid=[two]) for _ in range(10)} == {one}
 
 
-def test_there_is_no_lease_when_nobody_is_healthy(balancer: Balancer) -> None:
+def test_lease_fails_when_no_backend_is_healthy(balancer: Balancer) -> None:
     down(balancer, *balancer.prefillers.backends())
     with pytest.raises(NoBackendAvailable, match="no healthy prefill instance") as raised:
         balancer.prefillers.pick()
@@ -67,7 +67,7 @@ def test_there_is_no_lease_when_nobody_is_healthy(balancer: Balancer) -> None:
     assert balancer.decoders.pick() in balancer.decoders.backends()
 
 
-def test_a_pool_is_ready_when_one_eligible_backend_has_proven_itself(balancer: Balancer) -> None:
+def test_pool_is_ready_when_one_eligible_backend_is_confirmed(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
     assert not balancer.decoders.is_ready()
     balancer.health.on_probe(one, True, "200")
@@ -81,7 +81,7 @@ def test_a_pool_is_ready_when_one_eligible_backend_has_proven_itself(balancer: B
     assert not balancer.decoders.is_ready()
 
 
-def test_a_removed_backend_is_forgotten(balancer: Balancer) -> None:
+def test_health_of_a_removed_backend_is_dropped(balancer: Balancer) -> None:
     one, _ = balancer.decoders.backends()
     down(balancer, one)
     balancer.roster.remove(Role.DECODE, "d", 1)
@@ -93,7 +93,7 @@ def test_a_removed_backend_is_forgotten(balancer: Balancer) -> None:
     assert balancer.health.of(one).state is HealthState.UNKNOWN
 
 
-def test_the_observer_hears_of_every_change_once(balancer: Balancer) -> None:
+def test_each_transition_is_reported_once(balancer: Balancer) -> None:
     one, _ = balancer.decoders.backends()
     for _ in range(4):
         balancer.decoders.report(one, UpstreamError(Failure.CONNECT, one, "connection refused"))
@@ -106,7 +106,7 @@ def test_the_observer_hears_of_every_change_once(balancer: Balancer) -> None:
 
 
 @pytest.mark.parametrize("policy", ["least_tokens", "round_robin"])
-def test_short_requests_one_after_the_other_reach_all_of_eight_equal_backends(policy: str) -> None:
+def test_consecutive_short_requests_rotate_over_equal_backends(policy: str) -> None:
     scoreboard = Scoreboard(slots=8)
     roster = Roster([], [("d", port) for port in range(8)], scoreboard)
     pool = Pool(
@@ -126,7 +126,7 @@ def test_short_requests_one_after_the_other_reach_all_of_eight_equal_backends(po
     assert ports == list(range(8)) * 2
 
 
-def test_long_requests_spread_by_their_load(balancer: Balancer) -> None:
+def test_long_requests_are_distributed_by_load(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
     with balancer.decoders.lease(PickRequest.of(Load(1000, 1000))) as heavy:
         assert heavy.backend == one
@@ -140,7 +140,7 @@ def test_long_requests_spread_by_their_load(balancer: Balancer) -> None:
             ) == (1, 2)
 
 
-def test_a_prefiller_whose_kv_waits_is_freer_than_one_that_computes(balancer: Balancer) -> None:
+def test_prefiller_that_only_holds_kv_is_preferred_to_one_that_computes(balancer: Balancer) -> None:
     with (
         balancer.prefillers.lease(PickRequest.of(Load(100, 100))) as waiting,
         balancer.prefillers.lease(PickRequest.of(Load(100, 100))) as computing,
@@ -150,7 +150,7 @@ def test_a_prefiller_whose_kv_waits_is_freer_than_one_that_computes(balancer: Ba
         assert {balancer.prefillers.pick() for _ in range(4)} == {waiting.backend}
 
 
-def test_the_load_of_other_workers_counts(balancer: Balancer) -> None:
+def test_load_of_other_workers_counts_in_a_pick(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
     balancer.scoreboard.row(1).add(one.slot, requests=1, compute=500, kv=500)
     assert {balancer.decoders.pick() for _ in range(4)} == {two}
@@ -159,7 +159,7 @@ def test_the_load_of_other_workers_counts(balancer: Balancer) -> None:
 # A preferred backend
 
 
-def test_a_preferred_backend_is_taken_however_loaded_it_is(balancer: Balancer) -> None:
+def test_preferred_backend_is_taken_under_any_load(balancer: Balancer) -> None:
     one, two = balancer.prefillers.backends()
     with balancer.prefillers.lease(PickRequest.of(Load(1000, 1000), prefer=two)) as lease:
         assert lease.backend is two
@@ -168,7 +168,7 @@ def test_a_preferred_backend_is_taken_however_loaded_it_is(balancer: Balancer) -
         assert balancer.prefillers.pick() == one
 
 
-def test_a_preferred_backend_that_may_not_be_taken_is_not(balancer: Balancer) -> None:
+def test_preferred_backend_is_not_taken_if_it_is_avoided_down_or_removed(balancer: Balancer) -> None:
     one, two = balancer.prefillers.backends()
     assert balancer.prefillers.pick(avoid=[two], prefer=two) == one
     down(balancer, two)
@@ -178,7 +178,7 @@ def test_a_preferred_backend_that_may_not_be_taken_is_not(balancer: Balancer) ->
     assert balancer.prefillers.pick(prefer=two) == one
 
 
-def test_a_lease_that_moves_forgets_what_was_preferred(balancer: Balancer) -> None:
+def test_lease_that_moves_drops_its_preference(balancer: Balancer) -> None:
     one, two = balancer.prefillers.backends()
     with balancer.prefillers.lease(PickRequest.of(Load(1, 1), prefer=two)) as lease:
         assert lease.move([], UpstreamError(Failure.RESET, two, "gone")) == one
@@ -246,7 +246,7 @@ class TwoWorkers:
         return {self.pools[worker].pick().port for _ in range(6)}
 
 
-def test_a_refusal_is_known_to_all_workers() -> None:
+def test_refusal_is_known_to_all_workers() -> None:
     workers = TwoWorkers()
     zero, one, two = workers.pools[0].backends()
     workers.refused(0, zero)
@@ -265,7 +265,7 @@ def test_a_refusal_is_known_to_all_workers() -> None:
     assert all(not pool.refuse_all() and pool.has_room() for pool in workers.pools)
 
 
-def test_a_pool_refuses_for_as_long_as_all_backends_say() -> None:
+def test_pool_refuses_until_the_first_retry_after_of_its_backends() -> None:
     (pool, _), now = (workers := TwoWorkers()).pools, workers.now
     for decoder, seconds, until in zip(pool.backends(), (600.0, 700.0, 500.0), (0.0, 0.0, now + 500.0), strict=True):
         error = UpstreamError(Failure.STATUS, decoder, "busy", engine_status=429)
@@ -276,7 +276,7 @@ def test_a_pool_refuses_for_as_long_as_all_backends_say() -> None:
     assert pool.refused_until() == 0.0, "one of them is tried"
 
 
-def test_nothing_waits_for_the_last_backend_if_refusals_are_not_queued() -> None:
+def test_requests_do_not_wait_for_the_last_backend_if_refusals_are_not_queued() -> None:
     """It was ejected because it refused, and the others have gone since."""
     workers = TwoWorkers()
     pool, (last, *others) = workers.pools[0], workers.pools[0].backends()
@@ -298,7 +298,7 @@ def test_nothing_waits_for_the_last_backend_if_refusals_are_not_queued() -> None
         assert lease.backend == last
 
 
-def test_a_decoder_short_of_kv_memory_is_passed_over_for_a_while() -> None:
+def test_decoder_without_kv_memory_is_passed_over_for_pressure_seconds() -> None:
     pressed = Pressed()
     zero, one, _ = pressed.pool.backends()
     pressed.recomputed(zero)
@@ -311,7 +311,7 @@ def test_a_decoder_short_of_kv_memory_is_passed_over_for_a_while() -> None:
     assert pressed.picked() == {0, 1, 2}
 
 
-def test_asking_again_for_recomputation_begins_the_while_anew() -> None:
+def test_second_recomputation_extends_the_time_of_passing_over() -> None:
     pressed = Pressed()
     zero, _, _ = pressed.pool.backends()
     for pressed.now in (0.0, 3.0):
@@ -320,7 +320,7 @@ def test_asking_again_for_recomputation_begins_the_while_anew() -> None:
     assert pressed.picked() == {1, 2}
 
 
-def test_a_decoder_short_of_kv_memory_is_taken_where_there_is_no_other() -> None:
+def test_decoder_without_kv_memory_is_taken_if_there_is_no_other() -> None:
     pressed = Pressed()
     zero, one, two = pressed.pool.backends()
     pressed.recomputed(zero)
@@ -332,7 +332,7 @@ def test_a_decoder_short_of_kv_memory_is_taken_where_there_is_no_other() -> None
     assert pressed.picked(avoid=(zero,)) == {1, 2}
 
 
-def test_other_failures_and_successes_are_no_shortage() -> None:
+def test_only_recomputation_counts_as_lack_of_kv_memory() -> None:
     pressed = Pressed()
     zero, one, _ = pressed.pool.backends()
     for failure in set(Failure) - {Failure.RECOMPUTED}:
@@ -345,7 +345,7 @@ def test_other_failures_and_successes_are_no_shortage() -> None:
 # Ejected, and on probation
 
 
-def test_an_ejected_backend_gets_no_requests_and_is_still_there(balancer: Balancer) -> None:
+def test_ejected_backend_stays_in_the_pool_without_requests(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
     balancer.eject(one)
     assert {balancer.decoders.pick() for _ in range(10)} == {two}
@@ -353,7 +353,7 @@ def test_an_ejected_backend_gets_no_requests_and_is_still_there(balancer: Balanc
     assert not balancer.health.of(one).is_healthy
 
 
-def test_a_stall_of_the_last_one_changes_nothing(balancer: Balancer) -> None:
+def test_stall_of_the_last_backend_changes_nothing(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
     balancer.eject(one)
     assert not balancer.decoders.report_stall(two)
@@ -361,7 +361,7 @@ def test_a_stall_of_the_last_one_changes_nothing(balancer: Balancer) -> None:
     assert len(balancer.transitions) == 1
 
 
-def test_nothing_is_to_be_expected_of_a_stalled_backend_that_is_out_already(balancer: Balancer) -> None:
+def test_stall_of_a_backend_that_is_already_out_ends_its_answers(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
     balancer.eject(one)
     assert balancer.decoders.report_stall(one)
@@ -373,7 +373,7 @@ def test_nothing_is_to_be_expected_of_a_stalled_backend_that_is_out_already(bala
     assert [t.cause for t in balancer.transitions if t.cause] == ["stall"]
 
 
-def test_failures_reported_to_the_pool_eject_a_backend_while_it_has_enabled_peers(balancer: Balancer) -> None:
+def test_failures_eject_a_backend_only_while_it_has_enabled_peers(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
     balancer.roster.remove(Role.DECODE, "d", 2)
     for _ in range(10):
@@ -384,7 +384,7 @@ def test_failures_reported_to_the_pool_eject_a_backend_while_it_has_enabled_peer
     assert balancer.decoders.eligible() == (two,)
 
 
-def test_a_pick_without_a_lease_is_no_trial(balancer: Balancer) -> None:
+def test_pick_without_a_lease_is_no_trial(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
     balancer.put_on_probation(one)
     assert {balancer.decoders.pick() for _ in range(10)} == {two}
@@ -393,7 +393,7 @@ def test_a_pick_without_a_lease_is_no_trial(balancer: Balancer) -> None:
     assert balancer.health.of(one).awaits_trial
 
 
-def test_a_pool_of_those_on_probation_is_ready_so_that_somebody_comes_and_tries(balancer: Balancer) -> None:
+def test_pool_is_ready_when_all_backends_are_on_probation(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
     balancer.health.on_probe(one, True, "200")
     balancer.eject(one)
@@ -411,7 +411,7 @@ def test_a_pool_of_those_on_probation_is_ready_so_that_somebody_comes_and_tries(
     assert not balancer.decoders.is_ready()
 
 
-def test_an_ejected_backend_is_back_on_probation_when_the_only_other_one_is_removed(balancer: Balancer) -> None:
+def test_ejected_backend_goes_on_probation_when_the_other_one_is_removed(balancer: Balancer) -> None:
     one, _ = balancer.decoders.backends()
     balancer.eject(one)
     balancer.roster.remove(Role.DECODE, "d", 2)
@@ -422,7 +422,7 @@ def test_an_ejected_backend_is_back_on_probation_when_the_only_other_one_is_remo
 # Added later
 
 
-def test_a_backend_that_was_added_later_gets_nothing_until_it_has_answered(balancer: Balancer) -> None:
+def test_added_backend_gets_no_requests_until_it_has_answered(balancer: Balancer) -> None:
     balancer.decoders.backends()
     balancer.roster.add(Backend(Role.DECODE, "d", 3))
     three = balancer.decoders.backends()[-1]
@@ -431,12 +431,12 @@ def test_a_backend_that_was_added_later_gets_nothing_until_it_has_answered(balan
     assert three in balancer.decoders.eligible()
 
 
-def test_those_that_are_there_at_the_first_look_need_not_prove_anything(balancer: Balancer) -> None:
+def test_backends_of_the_first_look_are_eligible_at_once(balancer: Balancer) -> None:
     balancer.roster.add(Backend(Role.DECODE, "d", 3))
     assert len(balancer.decoders.eligible()) == 3
 
 
-def test_a_draining_backend_that_is_added_again_goes_on_as_it_was(balancer: Balancer) -> None:
+def test_draining_backend_that_is_added_again_keeps_its_requests(balancer: Balancer) -> None:
     with balancer.decoders.lease(PickRequest.of(Load(1, 1))) as lease:
         balancer.roster.remove(Role.DECODE, lease.backend.host, lease.backend.port)
         assert lease.backend not in balancer.decoders.eligible()
@@ -445,7 +445,7 @@ def test_a_draining_backend_that_is_added_again_goes_on_as_it_was(balancer: Bala
         assert balancer.decoders.scoreboard.requests(lease.backend.slot) == 1
 
 
-def test_pairs_forget_a_backend_that_has_left(balancer: Balancer) -> None:
+def test_pool_drops_a_removed_backend_from_the_quarantine(balancer: Balancer) -> None:
     quarantine = PairQuarantine(lambda: HealthChecks(quarantine_after=1))
     pool = Pool(
         PoolParts(
@@ -500,7 +500,7 @@ def shares(balancer: Balancer, policy: str) -> dict[str, int]:
         ("random", (10, 30), (90, 130)),
     ],
 )
-def test_a_backend_that_came_back_gets_a_growing_share(
+def test_share_of_a_backend_that_came_back_grows(
     balancer: Balancer, policy: str, at_once: tuple[int, int], later: tuple[int, int]
 ) -> None:
     one, two = balancer.decoders.backends()
@@ -514,7 +514,7 @@ def test_a_backend_that_came_back_gets_a_growing_share(
     assert 160 <= shares(balancer, policy)[two.name] <= 240
 
 
-def test_a_backend_that_came_back_is_taken_where_there_is_no_other(balancer: Balancer) -> None:
+def test_backend_in_slow_start_is_taken_if_there_is_no_other(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
     came_back(balancer, one)
     for policy in POLICIES:
@@ -530,7 +530,7 @@ def test_a_backend_that_came_back_is_taken_where_there_is_no_other(balancer: Bal
         ("random", (30, 75)),
     ],
 )
-def test_a_weight_is_a_share_of_the_requests(balancer: Balancer, policy: str, expected: tuple[int, int]) -> None:
+def test_weight_is_the_share_of_requests(balancer: Balancer, policy: str, expected: tuple[int, int]) -> None:
     one, two = balancer.decoders.backends()
     assert balancer.roster.set_weight(Role.DECODE, one.host, one.port, 25)
     assert expected[0] <= shares(balancer, policy)[one.name] <= expected[1]
@@ -538,7 +538,7 @@ def test_a_weight_is_a_share_of_the_requests(balancer: Balancer, policy: str, ex
     assert 160 <= shares(balancer, policy)[two.name] <= 240
 
 
-def test_one_with_the_least_weight_that_just_came_back_is_still_one(balancer: Balancer) -> None:
+def test_backend_with_the_lowest_weight_in_slow_start_is_still_taken(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
     balancer.roster.set_weight(Role.DECODE, one.host, one.port, 1)
     came_back(balancer, one)
@@ -549,7 +549,7 @@ def test_one_with_the_least_weight_that_just_came_back_is_still_one(balancer: Ba
 # Disabled
 
 
-def test_a_disabled_backend_gets_nothing_new_and_stays(balancer: Balancer) -> None:
+def test_disabled_backend_stays_without_new_requests(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
     with balancer.decoders.lease(PickRequest.of(Load(1, 1), prefer=one)):
         balancer.roster.disable(Role.DECODE, one.host, one.port)
@@ -562,7 +562,7 @@ def test_a_disabled_backend_gets_nothing_new_and_stays(balancer: Balancer) -> No
         balancer.decoders.pick()
 
 
-def test_a_backend_that_is_enabled_again_is_probed_first_and_starts_slowly(balancer: Balancer) -> None:
+def test_enabled_backend_is_probed_first_and_starts_slowly(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
     balancer.eject(one)
     balancer.roster.disable(Role.DECODE, one.host, one.port)
@@ -579,7 +579,7 @@ def test_a_backend_that_is_enabled_again_is_probed_first_and_starts_slowly(balan
     assert balancer.health.share_percent(one) == 10
 
 
-def test_what_was_disabled_and_is_removed_is_still_known(balancer: Balancer) -> None:
+def test_health_of_a_disabled_backend_is_kept_while_it_drains(balancer: Balancer) -> None:
     """The health of what drains is that of its streams."""
     one, _ = balancer.decoders.backends()
     balancer.health.on_probe(one, True, "200")
@@ -594,7 +594,7 @@ def test_what_was_disabled_and_is_removed_is_still_known(balancer: Balancer) -> 
 # Limits
 
 
-def test_without_limits_there_is_always_room(balancer: Balancer) -> None:
+def test_pool_without_limits_always_has_room(balancer: Balancer) -> None:
     one, _ = balancer.decoders.backends()
     assert balancer.decoders.limit(one) is None
     leases = [balancer.decoders.lease(PickRequest.of(Load(1, 1))) for _ in range(100)]
@@ -605,7 +605,7 @@ def test_without_limits_there_is_always_room(balancer: Balancer) -> None:
         lease.__exit__(None, None, None)
 
 
-def test_a_backend_with_room_is_preferred_and_a_full_pool_refuses_nobody(balancer: Balancer) -> None:
+def test_backend_with_room_is_preferred_and_a_full_pool_still_picks(balancer: Balancer) -> None:
     pool = balancer.pool(Role.DECODE, max_running=2)
     one, two = pool.backends()
     assert pool.limit(one) == 2
@@ -626,14 +626,14 @@ def test_a_backend_with_room_is_preferred_and_a_full_pool_refuses_nobody(balance
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "random", "power_of_two"])
-def test_every_policy_prefers_who_has_room(balancer: Balancer, policy: str) -> None:
+def test_every_policy_prefers_a_backend_with_room(balancer: Balancer, policy: str) -> None:
     pool = balancer.pool(Role.DECODE, policy, max_running=1)
     one, two = pool.backends()
     with pool.lease(PickRequest.of(Load(), prefer=one)):
         assert {pool.pick() for _ in range(10)} == {two}
 
 
-def test_the_limit_is_what_the_engine_said_unless_it_is_configured(balancer: Balancer) -> None:
+def test_limit_is_that_of_the_engine_unless_configured(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
     balancer.health.on_probe(one, True, "200")
     assert balancer.decoders.eligible() == (one, two)
@@ -650,7 +650,7 @@ def test_the_limit_is_what_the_engine_said_unless_it_is_configured(balancer: Bal
         assert balancer.decoders.has_room()
 
 
-def test_the_load_of_other_workers_takes_room(balancer: Balancer) -> None:
+def test_requests_of_other_workers_take_room(balancer: Balancer) -> None:
     pool = balancer.pool(Role.DECODE, max_running=1)
     for backend in pool.backends():
         assert pool.has_room()
@@ -658,7 +658,7 @@ def test_the_load_of_other_workers_takes_room(balancer: Balancer) -> None:
     assert not pool.has_room()
 
 
-def test_a_reservation_is_charged_and_tells_nothing_of_its_backend(balancer: Balancer) -> None:
+def test_reservation_is_charged_without_an_outcome(balancer: Balancer) -> None:
     pool = balancer.pool(Role.DECODE, max_running=1)
     one, two = pool.backends()
     looked: list[bool] = []
@@ -672,21 +672,21 @@ def test_a_reservation_is_charged_and_tells_nothing_of_its_backend(balancer: Bal
     assert balancer.ends == []
 
 
-def test_where_nobody_is_there_is_nothing_to_reserve(balancer: Balancer) -> None:
+def test_reservation_fails_when_no_backend_is_healthy(balancer: Balancer) -> None:
     down(balancer, *balancer.decoders.backends())
     with pytest.raises(NoBackendAvailable), balancer.decoders.reserve(PickRequest.of(Load(compute=1))):
         pytest.fail("there is nobody")
     assert balancer.all_books() == {(0, Load())}
 
 
-def test_a_reservation_that_an_error_ends_tells_nothing_either(balancer: Balancer) -> None:
+def test_reservation_that_fails_reports_no_outcome(balancer: Balancer) -> None:
     with pytest.raises(UpstreamError), balancer.decoders.reserve(PickRequest.of(Load(compute=1))) as held:
         raise UpstreamError(Failure.RESET, held.backend, "gone")
     assert balancer.all_books() == {(0, Load())}
     assert balancer.ends == []
 
 
-def test_a_reservation_tries_nobody_on_probation(balancer: Balancer) -> None:
+def test_reservation_is_no_trial(balancer: Balancer) -> None:
     one, two = balancer.decoders.backends()
     balancer.put_on_probation(one)
     with balancer.decoders.reserve(PickRequest.of(Load())) as held:
@@ -695,7 +695,7 @@ def test_a_reservation_tries_nobody_on_probation(balancer: Balancer) -> None:
         assert trial.backend == one
 
 
-def test_who_has_done_its_work_and_only_holds_the_cache_has_room(balancer: Balancer) -> None:
+def test_backend_that_only_holds_kv_has_room(balancer: Balancer) -> None:
     pool = balancer.pool(Role.PREFILL, max_running=1)
     looked: list[bool] = []
     with ExitStack() as stack:
@@ -708,7 +708,7 @@ def test_who_has_done_its_work_and_only_holds_the_cache_has_room(balancer: Balan
         assert pool.scoreboard.requests(leases[0].backend.slot) == 1
 
 
-def test_there_is_room_where_a_lease_would_fail_at_once_or_be_a_trial(balancer: Balancer) -> None:
+def test_pool_has_room_if_a_lease_would_fail_at_once_or_be_a_trial(balancer: Balancer) -> None:
     pool = balancer.pool(Role.DECODE, max_running=1)
     one, two = pool.backends()
     balancer.put_on_probation(one)
@@ -723,7 +723,7 @@ def test_there_is_room_where_a_lease_would_fail_at_once_or_be_a_trial(balancer: 
                 pool.pick()
 
 
-def test_the_pool_tells_when_there_may_be_room_again(balancer: Balancer) -> None:
+def test_pool_calls_on_release_when_there_may_be_room(balancer: Balancer) -> None:
     told: list[bool] = []
     pool = balancer.pool(Role.DECODE, max_running=1)
     one, two = pool.backends()
@@ -742,7 +742,7 @@ def test_the_pool_tells_when_there_may_be_room_again(balancer: Balancer) -> None
 # Settings that change
 
 
-def test_a_changed_policy_and_pressure_hold_for_the_next_lease() -> None:
+def test_changed_policy_and_limits_apply_to_the_next_lease() -> None:
     pressed = Pressed()
     zero, one, two = pressed.pool.backends()
     pressed.pool.use(make_policy("round_robin"))
@@ -755,7 +755,7 @@ def test_a_changed_policy_and_pressure_hold_for_the_next_lease() -> None:
     assert pressed.picked() == {0, 1, 2}
 
 
-def test_where_all_are_new_those_who_have_not_answered_yet_are_better_than_nobody(balancer: Balancer) -> None:
+def test_unprobed_backends_are_eligible_when_all_are_new(balancer: Balancer) -> None:
     pool = balancer.decoders
     for backend in pool.backends():
         balancer.roster.remove(Role.DECODE, backend.host, backend.port)
@@ -775,7 +775,7 @@ def refused(backend: Backend) -> UpstreamError:
 
 
 @pytest.mark.parametrize("how", ["probes", "requests"])
-def test_who_was_up_and_takes_no_connections_may_only_be_restarting(balancer: Balancer, how: str) -> None:
+def test_pool_is_restarting_when_all_backends_refuse_connections(balancer: Balancer, how: str) -> None:
     pool, health, clock = balancer.decoders, balancer.health, balancer.clock
     pool.use(make_policy("round_robin"))
     pool.configure(PoolLimits(restart_seconds=60.0))
@@ -806,7 +806,7 @@ def test_who_was_up_and_takes_no_connections_may_only_be_restarting(balancer: Ba
     assert pool.is_restarting()  # a new one, and not the old one
 
 
-def test_who_never_was_up_is_not_restarting(balancer: Balancer) -> None:
+def test_pool_is_not_restarting_when_its_backends_never_were_up(balancer: Balancer) -> None:
     pool, health = balancer.decoders, balancer.health
     pool.use(make_policy("round_robin"))
     pool.configure(PoolLimits(restart_seconds=60.0))
@@ -816,7 +816,7 @@ def test_who_never_was_up_is_not_restarting(balancer: Balancer) -> None:
     assert (pool.is_restarting(), pool.has_room()) == (False, True)
 
 
-def test_who_is_down_for_another_reason_is_not_restarting(balancer: Balancer) -> None:
+def test_pool_is_not_restarting_when_its_backends_still_accept_connections(balancer: Balancer) -> None:
     pool, health = balancer.decoders, balancer.health
     pool.use(make_policy("round_robin"))
     pool.configure(PoolLimits(restart_seconds=60.0))
@@ -829,7 +829,7 @@ def test_who_is_down_for_another_reason_is_not_restarting(balancer: Balancer) ->
     assert (pool.is_restarting(), pool.has_room()) == (True, False)
 
 
-def test_an_answer_to_a_request_shows_that_connections_are_taken(balancer: Balancer) -> None:
+def test_answer_to_a_request_ends_the_restart(balancer: Balancer) -> None:
     pool, health = balancer.decoders, balancer.health
     pool.use(make_policy("round_robin"))
     pool.configure(PoolLimits(restart_seconds=60.0))

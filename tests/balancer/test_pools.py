@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from tests.balancer.conftest import Balancer
 
 
-def test_every_role_has_its_own_pool_with_and_without_encoders(balancer: Balancer) -> None:
+def test_pools_return_the_pool_of_each_role(balancer: Balancer) -> None:
     prefillers, decoders, encoders = balancer.prefillers, balancer.decoders, balancer.pool(Role.ENCODE)
     for pools in (Pools(prefillers, decoders), Pools(prefillers, decoders, encode=encoders)):
         assert pools.of(Role.PREFILL) is prefillers

@@ -50,12 +50,12 @@ def problem(*engines: EngineReport) -> str:
     return str(raised.value)
 
 
-def test_sglang_engines_meet() -> None:
+def test_sglang_engines_get_the_bootstrap_connector() -> None:
     found = recognise([sglang(P), sglang(D), sglang(D)])
     assert (found.connector, found.reason) == ("sglang_bootstrap", "1 prefill and 2 decode instances are SGLang")
 
 
-def test_sglang_that_does_not_tell_its_role_has_the_one_it_was_given() -> None:
+def test_sglang_that_reports_no_role_keeps_the_configured_one() -> None:
     assert recognise([said(P, "", models("sglang"), None), said(D, "", models("sglang"), "?")]).connector == (
         "sglang_bootstrap"
     )
@@ -69,12 +69,12 @@ def test_sglang_that_does_not_tell_its_role_has_the_one_it_was_given() -> None:
         (D, "null", "10.0.0.3:7100 is configured as a decoder but was started without --disaggregation-mode"),
     ],
 )
-def test_an_engine_of_sglang_in_another_role_is_named(role: Role, mode: str, sentence: str) -> None:
+def test_sglang_engine_in_another_role_is_an_error(role: Role, mode: str, sentence: str) -> None:
     engines = [sglang(P), sglang(D), sglang(role, mode)]
     assert problem(*engines) == f"connector auto: {sentence}"
 
 
-def test_vllm_that_does_not_tell_is_taken_to_be_pulled_from_and_that_is_said() -> None:
+def test_vllm_without_transfer_config_gets_the_pull_connector() -> None:
     found = recognise([vllm(P), vllm(D)])
     assert found.connector == "vllm_pull"
     assert "VLLM_SERVER_DEV_MODE=1: set `connector` unless decoders pull the cache" in found.reason
@@ -99,7 +99,7 @@ def test_vllm_that_does_not_tell_is_taken_to_be_pulled_from_and_that_is_said() -
         ("SfaRemoteD2HConnector", "ascend_layerwise"),
     ],
 )
-def test_vllm_in_development_mode_tells_how_its_cache_travels(told: str, connector: str) -> None:
+def test_connector_is_found_by_the_kv_connector_of_vllm(told: str, connector: str) -> None:
     found = recognise([vllm(P, told, kv_role="kv_producer"), vllm(D, told, kv_role="kv_consumer")])
     assert (found.connector, found.reason) == (connector, f"1 prefill and 1 decode instance are vLLM with {told}")
 
@@ -112,13 +112,11 @@ def test_vllm_in_development_mode_tells_how_its_cache_travels(told: str, connect
         (("AscendStoreConnector", "OffloadingConnector"), "vllm_store"),
     ],
 )
-def test_of_several_that_work_together_the_one_that_hands_over_counts(
-    together: tuple[str, ...], connector: str
-) -> None:
+def test_transferring_connector_counts_beside_a_store(together: tuple[str, ...], connector: str) -> None:
     assert recognise([vllm(P, *together), vllm(D, *together)]).connector == connector
 
 
-def test_one_engine_that_tells_is_enough() -> None:
+def test_one_engine_with_a_transfer_config_is_enough() -> None:
     assert recognise([vllm(P), vllm(D, "MooncakeLayerwiseConnector")]).connector == "ascend_layerwise"
 
 
@@ -163,12 +161,12 @@ def test_one_engine_that_tells_is_enough() -> None:
         ),
     ],
 )
-def test_what_no_connector_serves_is_one_sentence(engines: list[EngineReport], sentence: str) -> None:
+def test_engines_without_a_common_connector_are_an_error(engines: list[EngineReport], sentence: str) -> None:
     assert problem(*engines) == f"connector auto: {sentence}"
 
 
 @pytest.mark.parametrize("answer", [None, 1, [], {}, {"data": 1}, {"data": [None, 1]}, models(None), models([1])])
-def test_an_answer_of_any_shape_is_somebody_elses_engine(answer: Any) -> None:
+def test_malformed_models_are_those_of_an_unknown_engine(answer: Any) -> None:
     assert "is neither vLLM nor SGLang" in problem(said(P, "p:1", answer), vllm(D))
 
 
@@ -180,13 +178,13 @@ def test_an_answer_of_any_shape_is_somebody_elses_engine(answer: Any) -> None:
         {"kv_connector": ["x"]},
     ],
 )
-def test_a_configuration_of_any_shape_is_not_known(transfer: Any) -> None:
+def test_malformed_transfer_config_is_an_error(transfer: Any) -> None:
     engine = said(P, "p:1", models("vllm"), {"vllm_config": {"kv_transfer_config": transfer}})
     assert "which no single connector serves for certain" in problem(engine, vllm(D))
 
 
 @pytest.mark.parametrize("info", [1, [], {}, {"vllm_config": "text"}, {"vllm_config": {}}])
-def test_what_vllm_says_in_another_shape_tells_nothing(info: Any) -> None:
+def test_malformed_server_info_of_vllm_is_ignored(info: Any) -> None:
     assert recognise([said(P, "p:1", models("vllm"), info), vllm(D)]).connector == "vllm_pull"
 
 
@@ -213,7 +211,7 @@ def test_what_vllm_says_in_another_shape_tells_nothing(info: Any) -> None:
         ),
     ],
 )
-def test_an_engine_that_does_not_suit_the_chosen_connector(
+def test_engine_is_unsuited_to_the_chosen_connector(
     engine: EngineReport, connector: str, kind: IncompatibilityKind, words: str
 ) -> None:
     found = unsuited(engine, connector, None)
@@ -236,11 +234,11 @@ def test_an_engine_that_does_not_suit_the_chosen_connector(
         (said(Role.ENCODE, "e:1", models("vllm"), {"vllm_config": {"kv_transfer_config": None}}), "vllm_pull"),
     ],
 )
-def test_an_engine_that_may_suit_the_chosen_connector(engine: EngineReport, connector: str) -> None:
+def test_engine_may_suit_the_chosen_connector(engine: EngineReport, connector: str) -> None:
     assert unsuited(engine, connector, None) is None
 
 
-def test_decoders_meet_sglangs_prefillers_where_they_are() -> None:
+def test_configured_bootstrap_port_must_be_that_of_sglang() -> None:
     told = {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 8998}
     engine = said(P, "p:1", models("sglang"), told)
     assert unsuited(engine, "sglang_bootstrap", None) is None

@@ -26,14 +26,14 @@ def slots(roster: Roster) -> list[int]:
     return [member.backend.slot for role in Role for member in roster.members(role)]
 
 
-def test_every_backend_has_a_slot_of_its_own() -> None:
+def test_every_backend_has_a_separate_slot() -> None:
     roster = Roster([("p", 1), ("p", 2)], [("d", 1)], Scoreboard(slots=3))
     assert names(roster, P) == ["p:1", "p:2"]
     assert names(roster, D) == ["d:1"]
     assert slots(roster) == [0, 1, 2]
 
 
-def test_encoders_are_a_role_of_their_own() -> None:
+def test_encoders_are_a_separate_role() -> None:
     roster = Roster([("p", 1)], [("d", 1)], Scoreboard(slots=3), [("e", 1)])
     (encoder,) = (member.backend for member in roster.members(Role.ENCODE))
     assert (encoder.name, encoder.trusted, encoder.slot) == ("e:1", True, 2)
@@ -41,7 +41,7 @@ def test_encoders_are_a_role_of_their_own() -> None:
         roster.add(Backend(P, "e", 1))
 
 
-def test_adding_what_exists_changes_nothing_but_who_wants_it() -> None:
+def test_adding_a_member_changes_only_its_origins() -> None:
     roster = roster_of(Scoreboard(slots=3), decoders=1)
     assert roster.add(Backend(D, "d", 0)) is False
     before = roster.versions[0]
@@ -51,7 +51,7 @@ def test_adding_what_exists_changes_nothing_but_who_wants_it() -> None:
     assert names(roster) == ["d:0", "d:1"]
 
 
-def test_models_are_the_newest_that_are_given() -> None:
+def test_models_are_the_last_given_ones() -> None:
     roster = Roster([("p", 1, None, ("x",)), ("p", 2)], [], Scoreboard(slots=4))
 
     def models() -> list[tuple[str, ...]]:
@@ -68,7 +68,7 @@ def test_models_are_the_newest_that_are_given() -> None:
     assert Roster([], [], Scoreboard(slots=4), previous_state=roster.state()).members(P)[1].backend.models == ("x",)
 
 
-def test_a_bootstrap_port_is_the_newest_one_given() -> None:
+def test_bootstrap_port_is_the_last_given_one() -> None:
     roster = Roster([("p", 1, 8998), ("p", 2, None), ("p", 3)], [], Scoreboard(slots=4))
 
     def ports() -> list[int | None]:
@@ -89,12 +89,12 @@ def test_a_bootstrap_port_is_the_newest_one_given() -> None:
     assert ports() == [7, None, None]
 
 
-def test_members_are_not_rebuilt_while_nothing_changes() -> None:
+def test_members_are_cached_while_nothing_changes() -> None:
     roster = roster_of(Scoreboard(slots=3), decoders=1)
     assert roster.members(D) is roster.members(D)
 
 
-def test_an_endpoint_has_one_role() -> None:
+def test_address_has_only_one_role() -> None:
     roster = Roster([("a", 1)], [], Scoreboard(slots=3))
     with pytest.raises(ValueError, match=r"^a:1 is already a prefill instance$"):
         roster.add(Backend(D, "a", 1))
@@ -106,35 +106,35 @@ def test_an_endpoint_has_one_role() -> None:
     assert roster.add(Backend(D, "a", 1)) is True
 
 
-def test_an_endpoint_listed_twice_is_a_mistake() -> None:
+def test_address_listed_twice_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"^a:1 is listed twice as a decode instance$"):
         Roster([], [("a", 1), ("a", 1)], Scoreboard(slots=3))
 
 
-def test_a_full_roster_refuses() -> None:
+def test_full_roster_rejects_another_backend() -> None:
     roster = roster_of(Scoreboard(slots=2), decoders=2)
     with pytest.raises(ValueError, match="all 2 slots are in use"):
         roster.add(Backend(D, "d", 2))
     assert names(roster) == ["d:0", "d:1"]
 
 
-def test_the_longest_host_names_fit_in_every_slot() -> None:
+def test_longest_host_names_fit_in_every_slot() -> None:
     roster = Roster([], [("x" * 253, 60_000 + port, 65_535) for port in range(50)], Scoreboard(slots=50))
     assert len(roster.members(D)) == 50
 
 
-def test_a_value_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+def test_backend_with_a_too_long_name_is_rejected() -> None:
     roster = roster_of(Scoreboard(slots=2), decoders=1)
     with pytest.raises(ValueError, match="too long"):
         roster.add(Backend(D, "x" * 5000, 1))
     assert names(roster) == ["d:0"]
 
 
-def test_removing_an_unknown_backend_says_so() -> None:
+def test_removing_an_unknown_backend_returns_false() -> None:
     assert roster_of(Scoreboard(slots=2), decoders=1).remove(D, "d", 9) is False
 
 
-def test_a_removed_backend_drains_until_its_own_last_request_ended() -> None:
+def test_removed_backend_drains_until_its_last_request_has_ended() -> None:
     scoreboard = Scoreboard(workers=2, slots=4)
     roster = roster_of(scoreboard, decoders=2)
     leaving, staying = (member.backend for member in roster.members(D))
@@ -150,7 +150,7 @@ def test_a_removed_backend_drains_until_its_own_last_request_ended() -> None:
     assert names(roster) == ["d:1"]
 
 
-def test_adding_a_draining_backend_again_keeps_its_slot_and_its_requests() -> None:
+def test_draining_backend_added_again_keeps_its_slot_and_requests() -> None:
     scoreboard = Scoreboard(slots=4)
     roster = roster_of(scoreboard, decoders=2)
     backend = roster.members(D)[1].backend
@@ -163,7 +163,7 @@ def test_adding_a_draining_backend_again_keeps_its_slot_and_its_requests() -> No
     assert roster.finalize() == []
 
 
-def test_a_slot_is_used_again_only_when_its_column_is_zero() -> None:
+def test_slot_is_reused_only_when_its_column_is_zero() -> None:
     scoreboard = Scoreboard(workers=2, slots=3)
     roster = roster_of(scoreboard, decoders=2)
     roster.remove(D, "d", 0)
@@ -179,7 +179,7 @@ def test_a_slot_is_used_again_only_when_its_column_is_zero() -> None:
     assert names(roster) == ["next:1", "d:1", "late:1"]
 
 
-def test_a_change_in_one_process_is_seen_in_the_others() -> None:
+def test_change_in_one_process_is_visible_in_the_others() -> None:
     scoreboard = Scoreboard(slots=8)
     roster = roster_of(scoreboard, decoders=2)
     assert names(roster) == ["d:0", "d:1"]
@@ -199,7 +199,7 @@ def test_a_change_in_one_process_is_seen_in_the_others() -> None:
     in_child(look)
 
 
-def test_processes_that_add_at_the_same_time_lose_nothing() -> None:
+def test_concurrent_additions_of_several_processes_are_all_kept() -> None:
     workers, each = 4, 25
     roster = roster_of(Scoreboard(slots=workers * each))
     start, go = os.pipe()
@@ -229,7 +229,7 @@ def backends(role: Role, *ports: int) -> list[Backend]:
     return [Backend(role, "d", port, trusted=True) for port in ports]
 
 
-def test_the_configured_backends_are_replaced_in_one_step() -> None:
+def test_configured_backends_are_replaced_in_one_step() -> None:
     roster = roster_of(Scoreboard(slots=8), decoders=3)
     version = roster.versions[0]
     added, removed = roster.sync(CONFIG, backends(D, 1, 5, 6))
@@ -240,7 +240,7 @@ def test_the_configured_backends_are_replaced_in_one_step() -> None:
     assert [member.backend.trusted for member in roster.members(D)] == [True] * 5
 
 
-def test_an_origin_leaves_alone_what_others_want() -> None:
+def test_origin_does_not_remove_backends_of_other_origins() -> None:
     roster = roster_of(Scoreboard(slots=8), decoders=1)
     roster.add(Backend(D, "d", 7))
     roster.add(Backend(P, "d", 8))
@@ -250,7 +250,7 @@ def test_an_origin_leaves_alone_what_others_want() -> None:
     assert [member.backend.trusted for member in roster.members(P)] == [False]
 
 
-def test_an_administrator_may_trust_what_is_there_or_drains() -> None:
+def test_administrator_may_trust_a_member_or_a_draining_backend() -> None:
     scoreboard = Scoreboard(slots=8)
     roster = roster_of(scoreboard)
     roster.add(Backend(D, "d", 0))
@@ -263,7 +263,7 @@ def test_an_administrator_may_trust_what_is_there_or_drains() -> None:
     assert [member.backend.trusted for member in roster.members(D)] == [True, True]
 
 
-def test_a_reload_brings_back_what_was_removed_and_trusts_what_was_added() -> None:
+def test_reload_restores_removed_backends_and_trusts_added_ones() -> None:
     scoreboard = Scoreboard(slots=8)
     roster = roster_of(scoreboard, decoders=2)
     scoreboard.row(0).add(1, requests=1)
@@ -277,7 +277,7 @@ def test_a_reload_brings_back_what_was_removed_and_trusts_what_was_added() -> No
     assert [member.backend.trusted for member in roster.members(D)] == [True] * 3
 
 
-def test_what_drains_already_is_not_removed_again() -> None:
+def test_draining_backend_is_not_reported_as_removed_again() -> None:
     scoreboard = Scoreboard(slots=8)
     roster = roster_of(scoreboard, decoders=1)
     scoreboard.row(0).add(0, requests=1)
@@ -293,7 +293,7 @@ def test_what_drains_already_is_not_removed_again() -> None:
         ([*backends(D, 1), *backends(P, 0)], "^d:0 is already a decode instance$"),
     ],
 )
-def test_a_replacement_that_is_not_possible_changes_nothing(after: list[Backend], problem: str) -> None:
+def test_impossible_sync_changes_nothing(after: list[Backend], problem: str) -> None:
     roster = roster_of(Scoreboard(slots=4), decoders=2)
     version = roster.versions[0]
     with pytest.raises(ValueError, match=problem):
@@ -302,7 +302,7 @@ def test_a_replacement_that_is_not_possible_changes_nothing(after: list[Backend]
     assert names(roster) == ["d:0", "d:1"]
 
 
-def test_what_is_removed_may_have_a_time_to_be_evacuated() -> None:
+def test_removed_backend_may_have_a_time_of_evacuation() -> None:
     roster = roster_of(Scoreboard(slots=3), decoders=3)
     assert roster.leaving() == ()
     roster.remove(D, "d", 0, 5.0)
@@ -316,7 +316,7 @@ def test_what_is_removed_may_have_a_time_to_be_evacuated() -> None:
     assert roster.leaving() == ()
 
 
-def test_what_is_gone_from_the_configuration_may_have_a_time_to_be_evacuated() -> None:
+def test_backend_dropped_by_the_configuration_may_have_a_time_of_evacuation() -> None:
     roster = roster_of(Scoreboard(slots=3), decoders=2)
     before = [member.backend for member in roster.members(D)]
     roster.sync(CONFIG, before[:1], 5.0)
@@ -325,7 +325,7 @@ def test_what_is_gone_from_the_configuration_may_have_a_time_to_be_evacuated() -
     assert roster.leaving() == ()
 
 
-def test_what_two_origins_want_stays_until_neither_does() -> None:
+def test_backend_of_two_origins_stays_until_both_drop_it() -> None:
     roster = roster_of(Scoreboard(slots=8), decoders=1)
     assert roster.sync("dns", backends(D, 0, 1)) == (backends(D, 1), [])
     assert [member.origins for member in roster.members(D)] == [("config", "dns"), ("dns",)]
@@ -336,7 +336,7 @@ def test_what_two_origins_want_stays_until_neither_does() -> None:
     assert [(member.origins, member.leaves_at) for member in roster.members(D)] == [((), 5.0), ((ADMIN,), None)]
 
 
-def test_what_an_administrator_removed_stays_away_until_an_origin_wants_it_anew() -> None:
+def test_removed_backend_stays_away_until_an_origin_wants_it_again() -> None:
     roster = roster_of(Scoreboard(slots=8))
     roster.sync("dns", backends(D, 0, 1))
     assert roster.remove(D, "d", 0) is True
@@ -350,7 +350,7 @@ def test_what_an_administrator_removed_stays_away_until_an_origin_wants_it_anew(
     assert names(roster) == ["d:0", "d:1", "d:2 draining"]
 
 
-def test_what_an_administrator_removed_and_added_is_the_administrators() -> None:
+def test_backend_removed_and_added_by_an_administrator_has_that_origin() -> None:
     roster = roster_of(Scoreboard(slots=8))
     roster.sync("dns", backends(D, 0))
     roster.remove(D, "d", 0)
@@ -359,7 +359,7 @@ def test_what_an_administrator_removed_and_added_is_the_administrators() -> None
     assert [member.origins for member in roster.members(D)] == [(ADMIN,)]
 
 
-def test_all_processes_know_what_an_origin_wanted_before() -> None:
+def test_processes_share_the_backends_that_an_origin_wanted() -> None:
     roster = roster_of(Scoreboard(slots=8))
     in_child(lambda: roster.sync("dns", backends(D, 0, 1)))
     assert roster.sync("dns", backends(D, 1)) == ([], backends(D, 0))
@@ -372,7 +372,7 @@ def states(roster: Roster) -> list[tuple[str, bool, int, float | None]]:
     return [(m.backend.name, m.may_serve, m.weight, m.leaves_at) for m in roster.members(D)]
 
 
-def test_a_member_may_be_disabled_and_weighed_in_whichever_worker() -> None:
+def test_member_may_be_disabled_and_weighted_in_any_worker() -> None:
     roster = roster_of(Scoreboard(slots=3), decoders=2)
 
     def change() -> None:
@@ -388,7 +388,7 @@ def test_a_member_may_be_disabled_and_weighed_in_whichever_worker() -> None:
     assert states(roster) == [("d:0", True, 100, None), ("d:1", True, 30, None)]
 
 
-def test_a_disabled_member_stays_so_while_somebody_wants_it() -> None:
+def test_disabled_member_stays_disabled_while_it_is_wanted() -> None:
     roster = roster_of(Scoreboard(slots=3), decoders=2)
     roster.disable(D, "d", 0, 7.0)
     roster.set_weight(D, "d", 0, 30)
@@ -402,7 +402,7 @@ def test_a_disabled_member_stays_so_while_somebody_wants_it() -> None:
     assert states(roster)[0] == ("d:0", True, 100, None)
 
 
-def test_what_is_not_there_or_drains_is_not_changed() -> None:
+def test_absent_or_draining_backend_cannot_be_changed() -> None:
     scoreboard = Scoreboard(slots=3)
     roster = roster_of(scoreboard, decoders=1)
     before = roster.versions[0]
@@ -417,7 +417,7 @@ def test_what_is_not_there_or_drains_is_not_changed() -> None:
     assert states(roster) == [("d:0", False, 100, 3.0)]
 
 
-def test_a_dry_run_of_a_source_changes_nothing() -> None:
+def test_dry_run_of_a_sync_changes_nothing() -> None:
     roster = roster_of(Scoreboard(slots=3), decoders=2)
     before = roster.versions[0]
     came, went = roster.sync(CONFIG, [Backend(D, "d", 1), Backend(D, "d", 2)], is_dry_run=True)
@@ -433,7 +433,7 @@ def after(before: Roster, decoders: int = 2) -> Roster:
     return Roster([], [("d", port) for port in range(decoders)], Scoreboard(slots=4), previous_state=before.state())
 
 
-def test_a_roster_goes_on_with_the_state_of_another() -> None:
+def test_roster_restores_the_state_of_another() -> None:
     before = roster_of(Scoreboard(slots=8), decoders=2)
     before.add(Backend(D, "added", 1))
     before.remove(D, "d", 0)
@@ -449,7 +449,7 @@ def test_a_roster_goes_on_with_the_state_of_another() -> None:
     assert "d:0" in names(went_on)
 
 
-def test_what_the_configuration_has_otherwise_counts() -> None:
+def test_configuration_overrides_the_restored_state() -> None:
     before = roster_of(Scoreboard(slots=4), decoders=2)
     before.sync("file", [Backend(D, "found", 1)])
     went_on = after(before, decoders=1)
@@ -460,7 +460,7 @@ def test_what_the_configuration_has_otherwise_counts() -> None:
 
 
 @pytest.mark.parametrize("state", [7, [], [[[1, 2]], {}], [[], {"config": [["nobody", "d", 1]]}], {"rows": []}])
-def test_a_state_that_nobody_understands_is_none(state: object) -> None:
+def test_unreadable_state_is_ignored(state: object) -> None:
     roster = Roster([], [("d", 0)], Scoreboard(slots=4), previous_state=state)
     assert names(roster) == ["d:0"]
     assert not roster.is_restored

@@ -14,19 +14,19 @@ from proxy.balancer.chooser import slowed, taking_part
 @pytest.mark.parametrize(
     ("elapsed_seconds", "share"), [(0.0, 10), (10.0, 40), (15.0, 55), (29.9, 99), (30.0, 100), (1000.0, 100)]
 )
-def test_the_share_grows_from_a_tenth_to_all(elapsed_seconds: float, share: int) -> None:
+def test_share_in_slow_start_grows_from_10_to_100_percent(elapsed_seconds: float, share: int) -> None:
     assert slow_start_percent(elapsed_seconds, 30.0) == share
 
 
-def test_without_a_slow_start_there_is_all_at_once() -> None:
+def test_share_is_100_percent_without_a_slow_start() -> None:
     assert slow_start_percent(0.0, 0.0) == 100
 
 
-def test_a_backend_weighs_by_its_share_of_what_it_would_have_with_the_request() -> None:
+def test_weight_of_a_backend_is_scaled_by_its_share() -> None:
     assert slowed([900, 0, 50], [100, 10, 50], cost=100) == [1000, 1000, 300]
 
 
-def test_a_candidate_takes_part_as_often_as_its_share_says() -> None:
+def test_candidate_takes_part_with_the_probability_of_its_share() -> None:
     rng = random.Random(1)
     present = Counter(name for _ in range(10_000) for name in taking_part("abc", [100, 10, 50], rng))
     assert present["a"] == 10_000
@@ -35,12 +35,12 @@ def test_a_candidate_takes_part_as_often_as_its_share_says() -> None:
 
 
 @pytest.mark.parametrize("percents", [[10, 10], [55, 55], [100, 100]])
-def test_all_take_part_where_all_came_back_together(percents: list[int]) -> None:
+def test_all_candidates_take_part_if_all_have_the_same_share(percents: list[int]) -> None:
     rng = random.Random(1)
     assert all([*taking_part("ab", percents, rng)] == ["a", "b"] for _ in range(100))
 
 
-def test_shares_are_compared_with_the_largest() -> None:
+def test_shares_are_relative_to_the_largest() -> None:
     rng = random.Random(1)
     present = Counter(name for _ in range(10_000) for name in taking_part("ab", [40, 10], rng))
     assert present["a"] == 10_000

@@ -20,7 +20,7 @@ def memory(clock: Clock) -> SuspectMemory:
     return SuspectMemory(seconds=300.0, clock=clock)
 
 
-def test_what_a_request_has_cost_is_remembered_for_a_while(memory: SuspectMemory, clock: Clock) -> None:
+def test_suspect_is_remembered_for_a_limited_time(memory: SuspectMemory, clock: Clock) -> None:
     assert memory.is_empty
     memory.remember(BODY, 1)
     assert not memory.is_empty
@@ -32,7 +32,7 @@ def test_what_a_request_has_cost_is_remembered_for_a_while(memory: SuspectMemory
     assert memory.engines(BODY) == 0
 
 
-def test_what_was_served_is_forgotten(memory: SuspectMemory) -> None:
+def test_suspect_that_was_served_is_forgotten(memory: SuspectMemory) -> None:
     memory.remember(BODY, 1)
     memory.forget(b"another")
     assert memory.engines(BODY) == 1
@@ -40,24 +40,24 @@ def test_what_was_served_is_forgotten(memory: SuspectMemory) -> None:
     assert memory.is_empty
 
 
-def test_all_workers_remember_the_same(memory: SuspectMemory) -> None:
+def test_suspects_are_shared_by_all_workers(memory: SuspectMemory) -> None:
     in_child(lambda: memory.remember(BODY, 2))
     assert memory.engines(BODY) == 2
     in_child(lambda: memory.forget(BODY))
     assert memory.is_empty
 
 
-def test_the_oldest_make_room_for_more(memory: SuspectMemory) -> None:
+def test_oldest_suspects_are_dropped_for_new_ones(memory: SuspectMemory) -> None:
     for number in range(1000):
         memory.remember(b"%d" % number, 2)
     kept = [number for number in range(1000) if memory.engines(b"%d" % number)]
     assert kept == list(range(744, 1000))
 
 
-def test_no_word_of_a_request_is_kept(memory: SuspectMemory) -> None:
+def test_suspect_memory_keeps_no_text_of_a_request(memory: SuspectMemory) -> None:
     memory.remember(BODY, 2)
     assert b"Sesame" not in memory._shared._memory[:]
 
 
-def test_digests_tell_nothing_to_who_has_not_the_key(memory: SuspectMemory, clock: Clock) -> None:
+def test_digests_of_suspects_depend_on_a_secret_key(memory: SuspectMemory, clock: Clock) -> None:
     assert memory._digest(BODY) != SuspectMemory(clock=clock)._digest(BODY)

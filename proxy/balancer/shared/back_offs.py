@@ -23,6 +23,7 @@ FIRST_SECONDS: Final = 1.0
 LONGEST_SECONDS: Final = 30.0
 """Maximum back-off."""
 _REOPENS_AFTER_SECONDS: Final = 5.0
+"""Time without a refusal after which a backend that serves gets any number of requests."""
 _MAX_DOUBLINGS: Final = 8
 _CELL_BYTES: Final = 8
 _OWNER, _REFUSED_AT, _UNTIL, _STREAK, _TURNS, _PRESSED_UNTIL, _CLOSED_UNTIL = range(7)
@@ -48,16 +49,11 @@ class Standing(NamedTuple):
 
     def takes_turns(self, now: float) -> bool:
         """Return whether the backend gets one request at a time, because it refused a short time ago."""
-        return self.refused_at > 0 and (self.streak > 0 or now < self.reopens_at)
+        return self.refused_at > 0 and (self.streak > 0 or now < self.refused_at + _REOPENS_AFTER_SECONDS)
 
     def refuses(self, now: float) -> bool:
         """Return whether the backend gets no request, because it would probably refuse."""
         return now < self.until and not self.turns and self.takes_turns(now)
-
-    @property
-    def reopens_at(self) -> float:
-        """Time from which the backend gets any number of requests, if it serves and does not refuse until then."""
-        return self.refused_at + _REOPENS_AFTER_SECONDS
 
 
 UNKNOWN: Final = Standing()

@@ -299,7 +299,7 @@ class PeerRows:
         """
         before, self._verdicts = self._verdicts, verdicts
         for slot in {slot for slot, *_ in before} - {slot for slot, *_ in verdicts}:
-            self._board.clear_peer_verdict(slot)
+            self._board.set_peer_verdict(slot, 0)
         new = {slot: number for slot, _, number in sorted(verdicts - before)}
         for slot, number in new.items():
             self._board.set_peer_verdict(slot, number)

@@ -74,11 +74,11 @@ class Story:
         ("refuse 1s turn 60s turn complete turn turn", "x.x.x..."),
     ],
 )
-def test_back_off_of_a_backend_that_refuses(words: str, states: str) -> None:
+def test_back_off_after_refusals(words: str, states: str) -> None:
     assert Story().tell(words) == states
 
 
-def test_streak_counts_refusals_of_one_moment_once_and_ends_with_an_answer() -> None:
+def test_streak_counts_simultaneous_refusals_once_and_ends_with_an_answer() -> None:
     story = Story()
     story.tell("refuse refuse refuse")
     assert story.streak == 1
@@ -88,7 +88,7 @@ def test_streak_counts_refusals_of_one_moment_once_and_ends_with_an_answer() -> 
     assert story.streak == 1
 
 
-def test_back_offs_of_a_slot_are_not_those_of_its_next_owner() -> None:
+def test_next_backend_in_a_slot_has_no_back_off() -> None:
     story = Story()
     story.tell("refuse")
     assert story.back_offs.of(Backend(Role.DECODE, "b", 1, slot=3)) == UNKNOWN
@@ -96,7 +96,7 @@ def test_back_offs_of_a_slot_are_not_those_of_its_next_owner() -> None:
     assert story.back_offs.of(A) == UNKNOWN
 
 
-def test_every_write_is_a_change() -> None:
+def test_every_write_of_a_back_off_is_a_change() -> None:
     story = Story()
     seen = [story.back_offs.changes[0]]
     for word in ("refuse", "1s", "turn", "complete"):
@@ -105,7 +105,7 @@ def test_every_write_is_a_change() -> None:
     assert len(set(seen)) == 4
 
 
-def test_a_backend_says_itself_until_when_it_is_closed() -> None:
+def test_retry_after_of_a_backend_is_kept_without_a_maximum() -> None:
     story = Story()
     for words, closed_until in (
         ("refuse", 0.0),

@@ -8,13 +8,13 @@ from proxy.balancer.shared.memory import LogOnce
 from tests.forking import in_child
 
 
-def test_the_same_word_on_a_subject_is_news_once() -> None:
+def test_same_state_of_a_subject_is_news_once() -> None:
     bulletin = LogOnce()
     told = [("a", "up"), ("b", "up"), ("a", "up"), ("a", "down"), ("b", "up"), ("a", "up")]
     assert [bulletin.is_news(subject, word) for subject, word in told] == [True, True, False, True, False, True]
 
 
-def test_what_is_forgotten_is_news_again() -> None:
+def test_state_of_a_forgotten_subject_is_news_again() -> None:
     bulletin = LogOnce()
     bulletin.is_news("a", "up")
     bulletin.is_news("b", "up")
@@ -23,13 +23,13 @@ def test_what_is_forgotten_is_news_again() -> None:
     assert (bulletin.is_news("a", "up"), bulletin.is_news("b", "up")) == (True, False)
 
 
-def test_what_another_process_has_told_is_no_news() -> None:
+def test_state_logged_by_another_process_is_no_news() -> None:
     bulletin = LogOnce()
     in_child(lambda: bulletin.is_news("a", "up"))
     assert not bulletin.is_news("a", "up")
 
 
-def test_of_many_processes_that_find_out_at_once_one_tells() -> None:
+def test_one_of_many_simultaneous_processes_logs_a_change() -> None:
     bulletin = LogOnce()
     begin, go = os.pipe()
     pids = []
@@ -45,7 +45,7 @@ def test_of_many_processes_that_find_out_at_once_one_tells() -> None:
     os.close(begin)
 
 
-def test_a_full_bulletin_tells_again_and_does_not_fail() -> None:
+def test_full_record_logs_a_change_again() -> None:
     bulletin = LogOnce(100)
     assert all(bulletin.is_news(f"decode 10.0.0.1:{port}", "up") for port in range(7100, 7110))
     assert not bulletin.is_news("decode 10.0.0.1:7109", "up")

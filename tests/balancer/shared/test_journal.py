@@ -9,7 +9,7 @@ import pytest
 from proxy.balancer.shared.journal import Journal
 
 
-def test_each_hears_all_others_and_not_itself() -> None:
+def test_writer_reads_the_records_of_all_others() -> None:
     journal = Journal(workers=3)
     seats = [journal.writer(number) for number in range(3)]
     seats[0].write(b"a")
@@ -19,7 +19,7 @@ def test_each_hears_all_others_and_not_itself() -> None:
     assert not any(seat.has_new_records for seat in seats)
 
 
-def test_there_is_news_until_it_was_read() -> None:
+def test_journal_has_new_records_until_they_are_read() -> None:
     journal = Journal(workers=2)
     writer, reader = journal.writer(0), journal.writer(1)
     writer.write(b"a")
@@ -28,7 +28,7 @@ def test_there_is_news_until_it_was_read() -> None:
     assert not reader.has_new_records
 
 
-def test_records_go_on_at_the_start_of_the_ring() -> None:
+def test_records_wrap_around_at_the_end_of_the_ring() -> None:
     journal = Journal(workers=2, ring_bytes=256)
     writer, reader = journal.writer(0), journal.writer(1)
     for number in range(100):
@@ -36,7 +36,7 @@ def test_records_go_on_at_the_start_of_the_ring() -> None:
         assert list(reader.new_records()) == [bytes([number]) * (number % 40)]
 
 
-def test_who_was_overtaken_goes_on_with_what_comes_then() -> None:
+def test_overtaken_reader_continues_with_later_records() -> None:
     journal = Journal(workers=2, ring_bytes=256)
     writer, reader = journal.writer(0), journal.writer(1)
     for number in range(100):
@@ -46,7 +46,7 @@ def test_who_was_overtaken_goes_on_with_what_comes_then() -> None:
     assert list(reader.new_records()) == [b"new"]
 
 
-def test_a_record_that_is_not_there_yet_is_read_later() -> None:
+def test_record_that_is_not_complete_is_read_later() -> None:
     journal = Journal(workers=2)
     writer, reader = journal.writer(0), journal.writer(1)
     writer.write(b"first")
@@ -59,14 +59,14 @@ def test_a_record_that_is_not_there_yet_is_read_later() -> None:
     assert list(reader.new_records()) == [b"second"]
 
 
-def test_what_would_fill_the_ring_is_left_out() -> None:
+def test_record_that_would_fill_the_ring_is_left_out() -> None:
     journal = Journal(workers=2, ring_bytes=256)
     journal.writer(0).write(b"x" * 100)
     assert not journal.writer(1).has_new_records
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="workers are forked")
-def test_a_forked_worker_is_heard() -> None:
+def test_records_of_a_forked_worker_are_read() -> None:
     journal = Journal(workers=2)
     reader = journal.writer(0)
     child = os.fork()
@@ -77,7 +77,7 @@ def test_a_forked_worker_is_heard() -> None:
     assert list(reader.new_records()) == [b"from the child"]
 
 
-def test_what_is_there_is_read_backwards_by_anybody() -> None:
+def test_latest_records_are_read_newest_first() -> None:
     journal = Journal(workers=2, ring_bytes=256)
     assert list(journal.latest(0)) == []
     writer = journal.writer(0)
@@ -89,7 +89,7 @@ def test_what_is_there_is_read_backwards_by_anybody() -> None:
     assert list(journal.latest(1)) == []
 
 
-def test_reading_backwards_ends_at_what_is_not_whole() -> None:
+def test_latest_records_end_at_a_torn_record() -> None:
     journal = Journal(workers=1)
     writer = journal.writer(0)
     places = []
@@ -100,7 +100,7 @@ def test_reading_backwards_ends_at_what_is_not_whole() -> None:
     assert [record[0] for record in journal.latest(0)] == [3, 2]
 
 
-def test_a_teller_is_heard_by_all_workers_and_one_worker_alone_by_nobody() -> None:
+def test_worker_reads_a_write_only_ring_and_has_no_readers_alone() -> None:
     journal = Journal(workers=1, write_only=1)
     worker, teller = journal.writer(0), journal.writer(1)
     teller.write(b"counted")

@@ -17,7 +17,7 @@ def shared() -> SharedValue:
     return value
 
 
-def test_another_process_sees_what_is_written(shared: SharedValue) -> None:
+def test_shared_value_is_visible_to_another_process(shared: SharedValue) -> None:
     def write() -> None:
         with shared.exclusive():
             shared.write(["second"])
@@ -28,7 +28,7 @@ def test_another_process_sees_what_is_written(shared: SharedValue) -> None:
     assert shared.read() == (2, ["second"])
 
 
-def test_what_is_prepared_is_not_seen_before_it_counts(shared: SharedValue) -> None:
+def test_prepared_value_is_invisible_before_its_commit(shared: SharedValue) -> None:
     with shared.exclusive():
         commit = shared.prepare(["second"])
         assert shared.read() == (1, ["first"])
@@ -36,7 +36,7 @@ def test_what_is_prepared_is_not_seen_before_it_counts(shared: SharedValue) -> N
     assert shared.read() == (2, ["second"])
 
 
-def test_what_is_prepared_may_be_given_up(shared: SharedValue) -> None:
+def test_prepared_value_may_be_dropped(shared: SharedValue) -> None:
     with shared.exclusive():
         shared.prepare(["given up"])
     with shared.exclusive():
@@ -44,13 +44,13 @@ def test_what_is_prepared_may_be_given_up(shared: SharedValue) -> None:
     assert shared.read() == (2, ["second"])
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing(shared: SharedValue) -> None:
+def test_value_that_does_not_fit_is_rejected(shared: SharedValue) -> None:
     with shared.exclusive(), pytest.raises(ValueError, match=r"^the list is too long$"):
         shared.write(["x" * 100])
     assert shared.read() == (1, ["first"])
 
 
-def test_a_writer_that_dies_half_way_harms_nobody(shared: SharedValue) -> None:
+def test_writer_that_dies_half_way_does_no_harm(shared: SharedValue) -> None:
     def die() -> None:
         with shared.exclusive():
             start = shared._start((shared.version + 1) % 2)

@@ -13,7 +13,7 @@ def _worker_fronts(workers: int = 2, guests: int = 0) -> tuple[QueueHeads, list[
     return fronts, [front for number in range(workers) if (front := fronts.of_worker(number)) is not None]
 
 
-def test_the_more_urgent_stands_in_front_and_then_who_has_less_work_or_came_earlier() -> None:
+def test_queue_heads_are_ordered_by_priority_then_work_and_arrival() -> None:
     in_order = [(-2000, 900.0), (-1, 50.0), (0, 10.0), (0, 10.5), (3, 0.0), (9999, 1.0)]
     fronts = [encode_head(*rank) for rank in in_order]
     assert fronts == sorted(fronts)
@@ -21,18 +21,18 @@ def test_the_more_urgent_stands_in_front_and_then_who_has_less_work_or_came_earl
 
 
 @pytest.mark.parametrize("priority", [-3, 0, 7])
-def test_where_one_stands_is_told_to_hosts_with_other_clocks(priority: int) -> None:
+def test_queue_head_is_shifted_to_the_clock_of_another_host(priority: int) -> None:
     came, offset = 1000.0, -250.0
     there = encode_head(priority, 2.0 + AGEING * (came + offset))
     assert shift_head(there, -offset) == encode_head(priority, 2.0 + AGEING * came)
     assert shift_head(there, -1e9) == encode_head(priority, 0.0)  # nonsense is no other priority
 
 
-def test_nobody_is_let_pass_where_there_is_one_queue() -> None:
+def test_single_queue_has_no_queue_head() -> None:
     assert QueueHeads().of_worker(0) is None
 
 
-def test_room_is_left_for_a_moment_to_who_stands_in_front_and_not_once_more() -> None:
+def test_room_is_left_to_an_earlier_queue_head_once_and_briefly() -> None:
     fronts, (one, other) = _worker_fronts()
     assert not one.leaves_room(0, 5.0, 100.0)
     other.publish(0, 5.0)
@@ -50,7 +50,7 @@ def test_room_is_left_for_a_moment_to_who_stands_in_front_and_not_once_more() ->
     assert fronts.first_of_workers() == NO_HEAD
 
 
-def test_other_gateways_count_as_one_more_worker_and_workers_see_each_other() -> None:
+def test_other_gateways_count_as_one_more_queue() -> None:
     fronts, (one, other) = _worker_fronts(guests=1)
     fronts.put_guests(encode_head(0, 2.0))
     in_child(lambda: one.publish(0, 3.0))

@@ -15,13 +15,13 @@ from proxy.balancer.shared.scoreboard import LANES, HandoffCount, Pinned, Scoreb
 from proxy.common.backend import Load, Role
 
 
-def test_a_fresh_scoreboard_is_zero() -> None:
+def test_new_scoreboard_is_zero() -> None:
     board = Scoreboard(workers=2, slots=3)
     assert [board.requests(slot) for slot in range(3)] == [0, 0, 0]
     assert [board.load(slot) for slot in range(3)] == [Load()] * 3
 
 
-def test_a_load_is_the_sum_over_the_workers() -> None:
+def test_load_is_the_sum_over_the_workers() -> None:
     board = Scoreboard(workers=3, slots=4)
     for worker in range(3):
         board.row(worker).add(2, requests=1, compute=10 * worker, kv=worker)
@@ -30,7 +30,7 @@ def test_a_load_is_the_sum_over_the_workers() -> None:
     assert board.load(1) == board.load(3) == Load()
 
 
-def test_giving_back_is_adding_a_negative_number() -> None:
+def test_negative_numbers_release_load() -> None:
     board = Scoreboard(workers=1, slots=2)
     board.row(0).add(1, requests=1, compute=7, kv=9)
     board.row(0).add(1, compute=-7)
@@ -40,7 +40,7 @@ def test_giving_back_is_adding_a_negative_number() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_weights_of_several_slots_agree_with_their_loads(workers: int) -> None:
+def test_slot_reader_returns_the_weights_of_the_loads(workers: int) -> None:
     board = Scoreboard(workers, slots=5)
     for worker in range(workers):
         for slot in range(5):
@@ -56,7 +56,7 @@ def test_weights_of_several_slots_agree_with_their_loads(workers: int) -> None:
     assert list(SlotReader(board, slots).running()) == [board.running(slot) for slot in slots] == [2 * workers] * 3
 
 
-def test_slots_that_are_read_anew_for_each_pick_are_laid_out_once() -> None:
+def test_layout_of_the_same_slots_is_cached() -> None:
     board = Scoreboard(workers=2, slots=64)
     made = []
     for _ in range(3):
@@ -65,7 +65,7 @@ def test_slots_that_are_read_anew_for_each_pick_are_laid_out_once() -> None:
     assert made[0] == made[1] == made[2]
 
 
-def test_what_is_pinned_is_the_sum_over_the_workers_and_the_oldest_of_all() -> None:
+def test_pinned_kv_is_summed_over_workers_with_the_oldest_time() -> None:
     board = Scoreboard(workers=3, slots=2)
     for worker, since in ((0, 12.25), (2, 7.5)):
         board.row(worker).set_pinned(1, Pinned(2, 10, since))
@@ -76,7 +76,7 @@ def test_what_is_pinned_is_the_sum_over_the_workers_and_the_oldest_of_all() -> N
     assert (board.requests(1), board.load(1)) == (0, Load())
 
 
-def test_what_was_ever_left_behind_is_counted_by_all_workers() -> None:
+def test_total_of_pinned_kv_is_summed_over_workers() -> None:
     board = Scoreboard(workers=2, slots=3)
     for worker in (0, 1, 1):
         board.row(worker).count_pinned(1)
@@ -84,7 +84,7 @@ def test_what_was_ever_left_behind_is_counted_by_all_workers() -> None:
     assert [board.pinned_ever(slot) for slot in range(3)] == [0, 3, 0]
 
 
-def test_a_worker_cannot_write_past_its_row() -> None:
+def test_worker_cannot_write_past_its_row() -> None:
     board = Scoreboard(workers=2, slots=2)
     with pytest.raises(struct.error):
         board.row(0).add(2, requests=1)
@@ -95,7 +95,7 @@ def test_a_worker_cannot_write_past_its_row() -> None:
     assert board.requests(0) == board.requests(1) == 0
 
 
-def test_erasing_a_dead_worker_leaves_the_others_alone() -> None:
+def test_erasing_a_row_leaves_the_others_unchanged() -> None:
     board = Scoreboard(workers=2, slots=2)
     for worker in range(2):
         board.row(worker).add(1, requests=1, compute=5, kv=6)
@@ -106,7 +106,7 @@ def test_erasing_a_dead_worker_leaves_the_others_alone() -> None:
     assert (board.requests(1), board.load(1), board.pinned(1)) == (0, Load(), Pinned())
 
 
-def test_what_a_forked_worker_charged_is_seen_and_can_be_erased_after_it_died() -> None:
+def test_load_of_a_dead_forked_worker_can_be_erased() -> None:
     board = Scoreboard(workers=2, slots=2)
     child = os.fork()
     if child == 0:
@@ -118,7 +118,7 @@ def test_what_a_forked_worker_charged_is_seen_and_can_be_erased_after_it_died() 
     assert (board.requests(0), board.load(0)) == (0, Load())
 
 
-def test_hand_overs_are_counted_by_decoder_and_by_lanes_of_prefillers() -> None:
+def test_handoffs_are_counted_by_decoder_and_lane() -> None:
     board = Scoreboard(workers=2, slots=LANES + 4)
     for worker in range(2):
         board.row(worker).count_handoff(0, 3, 100)
@@ -152,7 +152,7 @@ class Replica:
         self._known.clear()
 
 
-def test_load_from_elsewhere_is_the_row_of_a_guest() -> None:
+def test_load_of_another_gateway_is_a_guest_row() -> None:
     board = Scoreboard(workers=2, slots=2, guests=1)
     replica = Replica(board, 2)
     board.row(0).add(1, requests=1, running=1, compute=5, kv=5)
@@ -165,7 +165,7 @@ def test_load_from_elsewhere_is_the_row_of_a_guest() -> None:
     assert (board.running(1), board.load(1)) == (1, Load(compute=5, kv=5))
 
 
-def test_a_guest_in_a_process_of_its_own_is_heard_by_all_workers() -> None:
+def test_guest_row_written_by_another_process_is_visible() -> None:
     board = Scoreboard(workers=1, slots=2, guests=1)
     child = os.fork()
     if child == 0:
@@ -176,7 +176,7 @@ def test_a_guest_in_a_process_of_its_own_is_heard_by_all_workers() -> None:
     assert board.running(0) == 1
 
 
-def test_a_pool_chooses_around_the_load_of_another_gateway() -> None:
+def test_pool_considers_the_load_of_another_gateway() -> None:
     board = Scoreboard(workers=1, slots=2, guests=1)
     roster = Roster([], [("d", 1), ("d", 2)], board)
     pool = Pool(
