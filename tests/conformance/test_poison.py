@@ -231,7 +231,7 @@ async def test_engines_that_die_one_after_the_other_make_nobody_poison(deploy: D
 @pytest.mark.fault(116)
 async def test_a_request_that_is_served_meanwhile_is_acquitted(deploy: Deploy) -> None:
     """Both decoders that it was on died for another reason, as a copy of it shows."""
-    gateway = await deploy(1, 3, engine=PACE, resume=PATIENT, hearing_seconds=5.0)
+    gateway = await deploy(1, 3, engine=PACE, resume=PATIENT, hearing_seconds=12.0)
     gateway.expects_inexact_pins, gateway.may_stay_pinned = True, 10
     first, second, _ = gateway.decoders
     for decoder in (first, second):

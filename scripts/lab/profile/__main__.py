@@ -30,13 +30,13 @@ PARTS: Final = tuple(
         ("access line and metrics", r"logging/|prometheus_client/|proxy/observe"),
         (
             "selection: leases, loads, health, admission",
-            r"proxy/balancer|proxy/gateway/(admission|body_buffers|retry_budget)",
+            r"proxy/balancer|proxy/gateway/(admission|retry)",
         ),
         ("bodies: parsing, splicing, cost", r"proxy/wire/document|proxy/dialects/(call|requests|fanout)"),
         ("legs: connectors and connections to engines", r"proxy/connectors|proxy/upstream"),
         (
             "answer: events, transcript, client",
-            r"proxy/wire|proxy/dialects|proxy/resume|proxy/gateway/(relay|delivery|chunk_writer|token_shapes|client_writer|answers)",
+            r"proxy/wire|proxy/dialects|proxy/resume|proxy/gateway/(relay|delivery|client_writer|answers)",
         ),
         ("request: route, attempts, contexts", r"proxy/api|proxy/gateway|contextlib"),
         ("everything else", r"^$"),
