@@ -302,7 +302,7 @@ class _Relayed(Answer):
             raise relay.error
         delivery, segment = self.delivery, relay.segment
         if not segment.has_usage_chunk:
-            attempt.note_usage(delivery.of_all(segment.usage))
+            attempt.note_usage(delivery.total_usage(segment.usage))
             return
         if delivery.is_stopped or delivery.usage is None:
             self._end(attempt.timeline)

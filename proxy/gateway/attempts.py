@@ -1,4 +1,4 @@
-"""One unit's attempts: the only loop that repeats or resumes a request."""
+"""Makes the attempts of one unit: the only loop that retries or resumes a request."""
 
 from __future__ import annotations
 
@@ -25,27 +25,28 @@ if TYPE_CHECKING:
     from proxy.observe.record import RequestRecord
     from proxy.observe.timeline import Timeline
 
-# Between two looks for a backend that could go on with an answer.
-_LOOK_AGAIN_SECONDS: Final = 0.25
+# The interval of checks for a backend that can continue an answer.
+_CHECK_SECONDS: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FailedAttempt:
-    """The first attempt at a unit, which failed before the attempt loop began."""
+    """A first attempt that failed before the attempt loop began."""
 
     timeline: Timeline
     """The timeline of the unit."""
     error: NoBackendAvailable | UpstreamError
+    """Why the attempt failed."""
     prefiller: Backend | None
-    """The prefiller that has the prompt in its cache; None: none, or not known."""
+    """The prefiller that has the prompt in its cache. None: there is none, or it is unknown."""
     began_at: float | None
-    """When the attempt had its first output, in seconds of the suspects' clock; None: it had none."""
+    """Time of the first output, in seconds of the suspects' clock. None: there was no output."""
 
 
 class AttemptLoop:
-    """One unit's attempts: opened on fresh backends until its answer is complete, or must not be tried again.
+    """Makes attempts on further backends until the answer is complete, or must not be tried again.
 
-    An attempt that failed before its decoder said anything is *repeated*; an answer that had begun is *resumed*.
+    An attempt that failed before its decoder sent anything is *repeated*. An answer that had begun is *resumed*.
     """
 
     def __init__(
@@ -56,14 +57,14 @@ class AttemptLoop:
         suspicion: Suspicion,
         failed: FailedAttempt | None = None,
     ) -> None:
-        """Begin no attempt yet.
+        """Prepare the attempts.
 
         Args:
-            parts: Those of the lane.
+            parts: The parts of the lane.
             answer: The answer to the unit.
-            record: What is noted of the client request.
-            suspicion: Whether the client request may break engines.
-            failed: The first attempt at a unit that has been let in already; None: there was none.
+            record: The record of the client request.
+            suspicion: The suspicion that the client request crashes engines.
+            failed: The first attempt at a unit that was admitted already. None: no attempt was made.
         """
         self._parts = parts
         self._settings = parts.settings
@@ -72,86 +73,96 @@ class AttemptLoop:
         self._delivery = answer.delivery
         self._record = record
         self._is_first = failed is not None or not record.timelines
-        self._begun = failed
+        self._first_failure = failed
         self._timeline = record.timeline() if failed is None else failed.timeline
         self._permit = RetryPermit(parts.budget)
         self._guard = UnitGuard(parts.suspects, suspicion, self._permit)
         self._resuming = Resuming(parts, answer, self._timeline)
-        # Of the next attempt.
+        # The next attempt
         self._call = answer.call
         self._avoid: set[Backend] = set()
         self._prefer: Backend | None = None
-        # Of the attempts so far.
+        # The attempts so far
         self._failures: dict[Role, int] = {}
+        """The number of failed attempts by role."""
         self._has_reached_engines = False
-        self._has_asked_all = False
-        """Since the last failure, backends that had failed were tried once more for lack of others."""
-        self._soonest = math.inf
-        self._last: UpstreamError | None = None
-        self._gone: Role | None = None
-        """Whose instances it is in the queue for once more."""
-        self._refusal: UpstreamError | None = None
-        """All instances of a role refused, last with this, and it is in the queue once more until one takes it."""
+        """Whether an engine may have received the request."""
+        self._has_retried_all = False
+        """Whether failed backends were tried again since the last failure, because there were no others."""
+        self._min_retry_after_seconds = math.inf
+        """The shortest Retry-After of any engine."""
+        self._last_error: UpstreamError | None = None
+        self._awaited_role: Role | None = None
+        """The role that lost all its instances, so that the unit is queued again. None: there is no such role."""
+        self._rejection: UpstreamError | None = None
+        """The last error, if all instances of a role reject requests and the unit is queued again."""
 
     async def run(self) -> None:
-        """Open attempts until one has brought the whole answer.
+        """Make attempts until one has brought the whole answer.
 
-        Raises Overloaded, NoBackendAvailable, UpstreamError, ClientStalled.
+        Raises:
+            Overloaded: The queue rejects the unit.
+            NoBackendAvailable: A role has no backend.
+            UpstreamError: The last attempt failed.
+            ClientStalled: The client does not read.
         """
         record, guard = self._record, self._guard
         waits_until = record.clock() + self._settings.admission.wait_seconds
         while True:
             try:
                 async with self._admit():
-                    if self._begun is None:
+                    if self._first_failure is None:
                         self._timeline.leave()
-                    if self._gone is not None and self._is_still_gone(self._gone):
-                        raise NoBackendAvailable(self._gone)  # it was let in because the queue waits no longer for them
-                    # No await before the first lease: the room that was seen is still there.
+                    if self._awaited_role is not None and self._is_still_gone(self._awaited_role):
+                        raise NoBackendAvailable(
+                            self._awaited_role
+                        )  # admitted because the queue waits no longer for them
+                    # The first lease must be taken before any await, while there is room.
                     with guard.blame, self._permit:
                         while not await self._attempt():
                             pass
                 guard.suspicion.was_served(guard.history)
                 return
             except Overloaded as error:
-                # What an engine said is more to the point than that the queue was in vain.
-                raise error if self._refusal is None else self._refusal from None
+                # The error of the engine tells the client more than the error of the queue.
+                raise error if self._rejection is None else self._rejection from None
             except (NoBackendAvailable, UpstreamError) as error:
-                if self._is_refused(error):
-                    # It also waits in vain for instances that say themselves that they refuse for longer.
+                if self._is_rejected(error):
+                    # A wait is useless if all instances will reject requests for longer.
                     refused_until = self._parts.pools.of(_role_of(error)).refused_until()
                     if max(record.clock(), refused_until) >= waits_until:
                         raise
-                    self._refusal = error if isinstance(error, UpstreamError) else self._refusal
+                    self._rejection = error if isinstance(error, UpstreamError) else self._rejection
                 elif not self._is_absence(error):
                     raise
                 else:
                     gone = _role_of(error)
                     if not self._parts.pools.of(gone).is_restarting() or record.clock() >= waits_until:
                         raise error if isinstance(error, NoBackendAvailable) else NoBackendAvailable(gone) from error
-                    self._gone = gone
+                    self._awaited_role = gone
                     self._failures.clear()
             self._avoid.clear()
-            self._last = self._prefer = None
+            self._last_error = self._prefer = None
 
     def _admit(self) -> Entry:
+        """Return the admission of the unit."""
         admission, key = self._parts.admission, self._record.key
-        if self._begun is not None:
+        if self._first_failure is not None:
             entry = Entry(admission, key, is_patient=True, on_wait=None)
             entry.has_been_in = True
             return entry
-        # A request that was let in is let in whole: its further units wait as long as it takes.
+        # All units of an admitted request are admitted, whatever the length of the wait.
         wanted = self._call.pick_request
         return admission.admit(
             key,
-            patient=not self._is_first and self._refusal is None,
+            patient=not self._is_first and self._rejection is None,
             on_wait=self._enter_queue,
             request=wanted,
             since=self._record.started,
         )
 
-    def _is_refused(self, error: NoBackendAvailable | UpstreamError) -> bool:
-        """Whether it may wait in the queue, because all instances of a role refuse requests for the moment."""
+    def _is_rejected(self, error: NoBackendAvailable | UpstreamError) -> bool:
+        """Return whether the unit may be queued again, because all instances of a role reject requests."""
         if self._delivery.is_touched or self._delivery.seam is not None or self._settings.retry.max_attempts < 2:
             return False
         if isinstance(error, UpstreamError):
@@ -159,13 +170,13 @@ class AttemptLoop:
         return self._parts.pools.of(error.role).refuse_all()
 
     def _is_absence(self, error: NoBackendAvailable | UpstreamError) -> bool:
-        """Whether nothing has come of the request but refused connections, of instances that are all gone."""
+        """Return whether all instances of a role are gone, and no engine has received the request."""
         if isinstance(error, UpstreamError) and error.failure is not Failure.CONNECT:
             return False
         return self._parts.pools.of(_role_of(error)).is_gone() and not self._has_reached_engines
 
     def _is_still_gone(self, role: Role) -> bool:
-        """Whether another attempt would end as the last one did, after a prefill for nothing."""
+        """Return whether another attempt would fail as the last one, after a useless prefill."""
         pool = self._parts.pools.of(role)
         return pool.is_gone() and not pool.is_restarting()
 
@@ -173,11 +184,11 @@ class AttemptLoop:
         self._timeline.enter(Stage.QUEUE)
 
     async def _attempt(self) -> bool:
-        """One attempt: whether the answer is complete, or else what to do next is decided."""
+        """Make one attempt. Return True if the answer is complete, or False for another attempt."""
         guard = self._guard
         try:
-            # An attempt whose place does not matter begins without an await.
-            begun, self._begun = self._begun, None
+            # If any backend will do, the attempt begins without an await.
+            begun, self._first_failure = self._first_failure, None
             if begun is None:
                 avoid = await self._confine() if guard.suspicion.bears_on_choice else self._avoid
             else:
@@ -192,33 +203,33 @@ class AttemptLoop:
                     self._prefer = attempt.prefiller
                     await self._answer.take(attempt, guard)
                     return True
-            except NoBackendAvailable as nobody:
-                if left := guard.leave(nobody.role):
+            except NoBackendAvailable as absence:
+                if left := guard.leave(absence.role):
                     self._avoid |= left
                 else:
-                    await self._look_again(nobody)
+                    await self._wait_for_backend(absence)
                 return False
             except UpstreamError as error:
-                return await self._failed(error)
+                return await self._handle_failure(error)
         finally:
             self._timeline.leave()
             guard.end_attempt()
 
     async def _confine(self) -> Collection[Backend]:
-        """The backends to avoid; raises the last error when its turn to be repeated does not come again."""
+        """Return the backends to avoid. Raise the last error if the retry budget has no permit in time."""
         was_held = self._permit.is_held
         avoid = await self._guard.confine(self._avoid)
         if was_held and not await self._permit.acquire(self._settings.resume.deadline_seconds):
-            assert self._last is not None
+            assert self._last_error is not None
             self._metrics.retry_budget_exhausted_total.inc()
-            raise self._resuming.given_up(self._last, "the retry budget had no place for it in time")
+            raise self._resuming.given_up(self._last_error, "the retry budget had no place for it in time")
         return avoid
 
-    async def _failed(self, error: UpstreamError) -> bool:
-        """Decide what to do after an attempt failed: True when the answer is over all the same, or raise."""
-        self._last = error
+    async def _handle_failure(self, error: UpstreamError) -> bool:
+        """Decide what to do after an attempt failed. Return True if the answer is complete anyway, or raise."""
+        self._last_error = error
         self._timeline.failed(error)
-        self._has_asked_all = False
+        self._has_retried_all = False
         self._has_reached_engines |= error.failure is not Failure.CONNECT
         self._avoid.add(error.backend)
         if await self._guard.broke_down(error, self._timeline, self._record):
@@ -226,14 +237,14 @@ class AttemptLoop:
                 self._metrics.resume_failures_total.labels(error.failure.value).inc()
             raise error.as_stopped()
         if not self._delivery.is_touched:
-            self._prefer = None  # the KV may never have arrived, and either engine may be the reason
+            self._prefer = None  # the KV may not have arrived, and the prefiller may be the reason
         if self._resuming.is_incident(error):
             return await self._resume(error)
         await self._repeat(error)
         return False
 
     async def _resume(self, error: UpstreamError) -> bool:
-        """True when the answer is over, False when it is up to the next attempt. Raises when it cannot be saved."""
+        """Prepare to resume the answer. Return True if it is complete already. Raise if it cannot be resumed."""
         resuming = self._resuming
         resumption = await resuming.decide(error, self._call)
         self._failures.clear()
@@ -255,25 +266,27 @@ class AttemptLoop:
         return False
 
     async def _repeat(self, error: UpstreamError) -> None:
-        """Wait for the next try of an attempt whose decoder said nothing, or raise."""
+        """Wait before an attempt is repeated, or raise. Its decoder has not sent anything."""
         role, retry, resuming = error.backend.role, self._settings.retry, self._resuming
-        if error.retry_after_seconds is not None:  # where all are busy, the client may come when the first one is not
-            self._soonest = error.retry_after_seconds = min(error.retry_after_seconds, self._soonest)
+        if error.retry_after_seconds is not None:  # if all are busy, the client may return when the first one is free
+            self._min_retry_after_seconds = error.retry_after_seconds = min(
+                error.retry_after_seconds, self._min_retry_after_seconds
+            )
         if error.is_refusal and retry.max_attempts > 1 and not resuming.is_unrepeatable:
-            await self._repeat_refused(error)
+            await self._repeat_rejected(error)
             return
         attempts = self._failures[role] = self._failures.get(role, 0) + 1
         if not may_retry(
             error, sent_to_client=resuming.is_unrepeatable, attempts=attempts, max_attempts=retry.max_attempts
         ):
             if error.failure is Failure.CONNECT and resuming.is_searching:
-                # The last instance of a role is not taken out, however often it refuses: it may be on its way back.
-                await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+                # The last instance of a role is never ejected, because it may be restarting.
+                await asyncio.sleep(_CHECK_SECONDS)
                 return
             raise (
                 resuming.given_up(error, "no instance could continue it") if self._delivery.seam is not None else error
             )
-        # What was never sent costs the engines nothing to repeat.
+        # A request that was not sent costs the engines nothing, so it needs no permit.
         if error.failure is not Failure.CONNECT and not await self._permit.acquire(retry.budget_wait_seconds):
             self._metrics.retry_budget_exhausted_total.inc()
             raise error
@@ -283,9 +296,10 @@ class AttemptLoop:
         self._timeline.leave()
         await asyncio.sleep(backoff_seconds(retry, attempts))
 
-    async def _repeat_refused(self, error: UpstreamError) -> None:
-        """Wait for the next try of an attempt that an engine refused, or raise. It counts for nothing: the engine has
-        done no work, is passed over from now on, and so is not asked again before others.
+    async def _repeat_rejected(self, error: UpstreamError) -> None:
+        """Wait before an attempt is repeated that an engine rejected, or raise.
+
+        Such an attempt does not count, because the engine has done no work and is avoided from now on.
         """
         role, resuming = error.backend.role, self._resuming
         pool = self._parts.pools.of(role)
@@ -297,7 +311,7 @@ class AttemptLoop:
                     else error
                 )
             while pool.refuse_all() and resuming.is_searching:  # noqa: ASYNC110 time alone may end it
-                await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+                await asyncio.sleep(_CHECK_SECONDS)
             self._avoid.clear()
         self._metrics.retries_total.labels(role.value, error.failure.value).inc()
         if self._delivery.seam is None:
@@ -305,25 +319,25 @@ class AttemptLoop:
         self._timeline.leave()
         await asyncio.sleep(backoff_seconds(self._settings.retry, 1))
 
-    async def _look_again(self, nobody: NoBackendAvailable) -> None:
-        """There was no backend: decide whether there may be one soon, or raise."""
-        last, resuming = self._last, self._resuming
+    async def _wait_for_backend(self, absence: NoBackendAvailable) -> None:
+        """Decide whether to wait for a backend after there was none, or raise."""
+        last, resuming = self._last_error, self._resuming
         is_innocent = last is not None and (last.is_stale or last.failure is Failure.RECOMPUTED)
-        if self._avoid and last is not None and (resuming.is_searching or is_innocent) and not self._has_asked_all:
-            # A decoder that is short of memory is not sick, one that closed an idle connection may never have been
-            # asked, and others may be well again: where there is no other, the same one is asked again.
+        if self._avoid and last is not None and (resuming.is_searching or is_innocent) and not self._has_retried_all:
+            # Try the same backends again: a decoder may have recovered from a lack of KV memory, a request on a closed
+            # idle connection may not have been received, and other backends may be healthy again.
             self._avoid.clear()
-            self._has_asked_all = True
+            self._has_retried_all = True
         elif resuming.is_searching:
-            self._avoid.clear()  # a suspect avoids those that refused it, too
-            await asyncio.sleep(_LOOK_AGAIN_SECONDS)
-        # What the last engine said is more to the point, except that it could not be reached.
+            self._avoid.clear()  # a suspect also avoids the backends that rejected it
+            await asyncio.sleep(_CHECK_SECONDS)
+        # Report the last error of an engine, unless the engine was not reached.
         elif last is None or (last.failure is Failure.CONNECT and resuming.action is None):
             if self._guard.awaits_verdict:
-                await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+                await asyncio.sleep(_CHECK_SECONDS)
                 if await self._guard.is_acquitted():
                     return
-            raise nobody
+            raise absence
         else:
             raise resuming.given_up(last, "no instance could continue it") if resuming.action else last from None
 

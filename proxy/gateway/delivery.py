@@ -1,4 +1,4 @@
-"""One answer on its way to the client, whichever decoders work on it: what of their streams the client gets. No IO."""
+"""Decides what the client gets of the decoders' streams of one answer. No IO."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from proxy.wire.openai import data_event, with_prompt_details
 from proxy.wire.token import Shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from proxy.dialects.call import Call
     from proxy.resume.engines import Engine
@@ -30,25 +30,27 @@ if TYPE_CHECKING:
 _NOT_COMMON: Final = frozenset({"choices", "usage", "prompt_token_ids", "system_fingerprint", "prompt_text"})
 
 
-# Some streams have no shape, and an attempt to learn one costs more than parsing a token.
+# Attempts to learn a shape. Some streams have none, and each attempt costs more than to parse a token.
 _MAX_ATTEMPTS: Final = 8
 
 
 class TokenShapes:
-    """The shapes that the tokens of one decoder's stream have, one after the other."""
+    """Learns the shape of the tokens in one decoder's stream. The shape may change."""
 
     __slots__ = ("_attempts_left", "current")
 
     def __init__(self) -> None:
         self.current: Shape | None = None
-        """The shape of the present tokens, as long as they add to the same text; None while it is not known."""
+        """The shape of the present tokens. None: unknown."""
         self._attempts_left = _MAX_ATTEMPTS
 
     def learn(self, raw: bytes, *, is_token: bool, is_whole: bool) -> None:
-        """Learn what the next tokens look like if this event, which was parsed, looks different from those before it.
+        """Learn the shape of the next tokens from a parsed event, if it differs from the present shape.
 
-        `is_token`: it shows text, and what comes behind it may differ in no more than its text. `is_whole`: it was
-        parsed as it came.
+        Args:
+            raw: The bytes of the event.
+            is_token: Whether the event shows text, so that the next tokens may differ only in their text.
+            is_whole: Whether the event was parsed without a change.
         """
         if is_token and self.current is not None and self.current.is_around(raw):
             return
@@ -58,9 +60,7 @@ class TokenShapes:
             self.current = Shape.of(raw)
 
     def was_right(self) -> None:
-        """Tokens had the present shape, so another one is worth learning when they change: SGLang's chunks tell the
-        second in which they were written.
-        """
+        """Allow further attempts after tokens had the present shape. SGLang's chunks change each second."""
         self._attempts_left = _MAX_ATTEMPTS
 
 
@@ -69,26 +69,31 @@ _NO_TOKEN_IDS: Final = b'"token_ids":null'
 
 
 class ChunkWriter:
-    """Writes the chunks of one answer.
-
-    `is_observed`: the answer has one choice and comes with token ids. `rewrite`: turns each payload into the bytes to
-    send, in place of the engine's.
-    """
+    """Writes the chunks of one answer."""
 
     def __init__(self, call: Call, rewrite: Callable[[dict[str, Any]], bytes] | None, *, is_observed: bool) -> None:
+        """Prepare the writer.
+
+        Args:
+            call: The call of the client.
+            rewrite: Turns each payload into the bytes to send. None: the client gets events in the engine's form.
+            is_observed: Whether the answer has one choice, and token ids that the client may not have requested.
+        """
         self.last_payload: dict[str, Any] = {}
-        """The last payload given out; a pattern for a merged usage chunk."""
+        """The last payload sent: a pattern for a merged usage chunk."""
         self.wants_ids = call.wants_ids
-        """The client asked for token ids."""
+        """Whether the client requested token ids."""
         self.hides_reasoning = is_observed and call.values.get("include_reasoning") is False
+        """Whether the client does not get the reasoning."""
         self.rewrites = rewrite is not None
+        """Whether `rewrite` writes all events."""
         self.keeps_bytes = rewrite is None and not self.hides_reasoning
-        """Chunks of the first decoder keep the engine's bytes, except for token ids."""
+        """Whether chunks of the first decoder keep the engine's bytes, except for token ids."""
         self._is_observed = is_observed
         self._rewrite = rewrite
 
     def as_it_came(self, segment: Segment, event: Event, payload: dict[str, Any]) -> bytes:
-        """An event as the engine wrote it, without the ids that the client did not ask for."""
+        """Return an event with the engine's bytes, but without token ids that the client did not request."""
         if self._rewrite is not None:
             self.last_payload = payload
             return self._rewrite(payload)
@@ -107,22 +112,23 @@ class ChunkWriter:
         return b"data: %b\n\n" % data.replace(b"\n", b"\ndata: ")
 
     def untouched(self, segment: Segment, event: Event) -> bytes:
-        """An event of which only the members for engines are left out."""
+        """Return an event with the engine's bytes, but without the members that are for engines only."""
         if not segment.has_engine_members:
             return event.raw
         assert event.data is not None
         return b"data: %b\n\n" % without_engine_members(event.data).replace(b"\n", b"\ndata: ")
 
     def put_back_prompt_ids(self, payload: dict[str, Any], ids: bytes) -> None:
-        """Return the prompt's ids, which the Segment has cut out, to a payload that is written anew: if the client
-        asked for them.
-        """
+        """Put the ids of the prompt, which the Segment has cut out, back into a payload if the client wants them."""
         if self.wants_ids:
             owner = payload if "prompt_token_ids" in payload else payload["choices"][0]
             owner["prompt_token_ids"] = orjson.Fragment(ids)
 
     def anew(self, payload: dict[str, Any], choice: dict[str, Any]) -> bytes:
-        """A payload that was changed; `choice` is its only choice. Empty when it has nothing for the client."""
+        """Return a changed payload as an event, or empty bytes if it has nothing for the client.
+
+        `choice`: the only choice of the payload.
+        """
         delta = choice.get("delta")
         if self.hides_reasoning and delta:
             delta = {name: value for name, value in delta.items() if not name.startswith("reasoning")}
@@ -137,7 +143,7 @@ class ChunkWriter:
 
 
 def without_token_ids(data: bytes) -> bytes:
-    """The data of an event, or an event of one line, with `null` in place of its token ids, if it has any."""
+    """Return the data of an event with `null` in place of its token ids. `data`: may also be an event of one line."""
     before, name, behind = data.partition(_TOKEN_IDS)
     if not name:
         return data
@@ -146,28 +152,22 @@ def without_token_ids(data: bytes) -> bytes:
 
 
 def has_only_ids(choice: dict[str, Any]) -> bool:
-    """A chat chunk that carries token ids and nothing else: without them there would be no chunk."""
+    """Return whether a chat chunk has token ids and nothing else."""
     return choice.get("delta") == {} and choice.get("finish_reason") is None and choice.get("logprobs") is None
 
 
 class Collector(Protocol):
-    """Puts an answer together that is not streamed to the client."""
+    """Assembles an answer that is not streamed to the client."""
 
     def add(self, payload: dict[str, Any]) -> bytes:
         """Take the next chunk."""
 
     def cut(self, tokens: int) -> None:
-        """Forget what belongs to tokens behind the first `tokens`."""
+        """Forget everything after the first `tokens` tokens."""
 
 
 class Delivery:
-    """What the client has of one answer, and the only one who gives it more.
-
-    `is_observed`: the answer has one choice, and its text is kept; `tells_ids`: it comes with token ids. `rewrite`:
-    turns each payload into the bytes to send when the stream is merged with others, whose usage chunk is the merger's.
-    `keeps_bytes`: what the segments read is what the engine wrote.
-    `whole`: collects an answer that is not streamed to the client.
-    """
+    """Tracks what the client has of one answer, and turns events of decoders into bytes for the client."""
 
     def __init__(
         self,
@@ -181,27 +181,40 @@ class Delivery:
         rewrite: Callable[[dict[str, Any]], bytes] | None = None,
         whole: Collector | None = None,
     ) -> None:
+        """Prepare the delivery.
+
+        Args:
+            call: The call of the client.
+            new_segment: Returns the reader for a decoder's stream.
+            is_observed: Whether the answer has one choice, whose text is recorded so that the answer can be resumed.
+            tells_ids: Whether an observed answer has token ids.
+            keeps_bytes: Whether the reader gets the bytes of the engine unchanged.
+            engine: The kind of the engines.
+            rewrite: Turns each payload into the bytes to send. The usage chunk is then written by its owner.
+                None: the client gets events in the engine's form.
+            whole: Collects an answer that is not streamed to the client. None: the answer is streamed.
+        """
         self.transcript = Transcript(engine.reasoning_field)
         self.has_output = False
-        """The client was given a part of the answer: from now on it cannot begin anew unnoticed."""
+        """Whether the client has a part of the answer, so that it would notice a new beginning."""
         self.is_finished = False
-        """The client has the finish reason, whether usage and `[DONE]` come or not."""
+        """Whether the client has the finish reason."""
         self.has_lost_track = False
-        """What was read last made no sense, so it is not known any more what the client has."""
+        """Whether an unreadable event has made it unknown what the client has."""
         self.is_touched = False
-        """The present decoder has said something that counts: the answer cannot simply be asked for again."""
+        """Whether the present decoder has sent a part of the answer, so that the request cannot just be repeated."""
         self.segment: Segment | None = None
-        """The present decoder's stream; None before the first."""
+        """The present decoder's stream. None before the first one."""
         self.usage: dict[str, Any] | None = None
-        """The usage of the whole answer, once it has ended; None where engines tell neither usage nor token ids."""
+        """The usage of the whole answer. None before its end, and if engines send neither usage nor token ids."""
         self.counts_reasoning = False
-        """Engines tell in a chat's usage how many tokens are reasoning."""
+        """Whether engines count reasoning tokens in the usage of a chat."""
         self.fingerprint: str | None = None
-        """`system_fingerprint`, which engines put on the usage chunk if there is one."""
+        """The member `system_fingerprint` of the usage chunk. None: there was none."""
         self.head: dict[str, Any] = {}
-        """The members that all chunks have in common, of the first chunk."""
+        """The members of the first chunk that all chunks have in common."""
         self.tail: dict[str, Any] = {}
-        """What else a whole answer has beside its choices and usage, such as the prompt's text, or metrics."""
+        """Other members of a whole answer, such as the text of the prompt, or metrics."""
         self.call = call
         self.is_observed = is_observed
         self.tells_ids = is_observed and tells_ids
@@ -211,60 +224,51 @@ class Delivery:
         self.writer = writer = ChunkWriter(call, rewrite if whole is None else whole.add, is_observed=is_observed)
         self.seam: Seam | None = None
         """Joins the next decoder's stream to the answer so far. None: the next stream begins the answer."""
-        self._expected: bytes | None = None
+        self._expected_prompt_ids: bytes | None = None
+        """The prompt ids that a continuing decoder must report. None: any."""
         self._is_checked = False
+        """Whether the present decoder's prompt ids were checked."""
         self.shapes: TokenShapes
-        """Of the present decoder's tokens, once there is one."""
+        """The shapes of the present decoder's tokens. Not set before the first decoder."""
         self._held: list[bytes] = []
+        """Events before the first output. They are sent together with it."""
         self._wants_ids = writer.wants_ids
         writer.keeps_bytes &= keeps_bytes
         self._keeps_bytes = keeps_bytes
         self._tells_shapes = keeps_bytes and not writer.hides_reasoning and (rewrite is None or whole is not None)
 
     @property
-    def ahead(self) -> Sequence[int]:
-        """Ids the client has seen and the present decoder has not generated again yet."""
-        return () if self.seam is None else self.seam.swallowed
-
-    @property
-    def told(self) -> dict[str, Any] | None:
-        """The last usage that the present decoder has told; None: it has told none."""
-        return None if self.segment is None else self.segment.usage
-
-    @property
     def passes_bytes(self) -> bool:
-        """Whether the client gets the engine's own bytes, also of an event that cannot be read."""
+        """Whether the client gets the bytes of the engine, even those of unreadable events."""
         return self.seam is None and self.writer.keeps_bytes
 
     @property
     def is_stopped(self) -> bool:
-        """A stop string was found that no engine could see."""
+        """Whether the answer ended at a stop string that no single engine could find."""
         return self.seam is not None and self.seam.is_stopped
 
     @property
     def shape(self) -> Shape | None:
-        """What tokens look like that may bypass this delivery: the client gets all of their bytes, without the ids that
-        it did not ask for, and the transcript their text and id. None: none may.
-        """
+        """The shape of tokens that may bypass this delivery. None: no token may."""
         return None if self._held and self._whole is None else self.shapes.current
 
     # Attempts
 
     def begin_anew(self) -> None:
-        """What came so far, if anything, the client never saw."""
+        """Forget the answer so far, of which the client has nothing."""
         self.transcript = Transcript(self.engine.reasoning_field)
         self.head, self.tail = {}, {}
         self._held.clear()
-        self.seam = self._expected = None
+        self.seam = self._expected_prompt_ids = None
         self.is_touched = self.is_finished = self.has_lost_track = False
         if self._whole is not None:
             self._whole.cut(0)
 
     def go_on(self, resumption: Resumption) -> None:
-        """The next stream is the continuation that was decided on."""
+        """Prepare for a stream that continues the answer."""
         assert resumption.seam is not None
         self.seam = resumption.seam
-        self._expected = resumption.prompt_ids
+        self._expected_prompt_ids = resumption.prompt_ids
         self.is_touched = False
         if resumption.action is not Action.REPLAY:
             self.transcript.cut(resumption.kept)
@@ -272,11 +276,11 @@ class Delivery:
                 self._whole.cut(resumption.kept)
 
     def lose_track(self) -> None:
-        """The transcript cannot be relied on: the answer can only begin anew."""
+        """Record that the transcript is incomplete, so that the answer can only begin again."""
         self.has_lost_track = self.is_touched = True
 
     def begin_stream(self) -> Segment:
-        """Another decoder begins to answer: what reads its stream."""
+        """Return the reader for the stream of another decoder."""
         seam = self.seam
         self.segment = segment = Segment() if seam is not None and seam.reads_completion else self._new_segment()
         self.usage = None
@@ -284,17 +288,17 @@ class Delivery:
         self.shapes = TokenShapes()
         return segment
 
-    # What a decoder says
+    # Events of a decoder
 
     def opening(self, segment: Segment, event: Event) -> None:
-        """The role chunk. Raises Mismatch when the engine has another prompt than it was given."""
+        """Take the role chunk. Raises Mismatch if the engine has another prompt than it was given."""
         self._check_prompt(segment)
         if self.seam is None:
-            self._note_head(segment.payload)
+            self._keep_head(segment.payload)
             self._held.append(self.writer.as_it_came(segment, event, segment.payload))
 
     def content(self, segment: Segment, event: Event) -> bytes:
-        """A part of the answer; empty when there is nothing in it for the client. Raises Mismatch."""
+        """Take a part of the answer. Return the bytes for the client, which may be empty. Raises Mismatch."""
         self.is_touched = True
         if not self._is_checked:
             self._check_prompt(segment)
@@ -302,13 +306,13 @@ class Delivery:
             choices = segment.payload.get("choices")
             if self._tells_shapes and choices and len(choices) == 1:
                 self._learn(segment, event, choices[0])
-            return self._given(self.writer.as_it_came(segment, event, segment.payload))
+            return self._with_held(self.writer.as_it_came(segment, event, segment.payload))
         if self.seam is not None:
-            return self._given(self._stitched(segment, recomputed=False))
+            return self._with_held(self._stitched(segment, recomputed=False))
         payload = segment.payload
         choice = payload["choices"][0]
         if not self.head:
-            self._note_head(payload)
+            self._keep_head(payload)
         ids = choice.get("token_ids")
         shows = self.has_lost_track or self._take(choice, ids)
         if choice.get("finish_reason") is not None:
@@ -318,14 +322,14 @@ class Delivery:
         if not shows and ids and not self._wants_ids and has_only_ids(choice):
             return b""
         if not self.writer.keeps_bytes:
-            return self._given(self.writer.anew(payload, choice))
-        return self._given(self.writer.as_it_came(segment, event, payload))
+            return self._with_held(self.writer.anew(payload, choice))
+        return self._with_held(self.writer.as_it_came(segment, event, payload))
 
     def _take(self, choice: dict[str, Any], ids: Any) -> bool:
-        """Have the transcript take a choice; whether it shows anything.
+        """Add a choice to the transcript. Return whether it shows anything.
 
-        One that it cannot take costs the client nothing, unless the answer is put together from the transcript: the
-        answer goes on, and cannot be resumed.
+        After an unreadable choice a streamed answer continues, but it cannot be resumed. A whole answer cannot be
+        assembled: raises UnreadableMember.
         """
         try:
             return self.transcript.take(choice, ids)
@@ -336,57 +340,62 @@ class Delivery:
             return True
 
     def _learn(self, segment: Segment, event: Event, choice: dict[str, Any]) -> None:
-        """Learn what tokens look like from one of them. Where tools were called they may differ in more than text."""
+        """Learn the shape of tokens from an event. After tool calls, tokens may differ in more than their text."""
         is_token = choice.get("finish_reason") is None and choice.get("logprobs") is None and not self.transcript.tools
         self.shapes.learn(event.raw, is_token=is_token, is_whole=segment.data is event.data)
 
     def recomputed(self, segment: Segment) -> bytes:
-        """The chunk with which a decoder gives up: its text counts, its finish does not, nor do its tool calls."""
+        """Take the last chunk of a decoder that gives up. Its text counts, its finish and tool calls do not."""
         if not self.is_observed:
             return b""
         self.is_touched = True
         if not self._is_checked:
             self._check_prompt(segment, is_rewritten=True)
         if self.seam is not None:
-            return self._given(self._stitched(segment, recomputed=True))
+            return self._with_held(self._stitched(segment, recomputed=True))
         if not self.head:
-            self._note_head(segment.payload)
+            self._keep_head(segment.payload)
         payload, choice = unfinished(segment.payload)
         without_tool_calls(choice)
         withhold([choice], self.call)
         shows = self._take(choice, choice.get("token_ids"))
         if not shows and not (self.call.shows_single_tokens and choice.get("token_ids")):
             return b""
-        return self._given(self.writer.anew(payload, choice))
+        return self._with_held(self.writer.anew(payload, choice))
 
     def usage_chunk(
         self, segment: Segment, event: Event, details: dict[str, Any] | None, *, handed_over: bool
     ) -> bytes:
-        """The usage chunk; empty when the client did not ask for it. `details`: what the prefiller told of the prompt,
-        which counts when the KV cache was handed over.
+        """Take the usage chunk. Return the bytes for the client, which are empty if it did not request usage.
+
+        Args:
+            segment: The reader of the stream.
+            event: The event.
+            details: The `prompt_tokens_details` of the prefiller. None: it sent none.
+            handed_over: Whether the KV cache was handed over, so that the details of the prefiller count.
         """
         self.fingerprint = segment.payload.get("system_fingerprint") or self.fingerprint
         if self._whole is not None and self.seam is None:
             self.tail.update(_beside(segment.payload, self.head))
         if not segment.is_finished:
-            return b""  # of a stream that ends without an answer
-        told = segment.usage or {}
-        usage = told if self.seam is None else self.seam.usage(told)
+            return b""  # the stream ended without an answer
+        engine_usage = segment.usage or {}
+        usage = engine_usage if self.seam is None else self.seam.usage(engine_usage)
         if self.seam is not None:
             self._count_reasoning(usage)
         self.usage = with_prompt_details(usage, details) if handed_over else usage
         if not self.call.include_usage or self.writer.rewrites:
-            return b""  # not asked for, or the merger's
-        if self.usage is told and self._keeps_bytes:
+            return b""  # not requested, or written by the owner of `rewrite`
+        if self.usage is engine_usage and self._keeps_bytes:
             return self.writer.untouched(segment, event)
         return data_event({**segment.payload, **(self.head if self.seam else {}), "usage": self.usage})
 
-    def of_all(self, told: dict[str, Any] | None) -> dict[str, Any] | None:
-        """The usage of the whole answer by what the present decoder told of its part."""
-        return told if self.seam is None or told is None else self.seam.usage(told)
+    def total_usage(self, usage: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return the usage of the whole answer from that of the present decoder. None: it sent none."""
+        return usage if self.seam is None or usage is None else self.seam.usage(usage)
 
     def other(self, segment: Segment, event: Event) -> bytes:
-        """A comment, or data this gateway does not know: the client judges. Before the first token it is held, too."""
+        """Take a comment or unknown data, which is for the client to interpret. It is held before the first token."""
         if self.writer.rewrites:
             return b""
         raw = self.writer.untouched(segment, event)
@@ -396,7 +405,7 @@ class Delivery:
         return raw
 
     def closing(self, details: dict[str, Any] | None) -> bytes:
-        """What is missing at the end of an answer: the finish, and usage, unless they were told."""
+        """Return the missing end of an answer: finish reason and usage, unless an engine has sent them."""
         parts = []
         if self.seam is not None and not self.is_finished:
             for payload, _ in self.seam.ending():
@@ -404,15 +413,15 @@ class Delivery:
                 parts.append(self.writer.anew(payload, payload["choices"][0]))
         if self.usage is None:
             self.usage = self._counted(details)
-            # Of an answer that is not observed the client has all that was told.
+            # If the answer is not observed, the client has all chunks of the engine.
             if self.usage is not None and self.head and self.call.include_usage and not self.writer.rewrites:
                 parts.append(data_event({**self.head, "choices": [], "usage": self.usage}))
-        return self._given(b"".join(parts))
+        return self._with_held(b"".join(parts))
 
     def _counted(self, details: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Usage where there was no usage chunk: what the finish said of it, or else by the token ids.
+        """Return the usage from the last chunk, or count the token ids. None: there are neither.
 
-        None where engines tell neither. Text is not counted: how many tokens it is only the engine knows.
+        Text is not counted, because only the engine knows how many tokens it is.
         """
         segment = self.segment
         if self.seam is None and segment is not None and segment.usage and len(segment.finish_reasons) == 1:
@@ -443,12 +452,12 @@ class Delivery:
         return b"".join(parts)
 
     def _count_reasoning(self, usage: dict[str, Any]) -> None:
-        """Add what the usage of a completion, or one of ours, does not tell."""
+        """Add the count of reasoning tokens, which completions and our own usage lack."""
         if self.counts_reasoning and usage.get("completion_tokens_details") is None:
             usage["completion_tokens_details"] = {"reasoning_tokens": self.transcript.reasoning_ids}
 
-    def _given(self, output: bytes) -> bytes:
-        """The output with what was held back before it; from now on the client has a part of the answer."""
+    def _with_held(self, output: bytes) -> bytes:
+        """Return the output with the events held before it. From now on the client has a part of the answer."""
         if not output:
             return output
         self.has_output = True
@@ -457,7 +466,7 @@ class Delivery:
             self._held.clear()
         return output
 
-    def _note_head(self, payload: dict[str, Any]) -> None:
+    def _keep_head(self, payload: dict[str, Any]) -> None:
         self.head = head = payload.copy()
         for name in _NOT_COMMON:
             head.pop(name, None)
@@ -465,18 +474,21 @@ class Delivery:
             self.tail["prompt_text"] = payload["prompt_text"]
 
     def _check_prompt(self, segment: Segment, *, is_rewritten: bool = False) -> None:
-        """Note the prompt's ids, or see that they are those a continuing engine was given. Raises Mismatch."""
+        """Record the prompt ids of the first decoder, or check those of a continuing one. Raises Mismatch."""
         self._is_checked = True
-        told = segment.prompt_ids
-        if self._expected is not None:
-            if told is None or (told != self._expected and orjson.loads(told) != orjson.loads(self._expected)):
+        prompt_ids = segment.prompt_ids
+        if self._expected_prompt_ids is not None:
+            if prompt_ids is None or (
+                prompt_ids != self._expected_prompt_ids
+                and orjson.loads(prompt_ids) != orjson.loads(self._expected_prompt_ids)
+            ):
                 raise Mismatch
-        elif self.seam is None and told is not None:
-            self.transcript.prompt_ids = told
+        elif self.seam is None and prompt_ids is not None:
+            self.transcript.prompt_ids = prompt_ids
             if is_rewritten or not self.writer.keeps_bytes:
-                self.writer.put_back_prompt_ids(segment.payload, told)
+                self.writer.put_back_prompt_ids(segment.payload, prompt_ids)
 
 
 def _beside(usage_chunk: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
-    """The members of a usage chunk that belong to the whole answer, and that no other chunk has."""
+    """Return the members of a usage chunk that belong to the whole answer and to no other chunk."""
     return {name: value for name, value in usage_chunk.items() if name not in head and name not in _NOT_COMMON}

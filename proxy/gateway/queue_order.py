@@ -1,9 +1,11 @@
-"""In which order those who wait are served: more urgent priorities first, then fairly among keys, then the shorter.
+"""The order of the queue: more urgent priorities first, then fairly among client keys, then shorter requests.
 
-What a key was served is counted in predicted seconds of the engines, as in VTC (Sheng et al., OSDI'24) in tokens: a key
-that comes back begins where the one that was served least stands now, so nobody saves up, and nobody loses what he
-owes by leaving for a moment. Keys whose services are near each other compete by their work: served strictly in turn,
-many keys would have the shortest wait behind the longest. Where nothing is predicted, keys take turns.
+The service of a key is counted in predicted engine seconds, as VTC does in tokens (Sheng et al., OSDI'24). A key that
+returns starts with the service of the key that was served least. So absent keys do not save service, and a short
+absence does not cancel service already used.
+
+Keys with nearly equal service compete by their work. With strict turns, short requests of many keys would wait behind
+long ones. If nothing can be predicted, keys take turns.
 """
 
 from __future__ import annotations
@@ -26,42 +28,43 @@ if TYPE_CHECKING:
     from proxy.common.errors import GatewayError
 
 
-# Keys whose services differ by no more are equal.
+# Keys are treated as equal if their services differ by no more than this.
 _EQUAL_SECONDS: Final = 2.0
-_ARRIVALS: Final = count()  # in turn among equals
+# Numbers the waiters, so that equal waiters go in the order of their arrival.
+_ARRIVALS: Final = count()
 
 
 class LineUp(Protocol):
-    """In which order those who wait are served, and who of them now: the pool of prefillers."""
+    """Predicts the work of requests, and chooses the next one. The pool of prefillers implements it."""
 
     @property
     def holds_queue(self) -> bool:
-        """Whether it has a say in that now: otherwise they go in turn, and it is not asked for more."""
+        """Whether it orders the queue now. Otherwise requests go in turn, and no other method is called."""
 
     def work_seconds(self, request: PickRequest) -> float:
-        """What a request takes: of one key's units those with less work go first, see AGEING."""
+        """Return the predicted work of a request. Of the units of one key, shorter ones go first, see AGEING."""
 
     def left_queue(self, request: PickRequest) -> None:
-        """One whose `work_seconds` were asked for has left the queue: to be served, or for good."""
+        """Forget a request that has left the queue after a call of `work_seconds`."""
 
     def first_to_go(self, waiting: Sequence[PickRequest]) -> int | None:
-        """The first that should go now, to where there is room; None: all had better wait."""
+        """Return the index of the request that should go now, or None if all should wait for a better instance."""
 
 
 class InTurn:
-    """In the order of their arrival."""
+    """Serves requests in the order of their arrival."""
 
     holds_queue: ClassVar[bool] = False
 
     def work_seconds(self, request: PickRequest) -> float:
-        """All the same."""
+        """See LineUp. Nothing is predicted."""
         return 0.0
 
     def left_queue(self, request: PickRequest) -> None:
-        """Nothing was worked out."""
+        """See LineUp. Nothing was stored."""
 
     def first_to_go(self, waiting: Sequence[PickRequest]) -> int | None:
-        """The first."""
+        """See LineUp."""
         return 0
 
 
@@ -70,121 +73,125 @@ _place = attrgetter("place")
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """One unit that waits."""
+    """One unit in the queue."""
 
     key: str
+    """The name of the client key."""
     arrived: float
+    """Clock time at which the unit joined the queue."""
     turn: asyncio.Future[None]
-    """Done when it may go, or was refused."""
+    """Done when the unit may go, or was rejected."""
     request: PickRequest | None = None
-    """What it will lease; None: not known, so it goes in turn."""
+    """The lease that the unit will request. None: unknown, so the unit goes in turn."""
     is_patient: bool = False
-    """It is not refused any more."""
-    is_let_go: bool = False
-    """Limits that were learned do not hold it any more."""
+    """Whether the unit waits without limits, because its client request was admitted already."""
+    skips_learned_limits: bool = False
+    """Whether learned limits do not hold the unit back any more."""
     priority: int = 0
-    """Lower goes first."""
+    """Units with lower values go first."""
     work_seconds: float = 0.0
-    """By which the shorter goes first."""
+    """Predicted work. Shorter units go first."""
     cost_seconds: float = 0.0
-    """What its key is charged with; 0: not known."""
-    wanted_seconds: float | None = None
-    """How soon the client wants the first token; None: it does not say."""
+    """Predicted engine seconds, charged to the key. 0: unknown."""
+    first_token_seconds: float | None = None
+    """Longest time to the first token that the client accepts. None: no limit."""
     late_at: float = math.inf
-    """The clock's time from which on that is impossible."""
-    refusal: GatewayError | None = None
+    """Clock time from which the first token cannot be in time."""
+    rejection: GatewayError | None = None
+    """Why the unit was rejected. None: it was not."""
     place: tuple[int, float, int] = field(init=False, repr=False)
-    """Among those of its key."""
+    """Sort key among the units of one client key."""
 
     def __post_init__(self) -> None:
         self.place = self.priority, self.work_seconds + AGEING * self.arrived, next(_ARRIVALS)
 
     @property
-    def is_refused(self) -> bool:
-        """It need not wait any longer."""
-        return self.refusal is not None
-
-    @property
     def rank(self) -> tuple[int, float]:
-        """Where it stands among those of all queues: its priority, and then its work and how long it waits."""
+        """Sort key among the queues of all workers: the priority, then the work and the arrival."""
         return self.place[:2]
 
     @property
     def amount(self) -> float:
-        """What counts of it for how fast the queue is served: its cost, or one where that is not known."""
+        """The share of the unit in the drain rate: its cost, or 1 if the cost is unknown."""
         return self.cost_seconds or 1.0
 
 
 class Line:
-    """One key's units that wait. `requests`: those of them that may be refused."""
+    """The queued units of one client key."""
 
     __slots__ = ("key", "waiters", "requests", "served_seconds", "last_service", "_ranked")
 
     def __init__(self, key: str, served_seconds: float, last_service: int) -> None:
         self.key = key
-        self.waiters: dict[Waiter, None] = {}  # in the order of their arrival
+        self.waiters: dict[Waiter, None] = {}
+        """The units in the order of their arrival."""
         self.requests = 0
+        """The number of units that may be rejected."""
         self.served_seconds = served_seconds
+        """The service of the key, in predicted engine seconds."""
         self.last_service = last_service
+        """The number of the key's last service. Later services have higher numbers."""
         self._ranked: list[Waiter] = []
+        """The units in the order in which they go."""
 
     def add(self, waiter: Waiter) -> None:
-        """It waits."""
+        """Add a unit."""
         self.waiters[waiter] = None
         self.requests += not waiter.is_patient
         insort(self._ranked, waiter, key=_place)
 
     def remove(self, waiter: Waiter) -> None:
-        """It does not wait any more."""
+        """Remove a unit."""
         del self.waiters[waiter]
         self.requests -= not waiter.is_patient
         del self._ranked[bisect_left(self._ranked, waiter.place, key=_place)]
 
     @property
-    def first(self) -> Waiter:
-        """The next one."""
+    def head(self) -> Waiter:
+        """The unit that goes next."""
         return self._ranked[0]
 
     def amount_before(self, waiter: Waiter) -> float:
-        """Of those that go before one that is not here yet."""
+        """Return the amount of the units that go before a new one."""
         return sum(before.amount for before in self._ranked[: bisect_left(self._ranked, waiter.place, key=_place)])
 
     def amounts(self, priority: int) -> tuple[float, float]:
-        """Of those that are more urgent than this, and of those that are equally so."""
+        """Return the amount of the units with a more urgent priority, and of those with this priority."""
         urgent = sum(waiter.amount for waiter in self.waiters if waiter.priority < priority)
         return urgent, sum(waiter.amount for waiter in self.waiters if waiter.priority == priority)
 
-    def next(self, most: int) -> list[Waiter]:
-        """The first, so many at most."""
-        return self._ranked[:most]
+    def first(self, count: int) -> list[Waiter]:
+        """Return the first `count` units in the order in which they go."""
+        return self._ranked[:count]
 
 
 class Order:
-    """Those who wait."""
+    """The queued units of all client keys, in order."""
 
     def __init__(self, running: Mapping[str, int]) -> None:
-        """`running`: units of each key that were let in and have not left, kept up to date by its owner."""
+        """`running`: the number of running units of each key. Its owner keeps it up to date."""
         self.lines: dict[str, Line] = {}
-        """Of the keys under which units wait."""
+        """The lines by client key. Each has at least one unit."""
         self._running = running
         self._services = count()
-        self._served: dict[str, float] = {}  # of the keys without a line, since the first of the others waits
+        self._served: dict[str, float] = {}
+        """The service of keys that have no line, since the queue was empty."""
 
     def __len__(self) -> int:
         return sum(len(line.waiters) for line in self.lines.values())
 
     def join(self, waiter: Waiter) -> None:
-        """It waits from now on."""
+        """Add a unit."""
         line = self.lines.get(waiter.key)
         if line is None:
             served = self._standing(waiter.key)
             self._served.pop(waiter.key, None)
-            # As if it had just been served: a key whose requests come and go must not overtake those that stay.
+            # It counts as just served, so that a key with short visits does not overtake keys that wait.
             line = self.lines[waiter.key] = Line(waiter.key, served, next(self._services))
         line.add(waiter)
 
-    def part(self, waiter: Waiter) -> None:
-        """It waits no more, whatever the reason."""
+    def remove(self, waiter: Waiter) -> None:
+        """Remove a unit."""
         line = self.lines[waiter.key]
         line.remove(waiter)
         if not line.waiters:
@@ -194,28 +201,30 @@ class Order:
                 self._served.clear()
 
     def serve(self, waiter: Waiter) -> None:
-        """Its turn has come, right before it parts: its key is charged."""
+        """Charge the key of a unit that goes now. `remove` must follow."""
         line = self.lines[waiter.key]
         line.served_seconds += waiter.cost_seconds
         line.last_service = next(self._services)
 
-    def front(self, most: int) -> list[Waiter]:
-        """The first of all, at least one if any waits, in order."""
+    def front(self, count: int) -> list[Waiter]:
+        """Return the first `count` units of all keys in order. At least one unit must wait."""
         if len(self.lines) == 1:
             (line,) = self.lines.values()
-            return line.next(most)
+            return line.first(count)
         lines = sorted(self.lines.values(), key=self._precedence)
-        fronts: list[Iterable[Waiter]] = [line.next(most) for line in lines]
-        head = lines[0].first
+        fronts: list[Iterable[Waiter]] = [line.first(count) for line in lines]
+        head = lines[0].head
         if head.cost_seconds:
             highest = lines[0].served_seconds + _EQUAL_SECONDS
-            equal = sum(line.first.priority == head.priority and line.served_seconds <= highest for line in lines)
+            equal = sum(line.head.priority == head.priority and line.served_seconds <= highest for line in lines)
             fronts[:equal] = [merge(*fronts[:equal], key=_place)]
-        return list(islice(chain.from_iterable(fronts), most))
+        return list(islice(chain.from_iterable(fronts), count))
 
     def ahead(self, waiter: Waiter) -> float:
-        """The amount of those who will probably be served before one that does not wait yet, if nobody else comes:
-        those that go before it for certain, and of equals as much from each key as its own is served until then.
+        """Return the amount that will probably be served before a new unit, if no other unit arrives.
+
+        This includes all units that go first for certain. Other keys of the same priority are each served as much as
+        the key of the new unit until then.
         """
         own = self.lines.get(waiter.key)
         before = own.amount_before(waiter) if own else 0.0
@@ -227,15 +236,16 @@ class Order:
         return before
 
     def _standing(self, key: str) -> float:
-        """What a key was served, or counts as served because it was away."""
+        """Return the service of a key. A key without a line has at least that of the key served least."""
         if (line := self.lines.get(key)) is not None:
             return line.served_seconds
         least = min((line.served_seconds for line in self.lines.values()), default=0.0)
         return max(least, self._served.get(key, 0.0))
 
     def dispensable(self, key: str) -> Waiter | None:
-        """Who gives way to a unit of this key when the queue is full: the youngest of the key that has most of it.
-        None when that is this one.
+        """Return the unit to reject in a full queue in favor of a unit of this key.
+
+        This is the last unit of the key with most requests. Return None if that is the given key.
         """
         greediest = max(self.lines.values(), key=lambda line: line.requests, default=None)
         own = self.lines.get(key)
@@ -244,56 +254,56 @@ class Order:
         return next(waiter for waiter in reversed(greediest.waiters) if not waiter.is_patient)
 
     def _precedence(self, line: Line) -> tuple[int, float, int, int]:
-        """Least first: of the more urgent the key that was served least; of equal ones the one that has least running,
-        and of several the one whose last turn was longest ago.
-        """
-        return line.first.priority, line.served_seconds, self._running.get(line.key, 0), line.last_service
+        """Return the sort key of a line: priority, service, running units, and the number of its last service."""
+        return line.head.priority, line.served_seconds, self._running.get(line.key, 0), line.last_service
 
 
-# The services of so many seconds count, and older ones ever less.
+# Time constant with which past services lose weight.
 _MEMORY_SECONDS: Final = 30.0
-# Before that many nothing is predicted.
-_ENOUGH: Final = 8
+# Services needed before anything is predicted.
+_MIN_SERVICES: Final = 8
 
 
 class Deadlines:
-    """Of those who wait and have one, the soonest first."""
+    """Deadlines of queued units, earliest first."""
 
     def __init__(self) -> None:
         self._places: list[tuple[float, int, Waiter]] = []
-        self._of: dict[Waiter, tuple[float, int, Waiter]] = {}
+        self._place_of: dict[Waiter, tuple[float, int, Waiter]] = {}
 
     def add(self, waiter: Waiter) -> None:
-        """Note a unit that begins to wait. One without a deadline is never late."""
+        """Add a unit that begins to wait. A unit without a deadline is ignored."""
         if waiter.late_at < math.inf:
-            place = self._of[waiter] = waiter.late_at, next(_ARRIVALS), waiter
+            place = self._place_of[waiter] = waiter.late_at, next(_ARRIVALS), waiter
             insort(self._places, place)
 
     def remove(self, waiter: Waiter) -> None:
-        """Forget a unit that waits no more. Does nothing for one without a deadline."""
-        place = self._of.pop(waiter, None)
+        """Remove a unit, if it has a deadline."""
+        place = self._place_of.pop(waiter, None)
         if place is not None:
             del self._places[bisect_left(self._places, place)]
 
     def missed(self, now: float) -> Waiter | None:
-        """The unit whose deadline passed first; None: no deadline has passed. `now`: seconds of the monotonic clock."""
+        """Return the unit whose deadline passed first, or None. `now`: clock time."""
         return self._places[0][-1] if self._places and self._places[0][0] <= now else None
 
 
 class DrainRate:
-    """How much of what waits is served in a second, whatever it is that holds it up: from one service to the next,
-    while somebody waited all the time.
-    """
+    """Measures how fast the queue is served, from one service to the next while units wait."""
 
     def __init__(self) -> None:
         self._served = 0
         self._amount = 0.0
         self._seconds = 0.0
-        self._since: float | None = None  # the last service; None: nobody has waited all the time since then
+        self._since: float | None = None
+        """Clock time of the last service. None: the queue was empty since then."""
 
     def serve(self, amount: float, now: float) -> None:
-        """A unit that had to wait is served. `amount`: its predicted seconds, or 1; `now`: seconds of the monotonic
-        clock. If it was the last that waited, `stop` must follow.
+        """Record the service of a queued unit. If it was the last one in the queue, `stop` must follow.
+
+        Args:
+            amount: See `Waiter.amount`.
+            now: Clock time.
         """
         if self._since is not None:
             passed = max(0.0, now - self._since)
@@ -304,14 +314,17 @@ class DrainRate:
         self._since = now
 
     def stop(self) -> None:
-        """Nobody waits any more."""
+        """Stop the measurement: the queue is empty."""
         self._since = None
 
     def seconds(self, amount: float, now: float) -> float | None:
-        """How many seconds it will probably take to serve this amount, in the unit of `serve`; None: fewer than 8
-        services were seen.
+        """Return the predicted seconds to serve an amount, or None after fewer than 8 services.
+
+        Args:
+            amount: The sum of `Waiter.amount`.
+            now: Clock time.
         """
-        if self._served < _ENOUGH:
+        if self._served < _MIN_SERVICES:
             return None
         standing = 0.0 if self._since is None else max(0.0, now - self._since)
         kept = math.exp(-standing / _MEMORY_SECONDS)

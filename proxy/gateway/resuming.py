@@ -1,10 +1,10 @@
-"""An answer that broke off in the middle: whether it goes on, how, and the account of it."""
+"""Decides whether and how to resume an answer that broke off, and records it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -32,12 +32,13 @@ logger = logging.getLogger("proxy.flow.resuming")
 
 
 class Resuming:
-    """The resumes of one unit's answer."""
+    """Resumes the answer of one unit."""
 
     def __init__(self, parts: FlowParts, answer: Answer, timeline: Timeline) -> None:
         self.action: Action | None = None
-        """How the answer is being resumed; None before the first incident."""
+        """How the answer is being resumed. None before the first resume."""
         self.count = 0
+        """The number of resumes."""
         self._parts = parts
         self._settings = parts.settings.resume
         self._metrics = parts.metrics
@@ -45,36 +46,43 @@ class Resuming:
         self._delivery = answer.delivery
         self._timeline = timeline
         self._moves = 0
-        """How many of the resumes were made by an evacuation."""
+        """The number of resumes because of an evacuation."""
         self._until = 0.0
+        """The time of the event loop until which another instance is searched for."""
         self._chats: ChatTokens | None = None
+        """How to resume chats, after another way has failed. None: as the settings say."""
 
     @property
     def is_searching(self) -> bool:
-        """An answer that had begun is looking for an instance that can go on with it, and still may."""
+        """Whether the answer has begun and there is still time to find an instance that can continue it."""
         return self.action is not None and asyncio.get_running_loop().time() < self._until
 
     @property
     def is_unrepeatable(self) -> bool:
-        """Whether the client has a part of the answer, and it is not known which."""
+        """Whether the client has an unknown part of the answer."""
         delivery = self._delivery
         return delivery.has_output and (delivery.has_lost_track or not delivery.is_observed)
 
     def is_incident(self, error: UpstreamError) -> bool:
-        """Whether an answer broke off, and not only an attempt at one. What cannot be read is no part of an answer."""
+        """Return whether the error has broken off an answer that had begun. Unreadable bytes are no part of it."""
         if error.is_unreadable and self._delivery.seam is None:
             return False
         return self._delivery.is_touched or error.failure in (Failure.RECOMPUTED, Failure.NOT_RESUMED)
 
     async def decide(self, error: UpstreamError, call: Call) -> Resumption:
-        """How the answer goes on after an attempt at `call` failed; the delivery is made ready for it.
+        """Decide how the answer continues after a failed attempt, and prepare the delivery.
 
-        Raises the error when the answer cannot be saved.
+        Args:
+            error: Why the attempt failed.
+            call: The call of the attempt.
+
+        Raises:
+            UpstreamError: The answer cannot be resumed.
         """
         settings = self._settings
         if settings.mode == "off" or self.is_unrepeatable or (error.is_clients_fault and self._delivery.seam is None):
             raise error
-        # Being moved at an operator's will is no failure, and happens once for each instance that is removed.
+        # An evacuation is no failure, and happens once for each removed instance.
         self._moves += error.failure is Failure.REMOVED
         if self.count - self._moves >= settings.max_attempts and error.failure is not Failure.REMOVED:
             raise self.given_up(error, f"it broke off {self.count + 1} times")
@@ -89,12 +97,12 @@ class Resuming:
         return resumption
 
     def given_up(self, error: UpstreamError, reason: str) -> UpstreamError:
-        """The error of an answer that had begun and cannot be completed."""
+        """Return the error for an answer that had begun and cannot be completed. `reason`: why it cannot."""
         self._metrics.resume_failures_total.labels(error.failure.value).inc()
         return error.as_given_up(reason, keeps_body=self._delivery.seam is None)
 
     async def _plan(self, error: UpstreamError, call: Call) -> Resumption:
-        """Raises CannotResume."""
+        """Return the plan for the next attempt. Raises CannotResume."""
         delivery = self._delivery
         if error.failure is Failure.NOT_RESUMED:
             if self.action not in (Action.CHAT_TOKENS, Action.ROLL_BACK):
@@ -127,28 +135,34 @@ class Resuming:
         return resumption
 
     async def _prompt_ids(self) -> bytes | None:
-        """Where events tell the answer's ids alone: as the client gave them, or what engines make of the text; None if
-        they tell the prompt's, too, or do not say.
+        """Return the prompt ids of a `/generate` call, whose events have the ids of the answer only.
+
+        They come from the request, or from an engine's tokenizer. None: another API, or the number of ids is wrong.
         """
-        call, told = self._answer.call, self._delivery.told or {}
+        call, usage = self._answer.call, self._usage()
         if call.api is not Api.GENERATE:
             return None
         members = call.members(("text", "input_ids"))
         ids = members.get("input_ids")
         if isinstance(text := members.get("text"), str):
             ids = await self._parts.detokenizer.tokens(call.values.get("model"), text, call.headers)
-        return orjson.dumps(ids) if isinstance(ids, list) and len(ids) == told.get("prompt_tokens") else None
+        return orjson.dumps(ids) if isinstance(ids, list) and len(ids) == usage.get("prompt_tokens") else None
+
+    def _usage(self) -> dict[str, Any]:
+        """Return the last usage of the present decoder, or an empty one."""
+        segment = self._delivery.segment
+        return (None if segment is None else segment.usage) or {}
 
     def _situation(self) -> Situation:
         delivery, abilities = self._delivery, self._parts.abilities
-        # The prefiller's answer tells it, but with connector plain there is none.
+        # The prefiller's usage shows it, but the connector `plain` has no prefiller.
         counts = self._timeline.usage.counts_reasoning
         delivery.counts_reasoning |= (
             bool(counts)
-            or (delivery.told or {}).get("completion_tokens_details") is not None
+            or self._usage().get("completion_tokens_details") is not None
             or (bool(delivery.transcript.reasoning) and abilities.has_where_told(REASONING_USAGE))
         )
-        # An engine that would count reasoning and does not has no parser for it.
+        # An engine that could count reasoning tokens and does not has no reasoning parser.
         is_unparsed = counts is False and abilities.has_where_told(REASONING_USAGE)
         prompt = self._answer.prompt
         if prompt is not None:
@@ -164,7 +178,7 @@ class Resuming:
             transcript=delivery.transcript,
             shown=delivery.has_output,
             shows_ids=delivery.call.shows_single_tokens,
-            ahead=delivery.ahead,
+            ahead=() if delivery.seam is None else delivery.seam.swallowed,
             segment=self.count,
             chats=self._chats or chats,
             keeps_length=abilities.has_where_told(LENGTH_BESIDE_TOOL_CALLS),
@@ -176,7 +190,7 @@ class Resuming:
         )
 
     def _account(self, error: UpstreamError, resumption: Resumption) -> None:
-        """Metrics and the one line of a resume."""
+        """Record a resume in metrics, timeline and log."""
         cause, action = error.failure.value, resumption.action
         call = resumption.call
         prefilled = 0 if call is None else call.prompt_tokens
@@ -184,7 +198,7 @@ class Resuming:
         self._metrics.resumed_tokens_total.inc(prefilled)
         self._timeline.resumes += 1
         logger.info(
-            "an answer is continued after its decoder was lost",
+            "answer resumed after its decoder was lost",
             extra={
                 "fields": {
                     "cause": cause,

@@ -1,8 +1,7 @@
-"""Which requests may have broken engines: one worker's requests under suspicion, and what is done about them.
+"""Finds the requests that crash engines, among the requests of one worker.
 
-Requests that were on an engine when it went down go on elsewhere, each on an engine without another suspect if there is
-one or soon will be. So the next engine that goes down tells which request broke it. That request is stopped, and
-refused when it is sent again; the others go on.
+The requests of a crashed engine continue on other engines, each on an engine without another suspect if possible. The
+next crash then shows which request is the cause. That request is stopped, and rejected when it is sent again.
 """
 
 from __future__ import annotations
@@ -44,18 +43,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("proxy.flow.suspects")
 
-# An engine that dies closes its connections a little before its port, or the other way round.
+# A crashed engine closes its connections a little before its port, or after it.
 _CLOSING_SECONDS: Final = 0.05
-# How long a suspect waits for an engine where it is alone, and how many of them wait for each engine.
+# How long a suspect waits for an engine without other suspects.
 _WAIT_SECONDS: Final = 5.0
-_IN_TURN: Final = 4
-# By then all requests that were on an engine have reported its end.
-_TOLD_SECONDS: Final = 10.0
+# How many suspects can wait for each engine.
+_SUSPECTS_PER_ENGINE: Final = 4
+# After this time all requests of an engine have reported its crash.
+_REPORT_SECONDS: Final = 10.0
 _HEARING_SECONDS: Final = 2.0
 
 
 class Suspects:
-    """One worker's suspects; `memory` is shared by all workers."""
+    """The suspects of one worker. The memory of suspects is shared by all workers."""
 
     def __init__(
         self,
@@ -66,24 +66,27 @@ class Suspects:
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`is_gone` says whether an engine that broke off is down, now or within the given number of seconds."""
+        """`is_gone`: returns whether an engine is down now, or within a number of seconds."""
         self.memory = memory
         self._pools = pools
         self._roles = roles
         self._is_gone = is_gone
         self._metrics = metrics
         self.clock = clock
-        """Tells seconds."""
+        """Returns the time in seconds."""
         self.hearing_seconds = _HEARING_SECONDS
-        """How long a request that seems to be poison waits before it is stopped. It may be acquitted in this time: an
-        engine goes down without it, or the same request is served."""
+        """How long a request that seems to crash engines waits before it is stopped. It is acquitted if an engine
+        crashes without it in this time, or if the same request is served."""
         self._casualties: dict[Backend, list[Casualty]] = {}
+        """The units that were on an engine when it failed, for some seconds."""
         self._hearings: dict[Suspicion, asyncio.Future[None]] = {}
-        """Those that seem to be poison, and may still be acquitted."""
+        """The requests that seem to crash engines and may still be acquitted."""
         self._deaths: dict[Backend, Death] = {}
-        """Engines that went down in the last seconds."""
-        self._reservations: Counter[Backend] = Counter()  # how many suspects each is reserved for
+        """The engines that crashed in the last seconds."""
+        self._reservations: Counter[Backend] = Counter()
+        """The number of suspects for which an engine is reserved."""
         self._waiting: dict[asyncio.Future[None], None] = {}
+        """The suspects that wait for an engine, in their order."""
 
     def begin(self, call: Call, units: int) -> Suspicion:
         """Return the suspicion of a client request with a number of units. `end` must follow.
@@ -97,7 +100,10 @@ class Suspects:
         return Suspicion(earlier, is_split=units > 1, call=call)
 
     def end(self, call: Call, suspicion: Suspicion, error: BaseException | None) -> None:
-        """A client request has ended, well if there is no error: let others go where it was, and remember it or not."""
+        """End a client request: release its engines, and remember it if it may have crashed engines.
+
+        `error`: why it failed. None: it was served.
+        """
         self.release(suspicion.reserved)
         if error is not None:
             if engines := suspicion.engines(self.clock()):
@@ -107,7 +113,7 @@ class Suspects:
             self.served(call)
 
     def served(self, call: Call) -> None:
-        """A client request has got its whole answer."""
+        """Forget a client request that has received its whole answer."""
         if not self.memory.is_empty:
             self.memory.forget(call.body({}))
 
@@ -116,9 +122,13 @@ class Suspects:
     async def confine(
         self, suspicion: Suspicion, history: UnitHistory, avoid: Collection[Backend], on_wait: Callable[[], None]
     ) -> Collection[Backend]:
-        """The backends that the next attempt has to avoid, `avoid` among them.
+        """Return the backends that the next attempt must avoid.
 
-        Returns without waiting unless the request is suspicious; `on_wait` is called before it waits.
+        Args:
+            suspicion: The suspicion of the client request. Only a suspicious request may wait here.
+            history: The attempts of the unit.
+            avoid: Further backends to avoid.
+            on_wait: Called before a wait.
         """
         if suspicion.is_confined:
             avoid = {*avoid, *(backend for role in self._roles for backend in self._outside(suspicion, role, avoid))}
@@ -130,8 +140,10 @@ class Suspects:
         return avoid
 
     def leave(self, suspicion: Suspicion, history: UnitHistory, role: Role) -> set[Backend]:
-        """No backend of a role took an attempt that was confined: those that need not be asked again, as others may be.
-        Empty when it was not confined, or must not come to others.
+        """Give up the backends that a unit is confined to, after none of them took the attempt.
+
+        Return these backends, so that the unit can avoid them. Return an empty set if the unit was not confined, or
+        must not run on other backends.
         """
         if reserved := {backend for backend in history.reserved if backend.role is role}:
             return reserved
@@ -140,7 +152,7 @@ class Suspects:
         return set()
 
     def _outside(self, suspicion: Suspicion, role: Role, avoid: Collection[Backend]) -> list[Backend]:
-        """The backends of a role on which no unit of the request may be."""
+        """Return the backends of a role on which no unit of the request may run."""
         pool = self._pools.of(role)
         subset = suspicion.subset(role, pool.eligible())
         with suppress(NoBackendAvailable):
@@ -151,7 +163,7 @@ class Suspects:
     async def _set_apart(
         self, history: UnitHistory, pool: Pool, avoid: Collection[Backend], on_wait: Callable[[], None]
     ) -> Collection[Backend]:
-        """Choose an engine without other suspects, wait for one, or else share one."""
+        """Choose an engine without other suspects, and wait for one if necessary. After the wait, share an engine."""
         until = self.clock() + _WAIT_SECONDS
         while True:
             try:
@@ -167,7 +179,7 @@ class Suspects:
                 chosen = pool.pick(avoid)
                 break
             except NoBackendAvailable:
-                return avoid  # the attempt finds out when it leases
+                return avoid  # the lease of the attempt will fail
         self._reserve(history.reserved, chosen)
         return {*avoid, *(backend for backend in pool.backends() if backend != chosen)}
 
@@ -180,11 +192,12 @@ class Suspects:
             self._waiting.pop(turn, None)
 
     def _reserve(self, reserved: list[Backend], backend: Backend) -> None:
-        """Keep a backend for the owner of `reserved`, which lists all that are."""
+        """Reserve a backend for a suspect. `reserved`: the list of its reservations."""
         self._reservations[backend] += 1
         reserved.append(backend)
 
     def release(self, reserved: list[Backend]) -> None:
+        """Release all reservations of a suspect, and wake those that wait. `reserved`: the list of its reservations."""
         if not reserved:
             return
         for backend in reserved:
@@ -196,7 +209,7 @@ class Suspects:
             if not turn.done():
                 turn.set_result(None)
 
-    # What becomes of it
+    # Crashes
 
     async def broke_down(
         self,
@@ -206,9 +219,9 @@ class Suspects:
         timeline: Timeline,
         record: RequestRecord,
     ) -> bool:
-        """An attempt of a unit broke down: whether the request is poison, and must not be sent to another engine.
+        """Return whether to stop the request after an attempt broke down, because it crashes engines.
 
-        Takes as long as the engine needs to say that it is well.
+        Waits until it is known whether the engines of the attempt are down.
         """
         now = self.clock()
         if history.is_cleared(now):
@@ -220,16 +233,16 @@ class Suspects:
         casualties = {
             backend: Casualty(suspicion, rank_of(suspicion, history, backend, now), seconds) for backend in involved
         }
-        told = {backend: self._told(backend, casualty) for backend, casualty in casualties.items()}
+        reported = {backend: self._report(backend, casualty) for backend, casualty in casualties.items()}
         self.release(history.reserved)
-        if suspicion.is_confined and not suspicion.reserved:  # at once: others are about to look for a place
+        if suspicion.is_confined and not suspicion.reserved:  # now, because other suspects choose their engines next
             for other in suspicion.rest_of_subset(error.backend):
                 self._reserve(suspicion.reserved, other)
         history.began_at = None
         history.doubtful[error.backend] = seconds
-        asked = [*history.doubtful, *(backend for backend in involved if backend not in history.doubtful)]
+        doubtful = [*history.doubtful, *(backend for backend in involved if backend not in history.doubtful)]
         gone = dict(
-            zip(asked, await asyncio.gather(*(self._is_down(backend, error) for backend in asked)), strict=True)
+            zip(doubtful, await asyncio.gather(*(self._is_down(backend, error) for backend in doubtful)), strict=True)
         )
         for backend, seconds_there in list(history.doubtful.items()):
             if gone[backend]:
@@ -239,10 +252,10 @@ class Suspects:
         accusers = []
         for backend, casualty in casualties.items():
             if not gone[backend]:
-                told[backend].remove(casualty)
+                reported[backend].remove(casualty)
                 continue
-            self._note_death(backend, told[backend])
-            if self._charge(history, backend, casualty, told[backend], record):
+            self._record_death(backend, reported[backend])
+            if self._charge(history, backend, casualty, reported[backend], record):
                 accusers.append(backend)
         if accusers and not suspicion.is_convicted:
             if suspicion not in self._hearings:
@@ -253,14 +266,14 @@ class Suspects:
             self.release(suspicion.reserved)
         return suspicion.is_convicted
 
-    def _note_death(self, backend: Backend, casualties: Sequence[Casualty]) -> None:
+    def _record_death(self, backend: Backend, casualties: Sequence[Casualty]) -> None:
         if backend not in self._deaths:
             self._deaths[backend] = Death(backend, casualties)
-            seconds = _TOLD_SECONDS + self.hearing_seconds
+            seconds = _REPORT_SECONDS + self.hearing_seconds
             asyncio.get_running_loop().call_later(seconds, self._deaths.pop, backend, None)
 
     async def _is_down(self, backend: Backend, error: UpstreamError) -> bool:
-        """Whether an engine is down after an attempt failed so. One that still says what is wrong knows how it is."""
+        """Return whether an engine is down after an attempt failed. Allow a moment if its connection was closed."""
         broke_off = backend == error.backend and error.failure is not Failure.STATUS
         return await self._is_gone(backend, _CLOSING_SECONDS if broke_off else 0.0)
 
@@ -272,9 +285,9 @@ class Suspects:
         casualties: Sequence[Casualty],
         record: RequestRecord,
     ) -> bool:
-        """An engine is down on which a unit was. Returns whether its request seems to be poison."""
+        """Charge a request with the crash of an engine. Return whether the request seems to crash engines."""
         suspicion = casualty.suspicion
-        most = _IN_TURN * max(1, len(self._pools.of(backend.role).eligible()))
+        most = _SUSPECTS_PER_ENGINE * max(1, len(self._pools.of(backend.role).eligible()))
         if not is_charged(casualty, casualties, most):
             return False
         history.lost[backend] = casualty.seconds_of_output
@@ -283,10 +296,10 @@ class Suspects:
         return is_poison(casualty, casualties, now)
 
     async def _hear(self, suspicion: Suspicion, backend: Backend) -> None:
-        """Convict a request that seems to be poison, unless something acquits it soon. `backend`: the last engine."""
+        """Wait for the time of a hearing, and convict or acquit a request. `backend`: the engine that crashed last."""
         call, memory = suspicion.call, self.memory
         if call is not None:
-            memory.remember(call.body({}), 1)  # the same request, if it is served meanwhile, makes it forgotten
+            memory.remember(call.body({}), 1)  # forgotten if the same request is served during the hearing
         verdict = self._hearings[suspicion] = asyncio.get_running_loop().create_future()
         try:
             await asyncio.sleep(self.hearing_seconds)
@@ -296,7 +309,7 @@ class Suspects:
             verdict.set_result(None)
 
     async def is_acquitted(self, suspicion: Suspicion) -> bool:
-        """Wait for the verdict on a request, if it is about to be found poison. Return whether it was, and is not."""
+        """Wait for the end of a hearing. Return True if the request was acquitted, False if there was no hearing."""
         verdict = self._hearings.get(suspicion)
         if verdict is None:
             return False
@@ -304,6 +317,7 @@ class Suspects:
         return not suspicion.is_convicted
 
     def _judge(self, suspicion: Suspicion, backend: Backend) -> None:
+        """Convict or acquit a request at the end of its hearing."""
         call, memory, now = suspicion.call, self.memory, self.clock()
         deaths = [death for death in self._deaths.values() if death.backend.role is backend.role]
         is_served = call is not None and not memory.engines(call.body({}))
@@ -316,21 +330,21 @@ class Suspects:
             self._metrics.suspect_requests_total.inc()
             names = sorted(lost.name for lost in suspicion.lost(now))
             logger.warning(
-                "instances went down while serving this request: it is stopped, and refused if it comes again",
+                "request stopped: instances went down while they served it; it is rejected if it is sent again",
                 extra={"fields": {"instances": ", ".join(names), "role": backend.role.value}},
             )
 
-    def _told(self, backend: Backend, casualty: Casualty) -> list[Casualty]:
-        """Note one that was on an engine that broke down; all of them, as far as they have been heard."""
+    def _report(self, backend: Backend, casualty: Casualty) -> list[Casualty]:
+        """Record a unit that was on a failed engine. Return all units that were reported for this engine."""
         casualties = self._casualties.get(backend)
         if casualties is None:
             casualties = self._casualties[backend] = []
-            asyncio.get_running_loop().call_later(_TOLD_SECONDS, self._casualties.pop, backend, None)
+            asyncio.get_running_loop().call_later(_REPORT_SECONDS, self._casualties.pop, backend, None)
         casualties.append(casualty)
         return casualties
 
     def _others(self, timeline: Timeline, failed: Backend) -> list[Backend]:
-        """The other engine of an attempt without output: it may have gone down, and taken this one with it."""
+        """Return the other engine of an attempt without output. Its crash may be the cause of the failure."""
         names = {timeline.prefiller, timeline.decoder}
         return [
             backend
@@ -341,8 +355,9 @@ class Suspects:
 
 
 class UnitGuard:
-    """One unit's, for all of its attempts; `suspicion` is that of the client request. Holds the unit's place in the
-    retry budget, because the first output of an attempt ends both at once: the attempt's trial and its being repeated.
+    """Connects the attempts of one unit with the suspicion of its client request.
+
+    It also holds the permit of the unit in the retry budget, because the first output of an attempt releases it.
     """
 
     def __init__(self, suspects: Suspects, suspicion: Suspicion, permit: RetryPermit) -> None:
@@ -354,13 +369,11 @@ class UnitGuard:
         self._settling: asyncio.TimerHandle | None = None
 
     async def confine(self, avoid: Collection[Backend]) -> Collection[Backend]:
-        """The backends that the next attempt has to avoid, `avoid` among them. A unit that waits for a place of its own
-        gives up its permit to be repeated, so as not to keep others from it.
-        """
+        """Return the backends that the next attempt must avoid. A unit that waits here releases its permit."""
         return await self._suspects.confine(self.suspicion, self.history, avoid, self._permit.release)
 
     def first_output(self) -> None:
-        """The decoder has begun to answer. If it goes on for a while, it can do what others could not."""
+        """Record that the decoder has begun to answer. If it continues for a while, the unit is not suspicious."""
         self._permit.release()
         history = self.history
         if history.began_at is None:
@@ -369,29 +382,27 @@ class UnitGuard:
                 self._settling = asyncio.get_running_loop().call_later(history.apart_seconds, self._settle)
 
     async def broke_down(self, error: UpstreamError, timeline: Timeline, record: RequestRecord) -> bool:
-        """An attempt failed: whether the request is poison, and must not be sent to another engine."""
+        """Return whether to stop the request after an attempt failed. See Suspects.broke_down."""
         self.blame.failed(error)
         return error.is_breakdown and await self._suspects.broke_down(
             self.suspicion, self.history, error, timeline, record
         )
 
     def leave(self, role: Role) -> set[Backend]:
-        """No backend of a role took an attempt: those that need not be asked again, as others may be. Empty when the
-        unit was not confined to them.
-        """
+        """Give up the backends that the unit is confined to. See Suspects.leave."""
         return self._suspects.leave(self.suspicion, self.history, role)
 
     @property
     def awaits_verdict(self) -> bool:
-        """Whether another unit of the request is about to tell why engines broke down."""
+        """Whether another unit of the request may soon show why engines crashed."""
         return self.suspicion.is_confined and self.suspicion.has_broken_down
 
     async def is_acquitted(self) -> bool:
-        """Wait for the verdict on the request, if it is about to be found poison. Return whether it is not."""
+        """Wait for the end of a hearing. See Suspects.is_acquitted."""
         return await self._suspects.is_acquitted(self.suspicion)
 
     def end_attempt(self) -> None:
-        """The attempt is over, well or not."""
+        """Release the engines of an attempt after its end."""
         if self.history.reserved:
             self._suspects.release(self.history.reserved)
         self.history.began_at = None

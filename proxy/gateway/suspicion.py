@@ -1,13 +1,13 @@
-"""Is a request poison? What is known of one client request under which engines went down. Pure.
+"""Decides whether a client request crashes engines.
 
-An engine may go down because of a request, and repeating or resuming that request elsewhere costs one engine after the
-other. So each client request has one Suspicion, for all of its units, and it may cost two engines and no more.
+A request can crash an engine. If it is then repeated or resumed, it crashes one engine after the other. So each client
+request has one Suspicion for all its units, and may crash two engines at most.
 
-Most requests that are on an engine when it goes down are innocent. What tells them apart: those that the next engine
-keeps serving for longer than the lost one did are cleared; and suspects are kept on engines of their own (see
-`suspects`), so when the next one goes down, it is known under whom. Engines that go down one after the other for
-another reason, such as a rack, take some requests along twice by chance. But they do not stop at these: an engine that
-goes down without a suspect, and that no other one explains, acquits it.
+Most requests on a crashed engine are innocent. A request is cleared if the next engine serves it for longer than the
+crashed one did. Suspects run on separate engines (see `suspects`), so that the next crash shows which one is the cause.
+
+Engines may also crash one after the other for another reason, such as a power failure, and the same request may be on
+two of them by chance. But then other engines crash, too. A crash that no suspect explains acquits the request.
 """
 
 from __future__ import annotations
@@ -23,102 +23,106 @@ if TYPE_CHECKING:
     from proxy.dialects.call import Call
 
 MOST_ENGINES: Final = 2
-"""How many engines a client request may cost."""
+"""How many engines a client request may crash."""
 
-# A suspect is cleared when the next engine has served it for this many times as long as the lost one had, and a bit.
-# An answer that goes on begins where it broke off, so what breaks it there breaks it soon: nobody has to wait longer
-# than the last.
-_TIMES_AS_LONG: Final = 2.0
-_CLEARED_AFTER_SECONDS: Final = 1.0
-_CLEARED_AFTER_AT_MOST_SECONDS: Final = 30.0
-# For shorter than that it is alone on its engine, as others wait for the place.
+# A suspect is cleared after the next engine has served it for 1 s and twice the time of the crashed engine, 30 s at most.
+# A resumed answer begins where it broke off, so a request that crashes engines does so soon again.
+_CLEARING_FACTOR: Final = 2.0
+_CLEARING_SECONDS: Final = 1.0
+_MAX_CLEARING_SECONDS: Final = 30.0
+# A suspect has its engine for itself for a shorter time, because other suspects wait for the engine.
 _APART_SECONDS: Final = 0.25
-_APART_AT_MOST_SECONDS: Final = 1.0
+_MAX_APART_SECONDS: Final = 1.0
 
 
 @dataclass(slots=True, eq=False)
 class UnitHistory:
-    """What became of one unit's attempts. Times are clock seconds."""
+    """The attempts of one unit. Times are in clock seconds."""
 
     began_at: float | None = None
-    """When the attempt under way had its first output; None: it had none yet."""
+    """Time of the first output of the present attempt. None: no output yet."""
     lost: dict[Backend, float] = field(default_factory=dict)
-    """The engines that went down under it: how many seconds of output it had had there."""
+    """Engines that crashed while they served the unit, with the seconds of output."""
     doubtful: dict[Backend, float] = field(default_factory=dict)
-    """The same for engines that broke off and yet were well a moment later."""
+    """Engines that closed the connection and were up a moment later, with the seconds of output."""
     reserved: list[Backend] = field(default_factory=list)
-    """The engines that are reserved for it, so that it is the only suspect there."""
+    """Engines that are reserved for the unit, so that it is their only suspect."""
 
     def seconds_of_output(self, now: float) -> float:
-        """How long the attempt under way has had output."""
+        """Return the seconds since the first output of the present attempt, or 0."""
         return 0.0 if self.began_at is None else now - self.began_at
 
     def is_cleared(self, now: float) -> bool:
-        """Whether it has been served for so long that the engines it was on did not go down because of it."""
+        """Return whether the present attempt has run for so long that the unit did not crash its earlier engines."""
         if self.began_at is None:
             return False
         longest = max(self.lost.values(), default=0.0)
-        needed = min(_TIMES_AS_LONG * longest + _CLEARED_AFTER_SECONDS, _CLEARED_AFTER_AT_MOST_SECONDS)
+        needed = min(_CLEARING_FACTOR * longest + _CLEARING_SECONDS, _MAX_CLEARING_SECONDS)
         return now - self.began_at > needed
 
     @property
     def apart_seconds(self) -> float:
-        """How long after its first output no other suspect may join it; after that its last engine is to blame."""
+        """The time after the first output in which no other suspect may share the engine."""
         longest = max((*self.lost.values(), *self.doubtful.values()), default=0.0)
-        return min(_TIMES_AS_LONG * longest + _APART_SECONDS, _APART_AT_MOST_SECONDS) if longest else 0.0
+        return min(_CLEARING_FACTOR * longest + _APART_SECONDS, _MAX_APART_SECONDS) if longest else 0.0
 
 
 class Suspicion:
-    """That of one client request; each of its `units` has a history.
-
-    `earlier`: engines that the same request has cost when it was sent before. `is_split`: there are several units.
-    """
+    """The suspicion that one client request crashes engines."""
 
     __slots__ = ("call", "earlier", "is_convicted", "units", "ways", "reserved", "_subsets", "is_confined")
 
     def __init__(self, earlier: int = 0, *, is_split: bool = False, call: Call | None = None) -> None:
+        """Begin without any crash, except for `earlier`.
+
+        Args:
+            earlier: The number of engines that the same request has crashed when it was sent before.
+            is_split: Whether the request has several units.
+            call: The client request. None: only in tests.
+        """
         self.earlier = earlier
         self.call = call
-        """The client request; None in tests of this alone."""
         self.is_convicted = False
+        """Whether the request is stopped, because it crashes engines."""
         self.units: list[UnitHistory] = []
+        """The histories of the units."""
         self.ways: FailedEngines = {}
+        """The engines that failed in attempts of the request, see Blame."""
         self.reserved: list[Backend] = []
-        """The other engines of its subset, once one has broken down: no other suspect is to join its units there."""
+        """The other engines of the subset, reserved after one of them has crashed."""
         self.is_confined = is_split
         """Whether the units stay on few engines. Units run at the same time. Otherwise one request could crash an
         engine with each unit before the first failure is reported."""
         self._subsets: dict[Role, list[Backend]] = {}
+        """The engines that a confined request may use, by role."""
 
     def add_unit(self) -> UnitHistory:
-        """The history of one more unit."""
+        """Return the history of another unit."""
         history = UnitHistory()
         self.units.append(history)
         return history
 
     def lost(self, now: float) -> set[Backend]:
-        """The engines that may have gone down because of it."""
+        """Return the engines that the request may have crashed. `now`: clock time."""
         return {backend for history in self.units if not history.is_cleared(now) for backend in history.lost}
 
     def engines(self, now: float) -> int:
-        """How many it may have cost."""
+        """Return how many engines the request may have crashed, `earlier` included. `now`: clock time."""
         return self.earlier + len(self.lost(now))
 
     def acquit(self) -> None:
-        """It has cost no engine so far, whatever it seemed."""
+        """Clear the request of all crashes so far."""
         self.earlier = 0
         for history in self.units:
             history.lost.clear()
 
     @property
     def has_broken_down(self) -> bool:
-        """Whether any unit was on an engine that did."""
+        """Whether an engine has failed while it served a unit."""
         return any(history.lost or history.doubtful for history in self.units)
 
     def was_served(self, history: UnitHistory) -> None:
-        """A unit has its whole answer. So the request breaks no engine that it comes to, and may spread; whether
-        another unit does is not known.
-        """
+        """Clear a unit that has its whole answer. The other units may now use all engines."""
         history.lost.clear()
         history.doubtful.clear()
         self.is_confined = False
@@ -126,7 +130,7 @@ class Suspicion:
 
     @property
     def bears_on_choice(self) -> bool:
-        """Whether it matters on which engines its units come to be."""
+        """Whether the choice of engines for the units matters."""
         if self.is_confined or self.earlier > 0:
             return True
         for history in self.units:  # noqa: SIM110 - each request asks, and a generator costs as much as all else
@@ -135,8 +139,9 @@ class Suspicion:
         return False
 
     def subset(self, role: Role, eligible: Collection[Backend]) -> list[Backend]:
-        """The engines of one role on which its units may be, as far as they have been chosen: the caller adds to it.
-        One that broke down keeps its place, so that none is put at risk for it.
+        """Return the engines of one role that the units may use. The caller adds engines to the list.
+
+        A failed engine keeps its place, so that no other engine is put at risk.
         """
         broken = {backend for history in self.units for backend in (*history.lost, *history.doubtful)}
         subset = [backend for backend in self._subsets.get(role, ()) if backend in eligible or backend in broken]
@@ -144,35 +149,38 @@ class Suspicion:
         return subset
 
     def rest_of_subset(self, backend: Backend) -> list[Backend]:
-        """The other engines of the subset that one belongs to."""
+        """Return the other engines of the subset that contains this one."""
         return [other for other in self._subsets.get(backend.role, ()) if other != backend]
 
     def drop_subset(self, role: Role) -> set[Backend]:
-        """Choose others from now on; those it was."""
+        """Forget and return the subset of a role, so that other engines are chosen."""
         return set(self._subsets.pop(role, ()))
 
 
 @dataclass(slots=True, eq=False)
 class Casualty:
-    """One unit that was on an engine when this broke down."""
+    """One unit that was on an engine when the engine failed."""
 
     suspicion: Suspicion
+    """The suspicion of the client request."""
     rank: int
-    """How suspicious it was before: 2: it was the only suspect on the engine, 1: one of several, 0: none."""
+    """2: the unit was the only suspect on the engine. 1: it was one of several suspects. 0: it was no suspect."""
     seconds_of_output: float
+    """Seconds since the first output of the unit, or 0."""
 
 
 def rank_of(suspicion: Suspicion, history: UnitHistory, backend: Backend, now: float) -> int:
-    """See Casualty."""
+    """Return the rank of a unit on a failed engine. See Casualty."""
     if not suspicion.engines(now):
         return 0
     return 2 if backend in history.reserved or backend in suspicion.reserved else 1
 
 
 def is_charged(casualty: Casualty, casualties: Iterable[Casualty], most: int) -> bool:
-    """Whether an engine that went down counts against this one of those that were on it: only against the most
-    suspicious ones, and of many only against the `most` that had come last, for what an engine has been serving for
-    long has seldom broken it.
+    """Return whether the crash of an engine counts against one of its units.
+
+    It counts against the units of the highest rank only, and of these against the `most` units that began last. An
+    engine seldom crashes because of a unit that it has served for long.
     """
     alike = [other for other in casualties if other.rank >= casualty.rank]
     if any(other.rank > casualty.rank for other in alike):
@@ -183,22 +191,23 @@ def is_charged(casualty: Casualty, casualties: Iterable[Casualty], most: int) ->
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Death:
-    """An engine that went down."""
+    """The crash of an engine."""
 
     backend: Backend
+    """The engine."""
     casualties: Sequence[Casualty]
-    """What was on it, as far as has been heard."""
+    """The units on the engine that have been reported so far."""
 
 
 def is_acquitted(suspicion: Suspicion, deaths: Iterable[Death], now: float) -> bool:
-    """Return whether engines went down that this suspect does not explain, nor another one.
+    """Return whether other crashes show that a suspect is innocent: neither it nor another suspect explains them.
 
-    Another suspect explains an engine if it was there and has cost as many engines as a request may, none of which this
-    suspect was on: poison requests that run side by side are not on the same engines.
+    Another suspect explains a crash if it was on the engine and has crashed as many engines as a request may. The given
+    suspect must not have been on any of these engines, because such requests never share an engine.
 
     Args:
-        suspicion: That of a request that has cost as many engines as it may.
-        deaths: Those of about the same time, of the same role.
+        suspicion: The suspicion of a request that has crashed as many engines as it may.
+        deaths: The crashes of the same role at about the same time.
         now: Clock time.
     """
     lost = suspicion.lost(now)
@@ -208,12 +217,13 @@ def is_acquitted(suspicion: Suspicion, deaths: Iterable[Death], now: float) -> b
             continue
         others = [other.suspicion.lost(now) for other in death.casualties]
         unexplained += not any(len(theirs) >= MOST_ENGINES and lost.isdisjoint(theirs) for theirs in others)
-    return unexplained > suspicion.earlier  # which are among them, as another suspicion knows them
+    return unexplained > suspicion.earlier  # the earlier crashes are included: they belong to another suspicion
 
 
 def is_poison(casualty: Casualty, casualties: Iterable[Casualty], now: float) -> bool:
-    """Whether a request that was charged with an engine is the one that breaks engines: it has cost as many as it may,
-    and no other request that was on the last one is as suspicious.
+    """Return whether a request crashes engines.
+
+    It does if it has crashed as many engines as a request may, and no other request on the last one is as suspicious.
     """
     suspicion = casualty.suspicion
     if suspicion.engines(now) < MOST_ENGINES:

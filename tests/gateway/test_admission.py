@@ -266,7 +266,7 @@ async def test_a_waiter_that_is_cancelled_as_its_turn_comes_passes_it_on(gate: G
 
 
 async def test_a_waiter_that_is_cancelled_is_gone(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.gateway.admission._LOOK_AGAIN_SECONDS", 3600.0)  # the timer is not replaced meanwhile
+    monkeypatch.setattr("proxy.gateway.admission._CHECK_SECONDS", 3600.0)  # the timer is not replaced meanwhile
     (first,) = await gate.arrive("-")
     timer = gate.admission._timer
     assert timer is not None
@@ -316,7 +316,7 @@ async def test_who_would_wait_in_vain_for_instances_that_refuse_is_refused(gate:
     gate.refusing = (Role.DECODE, start + 12)  # the first of these would have to wait for 12 s
     error = await early.refusal()
     assert (error.status, error.code) == (503, "all_refuse")
-    assert error.message == "all decode instances refuse requests, for another 7 s"
+    assert error.message == "all decode instances reject requests; retry in 7 s"
     assert error.retry_after_seconds is not None
     assert 7 <= error.retry_after_seconds <= 7 * 1.2
     assert gate.admission.waiting == 2

@@ -130,7 +130,7 @@ async def test_who_comes_too_late_while_it_waits_is_refused_without_delay(counte
         await late
     assert (refused.value.status, refused.value.retry_after_seconds) == (504, None)
     assert await drained(counter) == ["early", "any time"]
-    assert not counter.admission._deadlines._of
+    assert not counter.admission._deadlines._place_of
     assert not counter.admission._deadlines._places
 
 

@@ -554,7 +554,7 @@ async def resumed(
             transcript=delivery.transcript,
             shown=delivery.has_output,
             shows_ids=delivery.call.shows_single_tokens,
-            ahead=delivery.ahead,
+            ahead=() if delivery.seam is None else delivery.seam.swallowed,
             segment=segment,
             keeps_length=not is_old,
             chats=ChatTokens.COMPLETIONS if is_old else ChatTokens.NATIVE,
