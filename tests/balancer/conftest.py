@@ -1,10 +1,10 @@
-"""The whole balancer over two prefillers and two decoders, put together as a worker does."""
+"""A balancer over two prefillers and two decoders, as a worker builds it, and a pool of any backends."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -22,8 +22,18 @@ if TYPE_CHECKING:
     from proxy.common.backend import Backend
 
 
+def make_pool(
+    role: Role, roster: Roster, scoreboard: Scoreboard, *, policy: str = "least_tokens", **parts: Any
+) -> Pool:
+    """Return a pool of the first worker. `parts` are further fields of PoolParts."""
+    parts = {"row": scoreboard.row(0), "health": Health(), **parts}
+    return Pool(PoolParts(role=role, policy=make_policy(policy), scoreboard=scoreboard, roster=roster, **parts))
+
+
 @dataclass
 class Balancer:
+    """Balancer of one of two workers, with a clock and a record of transitions and outcomes."""
+
     scoreboard: Scoreboard = field(default_factory=lambda: Scoreboard(workers=2, slots=8))
     clock: Clock = field(default_factory=Clock)
     transitions: list[Transition] = field(default_factory=list)
@@ -55,19 +65,19 @@ class Balancer:
         )
 
     def eject(self, backend: Backend) -> None:
-        """For about eject_seconds."""
+        """Eject a backend for about eject_seconds."""
         assert self.decoders.report_stall(backend)
         assert self.transitions[-1].cause == "stall"
 
     def put_on_probation(self, backend: Backend) -> None:
-        """By an ejection whose time has passed."""
+        """Eject a backend and let the time of its ejection pass."""
         self.eject(backend)
         self.clock.now += 1.2 * self.checks.eject_seconds
         self.decoders.backends()
         assert self.health.of(backend).awaits_trial
 
     def books(self, backend: Backend) -> tuple[int, Load]:
-        """Open leases and load of one backend."""
+        """Return the open leases and the load of one backend."""
         return self.scoreboard.requests(backend.slot), self.scoreboard.load(backend.slot)
 
     def all_books(self) -> set[tuple[int, Load]]:

@@ -1,5 +1,5 @@
-"""Whatever happens in whatever order: the books are right at every step and zero at the end, nobody is chosen who is
-not eligible or due for a trial, and ejection leaves enough of a role to serve.
+"""Random sequences of events: loads are right at every step and zero at the end, only eligible backends and those due
+for a trial are picked, and ejections leave enough backends of a role.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ failures = st.sampled_from(Failure)
 avoided = st.sets(st.tuples(roles, ports), max_size=3)
 
 
-# Short, so that much happens in few steps.
+# Short times, so that much happens in few steps.
 CHECKS = HealthChecks(
     quarantine_seconds=10.0,
     fall=2,
@@ -61,20 +61,20 @@ DISCOVERY = "dns"
 
 @dataclass
 class Open:
-    """An open lease: where it is from, and what it must hold."""
+    """Expected state of an open lease."""
 
     pool: Pool
     worker: int
     load: Load
     is_trial: bool
     is_running: bool = True
-    """Until its work is done."""
+    """Whether its work is not done yet."""
     is_counted: bool = True
-    """Until its KV has been fetched behind its work: the backend may leave then."""
+    """Whether the backend must not leave, because the work is not done or the KV not fetched."""
 
 
 class AnySequence(RuleBasedStateMachine):
-    """Two workers' pools over one roster and one scoreboard; `open` says what each open lease must hold."""
+    """Pools of two workers over one roster and one scoreboard. `open` has the expected state of each open lease."""
 
     @initialize(policy=st.sampled_from(list(POLICIES)), max_running=st.sampled_from([None, 1, 2]))
     def build(self, policy: str, max_running: int | None) -> None:
@@ -108,7 +108,7 @@ class AnySequence(RuleBasedStateMachine):
         configured = {member.backend for role in Role for member in self.roster.members(role)}
         self.wanted: dict[str, set[Backend]] = {CONFIG: configured, DISCOVERY: set()}
         self.origins = {backend: {CONFIG} for backend in configured}
-        """Of the members that do not drain."""
+        """Origins of the members that do not drain."""
         self.states: list[dict[Backend, HealthState]] = [{}, {}]
         self.open: dict[Lease, Open] = {}
         self.look()
@@ -122,13 +122,13 @@ class AnySequence(RuleBasedStateMachine):
         return {member.backend for member in self.roster.members(role) if not member.is_draining}
 
     def check_transition(self, worker: int, transition: Transition) -> None:
-        """Told once, and an ejection leaves enough."""
+        """Check that a transition is returned once and that an ejection leaves enough backends."""
         health, backend = self.healths[worker], transition.backend
         assert transition.old is not transition.new is health.of(backend).state
         assert self.states[worker].get(backend, HealthState.UNKNOWN) is transition.old
         self.states[worker][backend] = transition.new
         assert (transition.cause is not None) <= (transition.new is HealthState.EJECTED)
-        if transition.new is HealthState.EJECTED:  # meanwhile it has shown that it is not well: the next one tries it
+        if transition.new is HealthState.EJECTED:  # the ejection ends the trial; a later lease begins another one
             for lease, each in self.open.items():
                 each.is_trial &= lease.backend != backend or each.worker != worker
         if transition.cause is not None:
@@ -145,14 +145,14 @@ class AnySequence(RuleBasedStateMachine):
         return lease, self.open[lease]
 
     def may_be_picked(self, pool: Pool, avoid: set[Backend]) -> dict[Backend, bool]:
-        """Who may be picked, and whether as a trial, worked out without the pool's own cache."""
+        """Return the backends that may be picked, and whether as a trial, computed without the pool's cache."""
         self.look()
         health, enabled = pool.health, self.enabled(pool.role)
         unproven = {backend for backend in enabled if health._conditions[backend].awaits_first_probe}
         tried = {lease.backend for lease, each in self.open.items() if each.is_trial and each.pool.health is health}
         free = {backend for backend in enabled if health.of(backend).state in (HealthState.UNKNOWN, HealthState.UP)}
         trials = {backend for backend in enabled - tried if health.of(backend).state is HealthState.PROBATION}
-        if free - unproven or trials:  # otherwise who has not answered yet is better than nobody
+        if free - unproven or trials:  # otherwise unprobed backends are better than none
             free -= unproven
         return {backend: backend in trials for backend in (free | trials) - avoid}
 
@@ -216,7 +216,7 @@ class AnySequence(RuleBasedStateMachine):
         lease, opened = self.some_lease(number)
         old = lease.backend
         if not opened.is_counted:
-            return  # it has nothing to do with the request any more
+            return  # it has finished with the request
         backends = {self.backend(*each) for each in avoid}
         self.look()
         try:
@@ -320,7 +320,7 @@ class AnySequence(RuleBasedStateMachine):
         max_running: int | None,
         policy: str,
     ) -> None:
-        """Another configuration: other instances in one step, and other settings."""
+        """Apply another configuration: other instances in one step, and other settings."""
         if not self.sync(CONFIG, {self.backend(*each) for each in chosen}, restores=True):
             return
         changes = {"eject_after": eject_after, "slow_start_seconds": slow_start_seconds}
@@ -334,7 +334,7 @@ class AnySequence(RuleBasedStateMachine):
         self.sync(DISCOVERY, {self.backend(*each) for each in chosen}, restores=False)
 
     def sync(self, origin: str, wanted: set[Backend], *, restores: bool) -> bool:
-        """Let an origin want these; False, and nothing has changed, when that is not possible."""
+        """Set the backends of an origin, and return whether that was possible. Otherwise nothing has changed."""
         before = {member.backend: member.origins for role in Role for member in self.roster.members(role)}
         try:
             self.roster.sync(origin, wanted, restores=restores)
@@ -350,7 +350,7 @@ class AnySequence(RuleBasedStateMachine):
         return True
 
     @invariant()
-    def a_member_is_enabled_for_as_long_as_an_origin_wants_it(self) -> None:
+    def members_are_enabled_while_an_origin_wants_them(self) -> None:
         members = [member for role in Role for member in self.roster.members(role)]
         known = {member.backend: set(member.origins) for member in members if not member.is_draining}
         assert known == {backend: origins for backend, origins in self.origins.items() if origins}
@@ -367,7 +367,7 @@ class AnySequence(RuleBasedStateMachine):
                 states.pop(backend, None)
 
     @invariant()
-    def every_open_lease_and_nothing_else_is_on_the_books(self) -> None:
+    def load_is_that_of_the_open_leases(self) -> None:
         requests: Counter[int] = Counter()
         running: Counter[int] = Counter()
         compute: Counter[int] = Counter()
@@ -389,7 +389,7 @@ class AnySequence(RuleBasedStateMachine):
         assert len(set(slots)) == len(slots)
 
     @invariant()
-    def somebody_can_be_asked_as_long_as_one_is_not_down(self) -> None:
+    def a_pool_is_ready_while_a_backend_is_up(self) -> None:
         self.look()
         for (role, _), pool in self.pools.items():
             health = pool.health
@@ -400,14 +400,14 @@ class AnySequence(RuleBasedStateMachine):
                 assert states & {HealthState.UNKNOWN, HealthState.UP, HealthState.PROBATION}
 
     @invariant()
-    def a_trial_is_under_way_only_in_an_open_lease_and_one_at_a_time(self) -> None:
+    def each_trial_belongs_to_one_open_lease(self) -> None:
         for worker, health in enumerate(self.healths):
             under_way = [backend for backend, each in health._conditions.items() if each.breaker.trial]
             tried = [lease.backend for lease, each in self.open.items() if each.worker == worker and each.is_trial]
             assert set(under_way) <= set(tried)
 
     @invariant()
-    def pairs_are_apart_on_both_sides(self) -> None:
+    def quarantines_are_symmetric(self) -> None:
         self.look()
         known = {member.backend for role in Role for member in self.roster.members(role)}
         for quarantine in self.quarantines:
@@ -426,5 +426,5 @@ class AnySequence(RuleBasedStateMachine):
 
 
 AnySequence.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
-# The limit of one test would count for all of these steps together.
-test_any_sequence_of_events_keeps_the_books_right = pytest.mark.timeout(600)(AnySequence.TestCase)
+# The timeout of one test would apply to all of these steps together.
+test_any_sequence_of_events_keeps_loads_right = pytest.mark.timeout(600)(AnySequence.TestCase)

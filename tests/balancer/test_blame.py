@@ -1,4 +1,4 @@
-"""Blame: what one request's failures say about engines, and when they say nothing."""
+"""Attribution of failures: to engines, to pairs of engines, and to requests."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.balancer.blame import Blame
+from proxy.balancer.blame import Blame, PairQuarantine, SuspectMemory
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure, UpstreamError
+from proxy.settings import HealthChecks
+from tests.forking import in_child
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from proxy.balancer.blame import FailedEngines
+    from tests.clock import Clock
+
 
 P1, P2, P3 = (Backend(Role.PREFILL, "p", port) for port in (1, 2, 3))
-D1 = Backend(Role.DECODE, "d", 1)
+D1, D2 = (Backend(Role.DECODE, "d", port) for port in (1, 2))
 KINDS = {
     "500": (Failure.STATUS, 500),
     "502": (Failure.STATUS, 502),
@@ -106,3 +110,144 @@ def test_settled_failure_still_counts_for_a_later_breakdown() -> None:
         blame.settle()
         told.fails(blame, (P2, "broken"))
     assert told.blamed == [P1]
+
+
+# Quarantine of pairs
+
+
+NOBODY: frozenset[Backend] = frozenset()
+
+
+@pytest.fixture
+def quarantine(clock: Clock) -> PairQuarantine:
+    return PairQuarantine(clock=clock)
+
+
+def test_two_consecutive_failed_handoffs_quarantine_only_their_pair(quarantine: PairQuarantine) -> None:
+    assert not quarantine.failed(P1, D1)
+    assert quarantine.partners_to_avoid(P1) == NOBODY
+    assert quarantine.failed(P1, D1)
+    assert (quarantine.partners_to_avoid(P1), quarantine.partners_to_avoid(D1)) == ({D1}, {P1})
+    assert (quarantine.partners_to_avoid(P2), quarantine.partners_to_avoid(D2)) == (NOBODY, NOBODY)
+
+
+def test_failed_handoffs_of_different_pairs_do_not_add_up(quarantine: PairQuarantine) -> None:
+    assert not any(quarantine.failed(*pair) for pair in ((P1, D1), (P1, D2), (P2, D1), (P2, D2)))
+
+
+def test_successful_handoff_resets_the_failures_of_its_pair(quarantine: PairQuarantine) -> None:
+    quarantine.failed(P1, D1)
+    quarantine.succeeded(P1, D1)
+    quarantine.succeeded(P1, D1)
+    assert not quarantine.failed(P1, D1)
+    quarantine.succeeded(P2, D1)
+    assert quarantine.failed(P1, D1)
+
+
+def test_bad_prefiller_is_quarantined_from_every_decoder(quarantine: PairQuarantine) -> None:
+    for decoder in (D1, D2, D1, D2):
+        quarantine.failed(P1, decoder)
+        quarantine.succeeded(P2, decoder)
+    assert quarantine.partners_to_avoid(P1) == {D1, D2}
+    assert quarantine.partners_to_avoid(D1) == quarantine.partners_to_avoid(D2) == {P1}
+
+
+def test_each_consecutive_quarantine_is_longer_up_to_the_maximum(quarantine: PairQuarantine, clock: Clock) -> None:
+    quarantine.failed(P1, D1)
+    lengths = []
+    for _ in range(12):
+        assert quarantine.failed(P1, D1)
+        began = clock.now
+        assert not quarantine.failed(P1, D1)
+        while quarantine.partners_to_avoid(P1):
+            clock.now += 30.0
+        lengths.append(clock.now - began)
+    assert lengths == [60.0 * n for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 10, 10)]
+
+
+def test_successful_handoff_ends_a_quarantine_and_resets_its_length(quarantine: PairQuarantine, clock: Clock) -> None:
+    for _ in range(2):
+        quarantine.failed(P1, D1)
+    clock.now += 60.0
+    assert quarantine.failed(P1, D1)
+    quarantine.succeeded(P1, D1)
+    assert (quarantine.partners_to_avoid(P1), quarantine.partners_to_avoid(D1)) == (NOBODY, NOBODY)
+    assert [quarantine.failed(P1, D1), quarantine.failed(P1, D1)] == [False, True]
+    clock.now += 60.0
+    assert quarantine.partners_to_avoid(P1) == NOBODY
+
+
+def test_quarantine_drops_a_backend_that_has_left(quarantine: PairQuarantine) -> None:
+    for pair in ((P1, D1), (P1, D2), (P2, D1)):
+        quarantine.failed(*pair)
+        quarantine.failed(*pair)
+    quarantine.failed(P2, D2)
+    quarantine.forget(P1)
+    assert quarantine.partners_to_avoid(D1) == {P2}
+    assert (quarantine.partners_to_avoid(P1), quarantine.partners_to_avoid(D2)) == (NOBODY, NOBODY)
+    assert not quarantine.failed(P1, D1)
+    assert quarantine.failed(P2, D2)
+
+
+def test_changed_settings_apply_to_later_quarantines(clock: Clock) -> None:
+    checks = HealthChecks()
+    quarantine = PairQuarantine(lambda: checks, clock)
+    assert not quarantine.failed(P1, D1)
+    checks = HealthChecks(quarantine_after=1, quarantine_seconds=5.0)
+    assert quarantine.failed(P1, D1)
+    clock.now += 5.0
+    assert quarantine.partners_to_avoid(P1) == NOBODY
+
+
+# Memory of suspects
+
+
+BODY = b'{"prompt": "Sesame"}'
+
+
+@pytest.fixture
+def memory(clock: Clock) -> SuspectMemory:
+    return SuspectMemory(seconds=300.0, clock=clock)
+
+
+def test_suspect_is_remembered_for_a_limited_time(memory: SuspectMemory, clock: Clock) -> None:
+    assert memory.is_empty
+    memory.remember(BODY, 1)
+    assert not memory.is_empty
+    assert [memory.engines(BODY), memory.engines(BODY.lower())] == [1, 0]
+    memory.remember(BODY, 2)
+    clock.now += 299.0
+    assert memory.engines(BODY) == 2
+    clock.now += 1.0
+    assert memory.engines(BODY) == 0
+
+
+def test_suspect_that_was_served_is_forgotten(memory: SuspectMemory) -> None:
+    memory.remember(BODY, 1)
+    memory.forget(b"another")
+    assert memory.engines(BODY) == 1
+    memory.forget(BODY)
+    assert memory.is_empty
+
+
+def test_suspects_are_shared_by_all_workers(memory: SuspectMemory) -> None:
+    in_child(lambda: memory.remember(BODY, 2))
+    assert memory.engines(BODY) == 2
+    in_child(lambda: memory.forget(BODY))
+    assert memory.is_empty
+
+
+def test_oldest_suspects_are_dropped_for_new_ones(memory: SuspectMemory) -> None:
+    for number in range(1000):
+        memory.remember(b"%d" % number, 2)
+    kept = [number for number in range(1000) if memory.engines(b"%d" % number)]
+    assert kept == list(range(744, 1000))
+
+
+def test_suspect_memory_keeps_no_text_of_a_request(memory: SuspectMemory) -> None:
+    memory.remember(BODY, 2)
+    assert b"Sesame" not in memory._shared._memory[:]
+
+
+def test_digests_of_suspects_depend_on_a_secret_key(memory: SuspectMemory, clock: Clock) -> None:
+    assert memory._digest(BODY) != SuspectMemory(clock=clock)._digest(BODY)

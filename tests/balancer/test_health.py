@@ -1,7 +1,6 @@
-"""Health: what probes and traffic do to the state of a backend.
+"""Health: effects of probes and requests on the state of a backend.
 
-Most of it is told as stories: a line of signals, and the state after each. The backend is `A`, and `other` is another
-of its role.
+Most tests are stories: a line of signals about backend `A`, and its state after each. `other` is another backend.
 """
 
 from __future__ import annotations
@@ -13,14 +12,16 @@ import pytest
 
 from proxy.balancer.backend_health import HealthState
 from proxy.balancer.engines import EngineFacts
-from proxy.balancer.health import Health, ProbeFailure, Transition
+from proxy.balancer.health import Health, HealthBoard, ProbeFailure, Transition
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure, UpstreamError
 from proxy.settings import HealthChecks
 from tests.clock import Clock
+from tests.forking import in_child
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
 
 A, B, C, D = PEERS = [Backend(Role.DECODE, host, 1) for host in "abcd"]
 UNKNOWN, UP, DOWN, EJECTED, PROBATION = HealthState
@@ -45,14 +46,14 @@ def failed(word: str, backend: Backend = A) -> UpstreamError:
 
 
 class EvenRandom(random.Random):
-    """Draws the middle."""
+    """Random numbers that are always the middle."""
 
     def uniform(self, a: float, b: float) -> float:
         return (a + b) / 2
 
 
 class Story:
-    """One backend among its peers, all of them up."""
+    """Backend A among its peers, all of them up."""
 
     def __init__(self, peers: Sequence[Backend] = PEERS, checks: HealthChecks | None = None) -> None:
         self.clock = Clock()
@@ -65,7 +66,7 @@ class Story:
             self.health.on_probe(peer, True, "test")
 
     def tell(self, word: str) -> None:
-        """One signal about A, or time: `30s`. `try` begins a trial, and `try:` in front of an outcome is its end."""
+        """Apply one signal about A, or time: `30s`. `try` begins a trial, and `try:OUTCOME` ends it."""
         health = self.health
         transition: Transition | None = None
         match word.split(":"):
@@ -107,7 +108,7 @@ class Story:
             self.told.append(transition)
 
     def states(self, words: str) -> str:
-        """The state of A after each word."""
+        """Apply each word, and return the states of A."""
         states = []
         for word in words.split():
             self.tell(word)
@@ -122,7 +123,7 @@ class Story:
 @pytest.mark.parametrize(
     ("words", "states"),
     [
-        # failures in a row, of whatever kind the backend is to blame for
+        # consecutive failures of any kind that counts
         ("500 500 500 500 500", "up up up up ejected"),
         ("500 reset garbage broken no-kv", "up up up up ejected"),
         ("refused 500 refused 500 timeout", "up up up up ejected"),
@@ -172,12 +173,12 @@ def test_back_pressure_neither_counts_as_a_failure_nor_resets_the_count(word: st
     [
         ("refuses:1 other refuses:2 refuses:3", "up up up ejected"),
         ("refuses:1 refuses:2 refuses:3 other refuses:4", "up up up up ejected"),
-        # nobody else has served since it began to refuse
+        # no other backend has served since it began to refuse
         ("other refuses:1 refuses:2 refuses:3 refuses:4", "up up up up up"),
         # it has served since, or works on others
         ("refuses:1 refuses:2 other ok refuses:3", "up up up up up"),
         ("refuses:1 other refuses:0 refuses:0 refuses:0", "up up up up up"),
-        # on probation, the first ones tell nothing: another request tries
+        # on probation, the first refusals decide nothing, and another request is a trial
         ("stall 30s try try:refuses:1", "ejected probation probation probation"),
         (
             "refuses:1 other refuses:3 30s try try:refuses:4 59s 1s",
@@ -335,11 +336,17 @@ def test_each_transition_is_returned_once() -> None:
     ]
 
 
-# How long
+def down(story: Story, *backends: Backend) -> None:
+    """Let the probes of backends fail until they are down."""
+    for backend in backends * 3:
+        story.health.on_probe(backend, False, "test")
+
+
+# Duration of ejections
 
 
 def ejection_seconds(story: Story) -> float:
-    """Let an ejection that has just begun end."""
+    """Wait for the end of an ejection, and return its duration."""
     began = story.clock.now
     while story.health.of(A).state is EJECTED:
         story.tell("1s")
@@ -398,7 +405,7 @@ def test_ejections_of_several_backends_end_at_different_times() -> None:
     assert all(24 <= each <= 36 for each in seconds)
 
 
-# How many
+# Number of ejections
 
 
 @pytest.mark.parametrize(
@@ -445,8 +452,7 @@ def test_backend_on_probation_counts_as_ejected_in_the_share() -> None:
 
 def test_backend_is_the_last_if_its_peers_are_down_or_unproven() -> None:
     story = Story([A, B, C])
-    for _ in range(3):
-        story.health.on_probe(B, False, "test")
+    down(story, B)
     story.health.forget(C)
     story.health.on_added(C)
     assert story.states("stall refused refused") == "up up up"
@@ -463,16 +469,13 @@ def test_draining_backend_is_not_ejected() -> None:
 def test_failed_trial_of_the_last_backend_is_followed_by_another_trial() -> None:
     story = Story([A, B])
     assert story.states("stall 30s try") == "ejected probation probation"
-    for _ in range(3):
-        story.health.on_probe(B, False, "test")
+    down(story, B)
     assert story.states("try:500 try try:ok") == "probation probation up"
 
 
 def test_probes_may_take_all_backends_down() -> None:
     story = Story()
-    for peer in PEERS:
-        for _ in range(3):
-            story.health.on_probe(peer, False, "test")
+    down(story, *PEERS)
     assert {story.health.of(peer).state for peer in PEERS} == {DOWN}
 
 
@@ -480,9 +483,7 @@ def test_ejected_backends_go_on_probation_when_no_other_is_left() -> None:
     story = Story([A, B, C])
     story.health.on_stall(A, story.peers)
     assert story.health.relieve(story.peers) == ()
-    for peer in (B, C):
-        for _ in range(3):
-            story.health.on_probe(peer, False, "test")
+    down(story, B, C)
     assert story.health.relieve(story.peers) == [Transition(A, EJECTED, PROBATION, "no other backend is left")]
     assert story.health.relieve(story.peers) == ()
     assert not story.health.relieve([])
@@ -519,7 +520,7 @@ def test_only_backend_on_probation_awaits_a_trial() -> None:
 
 
 def shares(story: Story, words: str) -> list[int]:
-    """What share A gets after each word, in per cent."""
+    """Apply each word, and return the shares of A in percent."""
     told = []
     for word in words.split():
         story.tell(word)
@@ -588,13 +589,6 @@ def test_consecutive_probes_take_a_backend_down_and_up(words: str, states: str) 
     assert Story().states(words) == states
 
 
-def test_unknown_backend_is_eligible_but_not_confirmed() -> None:
-    health = Health()
-    assert health.of(A).is_healthy
-    assert health.of(A).is_eligible
-    assert not health.of(A).is_confirmed
-
-
 @pytest.mark.parametrize("is_proof", [True, False])
 def test_served_request_confirms_an_unknown_backend(is_proof: bool) -> None:
     health = Health()
@@ -602,25 +596,13 @@ def test_served_request_confirms_an_unknown_backend(is_proof: bool) -> None:
     assert health.of(A).is_confirmed
 
 
-@pytest.mark.parametrize("word", ["busy", "bad", "500"])
-def test_failed_request_does_not_confirm_an_unknown_backend(word: str) -> None:
-    health = Health()
-    assert health.on_outcome(A, failed(word), PEERS) is None
-    assert not health.of(A).is_confirmed
-
-
-def test_added_backend_is_eligible_after_its_first_probe_and_starts_slowly() -> None:
+@pytest.mark.parametrize(("ok", "new", "share"), [(True, UP, 10), (False, DOWN, 100)])
+def test_first_probe_decides_for_an_added_backend(ok: bool, new: HealthState, share: int) -> None:
     health = Health(clock=Clock())
     health.on_added(A)
     assert (health.of(A).state, health.of(A).is_eligible, health.of(A).is_changing) == (UNKNOWN, False, True)
-    assert health.on_probe(A, True, "200") == Transition(A, UNKNOWN, UP, "200")
-    assert (health.of(A).is_eligible, health.share_percent(A)) == (True, 10)
-
-
-def test_added_backend_that_does_not_answer_is_down() -> None:
-    health = Health()
-    health.on_added(A)
-    assert health.on_probe(A, False, "timeout") == Transition(A, UNKNOWN, DOWN, "timeout")
+    assert health.on_probe(A, ok, "answer") == Transition(A, UNKNOWN, new, "answer")
+    assert (health.of(A).is_eligible, health.share_percent(A)) == (ok, share)
 
 
 def test_confirmed_backend_that_is_added_again_stays_eligible() -> None:
@@ -652,7 +634,7 @@ def test_failures_are_counted_from_zero_after_an_outage() -> None:
     assert Story().states("500 500 500 500 - - - + + 500") == "up up up up up up down down up up"
 
 
-# A request that proves little
+# Requests without proof
 
 
 def test_request_without_proof_changes_no_failure_count() -> None:
@@ -672,7 +654,7 @@ def test_refused_connection_counts_for_a_request_without_proof() -> None:
     assert story.health.of(A).state is EJECTED
 
 
-# The rest
+# Separate and unknown backends, versions, settings and facts
 
 
 def test_backends_have_separate_failure_counts() -> None:
@@ -747,10 +729,47 @@ def test_engine_facts_are_kept_for_an_ejected_engine_whose_probes_pass(words: st
 
 @pytest.mark.parametrize("words", ["- - -", "refused refused"])
 def test_engine_facts_are_ignored_while_the_engine_is_down(words: str) -> None:
-    """The answer may come after it went down, or has left."""
+    """The answer may come after the engine went down or left."""
     story = Story()
     story.states(words)
     story.health.note_facts(A, FACTS)
     story.health.forget(B)
     story.health.note_facts(B, FACTS)
     assert (story.health.of(A).facts, story.health.of(B).facts) == (None, None)
+
+
+# States of all workers
+
+
+BACKEND = Backend(Role.DECODE, "10.0.0.3", 7100, slot=5)
+
+
+def test_health_board_shows_the_state_in_each_worker() -> None:
+    board = HealthBoard(workers=3, slots=8)
+    board.set_state(0, BACKEND, UP)
+    in_child(lambda: board.set_state(2, BACKEND, EJECTED))
+    assert board.states(BACKEND) == [UP, UNKNOWN, EJECTED]
+    board.set_state(0, BACKEND, PROBATION)
+    assert board.states(BACKEND) == [PROBATION, UNKNOWN, EJECTED]
+
+
+def test_health_board_erases_only_the_row_of_a_dead_worker() -> None:
+    board = HealthBoard(workers=3, slots=8)
+    for worker in range(3):
+        board.set_state(worker, BACKEND, DOWN)
+    board.erase(1)
+    assert board.states(BACKEND) == [DOWN, UNKNOWN, DOWN]
+
+
+def test_health_board_reports_unknown_for_the_next_backend_in_a_slot() -> None:
+    board = HealthBoard(slots=8)
+    board.set_state(0, BACKEND, EJECTED)
+    assert board.states(Backend(Role.DECODE, "10.0.0.4", 7100, slot=5)) == [UNKNOWN]
+    assert board.states(Backend(Role.PREFILL, "10.0.0.3", 7100, slot=5)) == [UNKNOWN]
+
+
+def test_health_board_separates_the_slots_of_backends() -> None:
+    board = HealthBoard(workers=2, slots=8)
+    board.set_state(0, Backend(Role.DECODE, "10.0.0.3", 7100, slot=7), DOWN)
+    board.set_state(1, Backend(Role.DECODE, "10.0.0.3", 7100, slot=0), UP)
+    assert board.states(BACKEND) == [UNKNOWN, UNKNOWN]

@@ -1,4 +1,4 @@
-"""Incompatibilities: told once by whoever finds out first, known to all workers, forgotten with their instance."""
+"""Incompatibilities: found once, shared by all workers, and dropped with their instance."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def misfits() -> Incompatibilities:
 def test_finding_is_new_once_until_it_is_removed(misfits: Incompatibilities) -> None:
     assert not misfits.remove(D, KIND)
     assert misfits.add(D, KIND, "serves another model")
-    assert not misfits.add(D, KIND, "serves another model, once more")
+    assert not misfits.add(D, KIND, "serves another model, again")
     assert misfits.of(D) == (Incompatibility(KIND, "serves another model", 1234.5),)
     assert misfits.of(P) == ()
     assert misfits.remove(D, KIND)
@@ -92,7 +92,7 @@ def test_too_many_pairs_fall_back_to_the_verdict_on_the_decoder(misfits: Incompa
 
 
 def test_table_of_incompatibilities_has_room_for_the_longest_entries() -> None:
-    slots = 64  # what is kept is written anew with each change, so that thousands of them would take long
+    slots = 64  # the whole table is written with each change, so thousands of entries would take long
     misfits = Incompatibilities(slots=slots, max_misfits=slots // 2)
     for port in range(1, slots + 1):
         backend = Backend(Role.DECODE, "h" * 253, port)

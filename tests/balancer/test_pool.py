@@ -1,4 +1,4 @@
-"""The pool: who is eligible, what it answers when nobody is, and how it follows roster and health."""
+"""Pool: eligible backends, leases, room for requests, and changes of roster and health."""
 
 from __future__ import annotations
 
@@ -11,25 +11,30 @@ import pytest
 from proxy.balancer.backend_health import HealthState
 from proxy.balancer.blame import PairQuarantine
 from proxy.balancer.engines import EngineFacts
-from proxy.balancer.health import Health, ProbeFailure
+from proxy.balancer.health import ProbeFailure
 from proxy.balancer.pick import PickRequest
 from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool, PoolLimits, PoolParts
+from proxy.balancer.pool import PoolLimits, Pools
 from proxy.balancer.roster import Roster
 from proxy.balancer.shared.back_offs import LONGEST_SECONDS, BackOffs
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Load, Role
 from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.settings import POLICIES, HealthChecks
+from tests.balancer.conftest import make_pool
 
 if TYPE_CHECKING:
     from tests.balancer.conftest import Balancer
 
 
 def down(balancer: Balancer, *backends: Backend) -> None:
-    for backend in backends:
-        for _ in range(3):
-            balancer.health.on_probe(backend, False, "timeout")
+    for backend in backends * 3:
+        balancer.health.on_probe(backend, False, "timeout")
+
+
+def up(balancer: Balancer, *backends: Backend) -> None:
+    for backend in backends * 2:
+        balancer.health.on_probe(backend, True, "200")
 
 
 def test_pool_has_the_backends_of_its_role(balancer: Balancer) -> None:
@@ -41,15 +46,23 @@ def test_down_backend_gets_no_requests_until_it_is_up_again(balancer: Balancer) 
     one, two = balancer.decoders.backends()
     down(balancer, one)
     assert {balancer.decoders.pick() for _ in range(10)} == {two}
-    for _ in range(2):
-        balancer.health.on_probe(one, True, "200")
+    up(balancer, one)
     balancer.clock.now += balancer.checks.slow_start_seconds
     assert {balancer.decoders.pick() for _ in range(10)} == {one, two}
 
 
-def test_draining_backend_stays_in_the_pool_without_new_requests(balancer: Balancer) -> None:
+@pytest.mark.parametrize("how", ["drains", "is down", "is ejected", "is disabled"])
+def test_backend_without_new_requests_stays_in_the_pool(balancer: Balancer, how: str) -> None:
     one, two = balancer.decoders.backends()
-    balancer.roster.remove(Role.DECODE, "d", 1)
+    match how:
+        case "drains":
+            balancer.roster.remove(Role.DECODE, "d", 1)
+        case "is down":
+            down(balancer, one)
+        case "is ejected":
+            balancer.eject(one)
+        case _:
+            balancer.roster.disable(Role.DECODE, "d", 1)
     assert {balancer.decoders.pick() for _ in range(10)} == {two}
     assert balancer.decoders.backends() == (one, two)
 
@@ -109,16 +122,7 @@ def test_each_transition_is_reported_once(balancer: Balancer) -> None:
 def test_consecutive_short_requests_rotate_over_equal_backends(policy: str) -> None:
     scoreboard = Scoreboard(slots=8)
     roster = Roster([], [("d", port) for port in range(8)], scoreboard)
-    pool = Pool(
-        PoolParts(
-            role=Role.DECODE,
-            policy=make_policy(policy),
-            scoreboard=scoreboard,
-            row=scoreboard.row(0),
-            roster=roster,
-            health=Health(),
-        )
-    )
+    pool = make_pool(Role.DECODE, roster, scoreboard, policy=policy)
     ports = []
     for _ in range(16):
         with pool.lease(PickRequest.of(Load(10, 10))) as lease:
@@ -188,24 +192,14 @@ def test_lease_that_moves_drops_its_preference(balancer: Balancer) -> None:
 
 
 class Pressed:
-    """Three decoders and a clock."""
+    """Pool of three decoders, and a clock."""
 
     def __init__(self) -> None:
         self.now = 0.0
         scoreboard = Scoreboard(slots=3)
         self.roster = Roster([], [("d", port) for port in range(3)], scoreboard)
-        self.pool = Pool(
-            PoolParts(
-                role=Role.DECODE,
-                policy=make_policy("least_tokens"),
-                scoreboard=scoreboard,
-                row=scoreboard.row(0),
-                roster=self.roster,
-                health=Health(),
-                clock=lambda: self.now,
-                limits=PoolLimits(pressure_seconds=5.0),
-            )
-        )
+        limits = PoolLimits(pressure_seconds=5.0)
+        self.pool = make_pool(Role.DECODE, self.roster, scoreboard, clock=lambda: self.now, limits=limits)
 
     def recomputed(self, decoder: Backend) -> None:
         self.pool.report(decoder, UpstreamError(Failure.RECOMPUTED, decoder, "no memory"))
@@ -215,24 +209,20 @@ class Pressed:
 
 
 class TwoWorkers:
-    """The decoders of two workers, which share what they know of back-offs, and a clock."""
+    """Pools of two workers with shared back-offs, and a clock."""
 
     def __init__(self) -> None:
         self.now = 1000.0
         scoreboard, back_offs = Scoreboard(workers=2, slots=3), BackOffs(slots=3)
         roster = Roster([], [("d", port) for port in range(3)], scoreboard)
         self.pools = [
-            Pool(
-                PoolParts(
-                    role=Role.DECODE,
-                    policy=make_policy("least_tokens"),
-                    scoreboard=scoreboard,
-                    row=scoreboard.row(worker),
-                    roster=roster,
-                    health=Health(),
-                    clock=lambda: self.now,
-                    back_offs=back_offs,
-                )
+            make_pool(
+                Role.DECODE,
+                roster,
+                scoreboard,
+                row=scoreboard.row(worker),
+                clock=lambda: self.now,
+                back_offs=back_offs,
             )
             for worker in range(2)
         ]
@@ -252,7 +242,7 @@ def test_refusal_is_known_to_all_workers() -> None:
     workers.refused(0, zero)
     assert workers.picked(0) == workers.picked(1) == {1, 2}
     workers.now += 1.0
-    # The turn that is due is taken once, by whichever worker.
+    # Only one worker takes the turn that is due.
     with workers.pools[1].lease(PickRequest.of(Load(), prefer=zero)) as lease:
         assert lease.backend == zero
         assert workers.picked(0) == workers.picked(1) == {1, 2}
@@ -277,7 +267,7 @@ def test_pool_refuses_until_the_first_retry_after_of_its_backends() -> None:
 
 
 def test_requests_do_not_wait_for_the_last_backend_if_refusals_are_not_queued() -> None:
-    """It was ejected because it refused, and the others have gone since."""
+    """The last backend was ejected because it refused, and the others went down later."""
     workers = TwoWorkers()
     pool, (last, *others) = workers.pools[0], workers.pools[0].backends()
     health = pool.health
@@ -343,14 +333,6 @@ def test_only_recomputation_counts_as_lack_of_kv_memory() -> None:
 
 
 # Ejected, and on probation
-
-
-def test_ejected_backend_stays_in_the_pool_without_requests(balancer: Balancer) -> None:
-    one, two = balancer.decoders.backends()
-    balancer.eject(one)
-    assert {balancer.decoders.pick() for _ in range(10)} == {two}
-    assert balancer.decoders.backends() == (one, two)
-    assert not balancer.health.of(one).is_healthy
 
 
 def test_stall_of_the_last_backend_changes_nothing(balancer: Balancer) -> None:
@@ -447,17 +429,7 @@ def test_draining_backend_that_is_added_again_keeps_its_requests(balancer: Balan
 
 def test_pool_drops_a_removed_backend_from_the_quarantine(balancer: Balancer) -> None:
     quarantine = PairQuarantine(lambda: HealthChecks(quarantine_after=1))
-    pool = Pool(
-        PoolParts(
-            role=Role.PREFILL,
-            policy=make_policy("random"),
-            scoreboard=balancer.scoreboard,
-            row=balancer.row,
-            roster=balancer.roster,
-            health=balancer.health,
-            quarantine=quarantine,
-        )
-    )
+    pool = make_pool(Role.PREFILL, balancer.roster, balancer.scoreboard, health=balancer.health, quarantine=quarantine)
     prefiller, decoder = pool.backends()[0], balancer.decoders.backends()[0]
     quarantine.failed(prefiller, decoder)
     balancer.roster.remove(Role.PREFILL, prefiller.host, prefiller.port)
@@ -471,14 +443,13 @@ def test_pool_drops_a_removed_backend_from_the_quarantine(balancer: Balancer) ->
 
 
 def came_back(balancer: Balancer, backend: Backend) -> None:
-    """It was down, for a moment."""
+    """Take a backend down and up again."""
     down(balancer, backend)
-    for _ in range(2):
-        balancer.health.on_probe(backend, True, "200")
+    up(balancer, backend)
 
 
 def shares(balancer: Balancer, policy: str) -> dict[str, int]:
-    """Of 400 requests that stay, as the policy places them."""
+    """Return the number of open requests on each backend after 400 picks."""
     pool = balancer.pool(Role.DECODE, policy)
     leases = [pool.lease(PickRequest.of(Load(100, 100))) for _ in range(400)]
     for lease in leases:
@@ -492,10 +463,10 @@ def shares(balancer: Balancer, policy: str) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("policy", "at_once", "later"),
     [
-        # Of what both have the one that came back has 10 % to 100 %, and 55 to 100.
+        # The loads of the two are 10 % to 100 %, and later 55 % to 100 %.
         ("least_tokens", (36, 37), (141, 143)),
         ("power_of_two", (30, 45), (135, 150)),
-        # It is left out 9 times of 10, and otherwise chosen every second time; then 45 times of 100.
+        # It is left out 9 times of 10, and otherwise chosen every second time; later it is left out 45 times of 100.
         ("round_robin", (20, 60), (90, 155)),
         ("random", (10, 30), (90, 130)),
     ],
@@ -573,14 +544,12 @@ def test_enabled_backend_is_probed_first_and_starts_slowly(balancer: Balancer) -
     assert (told.new, told.reason) == (HealthState.UNKNOWN, "enabled again")
     balancer.health.on_probe(one, False, "refused", failure=ProbeFailure.REFUSED)
     assert balancer.decoders.eligible() == (two,)
-    for _ in range(2):
-        balancer.health.on_probe(one, True, "200")
+    up(balancer, one)
     assert balancer.decoders.eligible() == (one, two)
     assert balancer.health.share_percent(one) == 10
 
 
 def test_health_of_a_disabled_backend_is_kept_while_it_drains(balancer: Balancer) -> None:
-    """The health of what drains is that of its streams."""
     one, _ = balancer.decoders.backends()
     balancer.health.on_probe(one, True, "200")
     with balancer.decoders.lease(PickRequest.of(Load(1, 1), prefer=one)):
@@ -672,16 +641,12 @@ def test_reservation_is_charged_without_an_outcome(balancer: Balancer) -> None:
     assert balancer.ends == []
 
 
-def test_reservation_fails_when_no_backend_is_healthy(balancer: Balancer) -> None:
-    down(balancer, *balancer.decoders.backends())
-    with pytest.raises(NoBackendAvailable), balancer.decoders.reserve(PickRequest.of(Load(compute=1))):
-        pytest.fail("there is nobody")
-    assert balancer.all_books() == {(0, Load())}
-
-
-def test_reservation_that_fails_reports_no_outcome(balancer: Balancer) -> None:
+def test_failed_reservation_releases_its_load_without_an_outcome(balancer: Balancer) -> None:
     with pytest.raises(UpstreamError), balancer.decoders.reserve(PickRequest.of(Load(compute=1))) as held:
         raise UpstreamError(Failure.RESET, held.backend, "gone")
+    down(balancer, *balancer.decoders.backends())
+    with pytest.raises(NoBackendAvailable), balancer.decoders.reserve(PickRequest.of(Load(compute=1))):
+        pytest.fail("no backend is healthy")
     assert balancer.all_books() == {(0, Load())}
     assert balancer.ends == []
 
@@ -770,73 +735,78 @@ def test_unprobed_backends_are_eligible_when_all_are_new(balancer: Balancer) -> 
 # Restarts
 
 
-def refused(backend: Backend) -> UpstreamError:
-    return UpstreamError(Failure.CONNECT, backend, "refused")
+@pytest.fixture
+def restarting(balancer: Balancer) -> Balancer:
+    """Balancer whose decoders are waited for during 60 s of a restart."""
+    balancer.decoders.use(make_policy("round_robin"))
+    balancer.decoders.configure(PoolLimits(restart_seconds=60.0))
+    return balancer
 
 
-@pytest.mark.parametrize("how", ["probes", "requests"])
-def test_pool_is_restarting_when_all_backends_refuse_connections(balancer: Balancer, how: str) -> None:
-    pool, health, clock = balancer.decoders, balancer.health, balancer.clock
-    pool.use(make_policy("round_robin"))
-    pool.configure(PoolLimits(restart_seconds=60.0))
+def restart(balancer: Balancer) -> tuple[bool, bool]:
+    """Return whether the decoders are restarting, and whether there is room."""
+    return balancer.decoders.is_restarting(), balancer.decoders.has_room()
+
+
+def refuse(balancer: Balancer, *backends: Backend, by_probes: bool = True) -> None:
+    """Let decoders refuse three connections."""
+    for backend in backends * 3:
+        if by_probes:
+            balancer.health.on_probe(backend, False, "refused", failure=ProbeFailure.REFUSED)
+        else:
+            balancer.decoders.report(backend, UpstreamError(Failure.CONNECT, backend, "refused"))
+
+
+@pytest.mark.parametrize("by_probes", [True, False], ids=["probes", "requests"])
+def test_pool_is_restarting_when_all_backends_refuse_connections(restarting: Balancer, by_probes: bool) -> None:
+    pool, clock = restarting.decoders, restarting.clock
     one, two = pool.backends()
-
-    def refuses(backend: Backend) -> None:
-        for _ in range(3):
-            if how == "probes":
-                health.on_probe(backend, False, "refused", failure=ProbeFailure.REFUSED)
-            else:
-                pool.report(backend, refused(backend))
-
-    for backend in (one, two):
-        health.on_probe(backend, True, "200")
-    refuses(one)
-    assert (pool.is_restarting(), pool.has_room()) == (False, True)  # there is the other one
+    up(restarting, one, two)
+    refuse(restarting, one, by_probes=by_probes)
+    assert restart(restarting) == (False, True)  # the other one is left
     clock.now += 30
-    refuses(two)
-    assert (pool.is_restarting(), pool.has_room()) == (True, False)
+    refuse(restarting, two, by_probes=by_probes)
+    assert restart(restarting) == (True, False)
     clock.now += 59
-    assert (pool.is_restarting(), pool.has_room()) == (True, False)
+    assert restart(restarting) == (True, False)
     clock.now += 1
-    assert (pool.is_restarting(), pool.has_room()) == (False, True)  # a lease fails at once, or finds somebody
-    for _ in range(2):
-        health.on_probe(two, True, "200")
+    assert restart(restarting) == (False, True)  # a lease fails or succeeds at once
+    up(restarting, two)
     assert (pool.is_restarting(), pool.pick()) == (False, two)
-    refuses(two)
-    assert pool.is_restarting()  # a new one, and not the old one
+    refuse(restarting, two, by_probes=by_probes)
+    assert pool.is_restarting()  # this is another restart
 
 
-def test_pool_is_not_restarting_when_its_backends_never_were_up(balancer: Balancer) -> None:
-    pool, health = balancer.decoders, balancer.health
-    pool.use(make_policy("round_robin"))
-    pool.configure(PoolLimits(restart_seconds=60.0))
-    for backend in pool.backends():
-        for _ in range(3):
-            health.on_probe(backend, False, "refused", failure=ProbeFailure.REFUSED)
-    assert (pool.is_restarting(), pool.has_room()) == (False, True)
+def test_pool_is_not_restarting_when_its_backends_never_were_up(restarting: Balancer) -> None:
+    refuse(restarting, *restarting.decoders.backends())
+    assert restart(restarting) == (False, True)
 
 
-def test_pool_is_not_restarting_when_its_backends_still_accept_connections(balancer: Balancer) -> None:
-    pool, health = balancer.decoders, balancer.health
-    pool.use(make_policy("round_robin"))
-    pool.configure(PoolLimits(restart_seconds=60.0))
-    for backend in pool.backends():
-        health.on_probe(backend, True, "200")
-    down(balancer, *pool.backends())
-    assert (pool.is_restarting(), pool.has_room()) == (False, True)
-    for backend in pool.backends():  # it has said that it is not well before it went, as vLLM does
-        health.on_probe(backend, False, "refused", failure=ProbeFailure.REFUSED)
-    assert (pool.is_restarting(), pool.has_room()) == (True, False)
+def test_pool_is_not_restarting_when_its_backends_still_accept_connections(restarting: Balancer) -> None:
+    backends = restarting.decoders.backends()
+    up(restarting, *backends)
+    down(restarting, *backends)
+    assert restart(restarting) == (False, True)
+    refuse(restarting, *backends)  # they were unhealthy before they stopped, as vLLM reports
+    assert restart(restarting) == (True, False)
 
 
-def test_answer_to_a_request_ends_the_restart(balancer: Balancer) -> None:
-    pool, health = balancer.decoders, balancer.health
-    pool.use(make_policy("round_robin"))
-    pool.configure(PoolLimits(restart_seconds=60.0))
-    one, two = pool.backends()
+def test_answer_to_a_request_ends_the_restart(restarting: Balancer) -> None:
+    one, two = restarting.decoders.backends()
+    up(restarting, one, two)
     for backend in (one, two):
-        health.on_probe(backend, True, "200")
-        pool.report(backend, refused(backend))
-    assert pool.is_restarting()
-    pool.report(two, None)
-    assert (pool.is_restarting(), pool.has_room()) == (False, True)
+        restarting.decoders.report(backend, UpstreamError(Failure.CONNECT, backend, "refused"))
+    assert restarting.decoders.is_restarting()
+    restarting.decoders.report(two, None)
+    assert restart(restarting) == (False, True)
+
+
+# Pools of all roles
+
+
+def test_pools_return_the_pool_of_each_role(balancer: Balancer) -> None:
+    prefillers, decoders, encoders = balancer.prefillers, balancer.decoders, balancer.pool(Role.ENCODE)
+    for pools in (Pools(prefillers, decoders), Pools(prefillers, decoders, encode=encoders)):
+        assert pools.of(Role.PREFILL) is prefillers
+        assert pools.of(Role.DECODE) is decoders
+    assert Pools(prefillers, decoders, encode=encoders).of(Role.ENCODE) is encoders

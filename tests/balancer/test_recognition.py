@@ -1,4 +1,4 @@
-"""What engines say of themselves, and the connector that is chosen for it."""
+"""Selection of the connector from facts about engines, and the check of a chosen one."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def models(owner: object) -> Any:
 
 
 def said(role: Role, name: str, models: Any, info: Any = None) -> EngineReport:
-    """An engine that has answered so at `/v1/models` and `/server_info`."""
+    """Return the report of an engine with these answers at `/v1/models` and `/server_info`."""
     return EngineReport(role, name, Identity(parse_kind(models), setup=parse_setup(info)))
 
 
 def sglang(role: Role, mode: str | None = None) -> EngineReport:
-    """By default in its role."""
+    """Return the report of an SGLang, by default in its configured role."""
     return said(role, NAMES[role], models("sglang"), {"disaggregation_mode": mode or role.value, "version": "0.5.23"})
 
 
 def vllm(role: Role, *connectors: str, kv_role: str = "kv_both") -> EngineReport:
-    """In development mode if it has a connector; several work together."""
+    """Return the report of a vLLM, which is in development mode if it has connectors."""
     if not connectors:
         return said(role, NAMES[role], models("vllm"))
     extra = {"connectors": [{"kv_connector": name, "kv_role": kv_role} for name in connectors]}

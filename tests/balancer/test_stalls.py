@@ -1,4 +1,4 @@
-"""Which backends have stopped sending while others go on."""
+"""Detection of backends that have stopped sending while others go on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STALL = 30.0
 
 
 class Watch:
-    """Looks once a second, and notes who is found stalled."""
+    """Stall detector with a clock."""
 
     def __init__(self, stall_seconds: float = STALL) -> None:
         self.detector = StallDetector(stall_seconds)
@@ -21,7 +21,7 @@ class Watch:
         self.found: list[Backend] = []
 
     def looks(self, seconds: int, *moving: Backend, silent: tuple[Backend, ...] = ()) -> list[Backend]:
-        """So many looks at the same picture; who was found in them. Who is neither moving nor silent has no streams."""
+        """Look once a second at the same streams, and return the stalled backends. Other backends have no streams."""
         found = []
         for _ in range(seconds):
             self.now += 1

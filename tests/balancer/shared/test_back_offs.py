@@ -1,4 +1,4 @@
-"""Back-offs: when a backend that refused requests gets some again."""
+"""Back-offs: when a backend that refused requests gets requests again."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ A = Backend(Role.DECODE, "a", 1, slot=3)
 
 @dataclass
 class Story:
-    """What happens to one backend, in words, at times of a clock that the words move."""
+    """Events of one backend, written as words, some of which move the clock."""
 
     now: float = 1000.0
     back_offs: BackOffs = field(default_factory=lambda: BackOffs(slots=8))
     streak: int = 0
 
     def tell(self, words: str) -> str:
-        """Return whether it would refuse after each word: `x` yes, `.` no."""
+        """Apply each word, and return whether the backend would then refuse: `x` yes, `.` no."""
         states = []
         for word in words.split():
             match word.split(":"):
@@ -49,26 +49,26 @@ class Story:
     ("words", "states"),
     [
         ("refuse 0.9s 0.1s", "xx."),
-        # each refusal doubles the time, and those of one moment count once
+        # Each refusal doubles the time, and simultaneous ones count once.
         ("refuse 1s refuse 1.9s 0.1s refuse 3.9s 0.1s", "x.xx.xx."),
         ("refuse refuse refuse 1s", "xxx."),
-        # where nobody else is left the time stays short
+        # The time stays short if no other backend is left.
         ("alone 1s alone 1s alone 1s", "x.x.x."),
-        # what the engine asks for is obeyed, within bounds
+        # Retry-After is obeyed up to the maximum.
         ("refuse:7 6.9s 0.1s", "xx."),
         ("refuse:0 0.9s 0.1s", "xx."),
         (f"refuse:3600 {LONGEST_SECONDS - 1}s 1s", "xx."),
-        # then it gets one request at a time
+        # After that time the backend gets one request at a time.
         ("refuse 1s turn 0.9s 0.1s turn", "x.xx.x"),
-        # one that it has completed makes room for one more, and so does one that ended otherwise
+        # Each completed or otherwise ended request makes room for one more.
         ("refuse complete turn complete complete turn turn", "x.x...x"),
         ("refuse left turn", "x.x"),
-        # which a refusal of one that was sent before does not take back, but another one without an answer does
+        # A refusal of an earlier request does not take this room back, but a second one without an answer does.
         ("refuse complete complete refuse turn", "x...."),
         ("refuse left 1s refuse", "x..x"),
-        # and one that it has begun to answer makes no room
+        # A request whose answer has begun makes no room.
         ("refuse begin", "xx"),
-        # it gets any number when it has served, and not refused for a while
+        # The backend gets any number after it has served and not refused for a while.
         ("refuse 1s turn begin 4s turn turn turn", "x.xx...."),
         ("refuse 1s turn 60s turn 0.1s", "x.x.xx"),
         ("refuse 1s turn 60s turn complete turn turn", "x.x.x..."),

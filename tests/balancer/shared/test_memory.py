@@ -1,4 +1,4 @@
-"""A shared value: whole or not at all, whoever reads, whoever dies."""
+"""Memory that forked processes share: values, logged states and queue heads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ import os
 
 import pytest
 
-from proxy.balancer.shared.memory import SharedValue
+from proxy.balancer.shared.memory import (
+    AGEING,
+    NO_HEAD,
+    LogOnce,
+    QueueHeads,
+    SharedValue,
+    WorkerQueueHead,
+    encode_head,
+    shift_head,
+)
 from tests.forking import in_child
 
 
@@ -63,3 +72,107 @@ def test_writer_that_dies_half_way_does_no_harm(shared: SharedValue) -> None:
         shared.write(["second"])
     in_child(lambda: shared.read())
     assert shared.read() == (2, ["second"])
+
+
+# Logged states
+
+
+def test_same_state_of_a_subject_is_news_once() -> None:
+    bulletin = LogOnce()
+    told = [("a", "up"), ("b", "up"), ("a", "up"), ("a", "down"), ("b", "up"), ("a", "up")]
+    assert [bulletin.is_news(subject, word) for subject, word in told] == [True, True, False, True, False, True]
+
+
+def test_state_of_a_forgotten_subject_is_news_again() -> None:
+    bulletin = LogOnce()
+    bulletin.is_news("a", "up")
+    bulletin.is_news("b", "up")
+    bulletin.forget("a")
+    bulletin.forget("never told")
+    assert (bulletin.is_news("a", "up"), bulletin.is_news("b", "up")) == (True, False)
+
+
+def test_state_logged_by_another_process_is_no_news() -> None:
+    bulletin = LogOnce()
+    in_child(lambda: bulletin.is_news("a", "up"))
+    assert not bulletin.is_news("a", "up")
+
+
+def test_one_of_many_simultaneous_processes_logs_a_change() -> None:
+    bulletin = LogOnce()
+    begin, go = os.pipe()
+    pids = []
+    for _ in range(8):
+        pid = os.fork()
+        if not pid:
+            os.close(go)
+            os.read(begin, 1)  # ends when the last one is there
+            os._exit(sum(bulletin.is_news(str(subject), "up") for subject in range(20)))
+        pids.append(pid)
+    os.close(go)
+    assert sum(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids) == 20
+    os.close(begin)
+
+
+def test_full_record_logs_a_change_again() -> None:
+    bulletin = LogOnce(100)
+    assert all(bulletin.is_news(f"decode 10.0.0.1:{port}", "up") for port in range(7100, 7110))
+    assert not bulletin.is_news("decode 10.0.0.1:7109", "up")
+    assert bulletin.is_news("decode 10.0.0.1:7100", "up")
+
+
+# Queue heads
+
+
+def _worker_fronts(workers: int = 2, guests: int = 0) -> tuple[QueueHeads, list[WorkerQueueHead]]:
+    fronts = QueueHeads(workers, guests)
+    return fronts, [front for number in range(workers) if (front := fronts.of_worker(number)) is not None]
+
+
+def test_queue_heads_are_ordered_by_priority_then_work_and_arrival() -> None:
+    in_order = [(-2000, 900.0), (-1, 50.0), (0, 10.0), (0, 10.5), (3, 0.0), (9999, 1.0)]
+    fronts = [encode_head(*rank) for rank in in_order]
+    assert fronts == sorted(fronts)
+    assert NO_HEAD not in fronts
+
+
+@pytest.mark.parametrize("priority", [-3, 0, 7])
+def test_queue_head_is_shifted_to_the_clock_of_another_host(priority: int) -> None:
+    came, offset = 1000.0, -250.0
+    there = encode_head(priority, 2.0 + AGEING * (came + offset))
+    assert shift_head(there, -offset) == encode_head(priority, 2.0 + AGEING * came)
+    assert shift_head(there, -1e9) == encode_head(priority, 0.0)  # nonsense is no other priority
+
+
+def test_single_queue_has_no_queue_head() -> None:
+    assert QueueHeads().of_worker(0) is None
+
+
+def test_room_is_left_to_an_earlier_queue_head_once_and_briefly() -> None:
+    fronts, (one, other) = _worker_fronts()
+    assert not one.leaves_room(0, 5.0, 100.0)
+    other.publish(0, 5.0)
+    assert not one.leaves_room(0, 5.0, 100.0)  # nor to an equal, or both would
+    other.publish(0, 4.0)
+    assert one.leaves_room(0, 5.0, 100.0)
+    assert one.leaves_room(0, 5.0, 100.04)
+    assert not one.leaves_room(0, 5.0, 100.06)
+    assert not one.leaves_room(0, 5.0, 100.07)  # it does not want this room
+    other.publish(0, 3.0)
+    assert one.leaves_room(0, 5.0, 100.08)
+    assert not one.leaves_room(-1, 5.0, 100.08)
+    other.publish_empty()
+    assert not one.leaves_room(0, 5.0, 100.09)
+    assert fronts.first_of_workers() == NO_HEAD
+
+
+def test_other_gateways_count_as_one_more_queue() -> None:
+    fronts, (one, other) = _worker_fronts(guests=1)
+    fronts.put_guests(encode_head(0, 2.0))
+    in_child(lambda: one.publish(0, 3.0))
+    assert fronts.first_of_workers() == encode_head(0, 3.0)
+    assert other.leaves_room(0, 2.5, 1.0)
+    fronts.put_guests(NO_HEAD)
+    assert not other.leaves_room(0, 2.5, 2.0)
+    fronts.put(0, NO_HEAD)
+    assert not other.leaves_room(0, 9.0, 3.0)

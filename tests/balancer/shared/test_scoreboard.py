@@ -1,42 +1,37 @@
-"""The scoreboard: rows add up, and a dead worker's row goes away."""
+"""Scoreboard: loads as sums of rows, handoffs, and pinned KV."""
 
 from __future__ import annotations
 
-import os
 import struct
+from typing import TYPE_CHECKING
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
-from proxy.balancer.health import Health
-from proxy.balancer.policies.least_tokens import make_policy
-from proxy.balancer.pool import Pool, PoolLimits, PoolParts
+from proxy.balancer.pick import PickRequest
+from proxy.balancer.pool import Pool, PoolLimits
 from proxy.balancer.roster import Roster
-from proxy.balancer.shared.scoreboard import LANES, HandoffCount, Pinned, Scoreboard, SlotReader, _layout
-from proxy.common.backend import Load, Role
+from proxy.balancer.shared.scoreboard import LANES, HandoffCount, Pin, Pinned, PinnedKv, Scoreboard, SlotReader, _layout
+from proxy.common.backend import Backend, Load, Role
+from tests.balancer.conftest import make_pool
+from tests.clock import Clock
+from tests.forking import in_child
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
-def test_new_scoreboard_is_zero() -> None:
-    board = Scoreboard(workers=2, slots=3)
-    assert [board.requests(slot) for slot in range(3)] == [0, 0, 0]
-    assert [board.load(slot) for slot in range(3)] == [Load()] * 3
-
-
-def test_load_is_the_sum_over_the_workers() -> None:
+def test_load_is_the_sum_over_the_workers_until_it_is_released() -> None:
     board = Scoreboard(workers=3, slots=4)
     for worker in range(3):
         board.row(worker).add(2, requests=1, compute=10 * worker, kv=worker)
-    assert board.requests(2) == 3
-    assert board.load(2) == Load(compute=30, kv=3)
-    assert board.load(1) == board.load(3) == Load()
-
-
-def test_negative_numbers_release_load() -> None:
-    board = Scoreboard(workers=1, slots=2)
-    board.row(0).add(1, requests=1, compute=7, kv=9)
-    board.row(0).add(1, compute=-7)
-    assert board.load(1) == Load(compute=0, kv=9)
-    board.row(0).add(1, requests=-1, kv=-9)
-    assert (board.requests(1), board.load(1)) == (0, Load())
+    assert [board.requests(slot) for slot in range(4)] == [0, 0, 3, 0]
+    assert [board.load(slot) for slot in range(4)] == [Load(), Load(), Load(compute=30, kv=3), Load()]
+    board.row(2).add(2, compute=-20)
+    assert board.load(2) == Load(compute=10, kv=3)
+    board.row(2).add(2, requests=-1, kv=-2)
+    assert (board.requests(2), board.load(2)) == (2, Load(compute=10, kv=1))
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -95,27 +90,20 @@ def test_worker_cannot_write_past_its_row() -> None:
     assert board.requests(0) == board.requests(1) == 0
 
 
-def test_erasing_a_row_leaves_the_others_unchanged() -> None:
+def test_erasing_the_row_of_a_dead_worker_leaves_the_others_unchanged() -> None:
     board = Scoreboard(workers=2, slots=2)
-    for worker in range(2):
+
+    def charge(worker: int) -> None:
         board.row(worker).add(1, requests=1, compute=5, kv=6)
         board.row(worker).set_pinned(1, Pinned(1, 8, 3.0 + worker))
+
+    in_child(lambda: charge(0))
+    charge(1)
+    assert (board.requests(1), board.load(1), board.pinned(1)) == (2, Load(10, 12), Pinned(2, 16, 3.0))
     board.erase(0)
     assert (board.requests(1), board.load(1), board.pinned(1)) == (1, Load(5, 6), Pinned(1, 8, 4.0))
     board.erase(1)
     assert (board.requests(1), board.load(1), board.pinned(1)) == (0, Load(), Pinned())
-
-
-def test_load_of_a_dead_forked_worker_can_be_erased() -> None:
-    board = Scoreboard(workers=2, slots=2)
-    child = os.fork()
-    if child == 0:
-        board.row(1).add(0, requests=1, compute=5, kv=6)
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert (board.requests(0), board.load(0)) == (1, Load(5, 6))
-    board.erase(1)
-    assert (board.requests(0), board.load(0)) == (0, Load())
 
 
 def test_handoffs_are_counted_by_decoder_and_lane() -> None:
@@ -132,7 +120,7 @@ def test_handoffs_are_counted_by_decoder_and_lane() -> None:
 
 
 class Replica:
-    """A plug-in that brings the load of another gateway: the one writer of a guest row."""
+    """Writer of a guest row with the load of another gateway."""
 
     def __init__(self, board: Scoreboard, number: int) -> None:
         self._board = board
@@ -141,61 +129,211 @@ class Replica:
         self._known: dict[int, tuple[int, Load]] = {}
 
     def publish(self, slot: int, running: int, load: Load) -> None:
-        """What the other gateway has on a backend now."""
+        """Write the other gateway's present load of a backend."""
         before, charged = self._known.get(slot, (0, Load()))
         self._row.add(slot, running=running - before, compute=load.compute - charged.compute, kv=load.kv - charged.kv)
         self._known[slot] = running, load
 
-    def lose_sight(self) -> None:
-        """Nothing is known any more."""
+    def clear(self) -> None:
+        """Erase the row, because the other gateway is out of reach."""
         self._board.erase(self._number)
         self._known.clear()
 
 
-def test_load_of_another_gateway_is_a_guest_row() -> None:
+@pytest.mark.parametrize("runs", [lambda work: work(), in_child], ids=["in this process", "in another process"])
+def test_load_of_another_gateway_is_a_guest_row(runs: Callable[[Callable[[], None]], None]) -> None:
     board = Scoreboard(workers=2, slots=2, guests=1)
     replica = Replica(board, 2)
     board.row(0).add(1, requests=1, running=1, compute=5, kv=5)
-    replica.publish(1, 3, Load(compute=100, kv=10))
-    replica.publish(1, 2, Load(compute=70, kv=20))
+
+    def publish() -> None:
+        replica.publish(1, 3, Load(compute=100, kv=10))
+        replica.publish(1, 2, Load(compute=70, kv=20))
+
+    runs(publish)
     assert (board.running(1), board.load(1)) == (3, Load(compute=75, kv=25))
     assert SlotReader(board, [0, 1]).weights(10, 3) == [0, 825]
-    assert board.requests(1) == 1  # an instance that is removed is not kept by the requests of others
-    replica.lose_sight()
+    assert board.requests(1) == 1  # requests of other gateways do not keep a removed instance
+    runs(replica.clear)
     assert (board.running(1), board.load(1)) == (1, Load(compute=5, kv=5))
-
-
-def test_guest_row_written_by_another_process_is_visible() -> None:
-    board = Scoreboard(workers=1, slots=2, guests=1)
-    child = os.fork()
-    if child == 0:
-        Replica(board, 1).publish(0, 1, Load(compute=9))
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    assert SlotReader(board, [0, 1]).weights(1, 1) == [9, 0]
-    assert board.running(0) == 1
 
 
 def test_pool_considers_the_load_of_another_gateway() -> None:
     board = Scoreboard(workers=1, slots=2, guests=1)
     roster = Roster([], [("d", 1), ("d", 2)], board)
-    pool = Pool(
-        PoolParts(
-            role=Role.DECODE,
-            policy=make_policy("least_tokens"),
-            scoreboard=board,
-            row=board.row(0),
-            roster=roster,
-            health=Health(),
-            limits=PoolLimits(max_running=2),
-        )
-    )
+    pool = make_pool(Role.DECODE, roster, board, limits=PoolLimits(max_running=2))
     one, two = pool.backends()
     replica = Replica(board, 1)
     replica.publish(one.slot, 2, Load(compute=5))
     assert {pool.pick() for _ in range(4)} == {two}
     replica.publish(two.slot, 2, Load(compute=50))
     assert not pool.has_room()
-    replica.lose_sight()
+    replica.clear()
     assert pool.has_room()
     assert {pool.pick() for _ in range(4)} == {one, two}
+
+
+# Pinned KV
+
+
+BACKENDS = [Backend(Role.PREFILL, "p", port, slot=port) for port in range(3)]
+
+
+@pytest.fixture
+def board() -> Scoreboard:
+    return Scoreboard(workers=2, slots=3)
+
+
+def test_pinned_kv_of_one_worker_is_visible_to_all(board: Scoreboard, clock: Clock) -> None:
+    one, other = (PinnedKv(board.row(worker), clock) for worker in range(2))
+    one.pin(BACKENDS[1], 100, 480.0)
+    clock.now += 5.0
+    one.pin(BACKENDS[1], 10, 480.0)
+    other.pin(BACKENDS[1], 1, 480.0)
+    other.pin(BACKENDS[2], 7, 480.0)
+    assert board.pinned(1) == Pinned(count=3, tokens=111, since=1000.0)
+    assert board.pinned(2) == Pinned(count=1, tokens=7, since=1005.0)
+    assert board.pinned(0) == Pinned()
+
+
+def test_age_of_pinned_kv_is_that_of_the_oldest_remaining_pin(board: Scoreboard, clock: Clock) -> None:
+    pinned_kv = PinnedKv(board.row(0), clock)
+    first = pinned_kv.pin(BACKENDS[0], 1, 480.0)
+    clock.now += 2.5
+    second = pinned_kv.pin(BACKENDS[0], 2, 480.0)
+    pinned_kv.unpin(first)
+    assert board.pinned(0) == Pinned(count=1, tokens=2, since=1002.5)
+    pinned_kv.unpin(second)
+    assert board.pinned(0) == Pinned()
+
+
+def test_pin_may_be_removed_twice(board: Scoreboard, clock: Clock) -> None:
+    pinned_kv = PinnedKv(board.row(0), clock)
+    pin = pinned_kv.pin(BACKENDS[0], 5, 480.0)
+    for _ in range(2):
+        pinned_kv.unpin(pin)
+    assert board.pinned(0) == Pinned()
+    assert pinned_kv.pins() == []
+
+
+def test_each_pin_expires_at_its_time(board: Scoreboard, clock: Clock) -> None:
+    pinned_kv = PinnedKv(board.row(0), clock)
+    late = pinned_kv.pin(BACKENDS[0], 1, 480.0)
+    early = pinned_kv.pin(BACKENDS[0], 2, 30.0, suspected=True)
+    clock.now += 29.9
+    assert pinned_kv.pins() == [late, early]
+    clock.now += 0.1
+    assert pinned_kv.pins() == [late]
+    assert board.pinned(0) == Pinned(count=1, tokens=1, since=1000.0)
+    pinned_kv.unpin(early)
+    clock.now += 450.0
+    pinned_kv.expire()
+    assert board.pinned(0) == Pinned()
+
+
+def test_pins_of_a_backend_that_has_left_are_dropped(board: Scoreboard, clock: Clock) -> None:
+    pinned_kv = PinnedKv(board.row(0), clock)
+    gone, stays = (pinned_kv.pin(backend, 5, 480.0) for backend in BACKENDS[:2])
+    pinned_kv.forget(BACKENDS[0])
+    assert pinned_kv.pins() == [stays]
+    assert board.pinned(0) == Pinned()
+    pinned_kv.unpin(gone)
+    assert board.pinned(0) == Pinned()
+
+
+def test_backend_in_a_new_slot_does_not_inherit_pins(board: Scoreboard, clock: Clock) -> None:
+    """The same address in another slot is an equal backend."""
+    pinned_kv = PinnedKv(board.row(0), clock)
+    pinned_kv.pin(BACKENDS[0], 5, 480.0)
+    back = Backend(Role.PREFILL, "p", 0, slot=2)
+    assert back == BACKENDS[0]
+    pinned_kv.pin(back, 7, 480.0)
+    pinned_kv.forget(BACKENDS[0])
+    assert board.pinned(0) == Pinned()
+    assert board.pinned(2).tokens == 7
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("pin"), st.integers(0, 2), st.integers(1, 99)),
+        st.tuples(st.just("unpin"), st.integers(0, 30), st.just(0)),
+        st.tuples(st.just("wait"), st.just(0), st.integers(1, 20)),
+        st.tuples(st.just("forget"), st.integers(0, 2), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@given(steps)
+def test_published_sums_match_the_pins_after_any_steps(steps: list[tuple[str, int, int]]) -> None:
+    clock, board = Clock(), Scoreboard(workers=1, slots=3)
+    pinned_kv = PinnedKv(board.row(0), clock)
+    ever: list[Pin] = []
+    live: list[Pin] = []
+    for step, which, amount in steps:
+        match step:
+            case "pin":
+                ever.append(pinned_kv.pin(BACKENDS[which], amount, seconds=float(amount)))
+                live.append(ever[-1])
+            case "unpin" if ever:
+                pinned_kv.unpin(ever[which % len(ever)])
+                live = [pin for pin in live if pin is not ever[which % len(ever)]]
+            case "wait":
+                clock.now += amount
+            case "forget":
+                pinned_kv.forget(BACKENDS[which])
+                live = [pin for pin in live if pin.backend is not BACKENDS[which]]
+        live = [pin for pin in live if pin.until > clock.now]
+        pinned_kv.expire()
+        for slot in range(3):
+            pins = [pin for pin in live if pin.backend.slot == slot]
+            since = min((pin.since for pin in pins), default=None)
+            assert board.pinned(slot) == Pinned(len(pins), sum(pin.tokens for pin in pins), since)
+
+
+# In the pool
+
+
+def prefillers(board: Scoreboard, pinned_kv: PinnedKv) -> tuple[Pool, Roster]:
+    roster = Roster([("p", 0), ("p", 1)], [], board)
+    return make_pool(Role.PREFILL, roster, board, pinned_kv=pinned_kv), roster
+
+
+def test_pinned_kv_counts_as_load_in_the_choice_of_a_prefiller(board: Scoreboard, clock: Clock) -> None:
+    pinned_kv = PinnedKv(board.row(0), clock)
+    pool, _ = prefillers(board, pinned_kv)
+    one, two = pool.backends()
+    pinned_kv.pin(one, 100, 480.0)
+    with pool.lease(PickRequest.of(Load(kv=99))) as lease:
+        assert lease.backend == two
+        assert {pool.pick() for _ in range(3)} == {two}
+        with pool.lease(PickRequest.of(Load(kv=2))):
+            assert {pool.pick() for _ in range(3)} == {one}
+
+
+def test_pinned_kv_of_another_worker_counts_in_the_choice(board: Scoreboard, clock: Clock) -> None:
+    pool, _ = prefillers(board, PinnedKv(board.row(0), clock))
+    one, two = pool.backends()
+    PinnedKv(board.row(1), clock).pin(one, 100, 480.0)
+    assert {pool.pick() for _ in range(3)} == {two}
+
+
+def test_expired_pins_do_not_count_in_the_next_pick(board: Scoreboard, clock: Clock) -> None:
+    pinned_kv = PinnedKv(board.row(0), clock)
+    pool, _ = prefillers(board, pinned_kv)
+    pinned_kv.pin(pool.backends()[0], 100, 30.0)
+    clock.now += 30.0
+    assert {pool.pick() for _ in range(3)} == set(pool.backends())
+
+
+def test_draining_prefiller_does_not_wait_for_its_pinned_kv(board: Scoreboard, clock: Clock) -> None:
+    pinned_kv = PinnedKv(board.row(0), clock)
+    pool, roster = prefillers(board, pinned_kv)
+    one, two = pool.backends()
+    pinned_kv.pin(one, 100, 480.0)
+    assert (pool.scoreboard.requests(one.slot), board.load(one.slot)) == (0, Load())
+    roster.remove(Role.PREFILL, "p", 0)
+    assert roster.finalize() == [one]
+    assert pool.backends() == (two,)
+    assert pinned_kv.pins() == []
+    assert board.pinned(one.slot) == Pinned()
