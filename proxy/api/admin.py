@@ -15,7 +15,7 @@ from aiohttp import web
 from proxy.api.administrators import author
 from proxy.api.instance_changes import is_dry_run, truth
 from proxy.common.errors import BadRequest, GatewayError
-from proxy.observe.receipts import names_engine_id, names_instance, shown
+from proxy.observe.receipts import display, names_engine_id, names_instance
 from proxy.settings import SettingsError
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class RequestsApi:
         literal = next((value for name, value in asked.items() if name not in ("failed", "engine_id")), None)
         latest = partial(
             self._receipts.latest,
-            lambda told: all(fits(told) for fits in tests),
+            lambda receipt: all(fits(receipt) for fits in tests),
             limit,
             containing=b"" if literal is None else literal.encode(errors="surrogatepass"),
         )
@@ -146,7 +146,7 @@ class RequestsApi:
         # In a thread, so that no stream waits for it, and one after the other, because it is work for the processor.
         async with self._one_search:
             found = await asyncio.to_thread(latest)
-        return [shown(told) for told in found]
+        return [display(receipt) for receipt in found]
 
 
 def _asked(request: web.Request, known: Sequence[str]) -> dict[str, str]:
@@ -174,9 +174,9 @@ def _test(name: str, value: str) -> Wants:
     """Whether a request fits one filter."""
     if name == "failed":
         is_failed = truth(name, value)
-        return lambda told: (told["term"] != "--") is is_failed
+        return lambda receipt: (receipt["term"] != "--") is is_failed
     if name == "instance":
-        return lambda told: names_instance(told, value)
+        return lambda receipt: names_instance(receipt, value)
     if name == "engine_id":
-        return lambda told: names_engine_id(told, value)
-    return lambda told: bool(told[name] == value)
+        return lambda receipt: names_engine_id(receipt, value)
+    return lambda receipt: bool(receipt[name] == value)

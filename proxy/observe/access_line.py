@@ -1,4 +1,4 @@
-"""The facts about one request that is over, and its line in the access log."""
+"""The facts about a finished request, and its line in the access log."""
 
 from __future__ import annotations
 
@@ -13,56 +13,56 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class AccessFacts:
-    """What the access line, the receipt, the metrics and the spans tell of one request.
+    """Facts about one finished request, for the access line, the receipt, the metrics and the spans.
 
-    All values are plain, so that a receipt can keep them. A request with several units has the backends of the first
-    one, the sums of attempts, resumes and tokens, and the longest time in each stage.
+    All values are plain, so that a receipt can keep them. A request with several units has the backends of its first
+    unit, the sums of attempts, resumes and tokens, and the longest time in each stage.
     """
 
     request_id: str
     key: str
-    """The name of the client's key; `-` when clients need none."""
+    """Name of the client's key; `-` if clients need no key."""
     api: str
-    """The label of the dialect."""
+    """Label of the dialect."""
     stream: bool
     code: int
-    """The HTTP status; 499 if the client left before there was one."""
+    """HTTP status; 499 if the client left before there was one."""
     term: str
-    """See Outcome."""
+    """Termination state; see Outcome.term."""
     prefiller: str
-    """`host:port`; `-`: none was asked. The same holds for the next three."""
+    """`host:port`; `-` if no prefiller was asked. The next three fields use `-` in the same way."""
     decoder: str
     prefill_id: str
-    """The id by which the prefiller knows the request."""
+    """Id of the request at the prefiller."""
     decode_id: str
     kv: str
     """See AttemptRecord."""
     prefill_reason: str | None
-    """Why the prefiller was chosen, one of pick.REASONS; None: no prefiller was chosen."""
+    """Reason for choosing the prefiller, one of pick.REASONS; None if none was chosen."""
     decode_reason: str | None
     units: int
     attempts: int
     resumes: int
     course: str
-    """The letters of the stages that the request was in."""
+    """Letters of the stages that the request was in."""
     stage_seconds: Sequence[float]
-    """The time in each stage of the course."""
+    """Seconds in each stage of `course`."""
     first_token_seconds: float | None
-    """From the request to the first part of a streamed answer; None: no part was sent."""
+    """Time from the request to the first part of a streamed answer; None if no part was sent."""
     duration_seconds: float
     predicted_seconds: float | None
-    """How long the prefill was expected to take; None: it was not predicted."""
+    """Predicted time of the prefill; None if there was no prediction."""
     predicted_cached_tokens: float | None
     prompt_tokens: int
-    """This and the next two as far as engines reported them."""
+    """Tokens of the prompt. Like the next two fields, as far as engines reported them."""
     cached_tokens: int
     completion_tokens: int
     trace_id: str | None
-    """None: the request is not sampled."""
+    """None if the request is not sampled."""
     lost_engines: int
-    """Engines that went down under the request."""
+    """Number of engines that went down while serving the request."""
     error: str | None
-    """The message of the error that ended the request."""
+    """Message of the error that ended the request; None if there was none."""
 
     def values(self) -> list[Any]:
         """Return the values in the order of the fields. The constructor takes them by name, see FACTS."""
@@ -101,7 +101,7 @@ class AccessFacts:
 FACTS: Final = tuple(AccessFacts.__dataclass_fields__)
 """The names of the facts, in the order of `AccessFacts.values`."""
 
-# All that there may be, in the order of the line: to copy them and take some out again takes a third of adding each.
+# All fields in the order of the line. To copy them and delete a few takes a third of the time of adding each.
 _LINE: Final[dict[str, object]] = dict.fromkeys(
     (
         *("id", "key", "api", "stream", "code", "term", "p", "d", "p_id", "d_id", "kv", "p_why", "d_why"),
@@ -113,8 +113,8 @@ _LINE: Final[dict[str, object]] = dict.fromkeys(
 )
 _TIMES: Final = {stage.value: f"t_{stage.label}" for stage in Stage}
 _ENCODE: Final = Stage.ENCODE.value
-# Times have four digits. A number as large as this one has no room for fractions, so adding it rounds; round() would
-# take ten times as long, as it makes text and reads it.
+# Times have four digits. Adding a number of this size rounds, because it has no room for fractions. round() would take
+# ten times as long, because it formats and parses text.
 _SCALE: Final = 1e4
 _WHOLE: Final = 3.0 * 2**51
 
@@ -152,13 +152,13 @@ def access_line(facts: AccessFacts) -> dict[str, object]:
         del fields["d_why"]
     else:
         fields["d_why"] = facts.decode_reason
-    if _ENCODE not in course:  # few have encoders
+    if _ENCODE not in course:  # few fleets have encoders
         del fields["t_encode"]
     predicted = facts.predicted_seconds
     if predicted is None:
         del fields["p_seconds"], fields["p_cached"]
     else:
-        # What was thought would come of the prefill; `t_prefill` and `tokens_cached` say what came of it.
+        # The prediction; `t_prefill` and `tokens_cached` have the real values.
         fields["p_seconds"] = (predicted * _SCALE + _WHOLE - _WHOLE) / _SCALE
         fields["p_cached"] = facts.predicted_cached_tokens
     if facts.trace_id is None:

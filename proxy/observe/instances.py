@@ -1,4 +1,4 @@
-"""The metrics of instances, models and sources of discovery, read when somebody scrapes."""
+"""Metrics of instances, models and discovery sources, which are read at each scrape."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _STATES: Final = {state: number for number, state in enumerate(HealthState)}
 
 
 class Instances:
-    """What the balancer knows about the instances at the moment of a scrape.
+    """Metrics of the instances at the moment of a scrape.
 
-    `address` is `host:port`, the same as the target under which Prometheus scrapes the engine itself. It is not called
-    `instance`, because Prometheus gives every series a label of that name: the gateway it was scraped from.
+    The label `address` is `host:port`, like the target under which Prometheus scrapes the engine itself. It is not
+    called `instance`, because Prometheus adds a label of that name, for the gateway that it scrapes.
     """
 
     def __init__(
@@ -41,7 +41,15 @@ class Instances:
         misfits: Incompatibilities,
         pool_of: Callable[[Backend], Pool] | None = None,
     ) -> None:
-        """`pools`: of all backends. `pool_of`: that in which one is chosen; None: one of these."""
+        """Keep the sources of the metrics.
+
+        Args:
+            pools: Pools of all backends.
+            scoreboard: Loads of backends.
+            health: Health of backends.
+            misfits: Incompatibilities of backends.
+            pool_of: Returns the pool in which a backend is chosen; None: the one among `pools`.
+        """
         self._pool_of = pool_of
         self._pools = pools
         self._scoreboard = scoreboard
@@ -49,7 +57,7 @@ class Instances:
         self._misfits = misfits
 
     def names(self) -> Iterator[tuple[str, str]]:
-        """Role and instance of each."""
+        """Return role and address of each instance."""
         return ((backend.role.value, backend.name) for pool in self._pools for backend in pool.backends())
 
     def _all(self) -> Iterator[tuple[Pool, Backend]]:
@@ -64,7 +72,7 @@ class Instances:
         )
         state = GaugeMetricFamily(
             "pdproxy_instance_state",
-            f"What is known of an instance. {'; '.join(f'{number}: {word}' for word, number in _STATES.items())}.",
+            f"State of an instance. {'; '.join(f'{number}: {word}' for word, number in _STATES.items())}.",
             labels=labels,
         )
         inflight = GaugeMetricFamily("pdproxy_instance_inflight", "Requests in flight at an instance.", labels=labels)
@@ -80,7 +88,7 @@ class Instances:
         )
         pinned_kv = GaugeMetricFamily(
             "pdproxy_instance_pinned_kv",
-            "KV caches that an instance keeps, as far as is known, although no decoder will fetch them.",
+            "KV caches that an instance keeps although no decoder will fetch them, as far as known.",
             labels=labels,
         )
         pinned_tokens = GaugeMetricFamily(
@@ -98,13 +106,13 @@ class Instances:
         )
         knee = GaugeMetricFamily(
             "pdproxy_instance_knee",
-            "Requests at a time beyond which an instance was seen to make fewer tokens a second, as the worker that is "
-            "asked has learned it; no series where that was not seen.",
+            "Number of concurrent requests above which an instance generated fewer tokens per second, as learned by "
+            "the worker that answers; no series if nothing was learned.",
             labels=labels,
         )
         weight = GaugeMetricFamily(
             "pdproxy_instance_weight",
-            "How much of its share of requests an instance is to get, in per cent; 0 while it is disabled or drains.",
+            "Share of requests of an instance, in per cent of its full share; 0 while it is disabled or drains.",
             labels=labels,
         )
         now = time.monotonic()
@@ -133,11 +141,11 @@ class Instances:
 
 
 def collect_models(models: ServedModels, pools: Sequence[Pool]) -> Iterator[Metric]:
-    """How many instances of these pools each model has at the moment of a scrape."""
+    """Return the number of instances of each model in these pools, at the moment of a scrape."""
     found = GaugeMetricFamily(
         "pdproxy_model_instances",
-        "Instances that may get requests for a model or an adapter, by role; those that tell nothing are left out, and "
-        "names that no instance of a role serves.",
+        "Instances that may get requests for a model or an adapter, by role, without instances that report no models, "
+        "and without names that no instance of a role serves.",
         labels=("model", "role"),
     )
     eligible = {pool.role: pool.eligible() for pool in pools}
@@ -153,20 +161,20 @@ def collect_models(models: ServedModels, pools: Sequence[Pool]) -> Iterator[Metr
 
 
 def collect_sources(states: SourceStates, roster: Roster) -> Iterator[Metric]:
-    """Of the sources there are at that moment."""
+    """Return the states of the current discovery sources."""
     labels = ("source",)
     up = GaugeMetricFamily(
         "pdproxy_discovery_up",
-        "1 if a source of discovery was well when it was last asked; 0 if it failed, and its instances stay as they "
-        "were, or did not answer yet.",
+        "1 if the last reading of a discovery source succeeded; 0 if it failed, so that its instances stay, or has "
+        "not ended yet.",
         labels=labels,
     )
     instances = GaugeMetricFamily(
-        "pdproxy_discovery_instances", "Instances that a source of discovery has named last.", labels=labels
+        "pdproxy_discovery_instances", "Number of instances in the last reading of a discovery source.", labels=labels
     )
     failures = CounterMetricFamily(
         "pdproxy_discovery_failures",
-        "Times that a source of discovery could not be asked, or said what cannot be.",
+        "Failed readings of a discovery source.",
         labels=labels,
     )
     last_success = GaugeMetricFamily(

@@ -1,4 +1,4 @@
-"""Kinds of metrics, and the rows of a table of metrics."""
+"""Kinds of metrics, and rows of the metrics table."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ _Kind = TypeVar("_Kind", bound="Counter | Gauge | Histogram")
 
 
 class Counter(prometheus_client.Counter):
-    """Without the question with every step whether it has labels, and so no value of its own: that takes longer than
-    the step.
-    """
+    """A counter without the check for labels in each step, which takes longer than the step."""
 
     def inc(self, amount: float = 1, exemplar: dict[str, str] | None = None) -> None:
         if amount < 0:
@@ -27,7 +25,7 @@ class Counter(prometheus_client.Counter):
 
 
 class Gauge(prometheus_client.Gauge):
-    """See Counter."""
+    """A gauge without the check for labels; see Counter."""
 
     def inc(self, amount: float = 1) -> None:
         self._value.inc(amount)
@@ -37,15 +35,16 @@ class Gauge(prometheus_client.Gauge):
 
 
 class Histogram(prometheus_client.Histogram):
-    """See Counter."""
+    """A histogram without the check for labels; see Counter."""
 
     def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
         self._sum.inc(amount)
         self._buckets[bisect_left(self._upper_bounds, amount)].inc(1)
 
     def observe_all(self, amounts: Sequence[float]) -> None:
-        """The same for many at once, for the price of a few: the bucket of each is not looked for, but how many come
-        into the same as the next one.
+        """Observe many values at the cost of a few.
+
+        The values are sorted, so one search finds all values of a bucket.
         """
         self._sum.inc(sum(amounts))
         ordered, bounds = sorted(amounts), self._upper_bounds
@@ -58,7 +57,10 @@ class Histogram(prometheus_client.Histogram):
 
 
 class GatheringHistogram(Histogram):
-    """For what is observed many times a request: it is noted, and counted when somebody settles. Without labels."""
+    """A histogram without labels for values that are observed many times per request.
+
+    Values are noted, and counted at the next `settle`.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -68,14 +70,17 @@ class GatheringHistogram(Histogram):
         self._noted.append(amount)
 
     def settle(self) -> None:
-        """Count what was noted."""
+        """Count the noted values."""
         noted, self._noted = self._noted, []
         if noted:
             self.observe_all(noted)
 
 
 class MetricRow(Generic[_Kind]):
-    """One metric in the body of a class, named after its attribute. Instances get the metric itself from `make`."""
+    """One metric in the body of a class, named after its attribute.
+
+    Instances of the class get the metric from `make`.
+    """
 
     def __init__(
         self,
@@ -106,11 +111,14 @@ class MetricRow(Generic[_Kind]):
         self.name = name
 
     def __get__(self, metrics: object, owner: type) -> _Kind:
-        """Never called once the instance has the metric, whose attribute goes first. Tells type checkers its type."""
+        """Return the type of the metric for type checkers.
+
+        Instances have the metric as an attribute, which takes precedence.
+        """
         raise AttributeError(f"{owner.__name__}.{self.name} is not made yet")
 
     def make(self, registry: CollectorRegistry) -> _Kind:
-        """Make the metric, with the series that are known."""
+        """Create the metric, with its known series."""
         metric = self._kind(
             self.name, self._meaning, self._labels, namespace="pdproxy", registry=registry, **self._options
         )

@@ -1,4 +1,4 @@
-"""What every worker tells of its requests: metrics, and the access line."""
+"""Listeners of each worker: metrics of requests, and the access log."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 _Item = TypeVar("_Item")
 
-# Of records. What is asked of each of many in this way takes no step of the interpreter.
+# Attributes of records, read without a step of the interpreter per record.
 _API: Final = attrgetter("api")
 _KIND: Final = attrgetter("api", "stream", "outcome", "served_model")
 _TIMELINES: Final = attrgetter("timelines")
 _TOKENS: Final = attrgetter("facts.prompt_tokens", "facts.cached_tokens", "facts.completion_tokens")
 _ENDED: Final = attrgetter("ended")
 _FACTS: Final = attrgetter("facts")
-# Of timelines, and of attempts.
+# Attributes of timelines and attempts, read in the same way.
 _HISTORY: Final = attrgetter("history")
 _REASONS: Final = attrgetter("reasons")
 
@@ -38,12 +38,12 @@ _PREFILL: Final = Stage.PREFILL.value
 
 
 class RequestMetrics(RequestListener):
-    """Counts requests, times their stages, and adds up their tokens."""
+    """Counts requests, measures their stages, and sums up their tokens."""
 
     def __init__(self, metrics: Metrics, labels: Iterable[str]) -> None:
-        """`labels`: of the dialects that are served."""
+        """Keep the metrics. `labels`: labels of the served dialects."""
         metrics.show_generation_series(labels)
-        # Finding a series by its labels costs more than counting with it, and there are few.
+        # To find a series by its labels costs more than to count in it, and there are few series.
         self._requests = cache(metrics.requests_total.labels)
         self._by_model = cache(metrics.model_requests_total.labels)
         self._ends = cache(metrics.request_end_total.labels)
@@ -58,7 +58,7 @@ class RequestMetrics(RequestListener):
         self._choices = cache(metrics.choices_total.labels)
 
     def settle(self, began: Sequence[RequestRecord], ended: Sequence[RequestRecord]) -> None:
-        """See RequestListener. Requests that count in the same series are counted together."""
+        """See RequestListener. Requests of the same series are counted together."""
         for api, count in tally(map(_API, began)):
             self._inflight(api).inc(count)
         kinds: defaultdict[tuple[str, bool, Outcome, str | None], list[RequestRecord]] = defaultdict(list)
@@ -92,12 +92,12 @@ class RequestMetrics(RequestListener):
         courses: defaultdict[str, list[Sequence[float]]] = defaultdict(list)
         for timeline in units:
             courses[timeline.course].append(timeline.spent)
-        for letters, all_seconds in courses.items():  # of which there are few
+        for letters, all_seconds in courses.items():  # few requests have these
             for letter, times in zip(letters, zip(*all_seconds, strict=True), strict=True):
                 self._stages(Stage(letter).label).observe_all(times)
 
     def _compare_predictions(self, units: Iterable[Timeline]) -> None:
-        """Where a prefill was predicted and done at the first attempt: what it has taken, and found cached."""
+        """Compare prediction and result of prefills that succeeded at the first attempt."""
         ratios: list[float] = []
         predicted = found = 0
         for timeline in units:
@@ -124,7 +124,7 @@ class RequestMetrics(RequestListener):
 
 
 class AccessLog(RequestListener):
-    """Writes a line for each request."""
+    """Writes the access line of each request."""
 
     def settle(self, began: Sequence[RequestRecord], ended: Sequence[RequestRecord]) -> None:
         """See RequestListener."""
@@ -132,6 +132,6 @@ class AccessLog(RequestListener):
 
 
 def tally(items: Iterable[_Item]) -> list[tuple[_Item, int]]:
-    """How often each comes. For some hundred of few kinds this takes less than a Counter, which takes long to make."""
+    """Return the number of each value. For some hundred values of few kinds, a Counter takes longer."""
     found = list(items)
     return [(item, found.count(item)) for item in set(found)]

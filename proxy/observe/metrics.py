@@ -1,9 +1,10 @@
-"""Every metric of the gateway: name, help, labels and buckets, in one table.
+"""All metrics of the gateway in one table: name, help, labels and buckets.
 
 Label values come from the configuration or from the tuples below, never from a request, so the number of series is
-bounded. What is known about instances is read when somebody scrapes, and an instance that was removed loses its series.
-With several workers prometheus-client keeps the values in files under `PROMETHEUS_MULTIPROC_DIR`, which must be set
-before this module is imported, and every worker answers for all of them. See `worker_files.py`.
+bounded. Metrics of instances are read at each scrape, and a removed instance loses its series.
+
+With several workers, prometheus-client keeps the values in files under `PROMETHEUS_MULTIPROC_DIR`. The variable must be
+set before this module is imported. Each worker answers for all; see `worker_files.py`.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ if TYPE_CHECKING:
     from proxy.balancer.shared.scoreboard import Scoreboard
     from proxy.common.backend import Backend
 
-# A `_created` series beside every counter and histogram would double the exposition, and nothing reads them.
+# A `_created` series for each counter and histogram would double the exposition without use.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 APIS: Final = ("models", "tokenizer", "pooling", "sglang")
-"""The routes that do not generate; those that do are labelled by their dialects."""
+"""Labels of routes that do not generate. Other routes have the labels of their dialects."""
 STAGES: Final = tuple(stage.label for stage in Stage)
 LEGS: Final = ("prefill", "decode", "encode")
 CHOOSING_ROLES: Final = ("prefill", "decode")
-"""Whose choices are counted by reason."""
+"""Roles whose choices are counted by reason."""
 FAILURES: Final = tuple(str(failure) for failure in Failure)
 MISSING_KV_ACTIONS: Final = ("retry_prefill", "local", "error")
 CANARIES: Final = (*(str(verdict) for verdict in HandoffVerdict), "differs", "failed", "busy")
@@ -88,11 +89,14 @@ TERMS: Final = (
     *(who + phase for who in "CSsP" for phase in "EFHTD"),
     *("cD", "KD"),
 )
-"""How a request ended, after HAProxy's termination states. Who: Client, Server (the engine), Proxy, K admin; lower case
-for a timeout of that side. When: Reading the request, Queue, Encoding media, preFill, Handoff, waiting for the first
-Token, streaming Data."""
+"""Termination states of requests, after HAProxy's.
 
-# Where vLLM or the llm-d router has the same metric the bounds are theirs, so that panels can be laid over each other.
+The first letter is the side that ended the request: Client, Server (the engine), Proxy, K for an administrator; in
+lower case for a timeout of that side. The second is the stage: Reading the request, Queue, Encoding media, preFill,
+Handoff, waiting for the first Token, streaming Data.
+"""
+
+# Metrics that vLLM or the llm-d router has, too, have the same bounds, so that panels can show both.
 _REQUEST_BUCKETS: Final = (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 40, 60, 120, 300, 600, 1800, 3600)
 _FIRST_TOKEN_BUCKETS: Final = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -104,9 +108,9 @@ _STAGE_BUCKETS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5
 
 
 class Metrics:
-    """One worker's metrics: a table, one row for each. `render` returns what a scrape gets.
+    """All metrics of one worker, one row for each.
 
-    Each Metrics has a registry of its own unless one is given.
+    `render` returns the exposition. Each Metrics creates a registry unless one is given.
     """
 
     build_info = MetricRow(
@@ -126,7 +130,7 @@ class Metrics:
     )
     request_end_total = MetricRow(
         Counter,
-        "Generation requests by who ended them and in which stage, as `term` in the log.",
+        "Generation requests by the side that ended them and the stage, as `term` in the log.",
         ("term",),
         series=product(TERMS),
     )
@@ -171,20 +175,20 @@ class Metrics:
     )
     missing_kv_total = MetricRow(
         Counter,
-        "Prefill answers without KV parameters, by what was done next.",
+        "Prefill answers without KV parameters, by the next action.",
         ("action",),
         series=product(MISSING_KV_ACTIONS),
     )
     handovers_total = MetricRow(
         Counter,
-        "KV caches handed over, by what the decoders' own counters say: transferred, the prompt computed once "
-        "more, or unknown.",
+        "KV caches handed over, by the result in the decoders' counters: `transferred`, `computed` (the prompt was "
+        "computed again), or `unknown`.",
         ("result",),
         series=product(HANDOVERS),
     )
     canaries_total = MetricRow(
         Counter,
-        "Test prompts of the gateway's own (doctor.every_seconds), by what they have shown.",
+        "Canaries, which are test prompts of the gateway (doctor.every_seconds), by outcome.",
         ("result",),
         series=product(CANARIES),
     )
@@ -193,7 +197,7 @@ class Metrics:
     )
     streams_broken_total = MetricRow(
         Counter,
-        "Answers that ended early although their status had been sent, by who ended them and why.",
+        "Answers that ended early after their status was sent, by the side that ended them and the reason.",
         ("side", "reason"),
         series=BROKEN_STREAMS,
     )
@@ -220,46 +224,46 @@ class Metrics:
         Counter, "Requests refused before an engine was asked.", ("reason",), series=product(REJECTIONS)
     )
     kv_events_total = MetricRow(
-        Counter, "KV events heard (kv_events), by instance and kind.", ("role", "address", "kind")
+        Counter, "KV events received (kv_events), by instance and kind.", ("role", "address", "kind")
     )
     kv_event_gaps_total = MetricRow(
         Counter,
-        "Times that an instance's KV events did not follow each other: some were `lost`, or came when they were "
-        "asked for again (`replayed`), or it has started anew (`started_anew`).",
+        "Gaps in an instance's KV events: events were `lost`, or `replayed` on request, or the instance was restarted "
+        "(`started_anew`).",
         ("role", "address", "reason"),
     )
     kv_orphans_total = MetricRow(Counter, "Prefilled KV caches that no decoder is known to have fetched.")
     kv_released_total = MetricRow(
         Counter,
-        "Orphaned KV caches by what became of them: released, failed, or unsupported by the engines.",
+        "Orphaned KV caches by result: `released`, `failed`, or `unsupported` by the engines.",
         ("result",),
         series=product(RELEASES),
     )
     instance_ejected_total = MetricRow(
         Counter, "Ejections of an instance because of how its requests went, by cause.", ("role", "address", "reason")
     )
-    pair_quarantines_total = MetricRow(Counter, "Times a prefiller and a decoder were parted after failed hand-overs.")
+    pair_quarantines_total = MetricRow(Counter, "Quarantines of a pair of prefiller and decoder after failed handoffs.")
     prefill_prediction_ratio = MetricRow(
         Histogram,
-        "What prefills took over what was predicted when their prefillers were chosen.",
+        "Duration of prefills, divided by the prediction when their prefillers were chosen.",
         buckets=_RATIO_BUCKETS,
     )
     prefill_hit_tokens_total = MetricRow(
         Counter,
-        "Prompt tokens that prefillers were thought to have cached (`predicted`), and those that they had, if they "
-        "tell that (`found`).",
+        "Prompt tokens that prefillers were predicted to have cached (`predicted`), and that they had cached, as far "
+        "as they report it (`found`).",
         ("kind",),
         series=product(("predicted", "found")),
     )
     choices_total = MetricRow(
         Counter,
-        "Choices of an instance for an attempt at a generation request, by role and by why it was this one.",
+        "Choices of an instance for an attempt at a generation request, by role and reason.",
         ("role", "reason"),
         series=product(CHOOSING_ROLES, REASONS),
     )
     queue_waits_total = MetricRow(
         Counter,
-        "Requests that had to wait, by what for: room at a `prefill` or `decode` instance, others that wait "
+        "Requests that had to wait, by the reason: room at a `prefill` or `decode` instance, other queued requests "
         "(`queue`), or a `better` prefiller than those with room.",
         ("reason",),
         series=product(("prefill", "decode", "encode", "queue", "better")),
@@ -267,29 +271,29 @@ class Metrics:
     queued_requests = MetricRow(Gauge, "Requests waiting for an instance with room.", multiprocess_mode="livesum")
     prefix_index_keys = MetricRow(
         Gauge,
-        "Keys of prompts' prefixes that are remembered, of all workers: some 110 bytes each.",
+        "Remembered keys of prompts' prefixes, over all workers: about 110 bytes each.",
         multiprocess_mode="livesum",
     )
     queue_seconds = MetricRow(
         Histogram,
-        "Time that requests waited for an instance with room; of those that had to wait.",
+        "Time that queued requests waited for an instance with room.",
         buckets=_STAGE_BUCKETS,
     )
     http_parse_errors_total = MetricRow(Counter, "Requests that were not valid HTTP/1.1.")
     workers = MetricRow(Gauge, "Worker processes that serve.", multiprocess_mode="livesum")
     connections = MetricRow(Gauge, "Open client connections.", multiprocess_mode="livesum")
     loop_lag_seconds = MetricRow(
-        Gauge, "How late the event loop ran at worst in the last 15 seconds.", multiprocess_mode="livemax"
+        Gauge, "Longest delay of the event loop in the last 15 seconds.", multiprocess_mode="livemax"
     )
     cpu_seconds_total = MetricRow(Counter, "CPU time of the gateway, of all workers since each began.")
     resident_memory_bytes = MetricRow(
         Gauge, "Memory of the gateway, of all workers; what they share counts for each.", multiprocess_mode="livesum"
     )
     memory_share = MetricRow(
-        Gauge, "Memory in use, as a share of what the container or the host allows.", multiprocess_mode="livemax"
+        Gauge, "Memory in use, as a share of the limit of the container or the host.", multiprocess_mode="livemax"
     )
     open_fds_share = MetricRow(
-        Gauge, "File descriptors in use, as a share of what the process may open.", multiprocess_mode="livemax"
+        Gauge, "File descriptors in use, as a share of the limit of the process.", multiprocess_mode="livemax"
     )
     overload_state = MetricRow(
         Gauge,
@@ -304,7 +308,7 @@ class Metrics:
     )
     replicas_news_total = MetricRow(
         Counter,
-        "Messages about changes between the gateways of the group, by whether this one told or heard them.",
+        "Messages about changes between the gateways of the group: sent (`told`) or received (`heard`).",
         ("direction",),
         series=product(("told", "heard")),
     )
@@ -313,7 +317,7 @@ class Metrics:
     )
     replicas_last_exchange_timestamp_seconds = MetricRow(
         Gauge,
-        "When the store of the replicas last answered, in seconds since the Unix epoch; 0: it did not yet.",
+        "Time of the last answer of the replicas' store, in seconds since the Unix epoch; 0: no answer yet.",
         multiprocess_mode="livemax",
     )
     background_restarts_total = MetricRow(
@@ -331,17 +335,19 @@ class Metrics:
         multiprocess_mode="livemostrecent",
     )
     config_last_reload_success_timestamp_seconds = MetricRow(
-        Gauge, "When the configuration in use was loaded, in seconds since the Unix epoch.", multiprocess_mode="livemax"
+        Gauge,
+        "Time at which the current configuration was loaded, in seconds since the Unix epoch.",
+        multiprocess_mode="livemax",
     )
     dns_errors_total = MetricRow(Counter, "Failed look-ups of instances' names; the last known addresses stay in use.")
     whole_answers_repeated_total = MetricRow(
         Counter,
-        "Answers that were asked for again as a whole, because the engine's stream lost a tool call or broke its "
-        "arguments.",
+        "Answers that were requested again without streaming, because the engine's stream lost a tool call or broke "
+        "its arguments.",
     )
     sse_bad_events_total = MetricRow(Counter, "Events of engines' streams that cannot be read.")
     log_lines_dropped_total = MetricRow(Counter, "Log lines dropped because the log was not read in time.")
-    log_lines_suppressed_total = MetricRow(Counter, "Log lines left out because too many of a kind came at once.")
+    log_lines_suppressed_total = MetricRow(Counter, "Log lines left out because too many of their kind came at once.")
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self._instances: Instances | None = None
@@ -374,50 +380,58 @@ class Metrics:
         misfits: Incompatibilities,
         pool_of: Callable[[Backend], Pool] | None = None,
     ) -> None:
-        """From now on every scrape tells about the instances that these have at that moment; see Instances."""
+        """Show the current state of these instances at every scrape; see Instances."""
         self._instances = Instances(tuple(pools), scoreboard, health, misfits, pool_of)
 
     def watch_models(self, models: ServedModels, pools: Iterable[Pool]) -> None:
-        """From now on every scrape tells how many instances each model has at that moment."""
+        """Show the current number of instances of each model at every scrape."""
         self._models = partial(collect_models, models, tuple(pools))
 
     def watch_sources(self, states: SourceStates, roster: Roster) -> None:
-        """From now on every scrape tells about the sources of discovery that there are at that moment."""
+        """Show the current state of discovery sources at every scrape."""
         self._sources = partial(collect_sources, states, roster)
 
     def settle_first(self, settle: Callable[[], None]) -> None:
-        """From now on this is called before every scrape and at every `settle`: it counts what waits to be counted."""
+        """Call `settle` before every scrape and at every `settle` of these metrics.
+
+        It counts values that were only noted so far.
+        """
         self._settles.append(settle)
 
     def settle(self) -> None:
-        """Count what waits to be counted. To be called now and then: other workers are asked for these counts, too."""
+        """Count all noted values. Must be called regularly, because other workers show these counts, too."""
         for settle in self._settles:
             settle()
         if self._files is not None:
             self._files.restore()
 
     def watch_workers(self, replacements: Callable[[], Mapping[str, int]]) -> None:
-        """From now on every scrape tells how many workers were replaced, by reason."""
+        """Show the number of replaced workers by reason at every scrape."""
         self._worker_replacements = replacements
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """The exposition in the format that an Accept header asks for, and its content type."""
+        """Return the exposition in the format that an Accept header asks for, and its content type."""
         return self.snapshot(accept)()
 
     def snapshot(self, accept: str) -> Callable[[], tuple[bytes, str]]:
-        """What `render` gives. This reads what belongs to the event loop's thread, the result may be called in another
-        one: it takes ten times as long, 30 ms with 4 workers and 64 instances.
+        """Return a function that does what `render` does, and may be called in another thread.
+
+        This call reads the state that belongs to the event loop's thread. The function takes ten times as long: 30 ms
+        with 4 workers and 64 instances.
         """
         encode, content_type = choose_encoder(accept)
         families = self._families()
         return lambda: (encode(_Families(families)), content_type)
 
     def collect(self) -> Iterator[Metric]:
-        """What prometheus-client's encoders ask for."""
+        """Return all metrics, for the encoders of prometheus-client."""
         return self._families()
 
     def _families(self) -> Iterator[Metric]:
-        """All metrics. What the event loop owns is read now, what prometheus-client keeps when somebody iterates."""
+        """Return all metrics.
+
+        The state of the event loop is read now, and that of prometheus-client during the iteration.
+        """
         self.settle()
         instances = set() if self._instances is None else set(self._instances.names())
         for name in instances:
@@ -445,9 +459,9 @@ class Metrics:
         return chain(self._recorded(instances), told)
 
     def _recorded(self, instances: Collection[tuple[str, str]]) -> Iterator[Metric]:
-        """What was counted, by all workers; of instances only those that there are."""
+        """Return the counts of all workers, without instances that were removed."""
         for family in self._registry.collect() if self._files is None else self._files.collect():
-            # Left out here, because the files that workers share cannot forget an instance.
+            # Removed here, because the files that workers share cannot forget an instance.
             family.samples = [
                 sample
                 for sample in family.samples
@@ -456,7 +470,7 @@ class Metrics:
             yield family
 
     def show_generation_series(self, apis: Iterable[str]) -> None:
-        """Begin the series of these routes, which generate, at 0. Routes are told by the labels of their dialects."""
+        """Create the series of these generating routes at 0. `apis`: labels of their dialects."""
         for api in apis:
             self.requests_total.labels(api, "200")
             self.inflight_requests.labels(api)
@@ -466,7 +480,7 @@ class Metrics:
 
 
 class _Families:
-    """Metrics, as prometheus-client's encoders ask for them."""
+    """Metrics in the form that prometheus-client's encoders expect."""
 
     def __init__(self, families: Iterator[Metric]) -> None:
         self._families = families

@@ -1,8 +1,7 @@
-"""Who is told of generation requests: each listener is registered in assembly, and knows of no other.
+"""Listeners of generation requests, which `assembly` registers and which do not know each other.
 
-What a request comes to is counted and written after it has ended, together with others that ended in the same moment:
-done for many at once it costs a fraction. Whoever asks in between, by a scrape or by a line of the log, has it done
-first.
+Requests are counted and logged after their end, together with others that ended at the same moment, because a batch
+costs a fraction. A scrape, or another log line, settles the batch first.
 """
 
 from __future__ import annotations
@@ -23,27 +22,32 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MOMENT_SECONDS: Final = 0.2
-# So many are told at once at most, however soon they have come: that takes some 2 ms, in which no token passes.
+# Maximum number of requests in a batch, however fast they come. A batch of this size takes about 2 ms, in which no
+# token passes.
 _MOST: Final = 128
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class RequestListener:
-    """Hears of what happens to requests. Each method does nothing unless it is overridden, must not wait, and costs
-    nothing where it is not. What it raises is logged, and concerns nobody else.
+    """Takes the events of requests.
+
+    Methods do nothing by default. They must not wait. Their exceptions are logged and do not affect the request or
+    other listeners.
     """
 
     def request_began(self, record: RequestRecord, headers: Mapping[str, str]) -> None:
-        """A request has come. `headers`: its own, of any letter case that `get` does not mind, with those that say who
-        it is to others who trace it.
+        """Take a new request.
+
+        `headers`: the request's headers, with any letter case that `get` accepts. The trace context is added to them.
         """
 
     def request_ended(self, record: RequestRecord) -> None:
-        """A request is over, however it ended, since `record.ended`: at most a moment. It is closed."""
+        """Take a request that has ended, at most a moment ago: at `record.ended`. The record is closed."""
 
     def settle(self, began: Sequence[RequestRecord], ended: Sequence[RequestRecord]) -> None:
-        """The requests of a moment at once, each in the order in which that happened: those that have come, and those
-        that are over, which are closed. A short one is in both.
+        """Take the requests of a batch, each list in the order of the events.
+
+        `began`: new requests. `ended`: finished requests, whose records are closed. A short request is in both.
         """
 
 
@@ -62,7 +66,7 @@ class Observers:
             self.add(listener)
 
     def add(self, listener: RequestListener) -> None:
-        """Let it hear of the requests that come from now on."""
+        """Register a listener for requests that begin from now on."""
         if _overrides(listener, "request_began"):
             self._at_begin += (listener,)
         if _overrides(listener, "settle"):
@@ -72,8 +76,9 @@ class Observers:
 
     @contextmanager
     def in_batches(self, call_later: Callable[..., object]) -> Iterator[None]:
-        """In this context ends may wait a moment for others, otherwise they are told at once. `call_later` is an event
-        loop's. Leaving it tells what waits.
+        """Collect the ends of requests in batches inside this context.
+
+        Outside it, each end is passed on at once. Leaving passes on the rest. `call_later`: method of the event loop.
         """
         self._call_later = call_later
         try:
@@ -85,8 +90,12 @@ class Observers:
     def begin(
         self, label: str, request_id: str, headers: Mapping[str, str] = _NO_HEADERS, since: float | None = None
     ) -> RequestRecord:
-        """A request has come to a route whose dialect has this label. `headers`: see RequestListener. `since`: when it
-        came, in seconds of its record's clock (time.monotonic); None: just now.
+        """Create the record of a new request.
+
+        Args:
+            api: Label of the route's dialect.
+            headers: See RequestListener.
+            since: Start of the request in seconds of the record's clock (time.monotonic); None: now.
         """
         record = RequestRecord(label, request_id, monotonic, since)
         for listener in self._at_begin:
@@ -97,7 +106,7 @@ class Observers:
         return record
 
     def end(self, record: RequestRecord) -> None:
-        """The request is over."""
+        """Note the end of a request."""
         record.ended = record.clock()
         self._ended.append(record)
         if not self._will_settle:
@@ -106,8 +115,8 @@ class Observers:
             self._call(0, self.settle)
 
     def settle(self) -> None:
-        """Tell now what waits to be told. May be called at any time, on the event loop's thread."""
-        # Nothing may come between a look at a list and its replacement, not even a collection of garbage.
+        """Pass on the current batch. May be called at any time in the event loop's thread."""
+        # No code may run between the read of a list and its replacement, not even garbage collection.
         next_began: list[RequestRecord] = []
         next_ended: list[RequestRecord] = []
         began, self._began = self._began, next_began
@@ -116,11 +125,11 @@ class Observers:
             return
         ended: list[RequestRecord] = []
         for record in over:
-            # A mistake in what is made of one request concerns no other.
+            # An exception for one request does not affect the others.
             try:
                 record.close()
             except Exception:
-                logger.exception("what a request came to could not be told: %s", record.request_id)
+                logger.exception("requests: end could not be reported: %s", record.request_id)
             else:
                 ended.append(record)
         for listener in self._at_settle:
@@ -137,9 +146,9 @@ class Observers:
         self._call(_MOMENT_SECONDS, self._on_time)
 
     def _call(self, seconds: float, what: Callable[[], None]) -> None:
-        """Call it later, where ends may wait."""
+        """Call a function later, where ends are collected in batches."""
         assert self._call_later is not None
-        # In a context of its own, because what is logged then does not belong to the request of now.
+        # In an empty context, because log lines of the batch do not belong to the current request.
         self._call_later(seconds, what, context=Context())
 
     def _on_time(self) -> None:
@@ -148,7 +157,7 @@ class Observers:
 
 
 def _tell(tell: Callable[..., None], *what: Any) -> None:
-    """A mistake in a listener is not held against the request, and others hear of it all the same."""
+    """Call a listener, and log its exceptions."""
     try:
         tell(*what)
     except Exception:

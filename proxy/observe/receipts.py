@@ -1,8 +1,7 @@
-"""The latest requests of all workers, as long as there is room for them, in shared memory: what each worker has written
-any other can read, also when the first one has died.
+"""Receipts of the latest requests of all workers, in shared memory.
 
-Those that something went wrong with behind the gateway have room of their own, so that they are still there when many
-others have come since.
+Every worker can read the receipts of all others, also of a worker that has died. Requests with a problem behind the
+gateway have a separate part of the memory, so that later requests do not replace them soon.
 """
 
 from __future__ import annotations
@@ -32,17 +31,20 @@ if TYPE_CHECKING:
 
 
 _MAX_CHARS: Final = 512
-# Of one request; what is left out is counted.
+# Limits for one request. The number of omitted attempts is kept.
 _MAX_ATTEMPTS: Final = 16
-# Of one choice: those that were nearest to being chosen, and the one that was.
+# Limit for one choice: the best candidates, including the chosen one.
 _MAX_CANDIDATES: Final = 8
 _DIGITS: Final = 6
-# Of an attempt, by the names of the access line.
+# Names of an attempt's fields, as in the access line.
 _NAMES: Final = ("p", "d", "p_id", "d_id", "kv")
 
 
 def receipt(record: RequestRecord, worker: int, zero: float, redact: Callable[[str], str]) -> list[Any]:
-    """What is kept, of plain values; see `told`. `zero`: the system's time when the record's clock was at 0."""
+    """Return the receipt of a request, of plain values; see `receipt_fields`.
+
+    `zero`: system time at 0 of the record's clock.
+    """
     facts, error, model = record.facts, record.error, record.model
     if error is not None and facts.error is not None:
         facts = replace(facts, error=_text(redact(str(facts.error))))
@@ -65,8 +67,8 @@ def receipt(record: RequestRecord, worker: int, zero: float, redact: Callable[[s
     ]
 
 
-def told(row: Sequence[Any]) -> dict[str, Any]:
-    """What was kept of a request, by its names; see `shown`."""
+def receipt_fields(row: Sequence[Any]) -> dict[str, Any]:
+    """Return the receipt's values by name; see `display`."""
     facts, model, backend, worker, started, ended, history, left_out = row
     fields = access_line(AccessFacts(**dict(zip(FACTS, facts, strict=True))))
     found = {
@@ -76,24 +78,28 @@ def told(row: Sequence[Any]) -> dict[str, Any]:
         "worker": worker,
         "started": started,
         "ended": ended,
-        "history": [_told_attempt(attempt, fields) for attempt in history],
+        "history": [_attempt_fields(attempt, fields) for attempt in history],
     }
     return {**found, "attempts_left_out": left_out} if left_out else found
 
 
-def shown(told: Mapping[str, Any]) -> dict[str, Any]:
-    """What operators see of what was kept: the `time` of its end, its `worker`, the fields of the access line, the
-    `model` that the client named (null: none), `backend`, which the error came from (null: from no instance), and in
-    `history` each attempt at each unit.
+def display(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a receipt in the form that operators see.
+
+    It has the `time` of the end, the `worker`, and the fields of the access line. `model` is the client's name of the
+    model (null: none). `backend` is the instance that caused the error (null: none). `history` has each attempt of each
+    unit.
     """
-    rest = {name: value for name, value in told.items() if name not in ("started", "ended", "history")}
-    history = [_shown_attempt(attempt, told["started"]) for attempt in told["history"]]
-    return {"time": timestamp(told["ended"]), **rest, "history": history}
+    rest = {name: value for name, value in fields.items() if name not in ("started", "ended", "history")}
+    history = [_display_attempt(attempt, fields["started"]) for attempt in fields["history"]]
+    return {"time": timestamp(fields["ended"]), **rest, "history": history}
 
 
 def is_troubled(record: RequestRecord) -> bool:
-    """Whether something went wrong behind the gateway: an engine failed, or was too slow, even if another one has made
-    up for it; or the answer was cut off. Not what the gateway refused, nor a client that left.
+    """Return whether there was a problem behind the gateway.
+
+    An engine failed or was too slow, even if another engine served the request, or the answer was cut. Refusals of the
+    gateway and clients that left do not count.
     """
     if record.error is not None and record.outcome.term[0] in "SscK":
         return True
@@ -103,24 +109,25 @@ def is_troubled(record: RequestRecord) -> bool:
     return False
 
 
-def names_instance(told: Mapping[str, Any], instance: str) -> bool:
-    """Whether a request was sent to an instance, `host:port`, by any attempt."""
-    return any(instance in {attempt["p"], attempt["d"], *_left(attempt, "instance")} for attempt in told["history"])
+def names_instance(fields: Mapping[str, Any], instance: str) -> bool:
+    """Return whether any attempt sent the request to an instance, given as `host:port`."""
+    return any(instance in {attempt["p"], attempt["d"], *_left(attempt, "instance")} for attempt in fields["history"])
 
 
-def names_engine_id(told: Mapping[str, Any], engine_id: str) -> bool:
-    """Whether an engine knows a request by this name, which is made of the id that its leg was sent with: vLLM writes
-    `chatcmpl-` in front of it and more behind it.
+def names_engine_id(fields: Mapping[str, Any], engine_id: str) -> bool:
+    """Return whether an engine knows a request by this id.
+
+    Engines add to the id that a leg was sent with: vLLM writes `chatcmpl-` before it, and more after it.
     """
     return any(
         sent != "-" and sent in engine_id
-        for attempt in told["history"]
+        for attempt in fields["history"]
         for sent in (attempt["p_id"], attempt["d_id"], *_left(attempt, "id"))
     )
 
 
 def _left(attempt: Mapping[str, Any], what: str) -> list[str]:
-    """The instances, or ids, of the legs that others took the place of."""
+    """Return the instances, or ids, of legs that were replaced by others."""
     return [leg[what] for leg in attempt["left"]]
 
 
@@ -148,8 +155,9 @@ def _attempt(unit: int, attempt: AttemptRecord, *, is_in_line: bool) -> list[Any
 
 
 def _choice(pick: Pick, reason: str | None) -> list[Any]:
-    """The reason, and of what was looked at the policy, the candidates, what it knew of them, and how many are left
-    out.
+    """Return the reason of a choice and its candidates.
+
+    The result has the policy, the policy's figures by candidate, and the number of omitted candidates.
     """
     known = figures(pick)
     if known is None:
@@ -171,15 +179,15 @@ def _choice(pick: Pick, reason: str | None) -> list[Any]:
 
 
 def _text(value: object) -> str | None:
-    """Text that JSON can hold, not longer than somebody reads; None: it is none."""
+    """Return a text that JSON can hold, cut to a readable length, or None for other values."""
     return value[:_MAX_CHARS].encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else None
 
 
 # Reading and showing
 
 
-def _told_attempt(row: Sequence[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`fields`: the access line, which has the names of the last attempt at the first unit."""
+def _attempt_fields(row: Sequence[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of an attempt. `fields`: the access line, which has those of the first unit's last attempt."""
     unit, continues, failure, course, times, prefill, decode, left, *names = row
     stages = [None if letter == NO_STAGE else letter for letter in course]
     return {
@@ -189,22 +197,22 @@ def _told_attempt(row: Sequence[Any], fields: Mapping[str, Any]) -> dict[str, An
         "failure": failure,
         "marks": [*zip(stages, times, strict=True)],
         "choices": {
-            role: _told_choice(choice) for role, choice in (("prefill", prefill), ("decode", decode)) if choice
+            role: _choice_fields(choice) for role, choice in (("prefill", prefill), ("decode", decode)) if choice
         },
         "left": left or [],
     }
 
 
-def _told_choice(row: Sequence[Any]) -> dict[str, Any]:
-    reason, *looked = row
-    if not looked:
+def _choice_fields(row: Sequence[Any]) -> dict[str, Any]:
+    reason, *rest = row
+    if not rest:
         return {"reason": reason}
-    policy, candidates, columns, left_out = looked
-    told = {"reason": reason, "policy": policy, "candidates": candidates, **columns}
-    return {**told, "candidates_left_out": left_out} if left_out else told
+    policy, candidates, columns, left_out = rest
+    fields = {"reason": reason, "policy": policy, "candidates": candidates, **columns}
+    return {**fields, "candidates_left_out": left_out} if left_out else fields
 
 
-def _shown_attempt(attempt: Mapping[str, Any], started: float) -> dict[str, Any]:
+def _display_attempt(attempt: Mapping[str, Any], started: float) -> dict[str, Any]:
     rest = {name: value for name, value in attempt.items() if name not in ("unit", "marks", "choices", "left")}
     marks = [(None if stage is None else Stage(stage), at) for stage, at in attempt["marks"]]
     return {
@@ -212,13 +220,13 @@ def _shown_attempt(attempt: Mapping[str, Any], started: float) -> dict[str, Any]
         "began": _rounded(marks[0][1] - started) if marks else None,
         **rest,
         "stages": {stage.label: _rounded(seconds) for stage, seconds in seconds_of(marks, {}).items()},
-        "choices": {role: _shown_choice(choice) for role, choice in attempt["choices"].items()},
+        "choices": {role: _display_choice(choice) for role, choice in attempt["choices"].items()},
         "left": attempt["left"],
     }
 
 
-def _shown_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
-    """With a row for each candidate instead of columns."""
+def _display_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a choice with a row per candidate instead of columns."""
     columns = {name: column for name, column in choice.items() if isinstance(column, list)}
     names = columns.pop("candidates", [])
     rows = [
@@ -230,59 +238,63 @@ def _shown_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rounded(number: Any) -> Any:
-    """A float to as many digits as are told; what is none as it is."""
+    """Return a float with the shown number of digits, and other values unchanged."""
     return round(number, _DIGITS) if isinstance(number, float) else number
 
 
-# Numbers take no time to be written in this form. What it does not know, such as a subclass of str, is text.
+# orjson writes numbers fastest in this form. Values that it does not know, such as a subclass of str, become text.
 _encode: Final = msgspec.msgpack.Encoder(enc_hook=str).encode
 _decode: Final = msgspec.msgpack.Decoder().decode
-# The part of the memory for those in trouble.
+# Share of the memory for requests with a problem.
 _TROUBLED_PART: Final = 4
-# So many requests are stored as one piece, which costs less than one by one.
+# Number of requests that are stored as one block, which costs less than one by one.
 _AT_ONCE: Final = 16
 
 
 class Receipts:
-    """The memory, made before forking. Each worker writes its own part."""
+    """The shared memory, created before forking. Each worker writes its own part."""
 
     def __init__(self, workers: int = 1, bytes_per_worker: int = 0) -> None:
-        """`bytes_per_worker`: 0: nothing is kept."""
+        """Create the memory. `bytes_per_worker` 0: no receipts are kept."""
         self.workers = workers
         self.is_kept = bytes_per_worker > 0
         troubled = bytes_per_worker // _TROUBLED_PART
         self._journals = Journal(workers, troubled), Journal(workers, bytes_per_worker - troubled)
 
-    def seat(self, worker: int, redact: Callable[[str], str]) -> ReceiptWriter:
-        """What one worker writes with. `redact` masks secrets in what engines say."""
+    def writer(self, worker: int, redact: Callable[[str], str]) -> ReceiptWriter:
+        """Return the writer of one worker. `redact` masks secrets in texts of engines."""
         troubled, others = (journal.writer(worker).write for journal in self._journals)
         return ReceiptWriter(troubled, others, worker, redact)
 
     def latest(
         self, wants: Callable[[Mapping[str, Any]], bool], limit: int, *, containing: bytes = b""
     ) -> list[dict[str, Any]]:
-        """Of the requests that are kept those that are wanted, those that ended last first. `containing`: no other
-        piece is looked into; the caller says which text all that are wanted have, in UTF-8.
+        """Return the wanted receipts, the latest end first.
 
-        Takes milliseconds for each MiB that is looked through, and may be called on any thread.
+        Args:
+            wanted: Returns whether a receipt is wanted.
+            limit: Maximum number.
+            containing: Text in UTF-8 that all wanted receipts have. Blocks without it are skipped.
+
+        Takes milliseconds per MiB of memory, and may be called in any thread.
         """
         rings = [
             self._from(journal, worker, wants, containing)
             for journal in self._journals
             for worker in range(self.workers)
         ]
-        return list(islice(merge(*rings, key=lambda told: -told["ended"]), limit))
+        return list(islice(merge(*rings, key=lambda fields: -fields["ended"]), limit))
 
     def _from(
         self, journal: Journal, worker: int, wants: Callable[[Mapping[str, Any]], bool], containing: bytes
     ) -> Iterator[dict[str, Any]]:
         for piece in journal.latest(worker):
             if containing in piece:
-                yield from filter(wants, map(told, reversed(_decode(piece))))
+                yield from filter(wants, map(receipt_fields, reversed(_decode(piece))))
 
 
 class ReceiptWriter(RequestListener):
-    """Keeps what one worker has served."""
+    """Writes the receipts of one worker."""
 
     def __init__(
         self,

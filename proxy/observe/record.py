@@ -1,4 +1,4 @@
-"""What happened to one request, and how it ended, for whoever listens. No prompt and no completion in it."""
+"""Course and outcome of one request, without prompt and completion."""
 
 from __future__ import annotations
 
@@ -21,23 +21,28 @@ _TOLD_FAILURES: Final = (Failure.TIMEOUT, Failure.BAD_ANSWER, Failure.RECOMPUTED
 
 
 class Outcome(NamedTuple):
-    """Of one request."""
+    """The outcome of one request."""
 
     term: str
-    """Two letters: who ended it, and the stage. The first: `-` nobody, it is complete; C the client left; c the client
-    stalled; S an engine failed; s an engine was too slow; P the gateway refused; K it was cut off by a shutdown. The
-    second is the stage, R while the request was being read."""
+    """Termination state of two letters: the side that ended the request, and the stage.
+
+    The first letter: `-` complete; C the client left; c the client stalled; S an engine failed; s an engine was too
+    slow; P the gateway refused; K a shutdown cut the answer. The second is the stage; R while the request was read.
+    """
     status: int
-    """For log and metrics; 499 where the client left before there was one."""
+    """Status for log and metrics; 499 if the client left before there was one."""
     broken: tuple[str, str] | None = None
-    """Which side broke an answer off whose status had been sent, and why; None: it is whole, or nothing was sent."""
+    """The side that broke off an answer after its status was sent, and the reason.
+
+    None: the answer is complete, or nothing was sent.
+    """
 
 
 COMPLETE: Final = Outcome("--", 200)
 
 
 def outcome_of(record: RequestRecord, error: BaseException) -> Outcome:
-    """The outcome of a request that was ended by this error."""
+    """Return the outcome of a request that this error has ended."""
     term, status = _term_and_status(record, error)
     return Outcome(term, status, _broken(error) if record.committed else None)
 
@@ -48,12 +53,14 @@ def _term_and_status(record: RequestRecord, error: BaseException) -> tuple[str, 
         return "cD", 200
     if isinstance(error, ShuttingDown) and record.committed:
         return "KD", 200
-    if isinstance(error, CancelledError | ConnectionError):  # whichever of the two is noticed first
+    if isinstance(
+        error, CancelledError | ConnectionError
+    ):  # the two errors are equivalent: either may be noticed first
         return "C" + stage, 200 if record.committed else 499
     if isinstance(error, UpstreamError):
         who = "s" if error.failure is Failure.TIMEOUT else "S"
         return who + stage, 200 if record.committed else error.status
-    # GatewayError and aiohttp's HTTPException have one; what else ends a request is a mistake of ours.
+    # GatewayError and aiohttp's HTTPException have a status. Any other error is a defect of the gateway.
     return "P" + stage, 200 if record.committed else getattr(error, "status", 500)
 
 
@@ -73,33 +80,33 @@ _PLACES: Final = {stage: place for place, stage in enumerate(Stage)}
 
 
 class RequestRecord:
-    """One client request, with a Timeline for each unit it was split into.
+    """One client request, with a Timeline for each of its units.
 
-    While the request runs, times are noted and nothing more: what follows from them is worked out after its end.
+    While the request runs, only times are noted. All conclusions are drawn after its end.
     """
 
     key: str = "-"
-    """The name of the key that the client showed; `-` when clients need none."""
+    """Name of the client's key; `-` if clients need no key."""
     model: object = None
-    """The name of the model, as the client says it, whatever that is; None when it says none."""
+    """The client's name of the model, of any type; None if the request names none."""
     served_model: str | None = None
-    """The same as instances call it; None: it was not looked at, as all instances serve the same, or none serves it."""
+    """The instances' name of the model; None if all instances serve the same model, or none serves this one."""
     stream: bool = False
     first_token_seconds: float | None = None
     ended: float = 0.0
-    """The clock's second in which it was over; 0 before."""
+    """Clock seconds of the end; 0 before."""
     error: BaseException | None
-    """What ended the request before its answer was complete."""
+    """The error that ended the request before its answer was complete; None if there was none."""
     lost_engines: int
-    """Engines that went down under it, or under the same request before, and perhaps because of it."""
+    """Number of engines that went down under this request, or under an earlier copy of it, perhaps because of it."""
     committed: bool = False
-    """A streamed answer's status and headers went out."""
+    """Whether the status and headers of a streamed answer were sent."""
     context: Mapping[str, str] | None
-    """The headers that tell engines whose trace the request belongs to; None: those that the client sent."""
+    """Headers that pass the trace context to engines; None: the client's headers."""
     trace: Trace | None
-    """None: it is not sampled."""
+    """Trace of the request; None if it is not sampled."""
     outcome: Outcome
-    """Set by `close`, as `facts` is."""
+    """Set by `close`, like `facts`."""
     facts: AccessFacts
 
     def __init__(
@@ -109,35 +116,35 @@ class RequestRecord:
         clock: Callable[[], float] = time.monotonic,
         started: float | None = None,
     ) -> None:
-        """`api`: the dialect's label. `started`: the clock's second in which it came; None: just now."""
+        """Create the record. `api`: label of the dialect. `started`: clock seconds of the request; None: now."""
         self.api = api
         self.request_id = request_id
         self.clock = clock
         self.started = clock() if started is None else started
         self.timelines: list[Timeline] = []
-        # What is often asked for although nobody has set it: to find it in the class takes longer.
+        # Attributes that are often read but rarely set: a class attribute takes longer to read.
         self.error = self.context = self.trace = None
         self.lost_engines = 0
 
     def timeline(self) -> Timeline:
-        """The record of one more unit."""
+        """Create the record of one more unit."""
         timeline = Timeline(self.clock)
         self.timelines.append(timeline)
         return timeline
 
     def first_token(self) -> None:
-        """The client was sent the first part of the answer; later calls change nothing."""
+        """Note that the client was sent the first part of the answer. Later calls change nothing."""
         if self.first_token_seconds is None:
             self.first_token_seconds = self.clock() - self.started
 
     @property
     def stage(self) -> Stage | None:
-        """The earliest stage any unit has not left: where a request that ends now was stuck."""
+        """Return the earliest stage that a unit is in: the stage of a request that ends now."""
         stages = [stage for timeline in self.timelines if (stage := timeline.stage) is not None]
         return min(stages, key=_PLACES.__getitem__, default=None)
 
     def close(self) -> None:
-        """Work out the outcome and the facts of a request that is over."""
+        """Determine the outcome and the facts of a request that has ended."""
         error = self.error
         self.outcome = outcome = COMPLETE if error is None else outcome_of(self, error)
         timelines, trace = self.timelines, self.trace
@@ -172,7 +179,7 @@ class RequestRecord:
             decoder=first.decoder,
             prefill_id=first.prefill_id,
             decode_id=first.decode_id,
-            kv=str(first.kv),  # an encoder takes long to ask an enum's member for its value
+            kv=str(first.kv),  # reading the value of an enum's member is slow
             prefill_reason=prefill_reason,
             decode_reason=decode_reason,
             units=len(timelines),
@@ -194,7 +201,7 @@ class RequestRecord:
 
 
 def longest(units: Sequence[Mapping[Stage, float]]) -> dict[Stage, float]:
-    """Of each stage: how long it took in the unit in which it took longest. `units`: the seconds in each, of each."""
+    """Return the longest time in each stage over all units. `units`: seconds in each stage, by unit."""
     found = dict(units[0]) if units else {}
     for seconds in units[1:]:
         for stage, spent in seconds.items():

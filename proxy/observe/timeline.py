@@ -1,4 +1,4 @@
-"""One unit's way through its stages and attempts."""
+"""Stages and attempts of one unit."""
 
 from __future__ import annotations
 
@@ -19,77 +19,82 @@ if TYPE_CHECKING:
     from proxy.common.errors import UpstreamError
 
     Marks = list[tuple[Stage | None, float]]
-    """The stages that an attempt has entered, None where it left one for no other, each with the clock's second."""
+    """Stages that an attempt has entered, each with clock seconds; None: it left a stage without entering another."""
 
 
 NO_STAGE: Final = "-"
-"""In a course, where a stage was left for no other."""
+"""Mark in a course: a stage was left without entering another."""
 
 
 OF_AN_ATTEMPT: Final = (
     *("prefiller", "decoder", "prefill_id", "decode_id", "kv", "prefill_pick", "decode_pick", "left", "continues"),
     *("failure", "stages", "times", "reasons"),
 )
-"""What is noted in an AttemptRecord."""
+"""Attributes that belong to an AttemptRecord."""
 
 
 class AttemptFailure(NamedTuple):
-    """What an instance has ended an attempt by."""
+    """The failure of an instance that ended an attempt."""
 
     kind: str
-    """A `Failure`."""
+    """The value of a `Failure`."""
     instance: str
 
 
 class LeftLeg(NamedTuple):
-    """What was sent to an instance, and then, in the same attempt, to another one instead."""
+    """A leg that was replaced: the attempt sent it to another instance afterwards."""
 
     instance: str
     id: str
 
 
 class AttemptRecord:
-    """One attempt, over or under way."""
+    """One attempt, finished or running."""
 
     prefiller: str = "-"
     decoder: str = "-"
     prefill_id: str = "-"
     decode_id: str = "-"
-    """What each leg was sent as X-Request-Id, or as SGLang's `rid`: the engines' logs have it in their names for the
-    request."""
+    """Id that each leg was sent with as X-Request-Id, or as SGLang's `rid`.
+
+    Engines' logs have it in their names of the request.
+    """
     kv: str = "-"
-    """Where the decoder has KV from, as far as is known of it: `transferred`, `computed` once more although it was
-    handed over, `unknown`; `local`: nothing was handed over. `-`: it has not answered, or there are no prefillers."""
+    """Source of the decoder's KV cache.
+
+    `transferred`; `computed` again although it was handed over; `unknown`; `local` if nothing was handed over; `-` if
+    the decoder has not answered, or there are no prefillers.
+    """
     prefill_pick: Pick | None = None
     decode_pick: Pick | None = None
-    """Why the backends were chosen; None: there is none of that role."""
+    """Reason for choosing this backend; None without a backend of that role."""
     left: Sequence[LeftLeg] = ()
     continues: bool = False
-    """It goes on with the answer that the one before was broken off in."""
+    """Whether the attempt continues the broken answer of the previous one."""
     failure: AttemptFailure | None = None
-    """None: it succeeded, or its end was no instance's doing, or it has not ended."""
+    """Failure that ended the attempt; None if it succeeded, is running, or no instance caused its end."""
     stages: list[Stage | None]
-    """Those that it has entered, in order, None where it left one for no other."""
+    """Stages that the attempt has entered, in order; None: it left a stage without entering another."""
     times: list[float]
-    """When it did, each the clock's second. Whoever knows them all at once may set both."""
+    """Clock seconds of each entry in `stages`. A caller that knows all may set both lists."""
     reasons: tuple[str | None, str | None] = (None, None)
-    """What the picks of prefiller and decoder come to, in one of choice.REASONS each: there when it is closed."""
+    """Reasons of the picks of prefiller and decoder, each one of pick.REASONS; set when the attempt is closed."""
 
     def __init__(self) -> None:
         self.stages, self.times = [], []
 
     @property
     def marks(self) -> Marks:
-        """Its stages with their times."""
+        """Return the stages with their times."""
         return list(zip(self.stages, self.times, strict=True))
 
     def close(self) -> None:
-        """It is over: work out what all who tell of it ask for."""
+        """Close the attempt: determine the values that several listeners read."""
         prefill, decode = self.prefill_pick, self.decode_pick
         self.reasons = None if prefill is None else reason(prefill), None if decode is None else reason(decode)
 
     def move_out(self) -> AttemptRecord:
-        """All of it as a record of its own, which leaves this one as if nothing had been noted in it."""
+        """Move all values into a new record, and reset this one."""
         moved, new = AttemptRecord(), AttemptRecord()
         for name in OF_AN_ATTEMPT:
             setattr(moved, name, getattr(self, name))
@@ -97,17 +102,18 @@ class AttemptRecord:
         return moved
 
 
-@lru_cache(maxsize=64)  # nearly all attempts take one of a few courses
+@lru_cache(maxsize=64)  # nearly all attempts have one of a few courses
 def course_of(stages: tuple[Stage | None, ...]) -> tuple[str, bool]:
-    """The letters of stages that were entered, NO_STAGE for none; and whether it is a plain course: it has entered each
-    once, from the one before, and has left the last.
+    """Return the letters of the entered stages, with NO_STAGE for none, and whether the course is plain.
+
+    A plain course enters each stage once, from the one before, and has left the last.
     """
     is_plain = len(stages) > 1 and len(set(stages)) == len(stages) and stages[-1] is None
     return "".join([NO_STAGE if stage is None else stage.value for stage in stages]), is_plain
 
 
 def seconds_of(marks: Marks, before: Mapping[Stage, float]) -> dict[Stage, float]:
-    """Spent in each stage that was left, and before."""
+    """Return the seconds in each stage that was left, added to those in `before`."""
     spent = dict(before) if before else {}
     stage, entered = None, 0.0
     for following, at in marks:
@@ -121,20 +127,23 @@ _NOTHING: Final[Mapping[Stage, float]] = MappingProxyType({})
 
 
 class Timeline(AttemptRecord):
-    """One unit's way through its stages and attempts; as a record it is that of the attempt under way. What follows
-    from the marks is worked out when somebody asks.
+    """Stages and attempts of one unit. As an AttemptRecord, it is the record of the running attempt.
+
+    Conclusions are drawn when a listener reads them.
     """
 
     prediction: Prediction | None = None
-    """What was thought of the last attempt's prefill when its prefiller was chosen; None: nothing."""
+    """Prediction for the prefill of the last attempt; None if there is none."""
     attempts: int
     resumes: int
-    """How often its answer was broken off and taken up again."""
+    """Number of times that the answer was broken and continued."""
     past: Sequence[AttemptRecord]
-    """The attempts before the one under way, in order."""
+    """Attempts before the running one, in order."""
     course: str
-    """The letters of the stages that it was in, with those of attempts before that count; and in `spent` the seconds
-    in each of them. Both are there when it is closed."""
+    """Letters of the unit's stages, including earlier attempts that count, and in `spent` the seconds in each.
+
+    Set when the unit is closed.
+    """
     spent: Sequence[float]
     _seen_resumes: int = 0
 
@@ -143,29 +152,29 @@ class Timeline(AttemptRecord):
         self.stages, self.times = [], []
         self.usage = Usage()
         self.attempts = self.resumes = 0
-        # What is asked of every attempt although hardly any has it: to find it in the class takes longer.
+        # Attributes that are often read but rarely set: a class attribute takes longer to read.
         self.past = self.left = ()
         self.failure, self.continues = None, False
-        self._spent = _NOTHING  # seconds of the attempts before that count
+        self._spent = _NOTHING  # seconds of earlier attempts that count
         self._has_encoded = False
 
     @property
     def stage(self) -> Stage | None:
-        """The one that the attempt under way is in or, if it is over, was in last; None: it has entered none."""
+        """Return the stage of the running attempt, or the last stage of a finished one; None if it has entered none."""
         return next((stage for stage in reversed(self.stages) if stage is not None), None)
 
     @property
     def seconds(self) -> dict[Stage, float]:
-        """Spent in each stage by the attempt under way, without the one that it is in."""
+        """Return the seconds of the running attempt in each stage, without its current one."""
         return seconds_of(self.marks, self._spent)
 
     @property
     def history(self) -> Sequence[AttemptRecord]:
-        """All attempts, in order."""
+        """Return all attempts, in order."""
         return (*self.past, self) if self.attempts else ()
 
     def begin_attempt(self) -> None:
-        """A new attempt starts from nothing, unless it goes on with an answer, or has begun with its media."""
+        """Begin an attempt: an empty one, unless it continues an answer or has begun with its media."""
         if self._has_encoded:
             self._has_encoded = False
             return
@@ -186,44 +195,44 @@ class Timeline(AttemptRecord):
             self.stages, self.times = [], []
 
     def failed(self, error: UpstreamError) -> None:
-        """The attempt under way was ended by this."""
+        """Note the failure that ended the running attempt."""
         self.failure = AttemptFailure(error.failure.value, error.backend.name)
 
     def left_prefiller(self, pick: Pick) -> None:
-        """The prefill leg, of which nothing came, is sent again, to this one."""
+        """Note that the prefill leg, which produced nothing, is sent again, to this prefiller."""
         self.left = (*self.left, LeftLeg(self.prefiller, self.prefill_id))
         self.prefill_pick = pick
 
     def left_decoder(self, pick: Pick) -> None:
-        """The decode leg is sent to this one instead."""
+        """Note that the decode leg is sent to this decoder instead."""
         self.left = (*self.left, LeftLeg(self.decoder, self.decode_id))
         self.decode_pick = pick
 
     def begin_encoding(self) -> None:
-        """A new attempt begins with its media."""
+        """Begin an attempt with the encoding of its media."""
         self._has_encoded = False
         self.begin_attempt()
         self.enter(Stage.ENCODE)
 
     def end_encoding(self) -> None:
-        """They are encoded: the attempt that begins next is still the same."""
+        """Note the end of encoding. The next `begin_attempt` continues the same attempt."""
         self.leave()
         self._has_encoded = True
 
     def enter(self, stage: Stage) -> None:
-        """Leave the stage of now and enter the next."""
+        """Leave the current stage and enter the next."""
         self.stages.append(stage)
         self.times.append(self.clock())
 
     def leave(self) -> None:
-        """The attempt has ended, well or not, in the stage of now. May be called again."""
+        """Note the end of the attempt, successful or not, in its current stage. May be called again."""
         stages = self.stages
         if stages and stages[-1] is not None:
             stages.append(None)
             self.times.append(self.clock())
 
     def close(self) -> None:
-        """See AttemptRecord."""
+        """Close the unit; see AttemptRecord."""
         super().close()
         times = self.times
         course, is_plain = course_of(tuple(self.stages))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DIRECTORY: Final = "PROMETHEUS_MULTIPROC_DIR"
-"""The variable that names the directory."""
+"""The environment variable with the name of the directory."""
 
 
 class WorkerFiles:
@@ -54,7 +54,7 @@ class WorkerFiles:
             self.trouble = None
 
     def collect(self) -> Iterable[Metric]:
-        """The metrics of all workers. Raises GatewayError."""
+        """Return the metrics of all workers. Raises GatewayError."""
         for is_last in (False, True):
             try:
                 return MultiProcessCollector(None, self._directory).collect()  # type: ignore[no-untyped-call,no-any-return]
@@ -66,8 +66,9 @@ class WorkerFiles:
 
 
 def make_directory(directory: Path) -> None:
-    """Create it for this user alone, unless it is there. Raises OSError, also if it is another user's: its name was
-    visible, and is in a place where others may write.
+    """Create the directory for this user alone, unless it exists.
+
+    Raises OSError, also if it belongs to another user, who could have created it in a public place.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     directory.mkdir(mode=0o700, exist_ok=True)
@@ -77,14 +78,14 @@ def make_directory(directory: Path) -> None:
 
 
 def _write_again(file: MmapedDict) -> None:
-    """Continue with a new file of the same name and contents. A reader never sees a part of it."""
+    """Continue with a new file of the same name and contents. Readers never see a part of it."""
     name = file._fname
     with open(f"{name}.new", "wb") as copy:
         copy.write(file._m)
     os.replace(f"{name}.new", name)
     new = MmapedDict(name)  # type: ignore[no-untyped-call]
     file.close()  # type: ignore[no-untyped-call]
-    vars(file).update(vars(new))  # each metric knows the object
+    vars(file).update(vars(new))  # each metric holds this object
 
 
 def _files_of(registry: CollectorRegistry) -> Iterator[MmapedDict]:

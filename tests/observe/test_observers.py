@@ -177,7 +177,7 @@ def ids(log: Path) -> list[str]:
 
 def test_a_line_that_comes_later_is_written_later(log: Path) -> None:
     observers, later = Observers((AccessLog(),)), Later()
-    logs.precede(observers.settle)
+    logs.call_before_lines(observers.settle)
     with observers.in_batches(later):
         for number in range(3):
             observers.end(observers.begin("chat", f"r{number}"))

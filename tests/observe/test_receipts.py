@@ -32,7 +32,7 @@ def ids(receipts: Receipts, limit: int = 1000) -> list[str]:
 
 
 def worker(receipts: Receipts, number: int = 0) -> Observers:
-    return Observers((receipts.seat(number, Redaction(["a-secret-key"])),))
+    return Observers((receipts.writer(number, Redaction(["a-secret-key"])),))
 
 
 def serve(observers: Observers, name: str, clock: Clock | None = None, error: BaseException | None = None) -> None:

@@ -1,8 +1,9 @@
-"""Logging: one line per event, one per request, with the request's id in every line.
+"""Logging: one line per event and per request, with the request's id in every line.
 
-Writing a line never waits for the reader of the log, and too many lines of a kind are left out and counted: neither a
-pipe that is not read nor a client that sends nonsense can hold the event loop up or fill the disk. From record to
-line: `floods` (is it one too many?), `formats` and `redaction` (what does it look like?), `writer` (who takes it?).
+Writing never waits for the reader of the log, and too many lines of a kind are left out and counted. So neither an
+unread pipe nor a client with bad requests can block the event loop or fill the disk.
+
+A record passes `floods` (which lines are left out), `formats` and `redaction` (the text) and `writer` (the output).
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ __all__ = [
     "Redaction",
     "access_line",
     "access_lines",
+    "call_before_lines",
     "configure",
     "flush",
     "lost",
     "monotonic_zero",
-    "precede",
     "request_id",
     "setup",
     "silenced",
@@ -44,12 +45,12 @@ __all__ = [
 
 
 class Lost(NamedTuple):
-    """Lines of this process that are not in the log, since `setup`."""
+    """Numbers of lines of this process that are not in the log, since `setup`."""
 
     dropped: int = 0
-    """Nobody took them in time."""
+    """Lines dropped because the log was not read in time."""
     suppressed: int = 0
-    """Too many like them came at once."""
+    """Lines left out because too many of their kind came at once."""
 
 
 def setup(
@@ -59,14 +60,14 @@ def setup(
     secrets: Iterable[str] = (),
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Send the program's own records to `stream` (standard output), and warnings of libraries with them.
+    """Send the program's records, and warnings of libraries, to `stream` (None: standard output).
 
-    `secrets` are masked wherever they turn up, if they have 8 characters or more. A forked process calls this again:
-    what the other one could not write yet is left to that one.
+    `secrets` of 8 characters or more are masked in all lines. A forked process calls this again; lines that its parent
+    has not written yet stay with the parent.
     """
-    # What no formatter here shows is not collected for every record.
+    # no formatter shows these values, so records do not collect them
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
-    target = stream or sys.stdout or sys.stderr  # Python has None for one that was closed
+    target = stream or sys.stdout or sys.stderr  # Python sets closed streams to None
     root = logging.getLogger()
     for handler in _line_handlers():
         handler.close()
@@ -76,13 +77,13 @@ def setup(
 
 
 def configure(level: str) -> None:
-    """Write no line of the program's own that is less severe than this."""
+    """Set the minimum level of the program's own lines."""
     logging.getLogger("proxy").setLevel(level)
 
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """In the block the program's own parts write no line: what a sub-command finds it tells in its own way."""
+    """Write none of the program's own lines inside this context, because a sub-command reports its results itself."""
     logger = logging.getLogger("proxy")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -93,9 +94,10 @@ def silenced() -> Iterator[None]:
 
 
 def access_line(fields: Mapping[str, object]) -> None:
-    """Write the one line of a request that is over now. Durations are in seconds; as text they are cut to milliseconds.
+    """Write the line of a request that has just ended.
 
-    Of requests that no engine was asked about, which `term` or `instance` tells, too many at once are left out.
+    Durations are in seconds, as text with milliseconds. If too many requests come that were sent to no engine, which
+    `term` or `instance` shows, some lines are left out.
     """
     for handler in _line_handlers():
         handler.settle_first()
@@ -103,13 +105,15 @@ def access_line(fields: Mapping[str, object]) -> None:
 
 
 def access_lines(ended: Iterable[float], fields: Iterable[Mapping[str, object]]) -> None:
-    """Write the lines of several requests at once: when each was over, in seconds of the monotonic clock, and its
-    fields, which are not asked for where nobody wants them; see access_line.
+    """Write the lines of several requests.
+
+    Each has its end in seconds of the monotonic clock, and a function that returns its fields, which is called only if
+    the line is written; see access_line.
     """
     if not access.isEnabledFor(logging.INFO):
         return
     entries = list(zip(map(monotonic_zero().__add__, ended), fields, strict=True))
-    # As `access.handle` does it, but for our own handler: a record, a lock and a write for each cost more than it.
+    # Like `access.handle`, but without a record, a lock and a write for each line, which cost more than the line.
     for handler in _handlers(access):
         if isinstance(handler, LineHandler):
             handler.write_requests(entries)
@@ -118,27 +122,29 @@ def access_lines(ended: Iterable[float], fields: Iterable[Mapping[str, object]])
                 handler.handle(access_record(created, each))
 
 
-def precede(settle: Callable[[], None]) -> None:
-    """From now on this is called, on the thread of now, before any other line is written: it has those of requests
-    written that are over already, which may wait for others, so that lines are in the order of what they tell.
+def call_before_lines(settle: Callable[[], None]) -> None:
+    """Call a function before each other line, in the current thread.
+
+    The function writes the lines of finished requests that wait for others, so that lines are in the order of their
+    events.
     """
     for handler in _line_handlers():
-        handler.precede(settle)
+        handler.call_before_lines(settle)
 
 
 def flush() -> None:
-    """Write what had to be kept, and tell of what was left out. To be called now and then."""
+    """Write delayed lines, and the numbers of lines that were left out. Must be called regularly."""
     for handler in _line_handlers():
         handler.flush()
 
 
 def lost() -> Lost:
-    """What is not in the log."""
+    """Return the numbers of lines that are not in the log."""
     return next((Lost(handler.dropped, handler.suppressed) for handler in _line_handlers()), Lost())
 
 
 def _handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
-    """Those that its records reach."""
+    """Return the handlers that the program's records reach."""
     at: logging.Logger | None = logger
     while at is not None:
         yield from at.handlers

@@ -1,7 +1,7 @@
-"""Which lines are left out because too many like them came at once.
+"""Limits for similar lines: the decision which lines are left out.
 
-Each kind of line has a bucket of tokens: a burst passes, then a fixed number per second. What is left out is counted
-and told.
+Each kind of line has a token bucket: a burst passes, and then a fixed number per second. Lines that are left out are
+counted, and the number is logged.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ _TELL_AFTER_SECONDS: Final = 1.0
 
 
 class LineKind(NamedTuple):
-    """Lines that differ only in what is filled in."""
+    """Lines that differ only in their arguments."""
 
     logger: str
     level: int
     message: str
-    """With nothing filled in. Libraries may compose one for each line: theirs is the place in the code instead."""
+    """The message without arguments.
+
+    Libraries may compose messages, so their lines have the place in the code instead.
+    """
     term: str = ""
     code: int | None = None
 
@@ -34,21 +37,21 @@ class _Bucket:
     tokens: float
     filled_at: float
     untold: int = 0
-    """Lines left out since it was last told how many were."""
+    """Number of lines left out since the number was last logged."""
     untold_since: float = 0.0
 
 
 class Floods:
-    """The buckets, one per kind. There must be few kinds: each is kept for ever."""
+    """The token buckets, one per kind. There must be few kinds, because each bucket stays in memory."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._buckets: dict[LineKind, _Bucket] = {}
         self.suppressed = 0
-        """Lines left out so far."""
+        """Total number of lines left out."""
 
     def admits(self, kind: LineKind) -> bool:
-        """Whether one more line of this kind may be written now."""
+        """Return whether one more line of this kind may be written now."""
         now = self._clock()
         bucket = self._buckets.get(kind)
         if bucket is None:
@@ -65,12 +68,12 @@ class Floods:
         return False
 
     def tell(self, kind: LineKind) -> int:
-        """How many lines of this kind were left out since this was last asked."""
+        """Return how many lines of this kind were left out since the last call."""
         bucket = self._buckets[kind]
         untold, bucket.untold = bucket.untold, 0
         return untold
 
     def overdue(self) -> Iterator[LineKind]:
-        """The kinds of which lines were left out a while ago, and none that could have told of it came since."""
+        """Return the kinds whose numbers are due: lines were left out a while ago, and no line has come since."""
         told_by = self._clock() - _TELL_AFTER_SECONDS
         return (kind for kind, bucket in self._buckets.items() if bucket.untold and bucket.untold_since <= told_by)

@@ -1,7 +1,7 @@
-"""What a line looks like: text for people at a terminal, JSON for everything else.
+"""Formats of log lines: text for a terminal, and JSON otherwise.
 
-Whatever a client manages to get into a value, a line stays one line of bounded length without secrets in it: control
-characters, line ends and terminal escapes are written as escapes, and what is too long is cut.
+Whatever a client puts into a value, a line stays one line of bounded length without secrets. Control characters, line
+ends and terminal escapes are written as escapes, and long values are cut.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
-"""The id of the request this task works on; empty outside of requests."""
+"""Id of the request that this task works on; empty outside of requests."""
 
 MAX_TRACEBACK_CHARS: Final = 8192
-"""Of a longer traceback its first and its last part are shown: where it was called from, and what it was."""
+"""Maximum length of a traceback. The first part of a longer one shows the callers, and the last part the error."""
 
 _is_plain: Final = re.compile(r"[!#-<>-\[\]-~]+").fullmatch  # printable ASCII without space, quote, `=` and backslash
 
 
 class LineFormatter(logging.Formatter):
-    """What both formats have in common."""
+    """The common part of both formats."""
 
     def __init__(self, redact: Callable[[str], str] | None = None) -> None:
         super().__init__()
@@ -42,9 +42,9 @@ class LineFormatter(logging.Formatter):
         return self._redact(self._with_traceback(line, self._traceback(record)))
 
     def request(self, created: float, fields: Mapping[str, object]) -> bytes:
-        """The line of a finished request, with its end; `created` is the system's time."""
+        """Return the line of a finished request, with its line end. `created`: system time of the end."""
         line = self._line(created, **REQUEST, fields=fields)
-        # That of one that did not fail has only names, numbers and its id.
+        # the fields of a request without an error are names, numbers and ids
         return encoded(line if fields.get("error") is None else self._redact(line))
 
     @abstractmethod
@@ -52,12 +52,12 @@ class LineFormatter(logging.Formatter):
 
     @abstractmethod
     def _with_traceback(self, line: str, traceback: str) -> str:
-        """`traceback` is empty if there is none."""
+        """Return the line with a traceback, if `traceback` is not empty."""
 
     def _cut(self, text: str) -> str:
         if len(text) <= MAX_VALUE_CHARS:
             return text
-        # A secret is masked before the cut, which could leave a part of it that is not recognised.
+        # Secrets are masked before the text is cut, because a part of a secret would not be recognised.
         return self._redact(text[: 2 * MAX_VALUE_CHARS])[:MAX_VALUE_CHARS] + "…"
 
     def _traceback(self, record: logging.LogRecord) -> str:
@@ -81,7 +81,7 @@ class TextFormatter(LineFormatter):
         return " ".join(parts)
 
     def _with_traceback(self, line: str, traceback: str) -> str:
-        # Indented, so that no line of an exception's text can be taken for a record.
+        # indented, so that no line of an exception looks like a record
         return line + "".join(f"\n    {_escape(part)}" for part in traceback.split("\n") if part)
 
     def _value(self, value: object) -> str:
@@ -99,7 +99,7 @@ class TextFormatter(LineFormatter):
 
 
 class JsonFormatter(LineFormatter):
-    """One JSON object per line; the fields of a record are members of it."""
+    """One JSON object per line, with the fields of the record as members."""
 
     def _line(self, created: float, level: str, logger: str, message: str, fields: Mapping[str, object]) -> str:
         entry: dict[str, object] = {
@@ -124,7 +124,7 @@ class JsonFormatter(LineFormatter):
     def _dumps(self, entry: Mapping[str, object]) -> str:
         try:
             line = orjson.dumps(entry, default=self._other).decode()
-        except TypeError:  # orjson refuses lone surrogates, which Python's own encoder escapes
+        except TypeError:  # orjson refuses lone surrogates, and Python's encoder escapes them
             line = ""
         return line if line.isprintable() and line else json.dumps(entry, default=self._other)
 
@@ -133,7 +133,7 @@ class JsonFormatter(LineFormatter):
 
 
 def encoded(line: str) -> bytes:
-    """A line with its end."""
+    """Return a line with its line end, as bytes."""
     return f"{line}\n".encode(errors="backslashreplace")
 
 
@@ -144,5 +144,5 @@ def _fields(record: logging.LogRecord) -> Mapping[str, object]:
 
 
 def _escape(text: str) -> str:
-    """Everything a terminal or a line-based tool could take for more than a character becomes `\\n`, `\\x1b` …"""
+    r"""Return the text with escapes such as `\n` and `\x1b` for characters that a terminal would interpret."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

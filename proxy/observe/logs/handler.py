@@ -1,4 +1,4 @@
-"""From record to line: what is left out, what is written, and word of what got lost."""
+"""The handler of all log lines: it leaves out floods, formats lines, and reports lost ones."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from proxy.observe.logs.writer import LineWriter
 
     Requests = Iterable[tuple[float, Mapping[str, object]]]
-    """When the line of each was created, and its fields."""
+    """Times and fields of access lines."""
 
 access: Final = logging.getLogger("proxy.access")
 
 ALWAYS: Final = {"is_always_written": True}
-"""As `extra` of a log call: such a line is never left out, however many like it come at once."""
+"""`extra` of log calls whose line is never left out."""
 
 
 def monotonic_zero() -> float:
-    """The system's time when the monotonic clock was at 0."""
+    """Return the system time at 0 of the monotonic clock."""
     return time.time() - time.monotonic()
 
 
 def access_record(created: float, fields: Mapping[str, object]) -> logging.LogRecord:
-    """Return the record of a request for handlers that are not ours.
+    """Return the record of a request for other handlers.
 
-    It is what `access.info("request")` would make, without a look for the caller and into the process.
+    It equals the record of `access.info("request")`, without the search for the caller and the process.
     """
     return logging.makeLogRecord({**_ALIKE, "created": created, "msecs": created % 1 * 1000, "fields": fields})
 
@@ -44,7 +44,7 @@ _ALIKE: Final = vars(logging.LogRecord(access.name, logging.INFO, "", 0, "reques
 
 
 class LineHandler(logging.Handler):
-    """The program's only handler. Its lock, which is logging's, is never held for long: its holder never waits."""
+    """The only handler of the program. The holder of its lock, which is logging's, never waits."""
 
     def __init__(self, writer: LineWriter, formatter: LineFormatter, floods: Floods) -> None:
         super().__init__()
@@ -54,25 +54,25 @@ class LineHandler(logging.Handler):
         self._floods = floods
         self._told_dropped = 0
         self._settle: Callable[[], None] | None = None
-        self._settles_on = 0  # the thread
+        self._settles_on = 0  # id of the thread
 
     @property
     def dropped(self) -> int:
-        """Lines that were not taken in time."""
+        """Return the number of lines that were not written in time."""
         return self._writer.dropped
 
     @property
     def suppressed(self) -> int:
-        """Lines left out because too many like them came at once."""
+        """Return the number of lines left out because too many of their kind came at once."""
         return self._floods.suppressed
 
-    def precede(self, settle: Callable[[], None]) -> None:
-        """See logs.precede."""
+    def call_before_lines(self, settle: Callable[[], None]) -> None:
+        """See logs.call_before_lines."""
         self._settle, self._settles_on = settle, threading.get_ident()
 
     def settle_first(self) -> None:
-        """Have the lines written that come before the next one."""
-        # What another thread has to say stands in no order to them.
+        """Write the delayed lines that come before the next one."""
+        # lines of other threads have no order relative to these
         if self._settle is not None and threading.get_ident() == self._settles_on:
             self._settle()
 
@@ -110,14 +110,14 @@ class LineHandler(logging.Handler):
         try:
             line = self.format(record)
         except Exception:
-            # As with every logging handler, a mistake in a log call does not fail what the line is about.
+            # like all logging handlers, because a mistake in a log call must not fail the caller
             self._add("proxy.logs", logging.ERROR, f"bad log call in {record.filename}:{record.lineno}", {})
         else:
             self.settle_first()
             self._write(line)
 
     def flush(self) -> None:
-        """Write what had to be kept, and tell of what was left out. To be called now and then."""
+        """Write delayed lines, and the numbers of lines that were left out. Must be called regularly."""
         self.acquire()
         try:
             for kind in list(self._floods.overdue()):
@@ -130,7 +130,7 @@ class LineHandler(logging.Handler):
             self.release()
 
     def close(self) -> None:
-        # A line at the very end must not be written to a descriptor that is closed.
+        # The descriptor may be closed before the last lines of the program.
         logging.getLogger().removeHandler(self)
         super().close()
         self._writer.close()
@@ -148,15 +148,15 @@ class LineHandler(logging.Handler):
             )
 
     def _add(self, name: str, level: int, message: str, fields: dict[str, object]) -> None:
-        """Write a line of our own."""
+        """Write a line of the handler itself."""
         record = logging.LogRecord(name, level, "", 0, message, None, None)
         record.fields = fields
-        # In an empty context, because it is no line of the request that is being worked on.
+        # in an empty context, because the line does not belong to the current request
         self._write(Context().run(self.format, record))
 
 
 def _kind(record: logging.LogRecord) -> LineKind | None:
-    """What a record is counted as, None for one that is never left out."""
+    """Return the kind of a record for the limits, or None if it is never left out."""
     if getattr(record, "is_always_written", False):
         return None
     name = record.name
@@ -165,8 +165,8 @@ def _kind(record: logging.LogRecord) -> LineKind | None:
 
 
 def _kind_of_request(fields: Mapping[str, Any]) -> LineKind | None:
-    """The same for the line of a request."""
+    """Return the kind of an access line for the limits, or None if it is never left out."""
     term = fields.get("term", "")
-    # P: the gateway refused it. R, Q: its client was still sending, or was waiting for its turn.
+    # P: the gateway refused the request. R, Q: the client was still sending, or the request was queued.
     has_asked = not term.startswith("P") and not term.endswith(("R", "Q")) and fields.get("instance") != "-"
     return None if has_asked else LineKind(access.name, logging.INFO, "request", term, fields.get("code"))

@@ -1,4 +1,4 @@
-"""Takes out of a line what must not be in it: a second line of defence, as no caller should have logged it at all."""
+"""Removes secrets from log lines: a second line of defence, because callers should not log them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 MASK: Final = "***"
 
 _LEAST_CHARS: Final = 8
-"""Anything shorter is no secret, and would be found in words."""
+"""Minimum length of a secret. Shorter ones would be found in ordinary words."""
 
-# The token is RFC 6750's b64token, so that neither pattern runs on into the quote that ends a JSON string.
+# The token is RFC 6750's b64token, so that no pattern includes the quote at the end of a JSON string.
 _TOKENS: Final = re.compile(
     rf"\b(bearer\s+)[A-Za-z0-9._~+/=-]{{{_LEAST_CHARS},}}|(?<![A-Za-z0-9])(sk-)[A-Za-z0-9_-]{{{_LEAST_CHARS},}}",
     re.IGNORECASE,
@@ -22,18 +22,18 @@ _TOKENS: Final = re.compile(
 
 
 class Redaction:
-    """Masks bearer tokens, keys as OpenAI writes them (`sk-…`) and a handful of configured secrets."""
+    """Masks bearer tokens, keys in OpenAI's form (`sk-…`), and configured secrets."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         spellings = {spelling for secret in secrets if len(secret) >= _LEAST_CHARS for spelling in _spellings(secret)}
-        # The longest first, because one may be the beginning of another.
+        # the longest first, because a secret may be the beginning of another
         self._secrets = sorted(spellings, key=len, reverse=True)
 
     def __call__(self, text: str) -> str:
         for secret in self._secrets:
             if secret in text:
                 text = text.replace(secret, MASK)
-        # To look for strings costs a twentieth of what the expression does.
+        # A search for strings takes a twentieth of the time of the expression.
         lower = text.lower()
         if "sk-" in lower or "bearer" in lower:
             text = _TOKENS.sub(lambda found: f"{found[1] or found[2]}{MASK}", text)
@@ -41,5 +41,5 @@ class Redaction:
 
 
 def _spellings(secret: str) -> set[str]:
-    """A secret as it is, and as it stands in JSON."""
+    """Return a secret as it is, and as JSON writes it."""
     return {secret, json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1]}

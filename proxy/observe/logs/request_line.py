@@ -1,6 +1,6 @@
 """The access line of nearly all requests, as JSON.
 
-It is compiled. The formatters cannot be, as they inherit from classes of logging, which are not.
+This module is compiled. The formatters cannot be, because they inherit from classes of logging.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MAX_VALUE_CHARS: Final = 2048
-"""A longer message or value is cut."""
+"""Maximum length of a message or value; longer ones are cut."""
 REQUEST: Final = {"level": "INFO", "logger": "proxy.access", "message": "request"}
-"""What all access lines begin with, behind their time."""
+"""Beginning of all access lines, after the time."""
 _MEMBERS: Final = b'",' + orjson.dumps(REQUEST)[1:-1] + b","
 _DELETE: Final = 0x7F
 
 
 def plain_request_line(created: float, fields: Mapping[str, object]) -> bytes | None:
-    """Return the line of a finished request, with its end; None: it needs the care of a formatter.
+    """Return the line of a finished request, with its line end, or None if a formatter must write it.
 
-    Nearly all lines are short plain ASCII and have no error: they are what orjson makes of them.
+    Nearly all lines are short plain ASCII without an error, and orjson writes them as they are.
 
     Args:
-        created: The system's time at the end of the request, in seconds.
-        fields: The members of the line.
+        created: System time at the end of the request, in seconds.
+        fields: Members of the line.
     """
     if not fields or fields.get("error") is not None:
         return None
@@ -41,7 +41,7 @@ def plain_request_line(created: float, fields: Mapping[str, object]) -> bytes | 
 
 
 _second = (0, "")
-"""The last second whose date was formatted, and that date."""
+"""The last formatted second, and its text."""
 _MILLISECONDS: Final = tuple([f".{number:03d}Z" for number in range(1000)])
 
 

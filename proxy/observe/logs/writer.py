@@ -1,8 +1,10 @@
-"""Writes lines to a file descriptor and never waits for their reader.
+"""Writes lines to a file descriptor without ever waiting for its reader.
 
-What a full pipe does not take is kept, up to a limit; beyond it, and when the disk is full or the reader is gone, whole
-lines are dropped and counted. A line that was begun is finished before the next one. Lines of up to PIPE_BUF bytes
-(4096) stay whole when several processes write to one pipe; a longer one can be torn apart while the pipe is full.
+Lines that a full pipe does not take are kept, up to a limit. Beyond it, and if the disk is full or the reader is gone,
+whole lines are dropped and counted. A partly written line is finished before the next one.
+
+Lines of up to PIPE_BUF bytes (4096) stay whole if several processes write to one pipe. A longer line can be torn while
+the pipe is full.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 MAX_KEPT_BYTES: Final = 1024 * 1024
-# Written at once.
+# Size of one write.
 _MOST_BYTES: Final = select.PIPE_BUF
 
 
 class LineWriter:
-    """Lines on their way to one file description, which is its own where the kernel allows."""
+    """Lines on the way to one file description, which the writer opens for itself if the kernel allows that."""
 
     def __init__(self, fd: int, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
         self._raw = _open(fd)
@@ -33,18 +35,18 @@ class LineWriter:
         self._kept: deque[bytes] = deque()
         self._kept_bytes = 0
         self._is_begun = False
-        """The first of them is the rest of a line that is partly written."""
+        """Whether the first kept line is the rest of a partly written line."""
         self._is_failing = False
-        """The last attempt to write failed, and not for lack of room."""
+        """Whether the last write failed for another reason than a full pipe."""
         self.dropped = 0
-        """Lines lost so far."""
+        """Total number of dropped lines."""
 
     def write(self, line: bytes) -> bool:
-        """Write a line if that can be done at once, otherwise keep or drop it; whether it, and all else, is written."""
+        """Write a line at once, or keep or drop it; return whether all lines are written."""
         return self.keep((line,)) and self.flush()
 
     def keep(self, lines: Iterable[bytes]) -> bool:
-        """Keep lines for the next flush; False when one had to be dropped."""
+        """Keep lines for the next flush. Returns False if one was dropped."""
         lines = tuple(lines)
         kept_bytes = self._kept_bytes + sum(map(len, lines))
         if kept_bytes <= self._max_kept_bytes:
@@ -66,7 +68,7 @@ class LineWriter:
         return is_kept
 
     def flush(self) -> bool:
-        """Write what was kept, as far as that can be done at once; whether lines flow again, or still do."""
+        """Write kept lines, as far as possible without waiting; return whether the writer takes lines."""
         kept = self._kept
         while kept:
             lines, count = self._next()
@@ -89,11 +91,11 @@ class LineWriter:
         return not self._is_failing
 
     def close(self) -> None:
-        """Close the description. What is kept is lost."""
+        """Close the file description. Kept lines are lost."""
         self._raw.close()
 
     def _next(self) -> tuple[bytes, int]:
-        """As many lines as a pipe takes whole, or one that is longer; and how many these are."""
+        """Return as many lines as a pipe takes in one piece, or one longer line, and their number."""
         size_bytes = count = 0
         for line in self._kept:
             size_bytes += len(line)
@@ -103,7 +105,7 @@ class LineWriter:
         return (b"".join(islice(self._kept, count)), count) if count else (self._kept[0], 1)
 
     def _take_out(self, taken_bytes: int) -> None:
-        """How many bytes of the lines are written."""
+        """Remove written bytes from the kept lines."""
         self._kept_bytes -= taken_bytes
         while taken_bytes:
             line = self._kept.popleft()
@@ -114,7 +116,7 @@ class LineWriter:
                 return
 
     def _drop(self) -> None:
-        """Drop all lines of which nothing is written."""
+        """Drop all lines that are not partly written."""
         begun = [self._kept[0]] if self._is_begun else []
         self.dropped += len(self._kept) - len(begun)
         self._kept = deque(begun)
@@ -123,16 +125,16 @@ class LineWriter:
 
 class _Raw(Protocol):
     def write(self, line: bytes, /) -> int | None:
-        """The number of bytes written, None where it would have to wait. Raises OSError."""
+        """Return the number of bytes written, or None if the write would wait. Raises OSError."""
 
     def close(self) -> None: ...
 
 
 def _open(fd: int) -> _Raw:
-    """A duplicate that is written to without waiting.
+    """Return a duplicate of the descriptor that writes without waiting.
 
-    The flag O_NONBLOCK belongs to the file description, which standard output shares with the shell and everything else
-    that was started there. So a pipe or a terminal is opened anew, by way of /proc.
+    O_NONBLOCK belongs to the file description, which standard output shares with the shell and its other programs. So a
+    pipe or terminal is reopened through /proc.
     """
     mode = os.fstat(fd).st_mode
     if stat.S_ISSOCK(mode):
@@ -146,7 +148,7 @@ def _open(fd: int) -> _Raw:
 
 
 class _Socket:
-    """A socket, such as the one to systemd's journal: it cannot be opened anew, but a write can be told not to wait."""
+    """A socket, such as the one to systemd's journal. It cannot be reopened, but supports writes without waiting."""
 
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=os.dup(fd))
@@ -162,7 +164,10 @@ class _Socket:
 
 
 class _Polled:
-    """A pipe or terminal that is asked before each write; it waits only if another process fills it in between."""
+    """A pipe or terminal that is polled before each write.
+
+    A write waits only if another process fills it in between.
+    """
 
     def __init__(self, fd: int) -> None:
         self._fd = os.dup(fd)
@@ -170,7 +175,7 @@ class _Polled:
         self._poll.register(self._fd, select.POLLOUT)
 
     def write(self, line: bytes) -> int | None:
-        # A pipe that is ready has room for so much.
+        # a pipe that is ready has room for this size
         return os.write(self._fd, line[: select.PIPE_BUF]) if self._poll.poll(0) else None
 
     def close(self) -> None:

@@ -1,11 +1,11 @@
-"""Spans for OpenTelemetry: of each sampled request, its attempts, and their legs. Needs the extra `otel`.
+"""Spans for OpenTelemetry: requests, attempts and legs. Needs the extra `otel`.
 
-`tracer` hears of requests and makes their spans when they are over; `spans` says what is in them; `collector` has
-OpenTelemetry's SDK send them, which never holds a request up.
+`tracer` makes the spans of sampled requests after their end; `spans` defines their contents; `collector` exports them
+through OpenTelemetry's SDK, which never delays a request.
 """
 
 from proxy.observe.tracing.collector import exporting
-from proxy.observe.tracing.spans import Traced
+from proxy.observe.tracing.spans import TracedGateway
 from proxy.observe.tracing.tracer import Tracer
 
-__all__ = ["Traced", "Tracer", "exporting"]
+__all__ = ["TracedGateway", "Tracer", "exporting"]

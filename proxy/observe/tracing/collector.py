@@ -1,7 +1,7 @@
-"""OpenTelemetry's SDK, set up so that a collector that is gone, slow or refuses is one line of the log, and no more.
+"""OpenTelemetry's SDK, with one log line if the collector is gone, slow, or refuses spans.
 
-The SDK sends from a thread of its own, gives up after OTEL_EXPORTER_OTLP_TIMEOUT, and drops what does not fit into its
-queue. What it would log about each of these, `_Reports` makes one line of.
+The SDK sends in a thread, gives up after OTEL_EXPORTER_OTLP_TIMEOUT, and drops spans that do not fit into its queue. It
+would log each of these; `_Reports` logs them once.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("proxy.tracing.collector")
 
-# What is left at the end is sent within this time, or not at all.
+# Limit for sending the last spans.
 _FLUSH_SECONDS: Final = 2.0
-# How long the event loop waits for the thread that encodes spans, each time it has something to do. With Python's own
-# 5 ms its timers were 14 ms late while that thread was busy, and 1 ms with this.
+# Maximum time that the event loop waits for the interpreter lock while the exporting thread encodes spans. With
+# Python's default of 5 ms, timers were 14 ms late during exports; with this value, 1 ms.
 _SWITCH_SECONDS: Final = 0.0005
 
 
 class SpanIds(RandomIdGenerator):
-    """Random ids, except that a span which engines know already gets the one that it was told by."""
+    """Random span ids, except for spans whose id engines know already."""
 
     next_span_id: int | None = None
-    """Of the span that is made next; None: any."""
+    """Id of the next span; None: a random one."""
 
     def generate_span_id(self) -> int:
         """See RandomIdGenerator."""
@@ -57,8 +57,9 @@ class SpanIds(RandomIdGenerator):
 async def exporting(
     settings: Tracing, is_news: Callable[[str, str], bool] = lambda subject, word: True
 ) -> AsyncIterator[tuple[TracerProvider, SpanIds]]:
-    """Spans that end are sent to the collector of the settings. `is_news`: see LogOnce. Leaving sends the rest, for
-    which it waits a moment.
+    """Export finished spans to the collector of the settings inside this context.
+
+    Leaving sends the rest, with a time limit. `is_news`: see LogOnce.
     """
     assert settings.endpoint is not None
     ids = SpanIds()
@@ -72,7 +73,7 @@ async def exporting(
         shutdown_on_exit=False,
     )
     theirs = logging.getLogger("opentelemetry")
-    # For good, and with a handler: a thread that nobody waits for any longer may complain, and Python would print it.
+    # For good, and with a handler: an abandoned thread may still complain, and Python would print that.
     theirs.propagate = False
     theirs.handlers[:] = [logging.NullHandler(), reports]
     provider.add_span_processor(BatchSpanProcessor(exporter))
@@ -87,8 +88,9 @@ async def exporting(
 
 
 def _direct() -> requests.Session:
-    """Return a session that ignores http_proxy. A collector without TLS is on this network; one with TLS may be a
-    service that is reached by a company's proxy.
+    """Return a session that ignores http_proxy.
+
+    A collector without TLS is in this network. One with TLS may be a service behind a company's proxy.
     """
     session = requests.Session()
     session.trust_env = False
@@ -96,7 +98,7 @@ def _direct() -> requests.Session:
 
 
 def _resource() -> Resource:
-    """What OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say, and our own words where they say nothing."""
+    """Return OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES, with defaults of the gateway."""
     told = Resource.create()
     ours = Resource({"service.version": __version__, "service.instance.id": str(uuid4())})
     if str(told.attributes["service.name"]).startswith("unknown_service"):
@@ -105,24 +107,24 @@ def _resource() -> Resource:
 
 
 async def _ended(provider: TracerProvider, exporter: SpanExporter) -> None:
-    """Have the rest sent by a thread that nobody waits for any longer than this."""
+    """Send the rest in a thread, and wait at most the limit."""
     loop = asyncio.get_running_loop()
     is_over = asyncio.Event()
 
     def end() -> None:
         provider.shutdown()
-        with suppress(RuntimeError):  # the loop was closed meanwhile
+        with suppress(RuntimeError):  # the loop was closed in the meantime
             loop.call_soon_threadsafe(is_over.set)
 
     threading.Thread(target=end, name="traces", daemon=True).start()
     try:
         await asyncio.wait_for(is_over.wait(), _FLUSH_SECONDS)
     except TimeoutError:
-        exporter.shutdown()  # it tries nothing again
+        exporter.shutdown()  # the SDK does not retry any more
 
 
 class _Reports(logging.Handler):
-    """What the SDK complains of, from any thread, and when it is over; told on the event loop's, once each."""
+    """Complaints of the SDK, from any thread, and their end; each is logged once, in the event loop's thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, endpoint: str, is_news: Callable[[str, str], bool]) -> None:
         super().__init__(logging.WARNING)
@@ -137,11 +139,11 @@ class _Reports(logging.Handler):
             self.refused(record.getMessage())
 
     def refused(self, why: str) -> None:
-        """Spans were not taken. May be called from any thread; who has said so before is believed."""
+        """Note that spans were refused. May be called in any thread. Callers check for earlier refusals."""
         self._call(self._failed, why)
 
     def taken(self) -> None:
-        """Spans were taken. May be called from any thread."""
+        """Note that spans were accepted. May be called in any thread."""
         if self._fails:
             self._call(self._recovered)
 
@@ -161,7 +163,7 @@ class _Reports(logging.Handler):
 
 
 class _ReportingExporter(SpanExporter):
-    """Says whether spans are taken; why they are not, the SDK's own exporter logs sooner, or raises."""
+    """Notes whether spans are accepted. The SDK's own exporter logs or raises the reason."""
 
     def __init__(self, exporter: SpanExporter, reports: _Reports) -> None:
         self._exporter = exporter

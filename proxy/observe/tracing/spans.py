@@ -1,8 +1,8 @@
-"""What is in a span, by the names that others look for.
+"""Contents of spans, under established names.
 
-Of requests and legs those of OpenTelemetry's semantic conventions for HTTP and for generative AI
-(opentelemetry.io/docs/specs/semconv); of what is particular to prefill and decode llm-d's, where it has a name for the
-same thing (llm-d-router: pkg/telemetry); the rest begins with `pdproxy.`. No prompt and no completion.
+Requests and legs use OpenTelemetry's semantic conventions for HTTP and generative AI
+(opentelemetry.io/docs/specs/semconv). Prefill and decode use the names of llm-d where it has one (llm-d-router:
+pkg/telemetry). Other names begin with `pdproxy.`. No span has a prompt or a completion.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ _MS: Final = 1000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traced:
-    """What is true of all requests of a gateway."""
+class TracedGateway:
+    """Facts about all requests of a gateway."""
 
     connector: str
     engine: str | None
-    """The software behind the connector; None: any."""
+    """Software of the engines; None if the connector serves several."""
     routes: Mapping[str, str]
-    """The path of each dialect, by its label."""
+    """Paths of the dialects, by label."""
 
 
 # Requests
 
 
 def operation(api: str) -> str:
-    """GenAI's `gen_ai.operation.name` for a dialect's label."""
+    """Return `gen_ai.operation.name` for a dialect's label."""
     return _OPERATIONS.get(api, "chat")
 
 
-def beginning(traced: Traced, api: str) -> Attributes:
-    """What is known of a request when it comes: samplers may look at it."""
+def request_start(traced: TracedGateway, api: str) -> Attributes:
+    """Return the attributes of a new request, which samplers can use."""
     route = traced.routes.get(api, "")
     return {
         "http.request.method": "POST",
@@ -60,12 +60,12 @@ def beginning(traced: Traced, api: str) -> Attributes:
 
 
 def model_of(record: RequestRecord) -> str | None:
-    """The model's name, if it is one that can be told."""
+    """Return the name of the model, if it is a text."""
     return record.model[:_MAX_MODEL_CHARS] if isinstance(record.model, str) and record.model else None
 
 
-def of_request(traced: Traced, record: RequestRecord, legs: Sequence[TracedLeg]) -> Attributes:
-    """The attributes of a request's own span when it has ended: tokens, attempts and outcome."""
+def of_request(traced: TracedGateway, record: RequestRecord, legs: Sequence[TracedLeg]) -> Attributes:
+    """Return the attributes of a finished request: tokens, attempts and outcome."""
     facts = record.facts
     found: Attributes = {
         "gen_ai.request.stream": facts.stream,
@@ -88,7 +88,7 @@ def of_request(traced: Traced, record: RequestRecord, legs: Sequence[TracedLeg])
     if facts.first_token_seconds is not None:
         found["gen_ai.response.time_to_first_chunk"] = facts.first_token_seconds
     if decodes := [leg.began for leg in legs if leg.backend.role is Role.DECODE and leg.request_id]:
-        # As llm-d has it: until the decoder is asked.
+        # as in llm-d: the time until the decoder is asked
         found["llm_d.pd_proxy.true_ttft_ms"] = (min(decodes) - record.started) * _MS
     if facts.lost_engines:
         found["pdproxy.lost_engines"] = facts.lost_engines
@@ -96,7 +96,7 @@ def of_request(traced: Traced, record: RequestRecord, legs: Sequence[TracedLeg])
 
 
 def error_type(error: BaseException) -> str:
-    """`error.type` of a request that ended by this: the code of the error where clients are told one."""
+    """Return `error.type` of a request that ended with this error: the error code, if clients get one."""
     if isinstance(error, GatewayError):
         return error.code
     if isinstance(error, ClientStalled):
@@ -107,8 +107,9 @@ def error_type(error: BaseException) -> str:
 
 
 def is_failure(outcome: Outcome) -> bool:
-    """Whether a request that ended by an error has failed, and was not only refused for what the client sent: as the
-    conventions have it, a status 4xx of a server is no failure, and an answer that the client did not wait for is one.
+    """Return whether a request that ended with an error has failed, by the semantic conventions.
+
+    A server's status 4xx is no failure. An answer that the client did not wait for is one.
     """
     return outcome.term[0] in "Cc" or outcome.broken is not None or outcome.status >= 500
 
@@ -116,8 +117,8 @@ def is_failure(outcome: Outcome) -> bool:
 # Attempts
 
 
-def of_attempt(traced: Traced, attempt: AttemptRecord, number: int, unit: int) -> Attributes:
-    """`number`: from 1. `unit`: which of the request's, from 0."""
+def of_attempt(traced: TracedGateway, attempt: AttemptRecord, number: int, unit: int) -> Attributes:
+    """Return the attributes of an attempt. `number`: counted from 1. `unit`: index of the request's unit."""
     found: Attributes = {
         "llm_d.pd_proxy.connector": traced.connector,
         "pdproxy.attempt.number": number,
@@ -136,18 +137,21 @@ def of_attempt(traced: Traced, attempt: AttemptRecord, number: int, unit: int) -
     return found
 
 
-def stretches(marks: Marks, over: float) -> Iterator[tuple[Stage, float, float]]:
-    """The stages of an attempt, each with the clock's seconds from which and until when. `over`: where none is told."""
+def stages_of(marks: Marks, over: float) -> Iterator[tuple[Stage, float, float]]:
+    """Yield the stages of an attempt, each with its start and end in clock seconds.
+
+    `over`: end of the last stage, if it has none.
+    """
     for (stage, began), (_, ended) in zip(marks, (*marks[1:], (None, over)), strict=True):
         if stage is not None:
             yield stage, began, ended
 
 
-def waits(timeline: Timeline, over: float) -> Iterator[tuple[float, float]]:
-    """When a unit was in the queue."""
-    every = [stretch for attempt in timeline.history or (timeline,) for stretch in stretches(attempt.marks, over)]
+def queue_times(timeline: Timeline, over: float) -> Iterator[tuple[float, float]]:
+    """Yield the times of a unit in the queue."""
+    every = [stage for attempt in timeline.history or (timeline,) for stage in stages_of(attempt.marks, over)]
     queued = [(began, ended) for stage, began, ended in every if stage is Stage.QUEUE]
-    # Of the wait before the first attempt only its length is kept.
+    # Of the wait before the first attempt, only the length is kept.
     before = timeline.seconds.get(Stage.QUEUE, 0.0) - sum(ended - began for began, ended in queued)
     if timeline.attempts and every and before > 1e-6:
         first = every[0][1]
@@ -159,8 +163,9 @@ def waits(timeline: Timeline, over: float) -> Iterator[tuple[float, float]]:
 
 
 def is_sent_in(leg: TracedLeg, attempt: AttemptRecord, began: float, ended: float, *, is_only_unit: bool) -> bool:
-    """Whether a leg was sent in this attempt, which is told by its id; of what is asked under other ids, an encoder or
-    another prefiller, by the time.
+    """Return whether a leg was sent in this attempt.
+
+    The id of the leg shows it. Requests with other ids, to an encoder or another prefiller, are assigned by their time.
     """
     if leg.request_id is None:
         return False
@@ -169,9 +174,10 @@ def is_sent_in(leg: TracedLeg, attempt: AttemptRecord, began: float, ended: floa
     return is_only_unit and leg.backend.role is not Role.DECODE and began <= leg.began <= ended
 
 
-def of_leg(traced: Traced, record: RequestRecord, leg: TracedLeg, *, is_of_attempt: bool) -> Attributes:
-    """The attributes of the span of one request to one engine. `is_of_attempt`: it belongs to an attempt, and is not an
-    extra question such as the release of KV cache.
+def of_leg(traced: TracedGateway, record: RequestRecord, leg: TracedLeg, *, is_of_attempt: bool) -> Attributes:
+    """Return the attributes of one request to one engine.
+
+    `is_of_attempt`: the request belongs to an attempt, and is not a side request such as a release of KV cache.
     """
     backend, role = leg.backend, leg.backend.role
     found: Attributes = {
@@ -208,7 +214,7 @@ def of_leg(traced: Traced, record: RequestRecord, leg: TracedLeg, *, is_of_attem
     return found
 
 
-def _who(traced: Traced, record: RequestRecord) -> Attributes:
+def _who(traced: TracedGateway, record: RequestRecord) -> Attributes:
     found: Attributes = {}
     if (model := model_of(record)) is not None:
         found["gen_ai.request.model"] = model
@@ -222,6 +228,6 @@ def _hands_over(timeline: Timeline) -> bool:
 
 
 def failure_of(error: BaseException) -> tuple[str, str]:
-    """`error.type` and a sentence for what ended the last attempt."""
+    """Return `error.type` and a sentence for the failure of the last attempt."""
     kind = error.failure.value if isinstance(error, UpstreamError) else error_type(error)
     return kind, str(getattr(error, "message", kind))

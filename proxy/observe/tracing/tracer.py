@@ -1,4 +1,4 @@
-"""Who hears of requests, and makes spans of them when they are over."""
+"""Listens to requests and makes their spans after their end."""
 
 from __future__ import annotations
 
@@ -25,25 +25,28 @@ if TYPE_CHECKING:
     from proxy.observe.timeline import AttemptRecord
     from proxy.observe.trace import TracedLeg, Traces
     from proxy.observe.tracing.collector import SpanIds
-    from proxy.observe.tracing.spans import Attributes, Traced
+    from proxy.observe.tracing.spans import Attributes, TracedGateway
 
 _W3C: Final = TraceContextTextMapPropagator()
 
 
 class Tracer(RequestListener):
-    """Gives each request its place in a trace, and tells of those that are sampled.
+    """Gives each request its place in a trace, and exports sampled ones.
 
-    Only the ids must be known while a request runs; all of its spans are made of its record when it is over.
+    Only the ids must be known while a request runs. All spans are made from its record after its end.
     """
 
-    def __init__(self, provider: TracerProvider, ids: SpanIds, traces: Traces, traced: Traced) -> None:
-        """`provider` decides which requests are sampled. `traces`: where those under way are found by their legs."""
+    def __init__(self, provider: TracerProvider, ids: SpanIds, traces: Traces, traced: TracedGateway) -> None:
+        """Keep the parts.
+
+        `provider` decides which requests are sampled. `traces`: running traces, which legs look up.
+        """
         self._tracer = provider.get_tracer("pdproxy", __version__)
         self._ids = ids
         self._traces = traces
         self.traced = traced
         self._open: dict[str, tuple[Span, float]] = {}
-        """The spans of the requests in `traces`, and the system's time when their clock was at 0."""
+        """Spans of the requests in `traces`, each with the system time at 0 of its clock."""
 
     def request_began(self, record: RequestRecord, headers: Mapping[str, str]) -> None:
         """See RequestListener."""
@@ -52,7 +55,7 @@ class Tracer(RequestListener):
             spans.operation(record.api),
             _W3C.extract(headers, Context()),
             SpanKind.SERVER,
-            spans.beginning(self.traced, record.api),
+            spans.request_start(self.traced, record.api),
             start_time=_ns(zero + record.started),
         )
         context: dict[str, str] = {}
@@ -81,29 +84,30 @@ class Tracer(RequestListener):
         started_ns: int,
         span_id: int | None = None,
     ) -> Span:
-        """A span below another one. `span_id`: by which engines know it; None: they do not."""
+        """Start a span below another one. `span_id`: id that engines know; None: they know none."""
         self._ids.next_span_id = span_id
         return self._tracer.start_span(name, set_span_in_context(parent, Context()), kind, attributes, None, started_ns)
 
 
 class _RequestSpans:
-    """Makes those of one request that is over."""
+    """Makes the spans of one finished request."""
 
     def __init__(self, tracer: Tracer, record: RequestRecord, root: Span, zero: float) -> None:
-        """`root`: the request's own. `zero`: the system's time when its clock was at 0."""
+        """Keep the parts. `root`: span of the request. `zero`: system time at 0 of its clock."""
         self._tracer = tracer
         self._record = record
         self._root = root
         self._zero = zero
 
     def make(self, legs: Sequence[TracedLeg]) -> None:
-        """Make the spans of queueing, of attempts and of `legs` (each request to an engine), and end the request's own.
-        The exporter gets each span as it ends.
+        """Make the spans of queueing, attempts and legs, and end the span of the request.
+
+        `legs`: all requests to engines. The exporter gets each span at its end.
         """
         record, root, traced = self._record, self._root, self._tracer.traced
         left = list(legs)
         for unit, timeline in enumerate(record.timelines):
-            for began, ended in spans.waits(timeline, record.ended):
+            for began, ended in spans.queue_times(timeline, record.ended):
                 self._begin("queue", root, began).end(self._ns(ended))
             each = timeline.history
             for number, attempt in enumerate(each, 1):
@@ -123,9 +127,9 @@ class _RequestSpans:
     def _attempt(
         self, attempt: AttemptRecord, attributes: Attributes, legs: list[TracedLeg], *, is_last: bool
     ) -> list[TracedLeg]:
-        """That of an attempt, and of those of the legs that were sent in it. Returns the others."""
+        """Make the span of an attempt and of its legs; return the other legs."""
         record = self._record
-        course = [stretch for stretch in spans.stretches(attempt.marks, record.ended) if stretch[0] is not Stage.QUEUE]
+        course = [times for times in spans.stages_of(attempt.marks, record.ended) if times[0] is not Stage.QUEUE]
         if not course:
             return legs
         began, ended = course[0][1], course[-1][2]
@@ -146,7 +150,7 @@ class _RequestSpans:
         return others
 
     def _failure(self, attempt: AttemptRecord, *, is_last: bool) -> tuple[str, str] | None:
-        """`error.type` and a sentence, None for an attempt that has not failed."""
+        """Return `error.type` and a sentence, or None if the attempt has not failed."""
         if attempt.failure is not None:
             kind, instance = attempt.failure
             return kind, f"{instance}: {kind}"

@@ -138,7 +138,7 @@ def _observers(basis: Basis, dialects: Sequence[Dialect]) -> Observers:
     observers = Observers((RequestMetrics(basis.metrics, [dialect.label for dialect in dialects]), AccessLog()))
     if basis.shared.receipts.is_kept:
         redact = Redaction(secrets_of(basis.settings))
-        observers.add(basis.shared.receipts.seat(basis.index, redact))
+        observers.add(basis.shared.receipts.writer(basis.index, redact))
     basis.metrics.settle_first(observers.settle)
     return observers
 

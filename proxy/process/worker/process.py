@@ -66,7 +66,7 @@ async def _serve(shared: Shared, index: int, alive_fd: int | None) -> int:
     stop = Stop(alive_fd, partial(start_successor, shared))
     loop = asyncio.get_running_loop()
     async with build(shared, index) as worker:
-        logs.precede(worker.observers.settle)
+        logs.call_before_lines(worker.observers.settle)
         with worker.observers.in_batches(loop.call_later):
             await _serve_until_told(shared, worker, stop)
     return stop.exit_code

@@ -21,10 +21,10 @@ async def build_tracing(basis: Basis) -> AsyncIterator[RequestListener | None]:
         yield None
         return
     # Late, because only this needs the extra, and it takes long.
-    from proxy.observe.tracing import Traced, Tracer, exporting
+    from proxy.observe.tracing import TracedGateway, Tracer, exporting
 
     settings = basis.settings
-    traced = Traced(
+    traced = TracedGateway(
         connector=settings.connector,
         engine=settings.connector_traits.engine,
         routes={dialect.label: dialect.path for dialect in DIALECTS},
