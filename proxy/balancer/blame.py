@@ -167,9 +167,6 @@ _MAX_REQUESTS: Final = 256
 _ENTRY_BYTES: Final = 128
 _DIGEST_BYTES: Final = 16
 
-# Length and digest of the request, end of its memory on the clock, and the number of engines that went down.
-_Entry = tuple[int, str, float, int]
-
 
 class SuspectMemory:
     """Remembers requests under which engines went down, for all workers.
@@ -186,20 +183,15 @@ class SuspectMemory:
         self._seconds = seconds
         self._clock = clock
         self._key = os.urandom(32)
+        # Entries of length and digest of the request, end of its memory on the clock, and number of engines.
         self._shared = SharedValue("memory of suspects", _MAX_REQUESTS * _ENTRY_BYTES)
         with self._shared.exclusive():
             self._shared.write([])
-        self._head = self._shared.head
-        self._version = 0
-        self._entries: list[_Entry] = []
 
     @property
     def is_empty(self) -> bool:
-        """Return whether no request is remembered. Costs one comparison unless that has changed."""
-        if self._head[0] != self._version:
-            self._version, entries = self._shared.read()
-            self._entries = [(length, digest, until, engines) for length, digest, until, engines in entries]
-        return not self._entries
+        """Whether no request is remembered."""
+        return not self._shared.value
 
     def engines(self, body: Body) -> int:
         """Return the number of engines that went down under this request recently."""
@@ -207,27 +199,30 @@ class SuspectMemory:
             return 0
         now = self._clock()
         # The digest of a large body is only computed if a remembered request has the same length.
-        alike = [entry for entry in self._entries if entry[0] == length_of(body) and entry[2] > now]
+        alike = [entry for entry in self._shared.value if entry[0] == length_of(body) and entry[2] > now]
         digest = self._digest(body) if alike else ""
         return next((engines for _, known, _, engines in alike if known == digest), 0)
 
     def remember(self, body: Body, engines: int) -> None:
-        """Record that `engines` engines went down under a request. Lookups do not prolong the memory of it."""
-        self._replace(body, engines)
+        """Record that `engines` engines went down under a request. 0: forget the request.
+
+        Lookups do not prolong the memory of it.
+        """
+        digest, now = self._digest(body), self._clock()
+        with self._shared.exclusive():
+            kept = [
+                entry
+                for entry in self._shared.value
+                if entry[2] > now and (entry[0], entry[1]) != (length_of(body), digest)
+            ]
+            if engines:
+                kept.append([length_of(body), digest, now + self._seconds, engines])
+            self._shared.write(kept[-_MAX_REQUESTS:])
 
     def forget(self, body: Body) -> None:
         """Drop a request that was served, because it was not the cause."""
         if self.engines(body):
-            self._replace(body, 0)
-
-    def _replace(self, body: Body, engines: int) -> None:
-        digest, now = self._digest(body), self._clock()
-        with self._shared.exclusive():
-            _, entries = self._shared.read()
-            kept = [entry for entry in entries if entry[2] > now and (entry[0], entry[1]) != (length_of(body), digest)]
-            if engines:
-                kept.append((length_of(body), digest, now + self._seconds, engines))
-            self._shared.write(kept[-_MAX_REQUESTS:])
+            self.remember(body, 0)
 
     def _digest(self, body: Body) -> str:
         digest = hashlib.blake2b(key=self._key, digest_size=_DIGEST_BYTES)

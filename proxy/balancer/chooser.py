@@ -55,8 +55,6 @@ class Chooser:
         """Whether the policy has a say in who has room."""
         self._per_compute: int
         self._per_kv: int
-        self.pressure_seconds = 0.0
-        """How long a backend that ran out of KV memory is passed over."""
         self.queues_refused = True
         """Requests wait while all candidates refuse. Otherwise they go to one of them and get its refusal."""
         self.candidates: tuple[Candidate, ...] = ()
@@ -106,23 +104,11 @@ class Chooser:
         times = (time for _, standing in standings for time in (standing.until, standing.pressed_until))
         self._open_until = min((time for time in times if time > now), default=math.inf)
 
-    def press(self, backend: Backend) -> None:
-        """A backend ran out of KV memory: pass it over for a while."""
-        self.back_offs.press(backend, self._clock() + self.pressure_seconds)
-
     def refused(self, backend: Backend, retry_after_seconds: float | None) -> int:
         """A backend refused a request: pass it over for a while. Return how often it did since it last served."""
         now = self._clock()
         doubles = any(candidate.backend != backend for candidate in self._open_now)
         return self.back_offs.refuse(backend, now, retry_after_seconds, doubles=doubles)
-
-    def served(self, backend: Backend, *, is_complete: bool) -> None:
-        """A backend has begun to answer a request, or has completed one."""
-        self.back_offs.serve(backend, self._clock(), is_complete=is_complete)
-
-    def make_room(self, backend: Backend) -> None:
-        """A request on a backend has ended otherwise."""
-        self.back_offs.make_room(backend, self._clock())
 
     @property
     def refuse_all(self) -> bool:
@@ -176,10 +162,6 @@ class Chooser:
                 return False
             candidates = self._not_passed_over(candidates)
         return self.policy.would_take(candidates)
-
-    def work_seconds(self, request: PickRequest) -> float:
-        """See Policy.work_seconds."""
-        return self.policy.work_seconds(self.candidates, request) if self.candidates else 0.0
 
     def first_to_go(self, waiting: Sequence[PickRequest]) -> int | None:
         """See Policy.first_to_go. Without candidates the first goes: it fails at once."""

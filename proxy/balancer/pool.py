@@ -21,6 +21,7 @@ from proxy.balancer.engines import UNKNOWN_VERSION
 from proxy.balancer.health import ProbeFailure
 from proxy.balancer.lease import Lease
 from proxy.balancer.pick import TRIAL, PickRequest, Policy
+from proxy.balancer.shared.back_offs import BackOffs
 from proxy.common.backend import Load, Role
 from proxy.common.errors import Failure
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from proxy.balancer.incompatibilities import CompatibilityMonitor
     from proxy.balancer.pick import Pick
     from proxy.balancer.roster import Member, Roster
-    from proxy.balancer.shared.back_offs import BackOffs
     from proxy.balancer.shared.scoreboard import LoadRow, PinnedKv, Scoreboard
     from proxy.common.backend import Backend
     from proxy.common.errors import UpstreamError
@@ -139,8 +139,9 @@ class Pool:
         self._engine_ids: dict[Backend, str] = {}
         self._room: object = None  # eligible backends and limits at the last change
         back_offs = parts.back_offs
-        if back_offs is None and parts.whole is not None:
-            back_offs = parts.whole._chooser.back_offs
+        if back_offs is None:
+            back_offs = BackOffs(parts.scoreboard.slots) if parts.whole is None else parts.whole._back_offs
+        self._back_offs: BackOffs = back_offs
         self._chooser: Chooser = Chooser(
             parts.role, parts.scoreboard, self._share_percent, back_offs=back_offs, clock=parts.clock, rng=parts.rng
         )
@@ -150,7 +151,6 @@ class Pool:
     def configure(self, limits: PoolLimits) -> None:
         """Apply changed limits to future leases."""
         self._limits = limits
-        self._chooser.pressure_seconds = limits.pressure_seconds
         self._chooser.queues_refused = limits.queues_refused
         self._changed()
 
@@ -158,6 +158,8 @@ class Pool:
         """Use a policy for future leases. The previous policy still gets the outcomes of the leases that it picked."""
         self.policy = policy
         self._chooser.use(policy)
+        self.holds_queue = self._chooser.holds_queue
+        """Whether the policy decides which requests should wait."""
         self.cost_of = policy.cost_of if _overrides(policy, "cost_of") else None
         """Returns the cost of a request on the chosen backend. None: it is the same on all."""
         self.track = policy.track if _overrides(policy, "track") else None
@@ -196,7 +198,7 @@ class Pool:
         if request.avoid or request.prefer is not None or chooser.passes_over or not chooser.candidates:
             backend = chooser.choose(request)
             if chooser.passes_over:
-                chooser.back_offs.take_turn(backend, self._clock())
+                self._back_offs.take_turn(backend, self._clock())
             return (backend, chooser.looked), 0
         return (chooser.ask(chooser.candidates, request).backend, chooser.looked), 0
 
@@ -208,7 +210,7 @@ class Pool:
         )
         if has_better_use and not all(backend in avoid for backend in self._eligible):
             return None
-        is_refusing = self._chooser.back_offs.refuses
+        is_refusing = self._back_offs.refuses
         now = self._clock()
         takes_any = not (self._eligible or self._limits.queues_refused)
         return next(
@@ -291,8 +293,7 @@ class Pool:
         """
         if not self.refuse_all():
             return 0.0
-        of = self._chooser.back_offs.of
-        times = [of(backend).closed_until for backend in self._awaiting_trial]
+        times = [self._back_offs.of(backend).closed_until for backend in self._awaiting_trial]
         if self._eligible:
             times.append(self._chooser.refused_until())
         return min(times)
@@ -303,7 +304,7 @@ class Pool:
         return self._chooser.would_accept(avoid)
 
     def _all_on_probation_refuse(self) -> bool:
-        now, refuses = self._clock(), self._chooser.back_offs.refuses
+        now, refuses = self._clock(), self._back_offs.refuses
         return all(refuses(backend, now) for backend in self._awaiting_trial)
 
     def would_take(self) -> bool:
@@ -316,18 +317,14 @@ class Pool:
     def work_seconds(self, request: PickRequest) -> float:
         """Return the shortest time that a request takes on any backend, by the policy. 0: unknown."""
         self._refresh()
-        return self._chooser.work_seconds(request)
+        candidates = self._chooser.candidates
+        return self.policy.work_seconds(candidates, request) if candidates else 0.0
 
     def soonest_seconds(self, request: PickRequest) -> float | None:
         """Return the shortest time in which a backend would complete a request, by the policy, or None if unknown."""
         self._refresh()
         candidates = self._chooser.candidates
         return self.policy.soonest_seconds(candidates, request) if candidates else None
-
-    @property
-    def holds_queue(self) -> bool:
-        """Whether the policy decides which requests should wait."""
-        return self._chooser.holds_queue
 
     def left_queue(self, request: PickRequest) -> None:
         """Tell the policy that a request has left the queue."""
@@ -395,11 +392,11 @@ class Pool:
             return
         refusals = 0
         if error.failure is Failure.RECOMPUTED:
-            self._chooser.press(backend)
+            self._back_offs.press(backend, self._clock() + self._limits.pressure_seconds)
         elif error.is_refusal and is_proof:
             refusals = self._chooser.refused(backend, error.retry_after_seconds)
         elif self._chooser.passes_over:
-            self._chooser.make_room(backend)
+            self._back_offs.make_room(backend, self._clock())
         self._refresh()
         if error.engine_status == _UNAUTHORIZED and self._fitness and not self.health.of(backend).served_at:
             self._fitness.refused_key(backend)
@@ -463,7 +460,7 @@ class Pool:
         """Record that a backend has served a request, whose lease may still be open."""
         health = self.health
         if is_proof and self._chooser.passes_over:
-            self._chooser.served(backend, is_complete=True)
+            self._back_offs.serve(backend, self._clock(), is_complete=True)
         condition = self._healthy.get(backend.key)
         if condition is not None and health.version == self._healthy_version and is_proof and not trial:
             # The result of `on_outcome` for a healthy backend, inlined because every request passes here.
@@ -477,7 +474,7 @@ class Pool:
     def began(self, backend: Backend) -> None:
         """Record that a backend has begun to answer a request."""
         if self._chooser.passes_over:
-            self._chooser.served(backend, is_complete=False)
+            self._back_offs.serve(backend, self._clock(), is_complete=False)
 
     def count_served(self, backend: Backend) -> None:
         """Count the end of a lease whose request was served."""
@@ -491,7 +488,7 @@ class Pool:
         if trial:
             self.health.abandon_trial(backend, trial)
         if self._chooser.passes_over:
-            self._chooser.make_room(backend)
+            self._back_offs.make_room(backend, self._clock())
         self._on_end(backend, "abandoned")
 
     def _announce(self, transition: Transition | None) -> None:
@@ -609,7 +606,7 @@ class Pool:
     def _forget(self, backend: Backend) -> None:
         """Drop the state of a backend that has left."""
         self._engine_ids.pop(backend, None)
-        self._chooser.back_offs.forget(backend)
+        self._back_offs.forget(backend)
         self.policy.emptied(backend)
 
     def _has_gone(self, backend: Backend) -> bool:

@@ -145,7 +145,7 @@ class JoiningList:
 
     def _rows(self) -> list[Any]:
         now = self._clock()
-        return [row for row in self._shared.read()[1] if row[1] > now]
+        return [row for row in self._shared.value if row[1] > now]
 
 
 def _backend(row: Any) -> Backend:
@@ -260,15 +260,9 @@ class Roster:
 
         `leaves_at` is the time of its evacuation; see Member. It replaces that of a draining backend.
         """
-        with self._shared.exclusive():
-            members = self._read()
-            known = _find(members, Backend(role, host, port))
-            if known is None or known.backend.role is not role:
-                return False
-            leaving = Member(known.backend, leaves_at=leaves_at)
-            if leaving != known:
-                self._write((leaving if member is known else member for member in members), self._wanted)
-            return True
+        return self._change(
+            role, host, port, lambda known: Member(known.backend, leaves_at=leaves_at), takes_draining=True
+        )
 
     def disable(self, role: Role, host: str, port: int, leaves_at: float | None = None) -> bool:
         """Give a backend no new requests until it is enabled, and return whether it is a member that does not drain.
@@ -285,11 +279,13 @@ class Roster:
         """Set the weight of a backend, see Member, and return whether it is a member that does not drain."""
         return self._change(role, host, port, lambda known: replace(known, weight=weight))
 
-    def _change(self, role: Role, host: str, port: int, change: Callable[[Member], Member]) -> bool:
+    def _change(
+        self, role: Role, host: str, port: int, change: Callable[[Member], Member], *, takes_draining: bool = False
+    ) -> bool:
         with self._shared.exclusive():
             members = self._read()
             known = _find(members, Backend(role, host, port))
-            if known is None or known.backend.role is not role or known.is_draining:
+            if known is None or known.backend.role is not role or (known.is_draining and not takes_draining):
                 return False
             changed = change(known)
             if changed != known:

@@ -42,6 +42,8 @@ class SharedValue:
         self._memory = mmap.mmap(-1, 8 * _HEAD_CELLS + 2 * capacity_bytes)
         self.head = memoryview(self._memory)[: 8 * _HEAD_CELLS].cast("q")
         """Read only. The first cell is the version; reading it here saves a call."""
+        self._parsed_version = 0
+        self._parsed: Any = None
         self._lock = os.memfd_create("lock")
         weakref.finalize(self, os.close, self._lock)
 
@@ -49,6 +51,13 @@ class SharedValue:
     def version(self) -> int:
         """Number of the last write; 0 before the first."""
         return self.head[0]
+
+    @property
+    def value(self) -> Any:
+        """Latest value, parsed once per version. The caller must not change it."""
+        if self.head[0] != self._parsed_version:
+            self._parsed_version, self._parsed = self.read()
+        return self._parsed
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -112,15 +121,13 @@ class LogOnce:
         """Create an empty record. If it outgrows `capacity_bytes` as JSON, only the newest entry is kept."""
         self._shared = SharedValue("bulletin", capacity_bytes)
         self._shared.write({})
-        self._read_version = -1
-        self._words: dict[str, str] = {}
 
     def is_news(self, subject: str, word: str) -> bool:
         """Return whether `word` differs from the last state of the subject, and record it."""
-        if self._read().get(subject) == word:
+        if self._shared.value.get(subject) == word:
             return False
         with self._shared.exclusive():
-            words = self._read()
+            words = self._shared.value
             if words.get(subject) == word:
                 return False
             self._write({**words, subject: word}, or_only={subject: word})
@@ -129,13 +136,8 @@ class LogOnce:
     def forget(self, subject: str) -> None:
         """Drop a subject that no longer exists. If it returns, its first state is news."""
         with self._shared.exclusive():
-            words = self._read()
+            words = self._shared.value
             self._write({known: word for known, word in words.items() if known != subject}, or_only={})
-
-    def _read(self) -> dict[str, str]:
-        if self._shared.version != self._read_version:
-            self._read_version, self._words = self._shared.read()
-        return self._words
 
     def _write(self, words: dict[str, str], or_only: dict[str, str]) -> None:
         try:
