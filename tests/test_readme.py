@@ -19,10 +19,8 @@ from proxy.common.backend import Backend, Role
 from proxy.common.errors import Failure
 from proxy.common.terms import Action, Stage
 from proxy.listener.replies import HTTP_ERRORS
-from proxy.observe.access_line import access_line
 from proxy.observe.metrics import TERMS
-from proxy.observe.record import RequestRecord
-from proxy.observe.trace import Trace
+from proxy.observe.record import RequestRecord, Trace, access_line
 from proxy.settings import load
 from proxy.sim.engine.cli import parse_arguments
 from proxy.tools.advise.command import read_flags

@@ -1,4 +1,8 @@
-"""Listeners of each worker: metrics of requests, and the access log."""
+"""Listeners of each worker: metrics of requests, and the access log.
+
+They stand apart from `observers`, which the supervisor imports through the receipts. The supervisor must not import
+prometheus-client before it has set the directory of the workers' metrics.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,10 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from proxy.common.terms import Stage
-from proxy.observe.access_line import access_line
 from proxy.observe.logs import access_lines
 from proxy.observe.metrics import CHOOSING_ROLES, TOKEN_KINDS
 from proxy.observe.observers import RequestListener
+from proxy.observe.record import access_line
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence

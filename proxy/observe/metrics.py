@@ -9,6 +9,7 @@ set before this module is imported. Each worker answers for all; see `worker_fil
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from functools import partial
@@ -19,18 +20,20 @@ from typing import TYPE_CHECKING, Final, get_args
 import aiohttp
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import CounterMetricFamily
+from prometheus_client.mmap_dict import MmapedDict
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from proxy import __version__
 from proxy.balancer.backend_health import Cause
 from proxy.balancer.handoff_verdicts import HandoffVerdict
 from proxy.balancer.pick import REASONS
 from proxy.common.build_info import IS_COMPILED
-from proxy.common.errors import Failure
+from proxy.common.errors import Failure, GatewayError
 from proxy.common.terms import KV_EVENT_GAPS, KV_EVENTS, Action, Stage
 from proxy.observe.instances import Instances, collect_models, collect_sources
 from proxy.observe.instruments import Counter, GatheringHistogram, Gauge, Histogram, MetricRow
-from proxy.observe.worker_files import DIRECTORY, WorkerFiles, make_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -44,6 +47,11 @@ if TYPE_CHECKING:
     from proxy.balancer.roster import Roster, SourceStates
     from proxy.balancer.shared.scoreboard import Scoreboard
     from proxy.common.backend import Backend
+
+logger = logging.getLogger("proxy.observe.worker_files")
+
+DIRECTORY: Final = "PROMETHEUS_MULTIPROC_DIR"
+"""The environment variable with the name of the directory."""
 
 # A `_created` series for each counter and histogram would double the exposition without use.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -487,3 +495,72 @@ class _Families:
 
     def collect(self) -> Iterator[Metric]:
         return self._families
+
+
+class WorkerFiles:
+    """The files of this process. Created after all metrics, as each kind of metric has one file."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._directory = Path(os.environ[DIRECTORY])
+        self._files = {file._fname: file for file in _files_of(registry)}
+        self.trouble: str | None = None
+        """Why the files are not there and cannot be created; None if they are there."""
+
+    def restore(self) -> None:
+        """Write the files again that were deleted, and their directory. An error is logged once, and kept."""
+        try:
+            for name, file in self._files.items():
+                if not os.path.exists(name):
+                    make_directory(self._directory)
+                    _write_again(file)
+        except OSError as error:
+            if self.trouble is None:
+                logger.error("the metrics' directory %s was deleted and cannot be created: %s", self._directory, error)
+            self.trouble = str(error)
+        else:
+            if self.trouble is not None:
+                logger.info("the metrics' directory %s is back", self._directory)
+            self.trouble = None
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the metrics of all workers. Raises GatewayError."""
+        for is_last in (False, True):
+            try:
+                return MultiProcessCollector(None, self._directory).collect()  # type: ignore[no-untyped-call,no-any-return]
+            except (ValueError, FileNotFoundError) as error:  # the directory, or a file in it, was just deleted
+                if is_last:
+                    message = f"the metrics' directory {self._directory} cannot be read: {self.trouble or error}"
+                    raise GatewayError(message, code="metrics_unavailable", status=503) from None
+        raise AssertionError
+
+
+def make_directory(directory: Path) -> None:
+    """Create the directory for this user alone, unless it exists.
+
+    Raises OSError, also if it belongs to another user, who could have created it in a public place.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(mode=0o700, exist_ok=True)
+    found = directory.lstat()
+    if found.st_uid != os.geteuid() or directory.is_symlink():
+        raise PermissionError(f"{directory} belongs to another user")
+
+
+def _write_again(file: MmapedDict) -> None:
+    """Continue with a new file of the same name and contents. Readers never see a part of it."""
+    name = file._fname
+    with open(f"{name}.new", "wb") as copy:
+        copy.write(file._m)
+    os.replace(f"{name}.new", name)
+    new = MmapedDict(name)  # type: ignore[no-untyped-call]
+    file.close()  # type: ignore[no-untyped-call]
+    vars(file).update(vars(new))  # each metric holds this object
+
+
+def _files_of(registry: CollectorRegistry) -> Iterator[MmapedDict]:
+    for metric in registry._collector_to_names:
+        if isinstance(metric, MetricWrapperBase):
+            for one in (metric, *getattr(metric, "_metrics", {}).values()):
+                value = getattr(one, "_sum", None) or getattr(one, "_value", None)
+                if value is not None:
+                    yield value._file

@@ -17,9 +17,9 @@ from proxy.balancer.pick import figures
 from proxy.balancer.shared.journal import Journal
 from proxy.common.errors import UpstreamError
 from proxy.common.terms import Stage
-from proxy.observe.access_line import FACTS, AccessFacts, access_line
 from proxy.observe.logs import monotonic_zero, timestamp
 from proxy.observe.observers import RequestListener
+from proxy.observe.record import FACTS, AccessFacts, access_line, values_of
 from proxy.observe.timeline import NO_STAGE, course_of, seconds_of
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def receipt(record: RequestRecord, worker: int, zero: float, redact: Callable[[s
             history.append(_attempt(unit, timeline, is_in_line=not unit))
     left_out = max(0, len(history) - _MAX_ATTEMPTS)
     return [
-        facts.values(),
+        values_of(facts),
         model if type(model) is str and len(model) <= _MAX_CHARS and model.isascii() else _text(model),
         error.backend.name if isinstance(error, UpstreamError) else None,
         worker,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from proxy.observe.trace import TRACEPARENT
+from proxy.observe.record import TRACEPARENT
 from proxy.upstream.connection import EngineConnection
 from proxy.upstream.upstream import Upstream
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from proxy.common.backend import Backend
     from proxy.common.errors import UpstreamError
-    from proxy.observe.trace import Trace, TracedLeg, Traces
+    from proxy.observe.record import Trace, TracedLeg, Traces
     from proxy.upstream.connection import Exchange
     from proxy.wire.document import Body
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from proxy.common.backend import Role
 from proxy.common.errors import NoBackendAvailable
 from proxy.common.terms import Stage
-from proxy.observe.access_line import FACTS, AccessFacts, access_line
-from proxy.observe.record import RequestRecord
+from proxy.observe.record import FACTS, AccessFacts, RequestRecord, access_line, values_of
 from proxy.observe.timeline import OF_AN_ATTEMPT, AttemptRecord, Timeline, seconds_of
 
 if TYPE_CHECKING:
@@ -295,4 +294,4 @@ def test_all_that_is_noted_of_an_attempt_moves_out_with_it() -> None:
 @pytest.mark.interpreted
 def test_facts_are_written_and_read_in_the_order_of_their_fields() -> None:
     facts: dict[str, Any] = {name: name for name in FACTS}
-    assert AccessFacts(**facts).values() == list(FACTS)
+    assert values_of(AccessFacts(**facts)) == FACTS

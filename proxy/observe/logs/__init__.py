@@ -3,7 +3,7 @@
 Writing never waits for the reader of the log, and too many lines of a kind are left out and counted. So neither an
 unread pipe nor a client with bad requests can block the event loop or fill the disk.
 
-A record passes `floods` (which lines are left out), `formats` and `redaction` (the text) and `writer` (the output).
+A record passes `handler` (its text) and `lines` (limits, masking and output).
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ import time
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, NamedTuple
 
-from proxy.observe.logs.floods import Floods
-from proxy.observe.logs.formats import JsonFormatter, TextFormatter, request_id
-from proxy.observe.logs.handler import ALWAYS, LineHandler, access, access_record, monotonic_zero
-from proxy.observe.logs.redaction import Redaction
-from proxy.observe.logs.request_line import timestamp
-from proxy.observe.logs.writer import LineWriter
+from proxy.observe.logs.handler import (
+    ALWAYS,
+    JsonFormatter,
+    LineHandler,
+    TextFormatter,
+    access,
+    access_record,
+    monotonic_zero,
+    request_id,
+)
+from proxy.observe.logs.lines import Floods, LineWriter, Redaction, timestamp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

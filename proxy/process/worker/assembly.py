@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from proxy.gateway.work import RequestService
     from proxy.listener.http_listener import HttpListener
     from proxy.observe.observers import Observers
-    from proxy.observe.trace import Traces
+    from proxy.observe.record import Traces
     from proxy.process.configuration import ConfigSnapshot
     from proxy.process.shared import Shared
     from proxy.process.worker.balancing import Balancing

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from proxy.observe.metrics import Metrics
-    from proxy.observe.trace import Traces
+    from proxy.observe.record import Traces
     from proxy.process.configuration import ConfigSnapshot
     from proxy.process.shared import Shared
     from proxy.settings import Settings

@@ -21,7 +21,8 @@ async def build_tracing(basis: Basis) -> AsyncIterator[RequestListener | None]:
         yield None
         return
     # Late, because only this needs the extra, and it takes long.
-    from proxy.observe.tracing import TracedGateway, Tracer, exporting
+    from proxy.observe.collector import exporting
+    from proxy.observe.tracing import TracedGateway, Tracer
 
     settings = basis.settings
     traced = TracedGateway(

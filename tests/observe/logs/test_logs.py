@@ -18,12 +18,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.observe import logs
-from proxy.observe.logs.floods import BURST_LINES, LINES_PER_SECOND
-from proxy.observe.logs.formats import MAX_TRACEBACK_CHARS, JsonFormatter, LineFormatter, encoded
-from proxy.observe.logs.handler import LineHandler, access_record
-from proxy.observe.logs.redaction import Redaction
-from proxy.observe.logs.request_line import MAX_VALUE_CHARS
-from proxy.observe.logs.writer import MAX_KEPT_BYTES, LineWriter
+from proxy.observe.logs.handler import (
+    MAX_TRACEBACK_CHARS,
+    JsonFormatter,
+    LineFormatter,
+    LineHandler,
+    access_record,
+    encoded,
+)
+from proxy.observe.logs.lines import (
+    BURST_LINES,
+    LINES_PER_SECOND,
+    MAX_KEPT_BYTES,
+    MAX_VALUE_CHARS,
+    LineWriter,
+    Redaction,
+)
 from proxy.settings import Log
 
 if TYPE_CHECKING:
@@ -615,7 +625,7 @@ def test_a_line_that_a_full_disk_cut_off_is_finished_before_the_next(tmp_path: P
     path = tmp_path / "log"
     code = """if True:
         import resource
-        from proxy.observe.logs.writer import LineWriter
+        from proxy.observe.logs.lines import LineWriter
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (25, hard))
         writer = LineWriter(1)

@@ -69,7 +69,7 @@ async def test_a_collector_that_never_answers_holds_up_no_request_and_no_end(
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")  # of the thread that is left behind
-    monkeypatch.setattr("proxy.observe.tracing.collector._FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr("proxy.observe.collector._FLUSH_SECONDS", 0.05)
     connected = asyncio.Event()
     held = []
 

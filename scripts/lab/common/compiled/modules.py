@@ -24,8 +24,8 @@ _BY_PACKAGE: Final = {
         " resuming retry suspects suspicion work"
     ),
     "listener": "header_deadlines",
-    "observe": "access_line listeners observers receipts record timeline",
-    "observe/logs": "floods redaction request_line writer",
+    "observe": "listeners observers receipts record timeline",
+    "observe/logs": "lines",
     "process/monitor": "loop_lag",
     "process/worker": "balancing",
     "resume": "chat_as_completion continuation cut engines overlap plan seam transcript",
