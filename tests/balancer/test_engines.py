@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -27,33 +27,8 @@ from proxy.balancer.engines import (
     parse_sglang_version,
 )
 
-
-@pytest.mark.parametrize(
-    ("answer", "version"),
-    [
-        ({"version": "0.23.0.post1"}, (0, 23)),
-        ({"version": "v0.18"}, (0, 18)),
-        ({"version": "dev"}, UNKNOWN_VERSION),
-        ({"version": None}, UNKNOWN_VERSION),
-        (["0.23"], UNKNOWN_VERSION),
-    ],
-)
-def test_version_is_read_from_the_answer_of_an_engine(answer: object, version: tuple[int, int]) -> None:
-    assert parse_engine_version(answer) == version
-
-
-@pytest.mark.parametrize(
-    ("info", "version"),
-    [
-        ({"disaggregation_mode": "decode", "version": "0.5.17"}, (0, 5, 17)),
-        ({"disaggregation_mode": "null", "version": "0.5.18.dev3+gabc"}, (0, 5, 18)),
-        ({"disaggregation_mode": "null", "version": "0.5"}, UNKNOWN_VERSION),
-        ({"vllm_config": {}, "version": "0.5.17"}, UNKNOWN_VERSION),
-        (None, UNKNOWN_VERSION),
-    ],
-)
-def test_sglang_version_is_read_from_server_info(info: object, version: tuple[int, ...]) -> None:
-    assert parse_sglang_version(info) == version
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @pytest.mark.parametrize(("told", "is_deterministic"), [(True, True), (False, False), (None, False), ("yes", False)])
@@ -68,25 +43,6 @@ def test_deterministic_inference_is_read_from_server_info(told: object, is_deter
 )
 def test_cumulative_events_are_read_from_server_info(told: dict[str, Any], is_whole: bool) -> None:
     assert parse_setup({"disaggregation_mode": "decode", **told}).has_cumulative_events is is_whole
-
-
-@pytest.mark.parametrize(
-    ("answer", "length"),
-    [
-        ({"object": "list", "data": [{"id": "kimi", "max_model_len": 262144}]}, 262144),
-        (
-            {"data": [{"id": "adapter", "max_model_len": None}, "?", {"max_model_len": 4096}, {"max_model_len": 1}]},
-            4096,
-        ),
-        ({"data": [{"max_model_len": "4096"}, {"max_model_len": True}, {"max_model_len": -1}]}, None),
-        ({"data": {"max_model_len": 4096}}, None),
-        ({"error": "Unauthorized"}, None),
-        ([{"max_model_len": 4096}], None),
-        (None, None),
-    ],
-)
-def test_maximum_model_length_is_read_from_the_models(answer: object, length: int | None) -> None:
-    assert parse_max_model_len(answer) == length
 
 
 def sglang(*ranks: object) -> dict[str, Any]:
@@ -109,40 +65,68 @@ def vllm(max_num_seqs: object, scheduler: dict[str, object] | None = None, **par
 
 
 @pytest.mark.parametrize(
-    ("answer", "limit"),
+    ("parse", "answer", "expected"),
     [
-        pytest.param(sglang(128), 128, id="SGLang"),
-        pytest.param(sglang(128, 128, 64), 320, id="SGLang, three ranks"),
-        pytest.param(sglang(128, None), None, id="SGLang, a rank that does not tell"),
-        pytest.param(sglang(), None, id="SGLang, no ranks"),
-        pytest.param({"internal_states": [7]}, None, id="SGLang, something else"),
-        pytest.param(vllm(256), 256, id="vLLM"),
-        pytest.param(vllm(256, {"max_num_active_seqs": 100}), 100, id="vLLM, fewer may run"),
-        pytest.param(vllm(256, data_parallel_size=4, data_parallel_size_local=2), 1024, id="vLLM, four ranks"),
+        (parse_engine_version, {"version": "0.23.0.post1"}, (0, 23)),
+        (parse_engine_version, {"version": "v0.18"}, (0, 18)),
+        (parse_engine_version, {"version": "dev"}, UNKNOWN_VERSION),
+        (parse_engine_version, {"version": None}, UNKNOWN_VERSION),
+        (parse_engine_version, ["0.23"], UNKNOWN_VERSION),
+        (parse_sglang_version, {"disaggregation_mode": "decode", "version": "0.5.17"}, (0, 5, 17)),
+        (parse_sglang_version, {"disaggregation_mode": "null", "version": "0.5.18.dev3+gabc"}, (0, 5, 18)),
+        (parse_sglang_version, {"disaggregation_mode": "null", "version": "0.5"}, UNKNOWN_VERSION),
+        (parse_sglang_version, {"vllm_config": {}, "version": "0.5.17"}, UNKNOWN_VERSION),
+        (parse_sglang_version, None, UNKNOWN_VERSION),
+        (parse_max_model_len, {"object": "list", "data": [{"id": "kimi", "max_model_len": 262144}]}, 262144),
+        (
+            parse_max_model_len,
+            {"data": [{"id": "adapter", "max_model_len": None}, "?", {"max_model_len": 4096}, {"max_model_len": 1}]},
+            4096,
+        ),
+        (
+            parse_max_model_len,
+            {"data": [{"max_model_len": "4096"}, {"max_model_len": True}, {"max_model_len": -1}]},
+            None,
+        ),
+        (parse_max_model_len, {"data": {"max_model_len": 4096}}, None),
+        (parse_max_model_len, {"error": "Unauthorized"}, None),
+        (parse_max_model_len, [{"max_model_len": 4096}], None),
+        (parse_max_model_len, None, None),
+        pytest.param(parse_max_num_seqs, sglang(128), 128, id="SGLang"),
+        pytest.param(parse_max_num_seqs, sglang(128, 128, 64), 320, id="SGLang, three ranks"),
+        pytest.param(parse_max_num_seqs, sglang(128, None), None, id="SGLang, a rank that does not tell"),
+        pytest.param(parse_max_num_seqs, sglang(), None, id="SGLang, no ranks"),
+        pytest.param(parse_max_num_seqs, {"internal_states": [7]}, None, id="SGLang, something else"),
+        pytest.param(parse_max_num_seqs, vllm(256), 256, id="vLLM"),
+        pytest.param(parse_max_num_seqs, vllm(256, {"max_num_active_seqs": 100}), 100, id="vLLM, fewer may run"),
         pytest.param(
+            parse_max_num_seqs, vllm(256, data_parallel_size=4, data_parallel_size_local=2), 1024, id="vLLM, four ranks"
+        ),
+        pytest.param(
+            parse_max_num_seqs,
             vllm(256, data_parallel_size=4, data_parallel_size_local=2, data_parallel_hybrid_lb=True),
             512,
             id="vLLM, two ranks on each of two nodes, balanced from outside",
         ),
         pytest.param(
-            vllm(256, data_parallel_size=4, data_parallel_external_lb=True), 256, id="vLLM, one of four ranks"
+            parse_max_num_seqs,
+            vllm(256, data_parallel_size=4, data_parallel_external_lb=True),
+            256,
+            id="vLLM, one of four ranks",
         ),
-        pytest.param(vllm("256"), None, id="vLLM, no number"),
-        pytest.param({"vllm_config": {"scheduler_config": {"max_num_seqs": 8}}}, 8, id="vLLM, no parallel config"),
-        pytest.param({"vllm_config": "model='kimi', max_num_seqs=256"}, None, id="vLLM, as text"),
-        pytest.param({"detail": "Not Found"}, None, id="not found"),
-        pytest.param(None, None, id="nothing"),
-    ],
-)
-def test_maximum_running_sequences_are_summed_over_all_ranks(answer: object, limit: int | None) -> None:
-    assert parse_max_num_seqs(answer) == limit
-
-
-@pytest.mark.parametrize(
-    ("answer", "tokens"),
-    [
-        ({"vllm_config": {"cache_config": {"num_gpu_blocks": 10, "block_size": 16}}}, 160),
+        pytest.param(parse_max_num_seqs, vllm("256"), None, id="vLLM, no number"),
+        pytest.param(
+            parse_max_num_seqs,
+            {"vllm_config": {"scheduler_config": {"max_num_seqs": 8}}},
+            8,
+            id="vLLM, no parallel config",
+        ),
+        pytest.param(parse_max_num_seqs, {"vllm_config": "model='kimi', max_num_seqs=256"}, None, id="vLLM, as text"),
+        pytest.param(parse_max_num_seqs, {"detail": "Not Found"}, None, id="not found"),
+        pytest.param(parse_max_num_seqs, None, None, id="nothing"),
+        (parse_kv_tokens, {"vllm_config": {"cache_config": {"num_gpu_blocks": 10, "block_size": 16}}}, 160),
         (
+            parse_kv_tokens,
             {
                 "vllm_config": {
                     "cache_config": {"num_gpu_blocks": 10, "block_size": 16},
@@ -151,35 +135,36 @@ def test_maximum_running_sequences_are_summed_over_all_ranks(answer: object, lim
             },
             320,
         ),
-        ({"vllm_config": {"cache_config": {"num_gpu_blocks": None, "block_size": 16}}}, None),
-        ({"max_total_num_tokens": 500, "internal_states": [{}, {}]}, 1000),
-        ({"vllm_config": "text"}, None),
-        (None, None),
-    ],
-)
-def test_kv_memory_is_summed_over_all_ranks(answer: object, tokens: int | None) -> None:
-    assert parse_kv_tokens(answer) == tokens
-
-
-@pytest.mark.parametrize(
-    ("answer", "ranks"),
-    [
-        pytest.param(sglang(128, 128), 2, id="SGLang, two ranks"),
-        pytest.param(vllm(256), 1, id="vLLM"),
-        pytest.param(vllm(256, data_parallel_size=4), 4, id="vLLM, four ranks"),
+        (parse_kv_tokens, {"vllm_config": {"cache_config": {"num_gpu_blocks": None, "block_size": 16}}}, None),
+        (parse_kv_tokens, {"max_total_num_tokens": 500, "internal_states": [{}, {}]}, 1000),
+        (parse_kv_tokens, {"vllm_config": "text"}, None),
+        (parse_kv_tokens, None, None),
+        pytest.param(parse_ranks, sglang(128, 128), 2, id="SGLang, two ranks"),
+        pytest.param(parse_ranks, vllm(256), 1, id="vLLM"),
+        pytest.param(parse_ranks, vllm(256, data_parallel_size=4), 4, id="vLLM, four ranks"),
         pytest.param(
+            parse_ranks,
             vllm(256, data_parallel_size=4, data_parallel_size_local=2, data_parallel_hybrid_lb=True),
             2,
             id="vLLM, two ranks on each of two nodes, balanced from outside",
         ),
-        pytest.param(vllm(256, data_parallel_size=4, data_parallel_external_lb=True), 1, id="vLLM, one of four ranks"),
-        pytest.param({"vllm_config": {"scheduler_config": {"max_num_seqs": 8}}}, None, id="vLLM, no parallel config"),
-        pytest.param({"detail": "Not Found"}, None, id="not found"),
-        pytest.param(None, None, id="nothing"),
+        pytest.param(
+            parse_ranks,
+            vllm(256, data_parallel_size=4, data_parallel_external_lb=True),
+            1,
+            id="vLLM, one of four ranks",
+        ),
+        pytest.param(
+            parse_ranks, {"vllm_config": {"scheduler_config": {"max_num_seqs": 8}}}, None, id="vLLM, no parallel config"
+        ),
+        pytest.param(parse_ranks, {"detail": "Not Found"}, None, id="not found"),
+        pytest.param(parse_ranks, None, None, id="nothing"),
     ],
 )
-def test_only_ranks_behind_the_address_are_counted(answer: object, ranks: int | None) -> None:
-    assert parse_ranks(answer) == ranks
+def test_facts_are_parsed_from_the_answers_of_engines(
+    parse: Callable[[object], object], answer: object, expected: object
+) -> None:
+    assert parse(answer) == expected
 
 
 # Capabilities
