@@ -39,7 +39,7 @@ class InstanceParts:
     """Health of the instances, as this worker sees it."""
     health_board: HealthBoard
     """Health of the instances, as each worker sees it."""
-    misfits: Incompatibilities
+    incompatibilities: Incompatibilities
     """Incompatibilities that were found."""
     joiner: Joiner
     """Instances that were added and did not pass a health check yet."""
@@ -58,7 +58,7 @@ class InstanceView:
         self._scoreboard = parts.scoreboard
         self._health = parts.health
         self._health_board = parts.health_board
-        self._misfits = parts.misfits
+        self._incompatibilities = parts.incompatibilities
         self._joiner = parts.joiner
         self._models = parts.models
         self._pool_of = parts.pool_of
@@ -103,11 +103,11 @@ class InstanceView:
                 "pinned_kv": pinned.count,
                 "pinned_kv_tokens": pinned.tokens,
             },
-            "kv": self._misfits.verdict(backend) if backend.role is Role.DECODE else None,
-            "kv_from": self._misfits.pairs(backend) if backend.role is Role.DECODE else None,
+            "kv": self._incompatibilities.verdict(backend) if backend.role is Role.DECODE else None,
+            "kv_from": self._incompatibilities.pairs(backend) if backend.role is Role.DECODE else None,
             "misfits": [
                 {"kind": misfit.kind, "hint": misfit.hint, "since_seconds": round(now - misfit.since, 3)}
-                for misfit in self._misfits.of(backend)
+                for misfit in self._incompatibilities.of(backend)
             ],
             "engine": {
                 "version": None if facts.version == UNKNOWN_VERSION else ".".join(map(str, facts.version)),

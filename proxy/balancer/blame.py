@@ -120,10 +120,10 @@ class PairQuarantine:
         self._checks = checks or (lambda: _DEFAULT_CHECKS)
         self._clock = clock
         self._pairs: dict[tuple[Backend, Backend], _Pair] = {}  # pairs with failures since the last success
-        self.apart: dict[Backend, dict[Backend, float]] = {}
+        self.quarantined: dict[Backend, dict[Backend, float]] = {}
         """Quarantined partners of a backend with the end of their quarantine. Empty until the first quarantine."""
 
-    def failed(self, prefiller: Backend, decoder: Backend) -> bool:
+    def note_failure(self, prefiller: Backend, decoder: Backend) -> bool:
         """Record a failed handoff, and return whether it starts a quarantine of the pair."""
         pair = self._pairs.setdefault((prefiller, decoder), _Pair())
         pair.failures += 1
@@ -133,18 +133,18 @@ class PairQuarantine:
             return False
         pair.quarantines = min(pair.quarantines + 1, _MAX_FACTOR)
         pair.until = now + pair.quarantines * checks.quarantine_seconds
-        self.apart.setdefault(prefiller, {})[decoder] = pair.until
-        self.apart.setdefault(decoder, {})[prefiller] = pair.until
+        self.quarantined.setdefault(prefiller, {})[decoder] = pair.until
+        self.quarantined.setdefault(decoder, {})[prefiller] = pair.until
         return True
 
-    def succeeded(self, prefiller: Backend, decoder: Backend) -> None:
+    def note_success(self, prefiller: Backend, decoder: Backend) -> None:
         """Record a successful handoff, which clears the pair."""
         if self._pairs:
             self._clear(prefiller, decoder)
 
     def partners_to_avoid(self, backend: Backend) -> frozenset[Backend]:
         """Return the partners that are quarantined with a backend. Costs one lookup if there are none."""
-        partners = self.apart.get(backend)
+        partners = self.quarantined.get(backend)
         if not partners:
             return _NO_PARTNERS
         now = self._clock()
@@ -158,8 +158,8 @@ class PairQuarantine:
     def _clear(self, prefiller: Backend, decoder: Backend) -> None:
         pair = self._pairs.pop((prefiller, decoder), None)
         if pair is not None and pair.quarantines:
-            del self.apart[prefiller][decoder]
-            del self.apart[decoder][prefiller]
+            del self.quarantined[prefiller][decoder]
+            del self.quarantined[decoder][prefiller]
 
 
 _MAX_REQUESTS: Final = 256

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from proxy.common.backend import Backend
 
 
-_MAX_MISFITS = 512
-_BYTES_PER_MISFIT = 2048  # a host name has at most 253 bytes, and a hint is cut
+_MAX_FINDINGS = 512
+_BYTES_PER_FINDING = 2048  # a host name has at most 253 bytes, and a hint is cut
 _MAX_HINT = 400
 _BYTES_PER_VERDICT = 320
 _MAX_PAIRS = 4096
@@ -69,23 +69,23 @@ class Incompatibilities:
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, slots: int = 1024, max_misfits: int = _MAX_MISFITS
+        self, clock: Callable[[], float] = time.monotonic, slots: int = 1024, max_findings: int = _MAX_FINDINGS
     ) -> None:
         """Create an empty table.
 
         Args:
             clock: Returns monotonic seconds.
             slots: Maximum number of backends.
-            max_misfits: Maximum number of findings in the table. Further ones are logged each time, but not listed.
+            max_findings: Maximum number of findings in the table. Further ones are logged each time, but not listed.
         """
         self._clock = clock
-        self._max_misfits = max_misfits
-        capacity_bytes = max_misfits * _BYTES_PER_MISFIT + (slots + _MAX_PAIRS) * _BYTES_PER_VERDICT
-        self._shared = SharedValue("list of misfits", capacity_bytes)
+        self._max_findings = max_findings
+        capacity_bytes = max_findings * _BYTES_PER_FINDING + (slots + _MAX_PAIRS) * _BYTES_PER_VERDICT
+        self._shared = SharedValue("list of incompatibilities", capacity_bytes)
         self.versions = self._shared.head
         """The first cell increases with every change by any worker."""
         self._read_version = -1
-        self._misfits: dict[str, dict[IncompatibilityKind, Incompatibility]] = {}
+        self._findings: dict[str, dict[IncompatibilityKind, Incompatibility]] = {}
         """Findings by the name of the backend, which has one role."""
         self._verdicts: dict[str, HandoffVerdict] = {}
         self._pairs: dict[str, dict[str, HandoffVerdict]] = {}
@@ -98,18 +98,18 @@ class Incompatibilities:
     def of(self, backend: Backend) -> Sequence[Incompatibility]:
         """Return the findings about a backend."""
         self._read()
-        return tuple(self._misfits.get(backend.name, {}).values())
+        return tuple(self._findings.get(backend.name, {}).values())
 
     def has(self, backend: Backend, kind: IncompatibilityKind) -> bool:
         """Return whether there is a finding of this kind about a backend."""
         if self.versions[0] != self._read_version:
             self._read()
-        return bool(self._misfits) and kind in self._misfits.get(backend.name, ())
+        return bool(self._findings) and kind in self._findings.get(backend.name, ())
 
     def has_any(self, kind: IncompatibilityKind) -> bool:
         """Return whether there is a finding of this kind about any backend."""
         self._read()
-        return any(kind in known for known in self._misfits.values())
+        return any(kind in known for known in self._findings.values())
 
     def verdict(self, decoder: Backend, prefiller: Backend | None = None) -> HandoffVerdict:
         """Return the verdict on KV handoffs to a decoder.
@@ -134,11 +134,11 @@ class Incompatibilities:
             return False
         with self._shared.exclusive():
             self._read()
-            known = self._misfits.setdefault(backend.name, {})
+            known = self._findings.setdefault(backend.name, {})
             if kind in known:
                 return False
             known[kind] = Incompatibility(kind, hint[:_MAX_HINT], self._clock())
-            if sum(map(len, self._misfits.values())) > self._max_misfits:
+            if sum(map(len, self._findings.values())) > self._max_findings:
                 del known[kind]
                 return True
             self._write()
@@ -150,11 +150,11 @@ class Incompatibilities:
             return False
         with self._shared.exclusive():
             self._read()
-            known = self._misfits.get(backend.name, {})
+            known = self._findings.get(backend.name, {})
             if known.pop(kind, None) is None:
                 return False
             if not known:
-                del self._misfits[backend.name]
+                del self._findings[backend.name]
             self._write()
             return True
 
@@ -179,7 +179,7 @@ class Incompatibilities:
         self._read()
         if not any(
             (
-                backend.name in self._misfits,
+                backend.name in self._findings,
                 backend.name in self._verdicts,
                 *(backend.name in pairs for pairs in self._pairs.values()),
             )
@@ -187,7 +187,7 @@ class Incompatibilities:
             return
         with self._shared.exclusive():
             self._read()
-            self._misfits.pop(backend.name, None)
+            self._findings.pop(backend.name, None)
             self._verdicts.pop(backend.name, None)
             self._pairs.pop(backend.name, None)
             for pairs in self._pairs.values():
@@ -197,27 +197,27 @@ class Incompatibilities:
     def _read(self) -> None:
         if self._shared.version == self._read_version:
             return
-        self._read_version, (misfits, verdicts) = self._shared.read()
-        self._misfits, self._verdicts, self._pairs = {}, {}, {}
+        self._read_version, (incompatibilities, verdicts) = self._shared.read()
+        self._findings, self._verdicts, self._pairs = {}, {}, {}
         for name, verdict, pairs in verdicts:
             self._verdicts[name] = HandoffVerdict(verdict)
             self._pairs[name] = {prefiller: HandoffVerdict(of_pair) for prefiller, of_pair in pairs.items()}
         self._divided = {
             name: pairs for name, pairs in self._pairs.items() if set(pairs.values()) - {self._verdicts[name]}
         }
-        for name, kind, hint, since in misfits:
-            self._misfits.setdefault(name, {})[IncompatibilityKind(kind)] = Incompatibility(
+        for name, kind, hint, since in incompatibilities:
+            self._findings.setdefault(name, {})[IncompatibilityKind(kind)] = Incompatibility(
                 IncompatibilityKind(kind), hint, since
             )
 
     def _write(self) -> None:
-        misfits: list[Any] = [
-            (name, misfit.kind, misfit.hint, misfit.since)
-            for name, known in self._misfits.items()
-            for misfit in known.values()
+        incompatibilities: list[Any] = [
+            (name, finding.kind, finding.hint, finding.since)
+            for name, known in self._findings.items()
+            for finding in known.values()
         ]
         verdicts = [(name, verdict, self._pairs[name]) for name, verdict in self._verdicts.items()]
-        self._shared.write((misfits, verdicts))
+        self._shared.write((incompatibilities, verdicts))
 
 
 NO_KV_PARAMS: Final = (
@@ -233,7 +233,7 @@ class CompatibilityMonitor:
     """Finds incompatibilities in one worker's traffic.
 
     Args:
-        misfits: The table that all workers share.
+        incompatibilities: The table that all workers share.
         row: The worker's row of the scoreboard, where handoffs are counted.
         keys: Keys of engines, for advice about a rejected key.
         on_change: Called with the backend, the kind and the hint of a new finding; the hint is None when a finding
@@ -242,23 +242,27 @@ class CompatibilityMonitor:
 
     def __init__(
         self,
-        misfits: Incompatibilities,
+        incompatibilities: Incompatibilities,
         row: LoadRow,
         keys: EngineKeys,
         on_change: Callable[[Backend, IncompatibilityKind, str | None], None] = lambda *_: None,
     ) -> None:
-        self.misfits = misfits
+        self.incompatibilities = incompatibilities
         self._row = row
         self._keys = keys
         self._on_change = on_change
-        self.versions = misfits.versions
+        self.versions = incompatibilities.versions
         self.takes_key_at = -1
         """Version of the table at which all backends accepted the key, so that no lookup is needed. -1: none yet."""
         self._without_params: dict[Backend, int] = {}  # consecutive answers
 
     def report(self, backend: Backend, kind: IncompatibilityKind, hint: str | None) -> None:
         """Record a finding, or its end if `hint` is None."""
-        is_news = self.misfits.remove(backend, kind) if hint is None else self.misfits.add(backend, kind, hint)
+        is_news = (
+            self.incompatibilities.remove(backend, kind)
+            if hint is None
+            else self.incompatibilities.add(backend, kind, hint)
+        )
         if is_news:
             self._on_change(backend, kind, hint)
 
@@ -273,14 +277,14 @@ class CompatibilityMonitor:
         """
         if tokens >= least_tokens:
             self._row.count_handoff(prefiller.slot, decoder.slot, tokens)
-        return self.misfits.verdict(decoder, prefiller)
+        return self.incompatibilities.verdict(decoder, prefiller)
 
     def prefilled(self, prefiller: Backend, has_params: bool) -> None:
         """Record a prefiller's answer, and whether it has KV parameters for a decoder."""
         if has_params:
             if self._without_params:
                 self._without_params.pop(prefiller, None)
-            if self.misfits.has(prefiller, IncompatibilityKind.NO_KV_PARAMS):
+            if self.incompatibilities.has(prefiller, IncompatibilityKind.NO_KV_PARAMS):
                 self.report(prefiller, IncompatibilityKind.NO_KV_PARAMS, None)
             return
         count = self._without_params[prefiller] = self._without_params.get(prefiller, 0) + 1
@@ -294,12 +298,12 @@ class CompatibilityMonitor:
     def served(self, backend: Backend) -> None:
         """Record that a backend has served a request, so it accepts its key."""
         version = self.versions[0]
-        if self.misfits.has(backend, IncompatibilityKind.ENGINE_KEY):
+        if self.incompatibilities.has(backend, IncompatibilityKind.ENGINE_KEY):
             self.report(backend, IncompatibilityKind.ENGINE_KEY, None)
-        elif not self.misfits.has_any(IncompatibilityKind.ENGINE_KEY):
+        elif not self.incompatibilities.has_any(IncompatibilityKind.ENGINE_KEY):
             self.takes_key_at = version
 
     def forget(self, backend: Backend) -> None:
         """Drop the findings of a backend that has left."""
         self._without_params.pop(backend, None)
-        self.misfits.forget(backend)
+        self.incompatibilities.forget(backend)

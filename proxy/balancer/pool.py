@@ -84,7 +84,7 @@ class PoolParts:
     """Pinned KV on these backends. None: it is not counted."""
     quarantine: PairQuarantine | None = None
     """Quarantine that drops backends that leave. None: there is none."""
-    fitness: CompatibilityMonitor | None = None
+    compatibility: CompatibilityMonitor | None = None
     """Monitor that records rejected keys. None: there is none."""
     whole: Pool | None = None
     """Pool of all backends of the role, if this is a pool of some of them. It updates health and other state when
@@ -114,7 +114,7 @@ class Pool:
         nothing waits."""
         self._roster = parts.roster
         self._roster_versions = parts.roster.versions
-        self._fitness = parts.fitness
+        self._compatibility = parts.compatibility
         self._pinned_kv = parts.pinned_kv
         self._expiries = () if parts.pinned_kv is None else parts.pinned_kv.expiries
         self._quarantine = parts.quarantine
@@ -398,8 +398,8 @@ class Pool:
         elif self._chooser.passes_over:
             self._back_offs.make_room(backend, self._clock())
         self._refresh()
-        if error.engine_status == _UNAUTHORIZED and self._fitness and not self.health.of(backend).served_at:
-            self._fitness.refused_key(backend)
+        if error.engine_status == _UNAUTHORIZED and self._compatibility and not self.health.of(backend).served_at:
+            self._compatibility.refused_key(backend)
         transition = self.health.on_outcome(
             backend,
             error,
@@ -478,9 +478,9 @@ class Pool:
 
     def count_served(self, backend: Backend) -> None:
         """Count the end of a lease whose request was served."""
-        fitness = self._fitness
-        if fitness is not None and fitness.takes_key_at != fitness.versions[0]:
-            fitness.served(backend)
+        compatibility = self._compatibility
+        if compatibility is not None and compatibility.takes_key_at != compatibility.versions[0]:
+            compatibility.served(backend)
         self._on_end(backend, "ok")
 
     def abandon(self, backend: Backend, trial: int = 0) -> None:
@@ -569,7 +569,7 @@ class Pool:
         self._disabled = frozenset(member.backend for member in members if member.is_disabled)
         for gone in set(self._all).difference(backends):
             self.health.forget(gone)
-            for part in (self._pinned_kv, self._quarantine, self._fitness):
+            for part in (self._pinned_kv, self._quarantine, self._compatibility):
                 if part is not None:
                     part.forget(gone)
             self._forget(gone)
@@ -654,8 +654,8 @@ class Pools:
 
         It avoids prefillers that are quarantined with this decoder, unless no other would be left.
         """
-        if self.quarantine.apart and (apart := self.quarantine.partners_to_avoid(decoder)):
-            both = apart.union(request.avoid)
+        if self.quarantine.quarantined and (partners := self.quarantine.partners_to_avoid(decoder)):
+            both = partners.union(request.avoid)
             if not both.issuperset(self.prefill.eligible()):
                 request = request.avoiding(both)
         return Lease(self.prefill, request)

@@ -65,7 +65,7 @@ class ConnectorContext:
     settings: Settings
     """The current settings. Read them where they are used, because a reload replaces them; see Connector.configure."""
     metrics: Metrics
-    fitness: CompatibilityMonitor
+    compatibility: CompatibilityMonitor
     background: Background
     """The owner of tasks that no request waits for."""
     new_journal_writer: Callable[[], JournalWriter] | None = None

@@ -153,9 +153,9 @@ class KvHandoff:
             self._timeline.kv = "local"
         else:
             if source is PREFILLER:
-                self._context.pools.quarantine.succeeded(prefiller, decoder)
+                self._context.pools.quarantine.note_success(prefiller, decoder)
             tokens = self._timeline.usage.prompt_tokens or self._call.prompt_tokens
-            verdict = self._context.fitness.note_handoff(prefiller, decoder, tokens, self._least_tokens)
+            verdict = self._context.compatibility.note_handoff(prefiller, decoder, tokens, self._least_tokens)
             self._timeline.kv = verdict
             if self.kv is not None:
                 self._context.releaser.fetched(self.kv, decoder, verdict, self.failed)
@@ -223,7 +223,7 @@ class KvHandoff:
         if self.source is not PREFILLER:
             return
         prefiller, decoder = self.prefiller.backend, self.decoder.backend
-        if self._context.pools.quarantine.failed(prefiller, decoder):
+        if self._context.pools.quarantine.note_failure(prefiller, decoder):
             self._context.metrics.pair_quarantines_total.inc()
             logger.warning(
                 "prefill instance %s and decode instance %s are kept apart: hand-overs between them fail",

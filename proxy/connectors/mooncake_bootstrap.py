@@ -45,7 +45,7 @@ class MooncakeBootstrap(Disaggregated):
         self._releaser = context.releaser
         self._bootstraps = Bootstraps(
             context.client,
-            report=lambda backend, hint: context.fitness.report(backend, IncompatibilityKind.BOOTSTRAP, hint),
+            report=lambda backend, hint: context.compatibility.report(backend, IncompatibilityKind.BOOTSTRAP, hint),
             engine_id=context.pools.prefill.engine_id,
             addresses=lambda: {backend: self._address(backend) for backend in self._pools.prefill.backends()},
         )

@@ -143,7 +143,7 @@ class ReleaserParts:
     pools: Pools
     upstream: Upstream
     pinned_kv: PinnedKv
-    misfits: Incompatibilities
+    incompatibilities: Incompatibilities
     models: ServedModels
     metrics: Metrics
     settle_seconds: float = SETTLE_SECONDS
@@ -162,7 +162,7 @@ class Releaser(BackgroundOwner):
         self._pools = parts.pools
         self._upstream = parts.upstream
         self._pinned_kv = parts.pinned_kv
-        self._misfits = parts.misfits
+        self._incompatibilities = parts.incompatibilities
         self._models = parts.models
         self._metrics = parts.metrics
         self._settle_seconds = parts.settle_seconds
@@ -223,7 +223,7 @@ class Releaser(BackgroundOwner):
     def look(self) -> None:
         """Settle the KV of decoders whose verdict is known by now. Must be called periodically."""
         for decoder, doubtful in list(self._doubtful.values()):
-            if self._misfits.verdict(decoder) is not HandoffVerdict.UNKNOWN:
+            if self._incompatibilities.verdict(decoder) is not HandoffVerdict.UNKNOWN:
                 del self._doubtful[decoder.key]
                 self._pin(decoder, doubtful)
 
@@ -231,7 +231,7 @@ class Releaser(BackgroundOwner):
         now = time.monotonic()
         for prefiller, tokens, transfer, answered_at in doubtful:
             until = answered_at + self.pin_seconds(prefiller, transfer)
-            is_orphan = until > now and self._misfits.verdict(decoder, prefiller) is HandoffVerdict.COMPUTED
+            is_orphan = until > now and self._incompatibilities.verdict(decoder, prefiller) is HandoffVerdict.COMPUTED
             if is_orphan and prefiller in self._pools.prefill.backends():
                 self._metrics.kv_orphans_total.inc()
                 self._pinned_kv.pin(prefiller, tokens, until - now)
@@ -316,7 +316,7 @@ class Releaser(BackgroundOwner):
         A decoder that fetches no KV sends prefillers no messages, and one of another model must not connect to them.
         """
         is_able = releases_rejected(kv.transfer, self._pools.decode.engine_version(decoder))
-        is_computing = self._misfits.verdict(decoder) is HandoffVerdict.COMPUTED
+        is_computing = self._incompatibilities.verdict(decoder) is HandoffVerdict.COMPUTED
         return is_able and not is_computing and not self._models.are_apart(kv.prefiller, decoder)
 
     def pin_seconds(self, prefiller: Backend, transfer: KvTransfer) -> float:

@@ -42,7 +42,7 @@ class Inspector(BackgroundOwner):
         """
         self._pools = parts.pools
         self._health = parts.health
-        self._fitness = parts.fitness
+        self._compatibility = parts.compatibility
         self._keys = parts.keys
         self._metrics = parts.metrics
         self._interval_seconds = interval_seconds
@@ -99,7 +99,7 @@ class Inspector(BackgroundOwner):
         minority = minority_instances(served)
         for backend, models in served.items():
             if models:
-                self._fitness.report(backend, IncompatibilityKind.MODEL, minority.get(backend))
+                self._compatibility.report(backend, IncompatibilityKind.MODEL, minority.get(backend))
         self._identities, self._models_by_instance = identities, served
 
     def _check_report(self, backend: Backend, identity: Identity) -> None:
@@ -107,10 +107,10 @@ class Inspector(BackgroundOwner):
         found, hint = unsuited(engine, self._connector, backend.bootstrap_port) or (None, "")
         for kind in self._reported_kinds:
             if kind is found:
-                self._fitness.report(backend, kind, hint)
+                self._compatibility.report(backend, kind, hint)
             elif identity.setup is not None:  # otherwise the report is still incomplete
-                self._fitness.report(backend, kind, None)
+                self._compatibility.report(backend, kind, None)
         if not identity.refused_key:
-            self._fitness.report(backend, IncompatibilityKind.ENGINE_KEY, None)
+            self._compatibility.report(backend, IncompatibilityKind.ENGINE_KEY, None)
         elif not self._keys.forwards_client_key:
-            self._fitness.refused_key(backend)
+            self._compatibility.refused_key(backend)

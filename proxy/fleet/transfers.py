@@ -73,7 +73,7 @@ class InspectorParts:
     """KV handoffs of each decode instance."""
     health: Health
     """Health and facts of instances."""
-    fitness: CompatibilityMonitor
+    compatibility: CompatibilityMonitor
     """Takes the verdicts on instances and pairs."""
     models: ServedModels
     """Models that instances serve."""
@@ -128,7 +128,7 @@ class Transfers:
         self._decode_pool = parts.pools[Role.DECODE]
         self._scoreboard = parts.scoreboard
         self._health = parts.health
-        self._fitness = parts.fitness
+        self._compatibility = parts.compatibility
         self._metrics = parts.metrics
         self._background = background
         self._traits = traits
@@ -152,7 +152,7 @@ class Transfers:
         for backend in decoders:
             if self._health.of(backend).facts is None:  # it is down, and its counters will begin at 0
                 if self._decoders.pop(backend, None) is not None:
-                    self._fitness.misfits.judge(backend, HandoffVerdict.UNKNOWN)
+                    self._compatibility.incompatibilities.judge(backend, HandoffVerdict.UNKNOWN)
                 continue
             from_store = self._traits.is_store
             state = self._decoders.setdefault(backend, _DecoderState(CounterWatch(from_store), PairWatch(from_store)))
@@ -209,12 +209,12 @@ class Transfers:
         )
         intervals = _HEALTHY_INTERVALS if is_healthy else 1
         state.due = asyncio.get_running_loop().time() + interval_seconds * intervals
-        verdict = self._fitness.misfits.verdict(backend)
+        verdict = self._compatibility.incompatibilities.verdict(backend)
         if found is not None:
             verdict, count = found
             self._metrics.handovers_total.labels(verdict.value).inc(count)
         pairs = {prefiller.name: of_pair for prefiller, of_pair in state.pairs.items()}
-        self._fitness.misfits.judge(backend, verdict, pairs)
+        self._compatibility.incompatibilities.judge(backend, verdict, pairs)
         self._report()
 
     # Leases of prefillers
@@ -302,10 +302,10 @@ class Transfers:
         good = self._pairs_with(HandoffVerdict.TRANSFERRED)
         hints = NOT_STORED if self._traits.is_store else NOT_FETCHED
         for backend in blamed.decoders | blamed.prefillers:
-            self._fitness.report(backend, IncompatibilityKind.KV_NOT_FETCHED, hints[backend.role])
+            self._compatibility.report(backend, IncompatibilityKind.KV_NOT_FETCHED, hints[backend.role])
         for backend in {backend for pair in good for backend in pair}.union(self._loses) - blamed.prefillers:
             hint = EXPIRES if self._loses.get(backend) else None
-            self._fitness.report(backend, IncompatibilityKind.KV_NOT_FETCHED, hint)
+            self._compatibility.report(backend, IncompatibilityKind.KV_NOT_FETCHED, hint)
         for pair in blamed.pairs - self._reported_pairs:
             log_pair(*pair, fits=False)
         for pair in self._reported_pairs & good:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 MOST_ENGINES: Final = 2
 """How many engines a client request may crash."""
 
-# A suspect is cleared after the next engine has served it for 1 s and twice the time of the crashed engine, 30 s at most.
-# A resumed answer begins where it broke off, so a request that crashes engines does so soon again.
+# A suspect is cleared after the next engine has served it for 1 s and twice the time of the crashed engine, 30 s at
+# most. A resumed answer begins where it broke off, so a request that crashes engines does so soon again.
 _CLEARING_FACTOR: Final = 2.0
 _CLEARING_SECONDS: Final = 1.0
 _MAX_CLEARING_SECONDS: Final = 30.0

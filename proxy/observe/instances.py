@@ -38,7 +38,7 @@ class Instances:
         pools: Sequence[Pool],
         scoreboard: Scoreboard,
         health: Health,
-        misfits: Incompatibilities,
+        incompatibilities: Incompatibilities,
         pool_of: Callable[[Backend], Pool] | None = None,
     ) -> None:
         """Keep the sources of the metrics.
@@ -47,14 +47,14 @@ class Instances:
             pools: Pools of all backends.
             scoreboard: Loads of backends.
             health: Health of backends.
-            misfits: Incompatibilities of backends.
+            incompatibilities: Incompatibilities of backends.
             pool_of: Returns the pool in which a backend is chosen; None: the one among `pools`.
         """
         self._pool_of = pool_of
         self._pools = pools
         self._scoreboard = scoreboard
         self._health = health
-        self._misfits = misfits
+        self._incompatibilities = incompatibilities
 
     def names(self) -> Iterator[tuple[str, str]]:
         """Return role and address of each instance."""
@@ -99,7 +99,7 @@ class Instances:
             "Age of the oldest of pdproxy_instance_pinned_kv.",
             labels=labels,
         )
-        misfits = GaugeMetricFamily(
+        incompatibilities = GaugeMetricFamily(
             "pdproxy_instance_misfit",
             "Ways in which a healthy instance does not fit the others or this gateway, by kind. Always 1.",
             labels=(*labels, "kind"),
@@ -134,10 +134,10 @@ class Instances:
             pinned_kv.add_metric(key, pinned.count)
             pinned_tokens.add_metric(key, pinned.tokens)
             pinned_oldest.add_metric(key, 0 if pinned.since is None else now - pinned.since)
-            for misfit in self._misfits.of(backend):
-                misfits.add_metric((*key, misfit.kind), 1)
+            for misfit in self._incompatibilities.of(backend):
+                incompatibilities.add_metric((*key, misfit.kind), 1)
         yield from (up, state, weight, inflight, load, failures)
-        yield from (pinned_kv, pinned_tokens, pinned_oldest, misfits, knee)
+        yield from (pinned_kv, pinned_tokens, pinned_oldest, incompatibilities, knee)
 
 
 def collect_models(models: ServedModels, pools: Sequence[Pool]) -> Iterator[Metric]:

@@ -385,11 +385,11 @@ class Metrics:
         pools: Iterable[Pool],
         scoreboard: Scoreboard,
         health: Health,
-        misfits: Incompatibilities,
+        incompatibilities: Incompatibilities,
         pool_of: Callable[[Backend], Pool] | None = None,
     ) -> None:
         """Show the current state of these instances at every scrape; see Instances."""
-        self._instances = Instances(tuple(pools), scoreboard, health, misfits, pool_of)
+        self._instances = Instances(tuple(pools), scoreboard, health, incompatibilities, pool_of)
 
     def watch_models(self, models: ServedModels, pools: Iterable[Pool]) -> None:
         """Show the current number of instances of each model at every scrape."""

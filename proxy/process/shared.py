@@ -118,7 +118,7 @@ class Shared:
     bulletin: LogOnce = field(default_factory=LogOnce)
     left_out: LogOnce = field(default_factory=lambda: LogOnce(_LEFT_OUT_BYTES))
     """What was logged of requests. Apart from the other subjects, as clients choose its names."""
-    misfits: Incompatibilities = field(default_factory=Incompatibilities)
+    incompatibilities: Incompatibilities = field(default_factory=Incompatibilities)
     sources: SourceStates = field(default_factory=SourceStates)
     heartbeats: Heartbeats = field(default_factory=Heartbeats)
     health_board: HealthBoard = field(default_factory=HealthBoard)

@@ -95,7 +95,7 @@ class Gateway:
         self.roster = Roster([], [], self.scoreboard)
         self.health = Health(lambda: HealthChecks(fall=1, rise=1, slow_start_seconds=0))
         self.health_board = HealthBoard(workers=3, slots=8)
-        self.misfits = Incompatibilities(slots=8)
+        self.incompatibilities = Incompatibilities(slots=8)
         row = self.scoreboard.row(0)
         self.metrics = Metrics()
         self.pools = {
@@ -112,7 +112,7 @@ class Gateway:
             )
             for role in (Role.PREFILL, Role.DECODE)
         }
-        self.metrics.watch_instances(self.pools.values(), self.scoreboard, self.health, self.misfits)
+        self.metrics.watch_instances(self.pools.values(), self.scoreboard, self.health, self.incompatibilities)
         self.engine_client: EngineClient
         self.prober: Prober
         self.joiner: Joiner

@@ -65,7 +65,7 @@ async def client_of(
         scoreboard=gateway.scoreboard,
         health=gateway.health,
         health_board=gateway.health_board,
-        misfits=gateway.misfits,
+        incompatibilities=gateway.incompatibilities,
         joiner=gateway.joiner,
         models=ServedModels(gateway.roster, gateway.health, tuple(pools)),
         pool_of=lambda backend: pools[backend.role],

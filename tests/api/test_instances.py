@@ -41,7 +41,9 @@ async def test_all_instances_are_shown_with_what_is_known_of_them(gateway: Gatew
     gateway.health.note_facts(gateway.pools[Role.DECODE].backends()[0], EngineFacts((0, 23), 4096, 16))
     client = await client_of(gateway)
     gateway.health_board.set_state(1, gateway.pools[Role.DECODE].backends()[0], HealthState.EJECTED)
-    gateway.misfits.add(gateway.pools[Role.DECODE].backends()[0], IncompatibilityKind.MODEL, "serves another model")
+    gateway.incompatibilities.add(
+        gateway.pools[Role.DECODE].backends()[0], IncompatibilityKind.MODEL, "serves another model"
+    )
     with gateway.pools[Role.DECODE].lease(PickRequest.of(Load(compute=7, kv=100))):
         first, second = await shown(client)
     (misfit,) = second.pop("misfits")

@@ -266,7 +266,7 @@ class AnySequence(RuleBasedStateMachine):
         pair = (self.backend(Role.PREFILL, prefiller), self.backend(Role.DECODE, decoder))
         known = {member.backend for role in Role for member in self.roster.members(role)}
         if known.issuperset(pair):
-            self.quarantines[worker].succeeded(*pair) if ok else self.quarantines[worker].failed(*pair)
+            self.quarantines[worker].note_success(*pair) if ok else self.quarantines[worker].note_failure(*pair)
 
     @rule(role=roles, port=ports, worker=workers, answers=st.lists(st.booleans(), min_size=1, max_size=3))
     def probe(self, role: Role, port: int, worker: int, answers: list[bool]) -> None:

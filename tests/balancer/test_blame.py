@@ -124,41 +124,41 @@ def quarantine(clock: Clock) -> PairQuarantine:
 
 
 def test_two_consecutive_failed_handoffs_quarantine_only_their_pair(quarantine: PairQuarantine) -> None:
-    assert not quarantine.failed(P1, D1)
+    assert not quarantine.note_failure(P1, D1)
     assert quarantine.partners_to_avoid(P1) == NOBODY
-    assert quarantine.failed(P1, D1)
+    assert quarantine.note_failure(P1, D1)
     assert (quarantine.partners_to_avoid(P1), quarantine.partners_to_avoid(D1)) == ({D1}, {P1})
     assert (quarantine.partners_to_avoid(P2), quarantine.partners_to_avoid(D2)) == (NOBODY, NOBODY)
 
 
 def test_failed_handoffs_of_different_pairs_do_not_add_up(quarantine: PairQuarantine) -> None:
-    assert not any(quarantine.failed(*pair) for pair in ((P1, D1), (P1, D2), (P2, D1), (P2, D2)))
+    assert not any(quarantine.note_failure(*pair) for pair in ((P1, D1), (P1, D2), (P2, D1), (P2, D2)))
 
 
 def test_successful_handoff_resets_the_failures_of_its_pair(quarantine: PairQuarantine) -> None:
-    quarantine.failed(P1, D1)
-    quarantine.succeeded(P1, D1)
-    quarantine.succeeded(P1, D1)
-    assert not quarantine.failed(P1, D1)
-    quarantine.succeeded(P2, D1)
-    assert quarantine.failed(P1, D1)
+    quarantine.note_failure(P1, D1)
+    quarantine.note_success(P1, D1)
+    quarantine.note_success(P1, D1)
+    assert not quarantine.note_failure(P1, D1)
+    quarantine.note_success(P2, D1)
+    assert quarantine.note_failure(P1, D1)
 
 
 def test_bad_prefiller_is_quarantined_from_every_decoder(quarantine: PairQuarantine) -> None:
     for decoder in (D1, D2, D1, D2):
-        quarantine.failed(P1, decoder)
-        quarantine.succeeded(P2, decoder)
+        quarantine.note_failure(P1, decoder)
+        quarantine.note_success(P2, decoder)
     assert quarantine.partners_to_avoid(P1) == {D1, D2}
     assert quarantine.partners_to_avoid(D1) == quarantine.partners_to_avoid(D2) == {P1}
 
 
 def test_each_consecutive_quarantine_is_longer_up_to_the_maximum(quarantine: PairQuarantine, clock: Clock) -> None:
-    quarantine.failed(P1, D1)
+    quarantine.note_failure(P1, D1)
     lengths = []
     for _ in range(12):
-        assert quarantine.failed(P1, D1)
+        assert quarantine.note_failure(P1, D1)
         began = clock.now
-        assert not quarantine.failed(P1, D1)
+        assert not quarantine.note_failure(P1, D1)
         while quarantine.partners_to_avoid(P1):
             clock.now += 30.0
         lengths.append(clock.now - began)
@@ -167,34 +167,34 @@ def test_each_consecutive_quarantine_is_longer_up_to_the_maximum(quarantine: Pai
 
 def test_successful_handoff_ends_a_quarantine_and_resets_its_length(quarantine: PairQuarantine, clock: Clock) -> None:
     for _ in range(2):
-        quarantine.failed(P1, D1)
+        quarantine.note_failure(P1, D1)
     clock.now += 60.0
-    assert quarantine.failed(P1, D1)
-    quarantine.succeeded(P1, D1)
+    assert quarantine.note_failure(P1, D1)
+    quarantine.note_success(P1, D1)
     assert (quarantine.partners_to_avoid(P1), quarantine.partners_to_avoid(D1)) == (NOBODY, NOBODY)
-    assert [quarantine.failed(P1, D1), quarantine.failed(P1, D1)] == [False, True]
+    assert [quarantine.note_failure(P1, D1), quarantine.note_failure(P1, D1)] == [False, True]
     clock.now += 60.0
     assert quarantine.partners_to_avoid(P1) == NOBODY
 
 
 def test_quarantine_drops_a_backend_that_has_left(quarantine: PairQuarantine) -> None:
     for pair in ((P1, D1), (P1, D2), (P2, D1)):
-        quarantine.failed(*pair)
-        quarantine.failed(*pair)
-    quarantine.failed(P2, D2)
+        quarantine.note_failure(*pair)
+        quarantine.note_failure(*pair)
+    quarantine.note_failure(P2, D2)
     quarantine.forget(P1)
     assert quarantine.partners_to_avoid(D1) == {P2}
     assert (quarantine.partners_to_avoid(P1), quarantine.partners_to_avoid(D2)) == (NOBODY, NOBODY)
-    assert not quarantine.failed(P1, D1)
-    assert quarantine.failed(P2, D2)
+    assert not quarantine.note_failure(P1, D1)
+    assert quarantine.note_failure(P2, D2)
 
 
 def test_changed_settings_apply_to_later_quarantines(clock: Clock) -> None:
     checks = HealthChecks()
     quarantine = PairQuarantine(lambda: checks, clock)
-    assert not quarantine.failed(P1, D1)
+    assert not quarantine.note_failure(P1, D1)
     checks = HealthChecks(quarantine_after=1, quarantine_seconds=5.0)
-    assert quarantine.failed(P1, D1)
+    assert quarantine.note_failure(P1, D1)
     clock.now += 5.0
     assert quarantine.partners_to_avoid(P1) == NOBODY
 

@@ -431,7 +431,7 @@ def test_pool_drops_a_removed_backend_from_the_quarantine(balancer: Balancer) ->
     quarantine = PairQuarantine(lambda: HealthChecks(quarantine_after=1))
     pool = make_pool(Role.PREFILL, balancer.roster, balancer.scoreboard, health=balancer.health, quarantine=quarantine)
     prefiller, decoder = pool.backends()[0], balancer.decoders.backends()[0]
-    quarantine.failed(prefiller, decoder)
+    quarantine.note_failure(prefiller, decoder)
     balancer.roster.remove(Role.PREFILL, prefiller.host, prefiller.port)
     balancer.roster.finalize()
     assert quarantine.partners_to_avoid(decoder) == {prefiller}

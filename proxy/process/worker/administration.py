@@ -48,7 +48,7 @@ def _routes(
         scoreboard=shared.scoreboard,
         health=balancing.health,
         health_board=shared.health_board,
-        misfits=shared.misfits,
+        incompatibilities=shared.incompatibilities,
         joiner=engines.joiner,
         models=balancing.models,
         pool_of=lambda backend: balancing.pool_of.find(backend),

@@ -47,7 +47,7 @@ class Balancing:
 
     health: Health
     keys: EngineKeys
-    fitness: CompatibilityMonitor
+    compatibility: CompatibilityMonitor
     pinned_kv: PinnedKv
     """The KV that no decoder fetches."""
     pools: Pools
@@ -67,7 +67,7 @@ def build_balancing(basis: Basis) -> Balancing:
     health = Health(lambda: live.current.settings.health, board=shared.health_board)
     keys = EngineKeys(text_of(settings.auth.engine_api_key))
     live.add(lambda new: keys.configure(text_of(new.auth.engine_api_key)))
-    fitness = CompatibilityMonitor(shared.misfits, row, keys, log_incompatibility)
+    compatibility = CompatibilityMonitor(shared.incompatibilities, row, keys, log_incompatibility)
     pinned_kv = PinnedKv(row)
     quarantine = PairQuarantine(lambda: live.current.settings.health)
     on_transition = _transitions(basis)
@@ -100,7 +100,7 @@ def build_balancing(basis: Basis) -> Balancing:
                 on_end=ends.of(role),
                 pinned_kv=pinned_kv if role is Role.PREFILL else None,
                 quarantine=quarantine,
-                fitness=fitness,
+                compatibility=compatibility,
                 on_change=models.look if part is None else ignore,
                 whole=None if part is None else part[0],
                 serving=tuple if part is None else part[1],
@@ -128,7 +128,7 @@ def build_balancing(basis: Basis) -> Balancing:
     return Balancing(
         health=health,
         keys=keys,
-        fitness=fitness,
+        compatibility=compatibility,
         pinned_kv=pinned_kv,
         pools=everybody,
         models=models,

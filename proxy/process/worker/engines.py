@@ -107,7 +107,7 @@ async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: floa
             tuple(everybody.values()),
             basis.shared.scoreboard,
             balancing.health,
-            basis.shared.misfits,
+            basis.shared.incompatibilities,
             lambda backend: balancing.pool_of.find(backend),
         )
         basis.metrics.watch_models(balancing.models, everybody.values())
@@ -173,7 +173,7 @@ async def build_link(
         pools=pools,
         upstream=lines.upstream,
         pinned_kv=balancing.pinned_kv,
-        misfits=basis.shared.misfits,
+        incompatibilities=basis.shared.incompatibilities,
         models=balancing.models,
         metrics=basis.metrics,
         settle_seconds=settle_seconds,
@@ -191,7 +191,7 @@ async def build_link(
             keys=balancing.keys,
             settings=settings,
             metrics=basis.metrics,
-            fitness=balancing.fitness,
+            compatibility=balancing.compatibility,
             background=background,
             new_journal_writer=partial(basis.shared.journal.writer, basis.index)
             if settings.kv_events.tellers
@@ -249,7 +249,7 @@ def _inspector(
         pools=pools,
         scoreboard=basis.shared.scoreboard,
         health=balancing.health,
-        fitness=balancing.fitness,
+        compatibility=balancing.compatibility,
         models=balancing.models,
         client=lines.client,
         keys=balancing.keys,

@@ -211,7 +211,7 @@ async def test_what_is_applied_holds_for_the_choice_of_backends(gateway: Deploym
     (prefiller,), (decoder,) = pools.prefill.backends(), pools.decode.backends()
     assert (pools.prefill.limit(prefiller), pools.decode.limit(decoder)) == (3, 4)
     assert [type(pool.policy) for pool in (pools.prefill, pools.decode)] == [RoundRobin, Random]
-    assert pools.quarantine.failed(prefiller, decoder)
+    assert pools.quarantine.note_failure(prefiller, decoder)
     transition = worker.health.on_probe(decoder, False, "a test")
     assert transition is not None
     assert transition.new is HealthState.DOWN
