@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import orjson
 from aiohttp import web
 
-from proxy.api.administrators import author
-from proxy.api.instance_changes import is_dry_run, truth
+from proxy.api.credentials import author
+from proxy.api.instances import is_dry_run, truth
 from proxy.common.errors import BadRequest, GatewayError
 from proxy.observe.receipts import display, names_engine_id, names_instance
 from proxy.settings import SettingsError
@@ -21,7 +21,7 @@ from proxy.settings import SettingsError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from proxy.api.administrators import Administrators
+    from proxy.api.credentials import Administrators
     from proxy.observe.metrics import Metrics
     from proxy.observe.receipts import Receipts
     from proxy.settings.change import ConfigChange

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import orjson
 from aiohttp import hdrs, web
 
-from proxy.api.administrators import author
+from proxy.api.credentials import author
 from proxy.common.errors import BadRequest
 from proxy.listener.body import read_body
 from proxy.settings import Listen
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from aiohttp.typedefs import Handler
     from multidict import MultiMapping
 
-    from proxy.api.administrators import Administrators
-    from proxy.api.instance_view import InstanceParts
+    from proxy.api.credentials import Administrators
+    from proxy.api.instances import InstanceParts
     from proxy.balancer.engines import EngineKeys
     from proxy.common.backend import Backend
     from proxy.upstream import EngineClient

@@ -1,7 +1,7 @@
-"""How many tokens a prompt has, as the engines' tokenizer counts them.
+"""Counts the tokens of a prompt by the tokenizer of the engines.
 
-POST /v1/messages/count_tokens and /v1/responses/input_tokens. Engines count the tokens of a chat at `/tokenize`, which
-is asked for the chat that the request would become. SGLang before 0.5.12 has the first of these routes instead.
+The routes are POST /v1/messages/count_tokens and /v1/responses/input_tokens. The request is turned into a chat, and
+engines count its tokens at `/tokenize`. SGLang before 0.5.12 serves the first of these routes instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from proxy.wire.python_json import dumps
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from proxy.api.key_auth import KeyAuth
+    from proxy.api.credentials import KeyAuth
     from proxy.common.backend import Backend
     from proxy.common.errors import GatewayError
     from proxy.dialects.translated import Translated
@@ -41,14 +41,14 @@ _NO_SUCH_ROUTE: Final = (404, 405, 501)
 
 @dataclass(frozen=True, slots=True)
 class _Counter:
-    """A route that counts the tokens of requests in the words of one dialect."""
+    """A route that counts the tokens of requests in one dialect."""
 
     path: str
     dialect: Translated
     answer: Mapping[str, Any]
     """Members of the answer besides the count."""
     is_in_old_sglang: bool = False
-    """SGLang before 0.5.12 serves it."""
+    """Whether SGLang before 0.5.12 serves this route."""
 
 
 _COUNTERS: Final = (
@@ -58,30 +58,24 @@ _COUNTERS: Final = (
 
 
 class CountTokensApi:
-    """Asks without a lease: counting is no load, and says nothing about an engine's health."""
+    """The routes that count tokens. They take no lease, because counting is no load and shows no engine's health."""
 
     def __init__(
         self,
         lanes: Lanes,
         upstream: Upstream,
         client_keys: KeyAuth,
-        settings: Settings,
+        settings: Callable[[], Settings],
         metrics: Metrics,
     ) -> None:
         self._lanes = lanes
         self._upstream = upstream
         self._client_keys = client_keys
         self._metrics = metrics
-        self.configure(settings)
-
-    def configure(self, settings: Settings) -> None:
-        """Take changed settings for requests that come from now on."""
         self._settings = settings
-        self._names = ModelNames(settings.models.aliases)
-        self._system_first = SystemFirst(settings.models.system_first)
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """For the application."""
+        """Return the routes for the application."""
         return [
             web.post(
                 counter.path, counted("tokenizer", partial(self._count, counter), self._client_keys, self._metrics)
@@ -99,10 +93,10 @@ class CountTokensApi:
 
     async def _count(self, counter: _Counter, request: web.Request) -> web.Response:
         with self._lanes.whole.service.admission.buffers.hold(0) as held:
-            document = read(await read_json(request, self._settings.listen, held.resize))
+            document = read(await read_json(request, self._settings().listen, held.resize))
         values = dict(document.values)
-        if isinstance(said := values.get("model"), str):
-            values["model"] = self._names.served(said)
+        if isinstance(name := values.get("model"), str):
+            values["model"] = ModelNames(self._settings().models.aliases).served(name)
         credential = self._client_keys.credential(request)
         headers = {} if credential is None else {"authorization": credential}
         tokens = await self._ask(counter, values, headers)
@@ -111,9 +105,9 @@ class CountTokensApi:
         )
 
     async def _ask(self, counter: _Counter, values: Mapping[str, Any], headers: Mapping[str, str]) -> int:
-        """Ask one engine, and another one if it fails. Raises NoBackendAvailable, UpstreamError."""
+        """Return the count of one engine, or of another one if it fails. Raises NoBackendAvailable, UpstreamError."""
         chat = counter.dialect.prompt(values)
-        body = dumps(chat | self._system_first.changes(chat))
+        body = dumps(chat | SystemFirst(self._settings().models.system_first).changes(chat))
         failed: list[Backend] = []
         lane = await self._lanes.find(values.get("model"))
         backend = _pick(lane, failed)
@@ -127,7 +121,7 @@ class CountTokensApi:
                 try:
                     backend = _pick(lane, failed)
                 except NoBackendAvailable:
-                    # The instance is there, and what it answered is the reason.
+                    # The error of the instance tells the client more than its absence.
                     raise error from None
 
     async def _ask_one(
@@ -138,39 +132,40 @@ class CountTokensApi:
         body: bytes,
         headers: Mapping[str, str],
     ) -> int:
-        """Ask one engine, in the one way or the other."""
+        """Return the count of one engine, by `/tokenize` or the route of old SGLang."""
         try:
             return await self._counted(backend, _TOKENIZE, body, headers, "count")
         except UpstreamError as error:
-            is_sglang = self._settings.connector_traits.engine != "vLLM"
+            is_sglang = self._settings().connector_traits.engine != "vLLM"
             is_refused = error.is_clients_fault or error.failure is Failure.BAD_ANSWER
             if not (is_sglang and counter.is_in_old_sglang and is_refused):
                 raise
         return await self._counted(backend, counter.path, dumps(values), headers, "input_tokens")
 
     async def _counted(self, backend: Backend, path: str, body: bytes, headers: Mapping[str, str], member: str) -> int:
-        seconds = self._settings.timeouts.prefill_seconds
+        """Return the count in a member of an engine's answer. Raises UpstreamError."""
+        seconds = self._settings().timeouts.prefill_seconds
         response, answer = await self._upstream.fetch(
             backend, path, body, headers, answer_seconds=seconds, resend_if_stale=True
         )
         try:
-            told = orjson.loads(answer)
+            parsed = orjson.loads(answer)
         except orjson.JSONDecodeError:
-            told = None
-        if response.status in _NO_SUCH_ROUTE and not (isinstance(told, dict) and "error" in told):
+            parsed = None
+        if response.status in _NO_SUCH_ROUTE and not (isinstance(parsed, dict) and "error" in parsed):
             raise response.fail(
                 Failure.BAD_ANSWER, f"does not count tokens ({path} answered with status {response.status})"
             )
         if response.status != 200:
             raise response.refuse(f"answered with status {response.status}", response.status, answer, response.headers)
-        count = told.get(member) if isinstance(told, dict) else None
+        count = parsed.get(member) if isinstance(parsed, dict) else None
         if not isinstance(count, int):
             raise response.fail(Failure.BAD_ANSWER, f"did not count the tokens ({path} answered without `{member}`)")
         return count
 
 
 def _pick(lane: Lane, avoid: Sequence[Backend]) -> Backend:
-    """An instance, of the role that sees prompts first if there is one. Raises NoBackendAvailable."""
+    """Return an instance of the first role in the way of a prompt that has one. Raises NoBackendAvailable."""
     for pool in lane.all_pools:
         if not set(pool.eligible()) <= set(avoid):
             return pool.pick(avoid)

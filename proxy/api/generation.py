@@ -1,4 +1,4 @@
-"""The routes that generate, for requests that aiohttp reads."""
+"""The routes that generate text, for requests that aiohttp reads."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from proxy.wire.weight import LONG_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from proxy.api.administrators import Administrators
     from proxy.api.cors import Cors
-    from proxy.api.key_auth import KeyAuth
+    from proxy.api.credentials import Administrators, KeyAuth
     from proxy.balancer.pick import Pick
     from proxy.common.errors import GatewayError
     from proxy.dialects.base import Dialect
@@ -33,28 +32,27 @@ if TYPE_CHECKING:
     from proxy.listener.drain import DrainManager
     from proxy.observe.observers import Observers
     from proxy.observe.record import RequestRecord
-    from proxy.settings import Settings
+    from proxy.settings import Listen
 
 
 ASKS: Final = "X-PDProxy-Debug"
 
 
 class DebugHeaders:
-    """Trusted are those who may administer, as far as the listener of clients can tell. Others get the same answer
-    without these headers.
-    """
+    """Decides who gets the headers that describe how a request was served: administrators only."""
 
     def __init__(self, administrators: Administrators) -> None:
         self._administrators = administrators
 
     async def admits(self, request: web.Request) -> bool:
-        """Return whether the client asks for these headers, and may have them."""
+        """Return whether the client requests these headers and is an administrator."""
         return ASKS in request.headers and await self._administrators.admits(request)
 
 
 def debug_fields(record: RequestRecord) -> Iterator[tuple[str, str]]:
-    """Yield the headers, with the figures of the access log: the instances of the first unit's last attempt, the
-    longest stages, all attempts.
+    """Yield the debug headers, with the numbers of the access log.
+
+    The instances are those of the last attempt at the first unit. The stages are the longest of all units.
     """
     timelines = record.timelines
     if timelines:
@@ -63,9 +61,9 @@ def debug_fields(record: RequestRecord) -> Iterator[tuple[str, str]]:
         yield from _chosen("Decode", first.decoder, first.decode_id, first.decode_pick)
     yield "X-PDProxy-Attempts", str(sum(timeline.attempts for timeline in timelines))
     seconds = longest([timeline.seconds for timeline in timelines])
-    told = {stage.label: spent for stage, spent in seconds.items()} | {"total": record.clock() - record.started}
+    durations = {stage.label: spent for stage, spent in seconds.items()} | {"total": record.clock() - record.started}
     # Milliseconds, as https://www.w3.org/TR/server-timing/ has them.
-    yield "Server-Timing", ", ".join(f"{name};dur={1000 * spent:.1f}" for name, spent in told.items())
+    yield "Server-Timing", ", ".join(f"{name};dur={1000 * spent:.1f}" for name, spent in durations.items())
 
 
 def _chosen(role: str, instance: str, leg_id: str, pick: Pick | None) -> Iterator[tuple[str, str]]:
@@ -76,7 +74,7 @@ def _chosen(role: str, instance: str, leg_id: str, pick: Pick | None) -> Iterato
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class GenerationParts:
-    """One worker's parts that the routes work with that generate."""
+    """The parts of one worker for the routes that generate text."""
 
     lanes: Lanes
     """Instances that serve the same models, and the queues in front of them."""
@@ -95,9 +93,16 @@ class GenerationParts:
 class GenerationApi:
     """The routes that go through the connector."""
 
-    def __init__(self, parts: GenerationParts, dialects: Sequence[Dialect], settings: Settings) -> None:
-        """`dialects`: those that the engines can serve. `intake` is set before the first request comes."""
+    def __init__(self, parts: GenerationParts, dialects: Sequence[Dialect], listen: Callable[[], Listen]) -> None:
+        """Prepare the routes.
+
+        Args:
+            parts: The parts of the worker.
+            dialects: The APIs that the engines can serve.
+            listen: Returns the present settings of the listener.
+        """
         self.intake: Intake
+        """Set before the first request."""
         self._dialects = dialects
         self._lanes = parts.lanes
         self._keys = parts.keys
@@ -105,11 +110,7 @@ class GenerationApi:
         self._observers = parts.observers
         self._cors = parts.cors
         self._debug_headers = parts.debug_headers
-        self.configure(settings)
-
-    def configure(self, settings: Settings) -> None:
-        """Take changed settings for requests that come from now on."""
-        self._listen = settings.listen
+        self._listen = listen
 
     def routes(self) -> Sequence[web.RouteDef]:
         """Return one for each dialect and method."""
@@ -120,7 +121,7 @@ class GenerationApi:
         ]
 
     def error_bodies(self) -> Mapping[str, Callable[[GatewayError], bytes | None]]:
-        """Return what each route says in place of OpenAI's error bodies; see replies.ERROR_BODIES."""
+        """Return the functions that write the error bodies of each route. See replies.ERROR_BODIES."""
         return {dialect.path: dialect.error_body for dialect in self._dialects}
 
     def request_id_headers(self) -> Mapping[str, str]:
@@ -128,7 +129,7 @@ class GenerationApi:
         return {dialect.path: dialect.request_id_header for dialect in self._dialects}
 
     async def _serve(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
-        """Serve a request with one line in the access log and one set of observations, however it ends."""
+        """Serve a request, and record it once, however it ends."""
         record = self._observers.begin(dialect.label, request[REQUEST_ID], request.headers)
         client = _Client(request, partial(self._fields, request, record))
         try:
@@ -142,25 +143,25 @@ class GenerationApi:
         return client.response
 
     async def _begin(self, dialect: Dialect, request: web.Request, client: _Client, record: RequestRecord) -> None:
-        """Read a request, and serve it. Raises what comes before its Request has begun."""
+        """Read a request, and serve it. Raises errors that occur before its Request has begun."""
         key = self._keys.identify(request)
         record.key = key.name
         admission = self._lanes.whole.service.admission
-        admission.check(key.name)  # what will be refused anyhow is not read first
+        admission.check(key.name)  # before the body is read, because a rejected body is not needed
         client.shows_debug = await self._debug_headers.admits(request)
         with self._keys.enter(key), admission.buffers.hold(0) as held:
             readings = 1 if dialect.speaks_as_engines else 2
-            raw = await read_json(request, self._listen, held.resize, readings=readings)
+            raw = await read_json(request, self._listen(), held.resize, readings=readings)
             is_long = len(raw) > LONG_BYTES
             document = read(raw)
             if is_long:
-                await asyncio.sleep(0)  # tokens of others have come meanwhile
+                await asyncio.sleep(0)  # let other requests send the tokens that have arrived
             call = self.intake.call(dialect, document, self._passed_on(request), key)
             held.resize(memory_bytes(raw, document.read_values))
-            del raw, document  # the call has what it needs of them, which may be another document
+            del raw, document  # the call keeps what it needs
             record.stream, record.model = call.stream, call.model
             if is_long:
-                await asyncio.sleep(0)  # the legs' bodies cost time, too
+                await asyncio.sleep(0)  # writing the bodies for engines takes time, too
             lane = await self._lanes.find(call.served_model)
             task = asyncio.current_task()
             assert task is not None
@@ -168,7 +169,7 @@ class GenerationApi:
                 await client.serve(Request(self.intake.parts_of(lane), client, dialect, call, key), record)
 
     def _fields(self, request: web.Request, record: RequestRecord, shows_debug: bool) -> Iterable[tuple[str, str]]:
-        """Return the headers that only the answer to this request has."""
+        """Return the additional headers of the answer to a request."""
         return [*self._cors().fields(request), *(debug_fields(record) if shows_debug else ())]
 
     def _passed_on(self, request: web.Request) -> dict[str, str]:
@@ -179,41 +180,41 @@ class GenerationApi:
 
 
 class _Client:
-    """The AiohttpConnection of a request that aiohttp has read."""
+    """The ClientConnection of a request that aiohttp has read."""
 
     def __init__(self, request: web.Request, fields: Callable[[bool], Iterable[tuple[str, str]]]) -> None:
-        """`fields`: returns the headers of the answer, with those for debugging or without."""
+        """`fields`: returns additional headers of the answer. Its argument says whether debug headers are included."""
         self._connection = cast("AiohttpConnection", request.protocol)
         self._fields = fields
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._closes = False
-        """Whether the gateway ends the connection, and says so."""
+        """Whether the gateway closes the connection and tells the client so."""
         self.shows_debug = False
-        """Whether the answer has the headers for debugging."""
+        """Whether the answer has the debug headers."""
         self.has_begun = False
-        """Whether a Request serves it."""
+        """Whether a Request serves the client."""
         self.transport = self._connection.door
         self.knows_chunks = request.version >= HttpVersion11
         self.response = _Written(keeps_alive=bool(request.keep_alive))
 
-    async def serve(self, handed: Request, record: RequestRecord) -> None:
+    async def serve(self, served: Request, record: RequestRecord) -> None:
         """Start a request, and wait until it is over."""
         self.has_begun = True
-        handed.start(record)
+        served.start(record)
         try:
             await self._over
         except asyncio.CancelledError:
-            handed.left()
+            served.left()
             raise
 
     @property
     def is_paused(self) -> bool:
-        """See AiohttpConnection."""
+        """See ClientConnection."""
         return self._connection.writing_paused
 
     @property
     def on_full(self) -> Callable[[], None] | None:
-        """See AiohttpConnection."""
+        """See ClientConnection."""
         return self._connection.on_full
 
     @on_full.setter
@@ -231,23 +232,23 @@ class _Client:
         return b"".join(f"{name}: {value}\r\n".encode("utf-8", "surrogateescape") for name, value in fields)
 
     async def drained(self) -> None:
-        """See AiohttpConnection."""
+        """See ClientConnection."""
         await self._connection.drained()
 
     def end_after_answer(self) -> None:
-        """See AiohttpConnection."""
+        """See ClientConnection."""
         self._closes = True
         self.response.force_close()
 
     def done(self, now: float) -> None:
-        """See AiohttpConnection."""
+        """See ClientConnection."""
         self._connection.on_full = None
         if not self._over.done():
             self._over.set_result(None)
 
 
 class _Written(web.StreamResponse):
-    """Stands for an answer that its Request has written to the connection."""
+    """Represents an answer that its Request has written to the connection."""
 
     def __init__(self, *, keeps_alive: bool) -> None:
         super().__init__()

@@ -1,37 +1,264 @@
-"""The instances: which there are and how they are, and changing that while the gateway runs."""
+"""Shows the instances, and changes them at run time: the routes under `/instances`."""
 
 from __future__ import annotations
 
 import logging
 import time
-from dataclasses import asdict, replace
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 from aiohttp import web
 
-from proxy.api.administrators import author
-from proxy.api.instance_changes import read_change
-from proxy.api.instance_view import InstanceView, membership_of
+from proxy.api.credentials import author
+from proxy.balancer.backend_health import FULL_PERCENT, HealthState
+from proxy.balancer.engines import UNKNOWN_VERSION, EngineFacts
+from proxy.balancer.roster import ADMIN
 from proxy.common.backend import Backend, Role
 from proxy.common.errors import BadRequest
 from proxy.fleet.discovery.sources import configured_instances
+from proxy.listener.body import read_body
+from proxy.settings import Endpoint, Listen, parse_endpoints
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from proxy.api.administrators import Administrators
-    from proxy.api.instance_changes import InstanceChange
-    from proxy.api.instance_view import InstanceParts
-    from proxy.balancer.roster import SourceStates
+    from proxy.api.credentials import Administrators
+    from proxy.balancer.health import Health, HealthBoard
+    from proxy.balancer.incompatibilities import Incompatibilities
+    from proxy.balancer.models import ServedModels
+    from proxy.balancer.pool import Pool
+    from proxy.balancer.roster import Member, Roster, SourceStates
+    from proxy.balancer.shared.scoreboard import Scoreboard
+    from proxy.fleet.discovery.joining import Joiner
     from proxy.settings import Endpoint, Settings
     from proxy.upstream.names import Names
+
+
+_BODY: Final = Listen(max_body_bytes=64 * 1024, body_seconds=10.0)
+_MAX_SECONDS: Final = 1e9  # in practice unlimited
+_TRUTHS: Final[Mapping[str, bool]] = {"": True, "1": True, "true": True, "0": False, "false": False}
+
+
+def truth(name: str, value: str) -> bool:
+    """Return the value of a boolean parameter. An empty value is true. Raises BadRequest for other values."""
+    if value not in _TRUTHS:
+        raise BadRequest(f"{name} must be true or false", param=name)
+    return _TRUTHS[value]
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceChange:
+    """A change of instances that an administrator requests."""
+
+    role: Role
+    """The role of the instances."""
+    endpoints: list[Endpoint]
+    """The addresses of the instances."""
+    is_dry_run: bool
+    """Whether to report the effect of the change without making it."""
+    send_key: bool
+    """Whether added instances may receive the engine key."""
+    evacuate_after_seconds: float | None
+    """See Leaving."""
+    weight: int | None
+    """See Member. None: the body has no weight."""
+
+
+def is_dry_run(request: web.Request) -> bool:
+    """Return whether the query has `dry_run=true`. Raises BadRequest."""
+    return truth("dry_run", request.query.get("dry_run", "false"))
+
+
+async def read_change(
+    request: web.Request, roles: Collection[Role], evacuate_after_seconds: float | None = None
+) -> InstanceChange:
+    """Read `{"type": "prefill", "instances": "host:port"}`, where `instances` may be a list. Raises BadRequest.
+
+    The address of a prefiller may end with its bootstrap port, as in the settings.
+
+    Args:
+        request: The request of the administrator.
+        roles: The roles of this gateway.
+        evacuate_after_seconds: The default for the member `evacuate_after`.
+    """
+    dry_run = is_dry_run(request)
+    raw = await read_body(request, _BODY, option=None)
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    try:
+        role = Role(body.get("type", ""))
+    except ValueError:
+        raise BadRequest("type must be 'prefill', 'decode' or 'encode'", param="type") from None
+    if role not in roles:
+        raise BadRequest(f"this gateway has no {role} instances", param="type")
+    listed = body.get("instances")
+    texts = [listed] if isinstance(listed, str) else listed
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise BadRequest("instances must be 'host:port' or a list of them", param="instances")
+    send_key = body.get("send_key", False)
+    if not isinstance(send_key, bool):
+        raise BadRequest("send_key must be true or false", param="send_key")
+    evacuate_after = body.get("evacuate_after", evacuate_after_seconds)
+    if evacuate_after is not None and not _is_duration(evacuate_after):
+        raise BadRequest("evacuate_after must be a number of seconds, 0 or more, or null", param="evacuate_after")
+    weight = body.get("weight")
+    if weight is not None and not (type(weight) is int and 1 <= weight <= FULL_PERCENT):
+        raise BadRequest(f"weight must be a whole number from 1 to {FULL_PERCENT}", param="weight")
+    try:
+        endpoints = [_endpoint(text, role) for text in texts]
+    except ValueError as error:
+        raise BadRequest(str(error), param="instances") from None
+    return InstanceChange(role, endpoints, dry_run, send_key, evacuate_after, weight)
+
+
+def _is_duration(value: object) -> bool:
+    """Return whether a JSON value is a number of seconds. A boolean is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MAX_SECONDS
+
+
+def _endpoint(text: str, role: Role) -> Endpoint:
+    if "/" in text:
+        raise ValueError(f"{text!r} must be host:port without scheme and path")
+    found = parse_endpoints(text)
+    if len(found) != 1:
+        raise ValueError(f"{text!r} must name one port")
+    if found[0].bootstrap_port is not None and role is not Role.PREFILL:
+        raise ValueError(f"{text!r} has a bootstrap port, which only prefillers have")
+    return found[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class InstanceParts:
+    """The parts of one worker for the routes on instances."""
+
+    pools: Mapping[Role, Pool]
+    """Pools of the roles that the connector uses."""
+    roster: Roster
+    """Members of these pools."""
+    scoreboard: Scoreboard
+    """Loads of the instances, summed over all workers."""
+    health: Health
+    """Health of the instances, as this worker sees it."""
+    health_board: HealthBoard
+    """Health of the instances, as each worker sees it."""
+    incompatibilities: Incompatibilities
+    """Incompatibilities that were found."""
+    joiner: Joiner
+    """Added instances that have not passed a health check yet."""
+    models: ServedModels
+    """Models that instances serve."""
+    pool_of: Callable[[Backend], Pool]
+    """Returns the pool in which an instance is compared with others."""
+
+
+class InstanceView:
+    """Describes the instances of the roles that the connector uses."""
+
+    def __init__(self, parts: InstanceParts) -> None:
+        self._pools = parts.pools
+        self._roster = parts.roster
+        self._scoreboard = parts.scoreboard
+        self._health = parts.health
+        self._health_board = parts.health_board
+        self._incompatibilities = parts.incompatibilities
+        self._joiner = parts.joiner
+        self._models = parts.models
+        self._pool_of = parts.pool_of
+
+    def everything(self, configured: Collection[Backend]) -> list[dict[str, Any]]:
+        """Return all instances, with the loads of all workers and the health that this worker sees.
+
+        `configured`: the instances in the configuration.
+        """
+        shown: list[dict[str, Any]] = []
+        for role, pool in self._pools.items():
+            pool.backends()  # updates the roster
+            self._models.look()
+            shown += [self._describe(member, member.backend in configured) for member in self._roster.members(role)]
+            shown += (_described(backend, "joining") for backend in self._joiner.joining(role))
+        return shown
+
+    def _describe(self, member: Member, is_configured: bool) -> dict[str, Any]:
+        board, backend, now = self._scoreboard, member.backend, time.monotonic()
+        health = self._health.of(backend)
+        (running, charged), pinned, changed_at = board.own(backend.slot), board.pinned(backend.slot), health.changed_at
+        facts = health.facts or EngineFacts()
+        return {
+            **_described(backend, membership_of(member), health.state, health.reason),
+            "configured": is_configured,
+            "origins": member.origins,
+            "weight": member.weight,
+            "states": Counter(state.value for state in self._health_board.states(backend)),
+            "since_seconds": None if changed_at is None else round(now - changed_at, 3),
+            "models": sorted(self._models.of(backend)),
+            "evacuated_in_seconds": None if member.leaves_at is None else round(max(0.0, member.leaves_at - now), 3),
+            "load": {
+                "inflight": board.requests(backend.slot),
+                "running": running,
+                "max_running": self._pools[backend.role].limit(backend),
+                "learned_max_running": self._pool_of(backend).policy.most_running(backend),
+                "compute_tokens": charged.compute,
+                "kv_tokens": charged.kv,
+                "pinned_kv": pinned.count,
+                "pinned_kv_tokens": pinned.tokens,
+            },
+            "kv": self._incompatibilities.verdict(backend) if backend.role is Role.DECODE else None,
+            "kv_from": self._incompatibilities.pairs(backend) if backend.role is Role.DECODE else None,
+            "misfits": [
+                {"kind": misfit.kind, "hint": misfit.hint, "since_seconds": round(now - misfit.since, 3)}
+                for misfit in self._incompatibilities.of(backend)
+            ],
+            "engine": {
+                "version": None if facts.version == UNKNOWN_VERSION else ".".join(map(str, facts.version)),
+                "max_model_len": facts.max_model_len,
+                "max_num_seqs": facts.max_num_seqs,
+                "kv_tokens": facts.kv_tokens,
+            },
+        }
+
+
+def membership_of(member: Member) -> str:
+    """Return the membership of a member: `enabled`, `disabled` or `draining`."""
+    return "draining" if member.is_draining else "disabled" if member.is_disabled else "enabled"
+
+
+def _described(
+    backend: Backend, membership: str, state: HealthState = HealthState.UNKNOWN, reason: str | None = None
+) -> dict[str, Any]:
+    """Return the description of an instance that has not answered yet. Members replace most of its values."""
+    return {
+        "role": backend.role,
+        "address": backend.name,
+        "bootstrap_port": backend.bootstrap_port,
+        "configured": False,
+        "origins": [ADMIN],
+        "weight": FULL_PERCENT,
+        "membership": membership,
+        "state": state,
+        "reason": reason,
+        "states": {},
+        "since_seconds": None,
+        "models": sorted(backend.models),
+        "evacuated_in_seconds": None,
+        "load": None,
+        "kv": None,
+        "kv_from": None,
+        "misfits": [],
+        "engine": None,
+    }
+
 
 logger = logging.getLogger(__name__)
 
 _State = dict[str, object]
-"""What can be changed of an instance: its `membership` and its `weight`."""
+"""The changeable properties of an instance: `membership` and `weight`."""
 
 _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 
@@ -46,17 +273,17 @@ class InstancesApi:
         drop_drained: Callable[[], None],
         names: Names,
         administrators: Administrators,
-        settings: Settings,
+        settings: Callable[[], Settings],
     ) -> None:
-        """Take the settings.
+        """Prepare the routes.
 
         Args:
-            parts: What the routes on instances work with.
+            parts: The parts of the routes on instances.
             sources: States of the discovery sources.
             drop_drained: Forgets the removed instances whose last request has ended.
             names: Checks the addresses of new instances.
             administrators: Restricts the routes to administrators.
-            settings: The settings of the gateway.
+            settings: Returns the present settings.
         """
         self._pools = parts.pools
         self._roster = parts.roster
@@ -66,15 +293,10 @@ class InstancesApi:
         self._drop_drained = drop_drained
         self._names = names
         self._administrators = administrators
-        self.configure(settings)
-
-    def configure(self, settings: Settings) -> None:
-        """Take notice of which instances are configured from now on, and when those that are removed are evacuated."""
-        self._evacuate_after_seconds = settings.leaving.evacuate_after_seconds
-        self._view.configured = frozenset(configured_instances(settings))
+        self._settings = settings
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """For the application."""
+        """Return the routes for the application."""
         administrators = self._administrators
         return [
             web.get("/instances", administrators.only(self._show)),
@@ -86,55 +308,58 @@ class InstancesApi:
         ]
 
     async def _show(self, request: web.Request) -> web.Response:
-        """All instances, whose loads are those of all workers and whose health is as the worker sees it that was asked,
-        and the sources of discovery.
-        """
+        """Show all instances and the discovery sources."""
         wanted = self._roster.wanted()
         sources = [
             {"source": origin, "instances": len(wanted.get(origin, ())), **asdict(state)}
             for origin, state in self._sources.all().items()
         ]
-        return _json({"instances": self._view.everything(), "sources": sources})
+        return _json({"instances": self._view.everything(configured_instances(self._settings())), "sources": sources})
 
-    # Changing: each says what it comes to, and does it unless that is all that was asked for
+    # Changes. Each reports its effect, and is made unless it is a dry run.
 
     async def _add(self, request: web.Request) -> web.Response:
         change = await read_change(request, self._pools.keys())
         for endpoint in change.endpoints:
             await self._check_address(endpoint)
         candidates = {str(endpoint): _candidate(change, endpoint) for endpoint in change.endpoints}
-        before, retold = self._states(change), self._retold(change.role, candidates)
-        warnings = self._unheard(change.role, candidates)
+        before, updates = self._states(change), self._updates(change.role, candidates)
+        warnings = self._ignored_details(change.role, candidates)
         add = self._joiner.is_new if change.is_dry_run else self._joiner.join
         try:
             joining = [endpoint for endpoint in change.endpoints if add(candidates[str(endpoint)])]
         except ValueError as error:
             raise BadRequest(str(error)) from None
-        told = f"add {change.role} instances: {_names(change.endpoints)}."
+        message = f"add {change.role} instances: {_names(change.endpoints)}."
         if joining:
-            told = f"Instances {_names(joining)} are waiting to be added."
-        if retold:
-            told += f" Instances {[one['instance'] for one in retold]} were there, and take what is said of them now."
-        changes = [*_compare(before, joining, {"membership": "joining"}), *retold]
-        return self._answer(request, change, told, changes, warnings)
+            message = f"Instances {_names(joining)} are waiting to be added."
+        if updates:
+            message += f" Instances {[one['instance'] for one in updates]} exist already; their details are updated."
+        changes = [*_compare(before, joining, {"membership": "joining"}), *updates]
+        return self._answer(request, change, message, changes, warnings)
 
-    def _retold(self, role: Role, candidates: Mapping[str, Backend]) -> list[dict[str, object]]:
-        """What changes of members when an administrator adds them once more, saying something else of them."""
+    def _updates(self, role: Role, candidates: Mapping[str, Backend]) -> list[dict[str, object]]:
+        """Return the changes of members that an administrator adds again with other details."""
         members = {member.backend: member for member in self._roster.members(role) if not member.is_draining}
         known = [(name, members[each], each) for name, each in candidates.items() if each in members]
         both = [
-            (name, _said(m.backend), _said(m.with_details(each, is_authority=False).backend)) for name, m, each in known
+            (name, _details(m.backend), _details(m.with_details(each, is_authority=False).backend))
+            for name, m, each in known
         ]
         return [{"instance": name, "was": was, "becomes": after} for name, was, after in both if was != after]
 
-    def _unheard(self, role: Role, candidates: Mapping[str, Backend]) -> list[str]:
-        """One warning if something else is said of instances that are waiting to be added."""
-        waiting = {backend: _said(backend) for backend in self._joiner.joining(role)}
-        unheard = [name for name, each in candidates.items() if waiting.get(each, _said(each)) != _said(each)]
-        return [f"{unheard} wait with what was said of them first: remove them to change that."] if unheard else []
+    def _ignored_details(self, role: Role, candidates: Mapping[str, Backend]) -> list[str]:
+        """Return a warning if instances that are waiting to be added get other details, which are ignored."""
+        waiting = {backend: _details(backend) for backend in self._joiner.joining(role)}
+        ignored = [name for name, each in candidates.items() if waiting.get(each, _details(each)) != _details(each)]
+        return [f"{ignored} are waiting with other details: remove them first to change these."] if ignored else []
 
     async def _check_address(self, endpoint: Endpoint) -> None:
-        """Raise BadRequest for where no instance may be. Connections are made under the same rules, whenever it is."""
+        """Check that an instance may have this address. Connections are checked by the same rules.
+
+        Raises:
+            BadRequest: The address is not allowed, or the name has no address.
+        """
         try:
             await self._names.find(endpoint.host)
         except OSError as problem:
@@ -142,34 +367,36 @@ class InstancesApi:
             raise BadRequest(message, code="address_not_allowed", param="instances") from None
 
     async def _remove(self, request: web.Request) -> web.Response:
-        change = await read_change(request, self._pools.keys(), self._evacuate_after_seconds)
+        settings = self._settings()
+        change = await read_change(request, self._pools.keys(), settings.leaving.evacuate_after_seconds)
         role, before = change.role, self._states(change)
         there = [endpoint for endpoint in change.endpoints if before[str(endpoint)]["membership"] is not None]
         warnings = self._warnings(role, there, "added")
-        returning = [endpoint for endpoint in there if _backend(role, endpoint) in self._view.configured]
+        configured = configured_instances(settings)
+        returning = [endpoint for endpoint in there if _backend(role, endpoint) in configured]
         if returning:
-            warnings.append(f"{_names(returning)} are in the configuration, so that the next reload adds them again.")
+            warnings.append(f"{_names(returning)} are in the configuration: the next reload adds them again.")
         if not change.is_dry_run:
             for endpoint in there:
                 self._joiner.remove(role, endpoint.host, endpoint.port, _leaves_at(change))
             self._drop_drained()
-        told = ""
+        message = ""
         if there:
-            is_left = not {_backend(role, endpoint) for endpoint in there}.isdisjoint(self._backends(role))
-            told = (
+            is_draining = not {_backend(role, endpoint) for endpoint in there}.isdisjoint(self._backends(role))
+            message = (
                 f"Instances {_names(there)} are isolated and waiting to be removed."
-                if is_left and not change.is_dry_run
+                if is_draining and not change.is_dry_run
                 else f"remove {role} instances: {_names(there)}."
             )
         changes = _compare(before, there, {"membership": "draining"})
-        return self._answer(request, change, told, changes, warnings, there)
+        return self._answer(request, change, message, changes, warnings, there)
 
     async def _enable(self, request: web.Request) -> web.Response:
         change = await read_change(request, self._pools.keys())
         return self._modify(request, change, "enabled", {"membership": "enabled"}, self._roster.enable)
 
     async def _disable(self, request: web.Request) -> web.Response:
-        change = await read_change(request, self._pools.keys(), self._evacuate_after_seconds)
+        change = await read_change(request, self._pools.keys(), self._settings().leaving.evacuate_after_seconds)
         disable = partial(self._roster.disable, leaves_at=_leaves_at(change))
         return self._modify(request, change, "disabled", {"membership": "disabled"}, disable)
 
@@ -188,26 +415,34 @@ class InstancesApi:
         becomes: Mapping[str, object],
         apply: Callable[[Role, str, int], bool],
     ) -> web.Response:
-        """Change what members are like that do not drain. `apply` makes of one what `becomes` says."""
+        """Change the members that do not drain.
+
+        Args:
+            request: The request of the administrator.
+            change: The change.
+            verb: Its name in the message.
+            becomes: The properties that the members get.
+            apply: Gives a member these properties.
+        """
         before = self._states(change)
         there = [e for e in change.endpoints if before[str(e)]["membership"] in ("enabled", "disabled")]
         warnings = self._warnings(change.role, there, "enabled") if verb == "disabled" else []
         if not change.is_dry_run:
             for endpoint in there:
                 apply(change.role, endpoint.host, endpoint.port)
-        told = f"Instances {_names(there)} are {verb}." if there else ""
-        return self._answer(request, change, told, _compare(before, there, becomes), warnings, there)
+        message = f"Instances {_names(there)} are {verb}." if there else ""
+        return self._answer(request, change, message, _compare(before, there, becomes), warnings, there)
 
     def _warnings(self, role: Role, taken: Sequence[Endpoint], remedy: str) -> list[str]:
-        """What an administrator who is about to take these away should know."""
+        """Return a warning if a role has no instance left without the ones to be taken away."""
         left = {member.backend for member in self._roster.members(role) if member.may_serve}
         left -= {_backend(role, endpoint) for endpoint in taken}
         if not taken or left:
             return []
-        return [f"No {role} instance is left: requests that need one are refused until one is {remedy}."]
+        return [f"No {role} instance is left: requests that need one are rejected until one is {remedy}."]
 
     def _states(self, change: InstanceChange) -> dict[str, _State]:
-        """What can be changed of the instances that are named; membership None: there is no such instance."""
+        """Return the states of the named instances. A membership of None means that there is no such instance."""
         members = {member.backend: member for member in self._roster.members(change.role)}
         joining = self._joiner.joining(change.role)
         states: dict[str, _State] = {}
@@ -223,16 +458,25 @@ class InstancesApi:
         self,
         request: web.Request,
         change: InstanceChange,
-        told: str,
+        effect: str,
         changes: Sequence[Mapping[str, object]],
         warnings: Sequence[str] = (),
         there: Sequence[Endpoint] | None = None,
     ) -> web.Response:
-        """The answer to a change, which is one line in the log, too. `there` None: it does not matter who was there."""
+        """Log a change, and return the answer.
+
+        Args:
+            request: The request of the administrator.
+            change: The change.
+            effect: The effect in words. Empty: there is none.
+            changes: The changed properties of each instance.
+            warnings: Warnings for the administrator.
+            there: The named instances that exist. None: it does not matter.
+        """
         role = change.role
         not_found = [] if there is None else [endpoint for endpoint in change.endpoints if endpoint not in there]
         missing = f"There are no {role} instances {_names(not_found)}." if not_found else ""
-        message = " ".join(filter(None, (told, missing)))
+        message = " ".join(filter(None, (effect, missing)))
         if change.is_dry_run:
             message = f"Dry run, nothing is changed: {message}"
         level = logging.WARNING if warnings or not_found else logging.INFO
@@ -256,25 +500,25 @@ class InstancesApi:
 def _compare(
     before: Mapping[str, _State], changed: Sequence[Endpoint], becomes: Mapping[str, object]
 ) -> list[dict[str, object]]:
-    """What changes for each of these instances, if anything does, when `becomes` takes the place of what was."""
+    """Return the differences for each of the instances that change when they get the properties in `becomes`."""
     both = [(name, before[name], {**before[name], **becomes}) for name in _names(changed)]
     return [{"instance": name, "was": was, "becomes": after} for name, was, after in both if was != after]
 
 
 def _leaves_at(change: InstanceChange) -> float | None:
-    """See Member."""
+    """Return `Member.leaves_at` for a change."""
     seconds = change.evacuate_after_seconds
     return None if seconds is None else time.monotonic() + seconds
 
 
 def _candidate(change: InstanceChange, endpoint: Endpoint) -> Backend:
-    """What an administrator wants to add."""
+    """Return the backend that an administrator wants to add."""
     backend = _backend(change.role, endpoint)
     return replace(backend, trusted=change.send_key, bootstrap_port=endpoint.bootstrap_port, models=endpoint.models)
 
 
-def _said(backend: Backend) -> dict[str, object]:
-    """What an administrator may say of an instance."""
+def _details(backend: Backend) -> dict[str, object]:
+    """Return the details of an instance that an administrator may set."""
     return {"bootstrap_port": backend.bootstrap_port, "models": list(backend.models), "send_key": backend.trusted}
 
 

@@ -1,4 +1,4 @@
-"""GET /v1/models, and one of them: what all engines together serve, also while some of them are down."""
+"""The routes GET /v1/models and /v1/models/NAME: the models of all engines, even while some of them are down."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from proxy.common.errors import UnknownModel, UpstreamError
 from proxy.dialects.adjustments import ModelNames
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from proxy.api.questions import QuestionParts
     from proxy.balancer.models import ServedModels
@@ -32,19 +32,21 @@ _FRESH_SECONDS: Final = 2.0
 
 
 class ModelsApi:
-    """Asks all eligible backends at once and merges their lists by model id; the first to name a model describes it.
+    """Merges the lists of all eligible backends by model id. The first backend that lists a model describes it.
 
-    The last answer is kept for two seconds, for clients with the same credential.
+    The last list is cached for two seconds for clients with the same credential.
     """
 
-    def __init__(self, parts: QuestionParts, pools: Sequence[Pool], models: ServedModels, settings: Settings) -> None:
-        """Take the settings.
+    def __init__(
+        self, parts: QuestionParts, pools: Sequence[Pool], models: ServedModels, settings: Callable[[], Settings]
+    ) -> None:
+        """Prepare the routes.
 
         Args:
-            parts: What it asks engines with.
-            pools: Pools whose backends are asked.
-            models: Models of all instances, as far as they are known.
-            settings: The settings of the gateway.
+            parts: The parts of routes that query engines.
+            pools: The pools whose backends are queried.
+            models: The known models of all instances.
+            settings: Returns the present settings.
         """
         self._pools = pools
         self._known = models
@@ -52,17 +54,16 @@ class ModelsApi:
         self._engine_keys = parts.engine_keys
         self._client_keys = parts.client_keys
         self._metrics = parts.metrics
-        self._kept_for: str | None = None
-        self._kept_until = 0.0
-        self._kept: dict[str, dict[str, Any]] = {}
-        self.configure(settings)
-
-    def configure(self, settings: Settings) -> None:
-        """Take changed settings for requests that come from now on."""
-        self._names = ModelNames(settings.models.aliases)
+        self._settings = settings
+        self._cached: dict[str, dict[str, Any]] = {}
+        """The last list, by model id."""
+        self._cached_for: str | None = None
+        """The credential that the list was requested with."""
+        self._cached_until = 0.0
+        """The end of its validity, in monotonic seconds."""
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """For the application."""
+        """Return the routes for the application."""
         return [
             web.get(path, counted("models", answer, self._client_keys, self._metrics))
             for path, answer in ((_PATH, self._models), (_NAMED, self._model))
@@ -70,21 +71,22 @@ class ModelsApi:
 
     async def _models(self, request: web.Request) -> web.Response:
         models = await self._merged(self._client_keys.credential(request))
-        aliases = [{**models[served], "id": said} for said, served in self._names.exact.items() if served in models]
+        names = ModelNames(self._settings().models.aliases)
+        aliases = [{**models[served], "id": alias} for alias, served in names.exact.items() if served in models]
         return _json({"object": "list", "data": [*models.values(), *aliases]})
 
     async def _model(self, request: web.Request) -> web.Response:
         models = await self._merged(self._client_keys.credential(request))
         name = request.match_info["model"]
-        model = models.get(self._names.served(name))
+        model = models.get(ModelNames(self._settings().models.aliases).served(name))
         if model is None:
             raise UnknownModel()
         return _json({**model, "id": name})
 
     async def _merged(self, credential: str | None) -> dict[str, dict[str, Any]]:
-        """The models by name."""
-        if credential == self._kept_for and time.monotonic() < self._kept_until:
-            return self._kept
+        """Return the models of all engines by id."""
+        if credential == self._cached_for and time.monotonic() < self._cached_until:
+            return self._cached
         backends = [backend for pool in self._pools for backend in pool.eligible()]
         answers = await asyncio.gather(*(self._ask(backend, credential) for backend in backends))
         lists = [answer for answer in answers if isinstance(answer, list)]
@@ -94,16 +96,16 @@ class ModelsApi:
         for model in (model for answer in lists for model in answer):
             models.setdefault(model["id"], model)
         if self._known.is_mixed:
-            # What one role alone serves cannot be asked for, and what an instance is said to serve it may not tell.
+            # A model of only one role cannot be requested. A model that is only configured may be missing in the lists.
             unseen = {"object": "model", "created": 0, "owned_by": "pdproxy"}
             whole = sorted(self._known.complete)
             models = {name: models.get(name) or {"id": name, **unseen} for name in whole}
-        self._kept = models
-        self._kept_for, self._kept_until = credential, time.monotonic() + _FRESH_SECONDS
-        return self._kept
+        self._cached = models
+        self._cached_for, self._cached_until = credential, time.monotonic() + _FRESH_SECONDS
+        return self._cached
 
     async def _ask(self, backend: Backend, credential: str | None) -> list[dict[str, Any]] | UpstreamError:
-        """One engine's models, or why there are none."""
+        """Return the models of one engine, or the error of the request."""
         headers = self._engine_keys.headers(backend, credential)
         try:
             answer = await ask(self._client, backend, _PATH, headers, _TIMEOUT_SECONDS, _WHAT)

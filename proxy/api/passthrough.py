@@ -1,9 +1,9 @@
-"""Routes that one engine answers alone: an allow-list, because engines also serve routes no client should reach.
+"""Passes requests to one engine, and its answers back, byte for byte.
 
-One lease, one exchange; the body goes out and the answer comes back byte for byte. The client's body is read before a
-backend is leased, so that a slow sender occupies no engine, the cost is known, and a second try costs nothing. What is
-tried again elsewhere, how often, and how long a restart is waited for, is what holds for generation, too. An engine's
-limit is not: what is passed through waits for no room.
+The routes are an allow-list, because engines also serve routes that no client should reach. The body of the client is
+read before a backend is leased. So a slow client occupies no engine, the cost is known, and a retry costs nothing.
+
+Retries and the wait for a restart follow the rules for generation. The limits of engines do not apply here.
 """
 
 from __future__ import annotations
@@ -15,33 +15,135 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
-from proxy.api.role_queue import RoleQueues
 from proxy.balancer.blame import Blame
 from proxy.balancer.engines import without_key
 from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Load
-from proxy.common.errors import Failure, GatewayError, NoBackendAvailable, Overloaded, UpstreamError
+from proxy.common.errors import BadRequest, Failure, GatewayError, NoBackendAvailable, Overloaded, UpstreamError
+from proxy.dialects.adjustments import ModelNames, priority_change
+from proxy.dialects.requests import read
+from proxy.gateway.admission import AdmissionParts, AdmissionQueue
 from proxy.gateway.retry import RetryPermit, backoff_seconds, may_retry
 from proxy.listener import replies
 from proxy.listener.body import read_body
 from proxy.listener.replies import REQUEST_ID
 from proxy.observe.logs import access_line
 from proxy.upstream import EngineRequestError, read_bounded, upstream_error
+from proxy.wire.document import joined
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Iterator, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
     import aiohttp
 
     from proxy.api.questions import QuestionParts
-    from proxy.api.role_queue import RoleQueue
-    from proxy.common.backend import Backend
-    from proxy.gateway.lanes import Lanes
+    from proxy.common.backend import Backend, Role
+    from proxy.gateway.api_keys import ApiKey
+    from proxy.gateway.lanes import Lane, Lanes
     from proxy.listener.drain import DrainManager
+    from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
+
+
+class RoleQueue:
+    """The first role of a lane, and a queue for the time in which all its instances restart or reject requests."""
+
+    def __init__(self, lane: Lane, settings: Settings, metrics: Metrics) -> None:
+        self.lane = lane
+        self.pool = lane.first
+        parts = AdmissionParts(has_room=self._has_room, metrics=metrics, absent=self._absent)
+        self.admission = AdmissionQueue(parts, settings.admission)
+
+    def _has_room(self, request: Callable[[], PickRequest] | None = None) -> bool:
+        return not self.pool.is_restarting() and not self.pool.refuse_all()
+
+    def _absent(self) -> Role | None:
+        return self.pool.role if self.pool.is_gone() else None
+
+
+class RoleQueues:
+    """The role queues of all lanes."""
+
+    def __init__(self, lanes: Lanes, settings: Settings, metrics: Metrics) -> None:
+        self._whole = RoleQueue(lanes.whole, settings, metrics)
+        self._lanes = lanes
+        self._metrics = metrics
+        self._of: dict[Lane, RoleQueue] = {}
+        self.configure(settings)
+
+    def configure(self, settings: Settings) -> None:
+        """Apply changed settings to requests that arrive from now on, and to the queues."""
+        self._settings = settings
+        self._names = ModelNames(settings.models.aliases)
+        for queue in (self._whole, *self._of.values()):
+            queue.admission.configure(settings.admission)
+
+    async def of(self, model: object) -> RoleQueue:
+        """Return the queue for a model, which has the engines' name. Raises the errors of Lanes.of."""
+        lanes = self._lanes
+        if not lanes.models.is_mixed:
+            return self._whole
+        lane = await lanes.find(model)
+        if lane is lanes.whole:
+            return self._whole
+        queue = self._of.get(lane)
+        if queue is None:
+            # Some lanes may be gone.
+            self._of = {other: its for other, its in self._of.items() if other in lanes.all}
+            queue = self._of[lane] = RoleQueue(lane, self._settings, self._metrics)
+        return queue
+
+    def for_engines(self, request: web.Request, body: bytes, key: ApiKey) -> tuple[bytes, object]:
+        """Return the body for engines, and the engines' name of the model or None.
+
+        It has the engines' name of the model, and a priority that the client key allows. If there is no body, the
+        query may name the model. The body is not parsed if nothing in it can matter.
+
+        Raises:
+            BadRequest: The body must be changed and is not valid JSON.
+        """
+        is_bounded = key.slot is not None
+        if not body:
+            requested = request.query.get("model")
+            return body, None if requested is None else self._names.served(requested)
+        if not (is_bounded or self._names.has_aliases or self._lanes.models.is_mixed):
+            return body, None
+        parsed = _parse(body)
+        changes: dict[str, object] = {}
+        name = parsed.model
+        if isinstance(name, str) and (served := self._names.served(name)) != name:
+            changes["model"] = name = served
+        if is_bounded and parsed.priority is not None:
+            lower_first = self._settings.connector_traits.lower_priority_first
+            changes.update(priority_change(parsed.priority, key.priority, lower_first=lower_first))
+        return joined(read(body).with_changes(changes)) if changes else body, name
+
+
+class _Body(msgspec.Struct):
+    """The members of a body that matter here."""
+
+    model: object = None
+    priority: object = None
+
+
+_read = msgspec.json.Decoder(_Body).decode
+
+
+def _parse(body: bytes) -> _Body:
+    """Return the model and priority of a body. Both are None if engines would reject the body."""
+    try:
+        return _read(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        pass  # engines accept more than this parser
+    try:
+        values = read(body).values
+    except BadRequest:
+        return _Body()
+    return _Body(values.get("model"), values.get("priority"))
 
 
 ROUTES: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
@@ -73,14 +175,14 @@ _RUN_THE_MODEL: Final = frozenset(path for _, path in ROUTES["pooling"])
 _PASSED_ON: Final = ("Content-Type", "Accept", "traceparent", "tracestate")
 
 
-# About one connection (RFC 9110 7.6.1) or set by the gateway itself; the length is kept apart.
+# Headers of one connection (RFC 9110 7.6.1), and those that the gateway sets.
 _NOT_PASSED_BACK: Final = frozenset(
     {
         *("connection", "keep-alive", "proxy-authenticate", "proxy-connection", "te", "trailer"),
         *("transfer-encoding", "upgrade", "content-length", "server", "date", "x-request-id"),
     }
 )
-# Nobody waits for more: not for an answer, and not for an engine to say why there is none.
+# Longer answers are broken off. Of the body of an error, only so much is read.
 MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
 _MAX_REFUSAL_BYTES: Final = 1024 * 1024
 _MESSAGES: Final = {
@@ -92,7 +194,7 @@ _MESSAGES: Final = {
 
 @contextmanager
 def _paused(deadline: asyncio.Timeout) -> Iterator[None]:
-    """Time spent in here is not the engine's."""
+    """Stop a deadline of the engine while the block runs."""
     loop, when = asyncio.get_running_loop(), deadline.when()
     assert when is not None
     left_seconds = when - loop.time()
@@ -104,7 +206,7 @@ def _paused(deadline: asyncio.Timeout) -> Iterator[None]:
 
 
 def passed_back(answer: aiohttp.ClientResponse) -> CIMultiDict[str]:
-    """The engine's headers without those that are about its connection to us."""
+    """Return the headers of the engine without those of its connection."""
     named = {name.strip().lower() for line in answer.headers.getall("Connection", ()) for name in line.split(",")}
     left_out = _NOT_PASSED_BACK | named
     return CIMultiDict(
@@ -115,7 +217,7 @@ def passed_back(answer: aiohttp.ClientResponse) -> CIMultiDict[str]:
 
 
 async def _refusal(backend: Backend, answer: aiohttp.ClientResponse) -> UpstreamError:
-    """The error for an answer that is none: the engine's own words, or a redirect, which is not followed."""
+    """Return the error for a status that is not 2xx. Redirects are not followed."""
     message = f"{backend.role} instance answered with status {answer.status}"
     if answer.status < 400:
         return UpstreamError(Failure.BAD_ANSWER, backend, message)
@@ -129,7 +231,7 @@ def _too_large(backend: Backend) -> UpstreamError:
 
 
 def _failed(backend: Backend, error: EngineRequestError | TimeoutError) -> UpstreamError:
-    """Return the error for an exchange that failed; TimeoutError: it took too long."""
+    """Return the error for a failed exchange. A TimeoutError means that it took too long."""
     if isinstance(error, TimeoutError):
         return upstream_error(Failure.TIMEOUT, backend, "the engine did not answer in time")
     message = str(error) if error.failure is Failure.CONNECT else _MESSAGES[error.failure]
@@ -138,27 +240,35 @@ def _failed(backend: Backend, error: EngineRequestError | TimeoutError) -> Upstr
 
 @dataclass(slots=True)
 class _Record:
-    """What becomes of one request, for the access line and the metrics."""
+    """The outcome of one request, for the access log and the metrics."""
 
     key: str = "-"
-    status: int = 499  # until there is an answer, only the client's leaving can end the request
+    """The name of the client key."""
+    status: int = 499
+    """The status of the answer. 499: the client disconnected before there was an answer."""
     instance: str = "-"
+    """The instance of the last attempt."""
     bytes_sent: int = 0
+    """Bytes of the answer that were sent to the client."""
     has_reached_engines: bool = False
+    """Whether an engine may have received the request."""
     is_committed: bool = False
-    broken: tuple[str, str] | None = ("client", "left")  # side and reason, None when the answer is complete
+    """Whether the status and headers were sent to the client."""
+    broken: tuple[str, str] | None = ("client", "left")
+    """The side that broke off the answer, and the reason. None: the answer is complete."""
 
 
 class _ClientLost(Exception):
-    """The client can be sent no more; `reason` is the metric's label."""
+    """Nothing more can be sent to the client."""
 
     def __init__(self, reason: str) -> None:
+        """`reason`: the label of the metric."""
         super().__init__(reason)
         self.reason = reason
 
 
 class PassthroughApi:
-    """The routes of the configured groups, on the backends of one role."""
+    """The routes of the configured groups. The first role of each lane answers them."""
 
     def __init__(self, parts: QuestionParts, lanes: Lanes, drain: DrainManager, settings: Settings) -> None:
         self._client = parts.client
@@ -174,12 +284,12 @@ class PassthroughApi:
         self.configure(settings)
 
     def configure(self, settings: Settings) -> None:
-        """Take changed settings for requests that come from now on. The routes stay what they were."""
+        """Apply changed settings to requests that arrive from now on. The routes do not change."""
         self._settings = settings
         self._queues.configure(settings)
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """For the application."""
+        """Return the routes for the application."""
         return [
             web.route(method, path, partial(self._serve, group, path))
             for group in self._groups
@@ -203,7 +313,7 @@ class PassthroughApi:
                 record.broken = ("client", lost.reason)
                 if request.transport is not None:
                     request.transport.abort()
-                return web.Response(status=499)  # written to nobody
+                return web.Response(status=499)  # is not sent
             finally:
                 self._observe(group, path, request, record, time.monotonic() - started)
 
@@ -220,25 +330,26 @@ class PassthroughApi:
     async def _try_admitted(
         self, queue: RoleQueue, path: str, request: web.Request, body: bytes, record: _Record
     ) -> web.StreamResponse:
-        """Once, and again after a restart, if connections were refused and nothing else has come of it; and again if
-        all instances refused it.
+        """Try until the longest wait is over.
+
+        Try again after a restart if no engine was reached, and again if all instances have rejected the request.
         """
         loop = asyncio.get_running_loop()
         waits_until = loop.time() + self._settings.admission.wait_seconds
-        refusal: UpstreamError | None = None
+        rejection: UpstreamError | None = None
         while True:
             try:
                 async with queue.admission.admit(record.key):
                     return await self._try(queue, path, request, body, record)
             except Overloaded as error:
-                raise error if refusal is None else refusal from None
+                raise error if rejection is None else rejection from None
             except (NoBackendAvailable, UpstreamError) as error:
                 if loop.time() >= waits_until:
                     raise
                 if isinstance(error, UpstreamError) and error.is_refusal:
                     if record.is_committed or self._settings.retry.max_attempts < 2 or not queue.pool.refuse_all():
                         raise
-                    refusal = error
+                    rejection = error
                     continue
                 is_unreached = isinstance(error, NoBackendAvailable) or error.failure is Failure.CONNECT
                 if not is_unreached or record.has_reached_engines or not queue.pool.is_restarting():
@@ -247,7 +358,7 @@ class PassthroughApi:
     async def _try(
         self, queue: RoleQueue, path: str, request: web.Request, body: bytes, record: _Record
     ) -> web.StreamResponse:
-        """On one backend after the other, as long as that can help."""
+        """Try one backend after the other, within the limits for retries."""
         load = Load(compute=len(body) // self._settings.cost.bytes_per_token + 1)
         wanted = PickRequest.of(load, proves_generation=path in _RUN_THE_MODEL)
         failed: list[Backend] = []
@@ -265,7 +376,7 @@ class PassthroughApi:
                     failed.append(error.backend)
                     blame.failed(error)
                     if error.is_refusal and not record.is_committed and self._settings.retry.max_attempts > 1:
-                        # It counts for nothing as long as others would take the request.
+                        # This attempt does not count if another backend would accept the request.
                         if not queue.pool.would_accept(failed):
                             raise
                     else:
@@ -273,16 +384,16 @@ class PassthroughApi:
                         await self._await_retry(error, attempts, permit, record)
                     try:
                         lease.move(failed, because=error)
-                    except NoBackendAvailable as nobody:
-                        # What the engine said is more to the point, except that it could not be reached.
-                        raise nobody if error.failure is Failure.CONNECT else error from None
+                    except NoBackendAvailable as absence:
+                        # Report the error of the engine, unless the engine was not reached.
+                        raise absence if error.failure is Failure.CONNECT else error from None
                     self._metrics.retries_total.labels(queue.pool.role, error.failure).inc()
                 await asyncio.sleep(backoff_seconds(self._settings.retry, max(1, attempts)))
 
     async def _await_retry(self, error: UpstreamError, attempts: int, permit: RetryPermit, record: _Record) -> None:
-        """Wait until the request may be tried again. Raises the error if it must not be."""
-        most = self._settings.retry.max_attempts
-        if not may_retry(error, sent_to_client=record.is_committed, attempts=attempts, max_attempts=most):
+        """Wait for a permit to retry the request. Raises the error if it must not be retried."""
+        max_attempts = self._settings.retry.max_attempts
+        if not may_retry(error, sent_to_client=record.is_committed, attempts=attempts, max_attempts=max_attempts):
             raise error
         is_free = error.failure is Failure.CONNECT
         if not is_free and not await permit.acquire(self._settings.retry.budget_wait_seconds):
@@ -315,7 +426,7 @@ class PassthroughApi:
         record: _Record,
         deadline: asyncio.Timeout,
     ) -> web.StreamResponse:
-        """Copy the answer as it comes; a slow client holds the engine back, and its deadline."""
+        """Copy the answer as it arrives. A slow client slows the engine down, and extends its deadline."""
         response = web.StreamResponse(status=answer.status, headers=passed_back(answer))
         response.content_length = answer.content_length
         record.status, record.is_committed = answer.status, True

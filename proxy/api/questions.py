@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from proxy.api.key_auth import KeyAuth
+    from proxy.api.credentials import KeyAuth
     from proxy.balancer.engines import EngineKeys
     from proxy.common.backend import Backend
     from proxy.observe.metrics import Metrics

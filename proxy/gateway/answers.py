@@ -323,7 +323,7 @@ class AssembledBody(_Relayed):
         """The parsed body. None until it is requested after the end of an attempt."""
         self._own = dialect.watched_whole(call)
         """Assembles the answer for the dialect. None: `_assembly` does."""
-        self._assembly = Assembly(has_routed_experts=parts.abilities.has_where_told(ROUTED_EXPERTS))
+        self._assembly = Assembly(has_routed_experts=parts.abilities.has_if_known(ROUTED_EXPERTS))
         delivery = Delivery(
             call,
             dialect.watched_segment if prompt is None else partial(prompt.segment, call),

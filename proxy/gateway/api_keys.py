@@ -1,10 +1,9 @@
-"""The keys that clients show, and what each has used over all workers.
+"""The keys of clients, and their usage over all workers.
 
-A key's requests in flight and its requests per minute may be limited. Both are counted in shared memory, in rows
-that only their own worker writes, as on the scoreboard. Without keys everybody is the same anonymous key, which
-nothing limits and for whom nothing is counted.
+The requests in flight and the requests per minute of a key may be limited. Both are counted in shared memory, in one
+row for each worker. Without keys, all clients have the same anonymous key, which has no limits and is not counted.
 
-What other gateways have let in has a row of its own behind those of the workers, with one writer: see `fleet.replicas`.
+Further rows count the requests that other gateways have admitted, see `fleet.replicas`.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ if TYPE_CHECKING:
     from proxy.settings import ClientKey
 
 MAX_KEYS: Final = 1024
-"""Client keys there can be at a time, unless the KeyUsage was made for more."""
+"""The largest number of client keys, unless the KeyUsage was made for more."""
 
 _CELLS_PER_SLOT = 3
-_IN_FLIGHT, _MINUTES = 0, 1  # the second of two cells, for even and for odd minutes
+_IN_FLIGHT, _MINUTES = 0, 1  # two cells for minutes: even and odd ones
 _CELL_BYTES = 8
 _COUNT_BITS: Final = 32
 _MINUTE_MS: Final = 60_000
@@ -48,13 +47,20 @@ class UsageRow:
         self._cells[_CELLS_PER_SLOT * slot + _IN_FLIGHT] += in_flight
 
     def count(self, slot: int, minute: int) -> None:
-        """Count one more request of the key with this slot. `minute`: the whole minutes of the clock of the ApiKeys."""
+        """Count a request of the key with this slot. `minute`: the number of the present minute."""
         index = _CELLS_PER_SLOT * slot + _MINUTES + minute % 2
         cell = self._cells[index]
         self._cells[index] = cell + 1 if cell >> _COUNT_BITS == minute else (minute << _COUNT_BITS) + 1
 
     def charge(self, slot: int, in_flight: int, minute: int, count: int) -> None:
-        """Replace what this row has. Only for guests: `count` requests in a window that ends now, in this minute."""
+        """Replace the counts of a slot. Only for rows of other gateways.
+
+        Args:
+            slot: The slot of the key.
+            in_flight: Requests in flight.
+            minute: The number of the present minute.
+            count: Requests in the 60 s that end now.
+        """
         first = _CELLS_PER_SLOT * slot
         cells = self._cells
         cells[first + _IN_FLIGHT] = in_flight
@@ -63,42 +69,43 @@ class UsageRow:
 
 
 class KeyUsage:
-    """What is used of each key, by slot: requests in flight, and requests counted in this minute and the one before.
+    """The usage of all keys by slot: requests in flight, and requests of the present and the last minute.
 
-    A row of int64 per worker, written by that worker alone. A minute's count and the minute's own number share a cell,
-    so a reader in another worker cannot take the count of one minute for that of another. Create it before forking.
+    Each worker writes its own row of int64. A cell has both the count and the number of a minute, so that readers in
+    other workers cannot mix up two minutes. Create it before forking.
     """
 
     def __init__(self, workers: int = 1, slots: int = MAX_KEYS, guests: int = 0) -> None:
-        """`guests`: rows for what other gateways have let in."""
+        """`guests`: the number of rows for other gateways."""
         self.workers = workers
         self.slots = slots
         self.rows = workers + guests
-        """Of workers and guests."""
+        """The number of rows of workers and guests."""
         self._width = _CELLS_PER_SLOT * slots
         self._cells = memoryview(mmap.mmap(-1, self.rows * self._width * _CELL_BYTES)).cast("q")
 
     def row(self, number: int) -> UsageRow:
-        """The workers come first, then the guests."""
+        """Return a row. The rows of workers are first, then those of guests."""
         return UsageRow(self._cells_of(number))
 
     def own(self, slot: int, now: float) -> tuple[int, int]:
-        """What this gateway's workers have let in: requests in flight, and those in the minute that ends now, as the
-        sliding window counts them. `now`: seconds of the clock of the ApiKeys.
+        """Return the usage by the workers of this gateway: requests in flight, and those in the last 60 s.
+
+        `now`: seconds of the clock of the ApiKeys.
         """
         minute, elapsed_ms = minute_of(now)
         previous, current = (self._counted(slot, each, self.workers) for each in (minute - 1, minute))
         return self._in_flight(slot, self.workers), current + -(-previous * (_MINUTE_MS - elapsed_ms) // _MINUTE_MS)
 
     def in_flight(self, slot: int) -> int:
-        """Requests in flight, over all workers."""
+        """Return the requests in flight over all rows."""
         return self._in_flight(slot, self.rows)
 
     def counted(self, slot: int, minute: int) -> int:
-        """Requests counted in a minute, which is the latest one or the one before, over all workers."""
+        """Return the requests of the present or the last minute over all rows."""
         return self._counted(slot, minute, self.rows)
 
-    # Of the first so many rows. Each request asks, and a slice of cells takes as long as ten of them.
+    # The sums are loops over indices, because each request needs them and a slice takes as long as ten cells.
 
     def _in_flight(self, slot: int, rows: int) -> int:
         first = _CELLS_PER_SLOT * slot + _IN_FLIGHT
@@ -117,9 +124,7 @@ class KeyUsage:
         return counted
 
     def erase(self, number: int) -> None:
-        """The writer of a row is dead, and nothing of it is in flight any more. What it has counted was used all the
-        same.
-        """
+        """Set the requests in flight of a row to 0 after its writer has died. The requests per minute stay."""
         cells = self._cells_of(number)
         for index in range(_IN_FLIGHT, self._width, _CELLS_PER_SLOT):
             cells[index] = 0
@@ -131,14 +136,14 @@ class KeyUsage:
 
 
 def minute_of(now: float) -> tuple[int, int]:
-    """The number of the minute, and how many milliseconds of it are over."""
+    """Return the number of the minute, and its milliseconds that have passed."""
     return divmod(round(now * 1000), _MINUTE_MS)
 
 
 def assign_slots(names: Iterable[str], before: Mapping[str, int], capacity: int = MAX_KEYS) -> dict[str, int]:
-    """The slot of each key: the one it had, or the lowest free one. Raises ValueError when there are too many keys.
+    """Return the slot of each key: the one before, or the lowest free one. Raises ValueError for too many keys.
 
-    A slot that has just become free is the last to be taken, since requests of the key that had it may still run.
+    Slots that have just become free are used last, because requests of their former keys may still run.
     """
     names = tuple(names)
     if len(names) > capacity:
@@ -152,43 +157,46 @@ def assign_slots(names: Iterable[str], before: Mapping[str, int], capacity: int 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """Who sent a request: the holder of a client key, or anyone. `slot` None: nothing is counted.
-
-    The limits are numbers over all workers; None means that there is no such limit.
-    """
+    """A client key. The limits hold for all workers together."""
 
     name: str
+    """The name of the key."""
     slot: int | None = None
+    """The slot in the KeyUsage. None: the key is not counted."""
     max_concurrent: int | None = None
+    """Limit of requests in flight. None: no limit."""
     requests_per_minute: int | None = None
+    """Limit of requests per minute. None: no limit."""
     priority: int = 0
-    """Requests can go after it, and not before."""
+    """The priority of the requests. Lower values go first. A request can only lower its urgency."""
 
 
 ANONYMOUS: Final = ApiKey("-")
-"""What every client shows while there are no keys."""
+"""The key of all clients while no keys are configured."""
 
 _NOT_COUNTED: Final[AbstractContextManager[None]] = nullcontext()
 
 
 class ApiKeys:
-    """One worker's view. `clock`: seconds of the system's monotonic clock, which all workers of a host share."""
+    """The client keys as one worker sees them."""
 
     def __init__(self, usage: KeyUsage, worker: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: returns seconds of the system's monotonic clock, which all workers of a host share."""
         self._usage = usage
         self._row = usage.row(worker)
         self._clock = clock
         self._by_digest: Mapping[str, ApiKey] = {}
         self._known: dict[tuple[str | None, str | None], ApiKey] = {}
-        """By the headers that have shown it lately: a client shows the same each time, and a digest takes as long as a
-        tenth of all else that is done for a request."""
+        """The keys by the headers of recent requests. A digest would cost a tenth of all other work for a request."""
         self.have_keys = False
         """Whether clients must show a key."""
 
     def configure(self, keys: Sequence[ClientKey], slots: Mapping[str, int]) -> None:
-        """Replace all keys at once; none: everybody is let in. `slots` are the same in all workers: see `assign_slots`.
+        """Replace all keys. Running requests are not affected.
 
-        Requests that run go on, whatever becomes of their key; it is looked at when the next one comes.
+        Args:
+            keys: The keys. If there are none, clients need no key.
+            slots: The slots by name, equal in all workers. See `assign_slots`.
         """
         self._by_digest = {
             key.key_sha256: ApiKey(key.name, slots[key.name], key.max_concurrent, key.requests_per_minute, key.priority)
@@ -198,31 +206,31 @@ class ApiKeys:
         self.have_keys = bool(keys)
 
     def identify(self, authorization: str | None, x_api_key: str | None) -> ApiKey:
-        """The key in these headers: a bearer token, or else X-Api-Key. Raises Unauthorized."""
+        """Return the key in these headers: a bearer token, or else X-Api-Key. Raises Unauthorized."""
         if not self._by_digest:
             return ANONYMOUS
-        shown = authorization, x_api_key
-        known = self._known.get(shown)
+        headers = authorization, x_api_key
+        known = self._known.get(headers)
         if known is not None:
             return known
         scheme, _, token = (authorization or "").partition(" ")
         key = token.strip() if scheme.lower() == "bearer" else x_api_key
         if not key:
             raise Unauthorized("this gateway needs an API key: send it as `Authorization: Bearer KEY`")
-        # The time a look-up takes tells at most how far a digest was right, and a key cannot be chosen by its digest.
-        # Nor can it by Python's hash of text, which has a secret: only what has the same is compared, above.
+        # The time of a look-up shows at most how much of a digest was right, and nobody can choose the digest of a key.
+        # The look-up above compares only headers of the same hash, and Python's hash of text has a secret.
         found = self._by_digest.get(hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest())
         if found is None:
             raise Unauthorized("the API key is not known to this gateway")
         if len(self._known) >= MAX_KEYS:
             self._known.clear()
-        self._known[shown] = found
+        self._known[headers] = found
         return found
 
     def enter(self, key: ApiKey) -> AbstractContextManager[None]:
-        """Count one request while the block lasts. Entering raises LimitExceeded, and then nothing was counted.
+        """Return a context manager that counts a request. Entering it raises LimitExceeded.
 
-        Workers do not wait for each other, so at the same instant each may let in the request that is the last.
+        Workers do not wait for each other. So each of them may admit the last request at the same time.
         """
         return _NOT_COUNTED if key.slot is None else _QuotaHold(self, key.slot, key)
 
@@ -253,7 +261,7 @@ class ApiKeys:
 
 
 class _QuotaHold:
-    """One request under a key that is counted."""
+    """Counts one request of a key."""
 
     __slots__ = ("_keys", "_slot", "_key")
 
@@ -272,22 +280,29 @@ class _QuotaHold:
 
 
 def _until_room_ms(limit: int, previous: int, current: int, elapsed_ms: int) -> int:
-    """Milliseconds until one more request fits, if no other comes; 0 when it fits now.
+    """Return the milliseconds until a further request fits, or 0 if it fits now.
 
-    `previous` and `current`: requests of the last minute and of this one, of which `elapsed_ms` are over. The sliding
-    window counts the last minute as if its requests had come evenly: used = previous × (1 - elapsed) + current. There
-    is room while less than the limit is used.
+    The sliding window assumes that the requests of the last minute came evenly: used = previous × (1 - elapsed) +
+    current. There is room while less than the limit is used.
+
+    Args:
+        limit: The limit of requests per minute.
+        previous: Requests of the last minute.
+        current: Requests of the present minute.
+        elapsed_ms: Milliseconds of the present minute that have passed.
     """
-    if current >= limit:  # only the next minute can have room, for which this one is the last
+    if current >= limit:  # only the next minute can have room
         return _MINUTE_MS - elapsed_ms + _until_room_ms(limit, current, 0, 0)
     if not previous:
         return 0
-    # previous × left < (limit - current) × minute, for whole milliseconds that are left of this minute
+    # previous × left < (limit - current) × minute, where left is the rest of this minute in whole milliseconds
     most_left_ms = ((limit - current) * _MINUTE_MS - 1) // previous
     return max(0, _MINUTE_MS - elapsed_ms - most_left_ms)
 
 
 def credential_for_engines(authorization: str | None, x_api_key: str | None) -> str | None:
-    """Return the Authorization of engines for a client's headers; None: the client shows no credential."""
-    # The second as Anthropic's clients show it, and no engine reads it.
+    """Return the Authorization header for engines, or None if the client sends no credential.
+
+    Anthropic's clients send `X-Api-Key`, which no engine reads.
+    """
     return authorization or (None if x_api_key is None else f"Bearer {x_api_key}")

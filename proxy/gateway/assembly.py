@@ -1,4 +1,4 @@
-"""Answers that are not streamed to the client, put together from a decoder's stream."""
+"""Assembles answers that are not streamed to the client from a decoder's stream."""
 
 from __future__ import annotations
 
@@ -16,24 +16,22 @@ if TYPE_CHECKING:
 
 
 class Assembly:
-    """Collects what a stream says besides its text: the Delivery's transcript has that.
+    """Collects the members of a stream that the transcript of the Delivery does not have.
 
-    What it makes is what an engine would have answered to the same call, so it is in the shape of the call's `api`: a
-    dialect cannot tell which of both it is given.
+    The result equals the answer of an engine to the same call that is not streamed. It has the members of the engine's
+    ChatCompletionResponse or CompletionResponse in the same order.
 
-    The result has the members of the engine's ChatCompletionResponse and CompletionResponse in their order. Streams do
-    not have `routed_experts`, so it is null, and the call that asks for them is not answered from a stream. Nor do they
-    have `metrics` that are null.
+    Streams have no `routed_experts`, so this member is null. A call that requests them is not answered from a stream.
     """
 
     def __init__(self, *, has_routed_experts: bool = False) -> None:
-        """`has_routed_experts`: whole answers of these engines have both; see ROUTED_EXPERTS."""
+        """`has_routed_experts`: whether whole answers of these engines have `routed_experts` and `metrics`."""
         self._has_routed_experts = has_routed_experts
         self._last_choice: dict[str, Any] = {}
         self._logprobs: dict[str, list[Any]] | None = None
 
     def add(self, payload: dict[str, Any]) -> bytes:
-        """Take the next chunk. Nothing of it goes to the client yet. Raises UnreadableMember."""
+        """Take the next chunk. Return no bytes, because the client gets nothing yet. Raises UnreadableMember."""
         for choice in payload["choices"]:
             self._last_choice = choice
             if choice.get("logprobs") is not None:
@@ -42,22 +40,25 @@ class Assembly:
 
     @property
     def finish_reason(self) -> Any:
-        """Why the answer has ended; None before it has."""
+        """The finish reason. None: the answer has not ended."""
         return self._last_choice.get("finish_reason")
 
     def is_complete(self, stop_member: str) -> bool:
-        """Whether the model has ended the answer: no limit, no stop string. `stop_member`: what engines call that."""
+        """Return whether the model has ended the answer, and not a limit or a stop string.
+
+        `stop_member`: the engines' name of the member that has the stop string.
+        """
         if self.finish_reason == "tool_calls":
             return True
         return self.finish_reason == "stop" and self._last_choice.get(stop_member) is None
 
     def cut(self, tokens: int) -> None:
-        """Forget what belongs to tokens behind the first `tokens`."""
+        """Forget everything after the first `tokens` tokens."""
         for entries in (self._logprobs or {}).values():
             del entries[tokens:]
 
     def values(self, delivery: Delivery) -> dict[str, Any]:
-        """The answer as parsed JSON, but for the prompt's ids, which are a Fragment."""
+        """Return the answer as parsed JSON, except for the ids of the prompt, which are a Fragment."""
         call, transcript, engine = delivery.call, delivery.transcript, delivery.engine
         head = {name: value for name, value in delivery.head.items() if name != "object"}
         wants_ids = bool(call.values.get("return_token_ids"))
@@ -65,7 +66,7 @@ class Assembly:
         prompt_ids = orjson.Fragment(transcript.prompt_ids) if wants_ids and transcript.prompt_ids else None
         logprobs = None if hides else self._logprobs
         if logprobs is not None and "text_offset" in logprobs and engine.reports_offsets:
-            # In a stream the offsets begin anew with each chunk, where its text does, which stop strings keep back.
+            # In a stream, the offsets begin again with the text of each chunk, which stop strings may delay.
             lengths = [len(token) for token in logprobs.get("tokens", ())]
             logprobs["text_offset"] = list(accumulate(lengths[:-1], initial=0)) if lengths else []
         ending = {
@@ -92,12 +93,13 @@ class Assembly:
             **rest,
         }
 
-    def _add_logprobs(self, told: object) -> None:
-        logprobs = object_of(told, "logprobs")
+    def _add_logprobs(self, value: object) -> None:
+        """Add the member `logprobs` of a choice. Raises UnreadableMember."""
+        logprobs = object_of(value, "logprobs")
         if not all(entries is None or isinstance(entries, list) for entries in logprobs.values()):
-            raise UnreadableMember("a member of logprobs is no list")
+            raise UnreadableMember("a member of logprobs is not a list")
         if not all(isinstance(token, str) for token in logprobs.get("tokens") or ()):
-            raise UnreadableMember("a token of logprobs is no text")
+            raise UnreadableMember("a token of logprobs is not text")
         if self._logprobs is None:
             self._logprobs = {name: list(entries) for name, entries in logprobs.items() if entries is not None}
             return
@@ -106,10 +108,11 @@ class Assembly:
 
 
 def _message(delivery: Delivery, *, hides_reasoning: bool) -> dict[str, Any]:
+    """Return the message of a chat."""
     transcript = delivery.transcript
     message: dict[str, Any] = {
         "role": "assistant",
-        # Empty text is text, unless there is something else.
+        # Empty text stays empty text if there is nothing else.
         "content": transcript.content or (None if transcript.reasoning or transcript.tools else ""),
         **dict.fromkeys(("refusal", "annotations", "audio", "function_call")),
     }
@@ -118,7 +121,7 @@ def _message(delivery: Delivery, *, hides_reasoning: bool) -> dict[str, Any]:
             {
                 "id": call.id or f"call_{new_id()}",
                 "type": "function",
-                # Arguments that never began are told as none, but only in a whole answer (vLLM `parser/kimi_k2.py`).
+                # In a whole answer, missing arguments are an empty object (vLLM `parser/kimi_k2.py`).
                 "function": {"name": call.name, "arguments": call.arguments or "{}"},
             }
             for call in named(transcript.tools)

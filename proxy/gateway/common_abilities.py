@@ -1,4 +1,4 @@
-"""What all engines that an attempt may reach are able to do, read again after a change of a pool."""
+"""The abilities that all engines of a request have in common."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class CommonAbilities:
-    """What all eligible engines of the roles that a request needs have in common."""
+    """The abilities that all eligible engines have in common. They are read again after a change of a pool."""
 
     def __init__(self, pools: Sequence[Pool], kind: str | None) -> None:
-        """`kind`: the software that the connector is for, as `Identity.kind` has it; None: any, and they say which."""
+        """`kind`: the engine software of the connector, see `Identity.kind`. None: the engines report it."""
         self._pools = tuple(pools)
         self._connectors_kind = kind
         self._seen = [(pool, -1) for pool in self._pools]
-        """How many changes each of them had had at the last look."""
+        """The pools, with the number of their changes at the last check."""
         self._facts: list[EngineFacts | None] = []
         self._known: dict[Capability, bool] = {}
         self._engine: Engine | None = None
@@ -30,21 +30,22 @@ class CommonAbilities:
 
     @property
     def engine(self) -> Engine | None:
-        """How they tell answers and take them up again; None: they are of several kinds."""
+        """The kind of all engines. None: they are of several kinds."""
         self._look()
         return self._engine
 
     def has(self, capability: Capability) -> bool:
-        """Whether all of them have it; False when there are none."""
+        """Return whether all engines have a capability. False if there are no engines."""
         self._look()
         known = self._known.get(capability)
         if known is None:
             known = self._known[capability] = self._have(capability, self._facts)
         return known
 
-    def has_where_told(self, capability: Capability) -> bool:
-        """Whether all of them have it that have told what they are. So one that has just come up says nothing of
-        answers that others have written.
+    def has_if_known(self, capability: Capability) -> bool:
+        """Return whether all engines of known version have a capability.
+
+        So an engine that has just started does not affect the answers of other engines.
         """
         self._look()
         return self._have(capability, [facts for facts in self._facts if facts is not None] or self._facts)
@@ -53,15 +54,13 @@ class CommonAbilities:
         return bool(facts) and all(capability.is_in_engine(each, self._kind) for each in facts)
 
     def max_model_len(self) -> int | None:
-        """Tokens that fit into a sequence on every engine; None when none has told."""
+        """Return the largest number of tokens in a sequence on all engines. None: no engine has reported it."""
         self._look()
         known = [facts.max_model_len for facts in self._facts if facts is not None]
         return min((length for length in known if length is not None), default=None)
 
     def _look(self) -> None:
-        """Nearly free as long as nothing has changed. As long as there is nobody, the pools look, too; otherwise each
-        lease has them do so.
-        """
+        """Read the facts of the engines again if a pool has changed, or if there was no engine."""
         for pool, changes in self._seen:
             if pool.changes != changes:
                 break

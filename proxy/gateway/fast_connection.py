@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final, cast
 
-from proxy.gateway.request_head import is_one_request, read_head
+from proxy.gateway.intake import is_one_request, read_head
 from proxy.listener.first_protocol import FirstProtocol
 from proxy.listener.replies import accepted_id, new_request_id
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from proxy.common.errors import GatewayError
-    from proxy.gateway.intake import Intake
+    from proxy.gateway.intake import Head, Intake
     from proxy.gateway.request import Request
-    from proxy.gateway.request_head import Head
     from proxy.listener.http_listener import HttpListener
+
 
 # A body that takes longer than this goes to aiohttp, which has the deadlines for slow bodies.
 _BODY_SECONDS: Final = 1.0

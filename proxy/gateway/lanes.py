@@ -7,12 +7,15 @@ model wait for no other, and whatever is repeated or resumed stays among the ins
 
 from __future__ import annotations
 
+import logging
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Protocol
 
 from proxy.balancer.models import named
 from proxy.common.errors import BadRequest, NoBackendAvailable, UnknownModel
 from proxy.dialects.adjustments import ModelNames
+from proxy.observe import logs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -32,6 +35,14 @@ if TYPE_CHECKING:
         """Asks instances again for their models, at most once a second; see Prober.refresh_models."""
 
         async def __call__(self, *, is_patient: bool) -> None: ...
+
+    from collections.abc import Callable
+
+    from proxy.balancer.health import Health
+    from proxy.balancer.roster import Roster
+    from proxy.common.backend import Backend
+    from proxy.settings import Leaving
+    from proxy.upstream import Upstream
 
 
 _MOST_KNOWN: Final = 10
@@ -221,3 +232,78 @@ class Lanes:
 
         lane = self._make(serving)
         return lane
+
+
+logger = logging.getLogger("proxy.flow.evacuation")
+
+
+class Evacuation:
+    """Moves requests away from instances that leave. A timer calls `look`.
+
+    An instance leaves when it was removed and its drain time is over, or when its health checks say so. Its answers are
+    taken away as if it had failed, but without blame, and are then repeated or resumed as usual.
+
+    Each worker evacuates its own requests, at most as many at a time as the retry budget has permits. So no request
+    waits for a permit without an engine. Nothing is evacuated while no other instance can continue the answers.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        lanes: Lanes,
+        health: Health,
+        upstream: Upstream,
+        settings: Callable[[], Leaving],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Evacuate nothing yet.
+
+        Args:
+            roster: The members of the pools.
+            lanes: The lanes of the worker.
+            health: The health of the instances.
+            upstream: The connections to the instances.
+            settings: Returns the present settings.
+            clock: Returns monotonic seconds.
+        """
+        self._roster = roster
+        self._lanes = lanes
+        self._health = health
+        self._upstream = upstream
+        self._clock = clock
+        self._logged: set[Backend] = set()
+        """The leaving instances that the log has announced."""
+        self._settings = settings
+
+    def look(self) -> None:
+        """Evacuate all instances that must be left now. Cheap if there are none."""
+        removed, leaving = self._roster.leaving(), self._health.leaving if self._settings().evacuate_on_503 else ()
+        if not removed and not leaving:
+            self._logged.clear()
+            return
+        now = self._clock()
+        due = {member.backend for member in removed if member.leaves_at is not None and member.leaves_at <= now}
+        due.update(leaving)
+        self._logged &= due
+        for backend in due:
+            self._evacuate(backend)
+
+    def _evacuate(self, backend: Backend) -> None:
+        exchanges = self._upstream.in_exchange(backend)
+        if not exchanges:
+            return
+        lane = self._lanes.of_backend(backend)
+        is_possible = bool(lane.pools.of(backend.role).eligible())
+        if backend not in self._logged:
+            self._logged.add(backend)
+            what = (
+                "is being evacuated"
+                if is_possible
+                else "cannot be evacuated yet: no other instance can continue its answers"
+            )
+            level = logging.INFO if is_possible else logging.WARNING
+            fields = {"fields": {"left": exchanges}} | logs.ALWAYS
+            logger.log(level, "%s instance %s %s", backend.role, backend.name, what, extra=fields)
+        if is_possible:
+            budget = lane.service.budget
+            self._upstream.evacuate(backend, at_most=budget.capacity - budget.repeating - budget.waiting)

@@ -1,7 +1,6 @@
-"""Reads the stream of one decoder, event by event, in the call stack of the socket's read.
+"""Reads the stream of one decoder event by event, in callbacks of the connection, without a task.
 
-The Delivery decides what the client gets of each event. No task runs while tokens flow. Tokens that look like one that
-was read do not come here at all: see FastForward.
+The Delivery decides what the client gets of each event. Tokens of a known shape bypass this module, see FastForward.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 
 END_MARK_SECONDS: Final = 1.0
-"""How long the end mark of a body may take when the answer in it is whole."""
+"""Longest wait for the end mark of a body after the answer is complete."""
 _NO_IDS: Final[frozenset[int]] = frozenset()
 
 
@@ -44,38 +43,38 @@ UNWRITABLE = "the answer has a form that the gateway cannot write for its client
 
 
 def report(error: Exception) -> None:
-    """Log where an unforeseen exception arose. Its text is left out, because it may quote the answer."""
+    """Log the place of an unexpected exception, but not its text, which may quote the answer."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "unknown place"
     logger.error("answer: cannot be written: %s at %s", type(error).__name__, place)
 
 
 def unwritable(error: Exception) -> GatewayError:
-    """Log an unforeseen exception; the error for the client."""
+    """Log an unexpected exception, and return the error for the client."""
     report(error)
     return GatewayError(UNWRITABLE, code=f"decode_{Failure.BAD_ANSWER}", status=502)
 
 
 class TokenClock:
-    """Times the tokens of one unit: the first for the record, the gaps by sample since most are alike.
+    """Times the first token of one unit, and one of eight gaps between tokens.
 
-    Who cannot afford a call for each token does by himself what `tick` does for all but the first; see Tokens.
+    Tokens does the work of `tick` itself after the first token, to save a call for each token.
     """
 
     __slots__ = ("_has_begun", "_metrics", "_record", "gap_from", "index", "now")
 
     def __init__(self, record: RequestRecord, metrics: Metrics) -> None:
         self.index = -1
-        """Of the last part of the answer that went to the client; -1: none has."""
+        """The number of the last part of the answer sent to the client, or -1 if none was sent."""
         self.gap_from = 0.0
-        """When the gap began that is timed: one in eight is."""
+        """Start of the last gap that is timed, in seconds of the record's clock."""
         self.now = record.clock
         self._has_begun = False
         self._record = record
         self._metrics = metrics
 
     def tick(self) -> None:
-        """Part of the answer went to the client."""
+        """Record that a part of the answer is sent to the client."""
         self.index = index = self.index + 1
         if index & 6:
             return
@@ -88,7 +87,7 @@ class TokenClock:
         self.gap_from = self.now()
 
     def sample(self) -> None:
-        """The gap that is timed has ended."""
+        """Record the end of a gap that is timed."""
         self._metrics.inter_token_seconds.observe(self.now() - self.gap_from)
 
 
@@ -110,7 +109,7 @@ class AnswerOwner(Protocol):
 
 
 class Relay:
-    """Copies one attempt's stream. A Sink for the engine's answer."""
+    """Passes the stream of one attempt on to the client. It is the Sink of the engine's answer."""
 
     __slots__ = (
         "_attempt",
@@ -121,7 +120,7 @@ class Relay:
         "_is_over",
         "_opened",
         "_owner",
-        "_passed_from",
+        "_bypassed_from",
         "_shape",
         "_splitter",
         "_tokens",
@@ -153,9 +152,9 @@ class Relay:
         """
         self.segment = delivery.begin_stream()
         self.malformed_events = 0
-        """Events that cannot be read. They are passed on where the client gets the engine's own bytes."""
+        """The number of unreadable events. They are passed on if the client gets the bytes of the engine."""
         self.error: UpstreamError | None = None
-        """Why the stream has ended; None: it is complete, if it has ended."""
+        """Why the stream failed. None: it has not ended, or it is complete."""
         self._attempt = attempt
         self._delivery = delivery
         self._owner: AnswerOwner | None = owner
@@ -164,26 +163,27 @@ class Relay:
         self._splitter = EventSplitter()
         self._opened = False
         self._is_over = False
-        """The answer has ended, by `[DONE]` or otherwise: what follows is not part of it."""
+        """Whether the answer has ended, so that further bytes are not part of it."""
         self.is_ended = False
         """Whether nothing more is read of this stream."""
         self._idle_seconds = idle_seconds
         self._tokens: Tokens | None = None
-        """The tokens that may bypass this reader; None before there are any."""
+        """The tokens that may bypass this reader. None: there were none yet."""
         self._shape: Shape | None = None
-        """Their shape."""
+        """The shape of these tokens."""
         self._is_bypassed = False
-        self._passed_from = -1
-        """`Tokens.index` when the bypass began."""
+        """Whether tokens bypass this reader now."""
+        self._bypassed_from = -1
+        """The value of `Tokens.index` when the bypass began."""
 
     def go_on(self) -> None:
-        """Read on: the client has read enough."""
+        """Continue to read, after the client has read enough."""
         if not self.is_ended:
             self._forward_tokens()
             self._attempt.response.resume()
 
     def let_go(self) -> None:
-        """Drop the references that would make a cycle of garbage."""
+        """Drop back-references, so that the relay is freed without the garbage collector."""
         self._owner = None
         if self._tokens is not None and self._writer is not None:
             self._writer.connection.on_full = None
@@ -194,9 +194,9 @@ class Relay:
 
     def received(self, data: bytes) -> bool:
         if self._is_bypassed:
-            self._look_back()
+            self._end_bypass()
         if self._is_over:
-            self._end(None)  # there is more after `[DONE]`: its end is not waited for
+            self._end(None)  # bytes after `[DONE]` are ignored
             return False
         try:
             events = self._splitter.feed(data)
@@ -210,7 +210,7 @@ class Relay:
             meaning = segment.read(event)
             try:
                 if meaning is CONTENT:
-                    # Where ids are not told, an empty chunk may be a token that shows nothing.
+                    # Without token ids, an empty chunk may be a token that shows nothing.
                     is_progress |= not (segment.is_mute and delivery.tells_ids)
                     if not self._opened:
                         self._open()
@@ -234,17 +234,17 @@ class Relay:
         if has_content and self._clock is not None:
             self._clock.tick()
         if output:
-            self._give(output[0] if len(output) == 1 else b"".join(output))
+            self._write(output[0] if len(output) == 1 else b"".join(output))
         if not self._is_over:
             self._forward_tokens()
         return is_progress
 
     def ended(self, error: UpstreamError | None) -> None:
         if self._is_bypassed:
-            self._look_back()
+            self._end_bypass()
         if self.is_ended:
             return
-        if self.segment.is_complete:  # after `[DONE]` the answer is whole, whatever becomes of the connection
+        if self.segment.is_complete:  # after `[DONE]` a broken connection does not matter
             error = None
         elif error is None:
             error = self._attempt.response.fail(Failure.BROKEN, "the stream ended before the answer was complete")
@@ -261,7 +261,7 @@ class Relay:
     # Tokens that bypass this reader
 
     def _forward_tokens(self) -> None:
-        """Have the next events bypass this reader, if they are tokens that look like one before."""
+        """Let the next events bypass this reader as long as they are tokens of a known shape."""
         delivery, writer = self._delivery, self._writer
         shape = delivery.shape
         if shape is None or self._is_bypassed or self._is_over or not self._splitter.is_empty:
@@ -282,27 +282,27 @@ class Relay:
             self._shape = shape
         if clock is not None:
             tokens.index = clock.index
-        self._passed_from = tokens.index
+        self._bypassed_from = tokens.index
         self._is_bypassed = True
         self._attempt.response.pass_on(tokens)
         if writer is not None:
             writer.connection.on_full = self._hold
-        self.segment.forget_event()  # it may be the last one for long
+        self.segment.forget_event()  # the next one may arrive much later
 
-    def _look_back(self) -> None:
-        """Take the count of the tokens that bypassed this reader: now comes something else."""
+    def _end_bypass(self) -> None:
+        """End the bypass before an event of another shape, and take over the number of tokens."""
         self._is_bypassed = False
         tokens, clock = self._tokens, self._clock
         assert tokens is not None
         if clock is not None:
             clock.index = tokens.index
-        if tokens.index > self._passed_from:
+        if tokens.index > self._bypassed_from:
             self._delivery.shapes.was_right()
 
     # Events
 
-    def _give(self, output: bytes) -> None:
-        """Write a part of the answer. The last part leaves with the end of the client's stream, if that follows now."""
+    def _write(self, output: bytes) -> None:
+        """Write a part of the answer. The last part is kept if the end of the client's stream follows immediately."""
         writer = self._writer
         if writer is None:
             return
@@ -312,17 +312,17 @@ class Relay:
             self._hold()
 
     def _hold(self) -> None:
-        """Hold the engine back until the client has read enough."""
-        # At once: libuv reads up to 32 times before it runs anything else, which is 8 MiB of a fast engine.
+        """Stop reading from the engine until the client has read enough."""
+        # Without delay, because libuv reads up to 32 times before it runs other callbacks: 8 MiB from a fast engine.
         self._attempt.response.pause()
         if self._owner is not None:
             self._owner.wake()
 
     def _read_other(self, meaning: Meaning, event: Event, output: list[bytes]) -> None:
-        """Treat an event that is not content."""
+        """Handle an event that is not content."""
         segment, delivery, attempt = self.segment, self._delivery, self._attempt
         part = b""
-        if meaning is OPENING:  # no sign of the KV cache: vLLM up to 0.30 sends it also when that did not come
+        if meaning is OPENING:  # vLLM up to 0.30 sends it even if the KV cache has not arrived
             delivery.opening(segment, event)
         elif meaning is USAGE:
             details = attempt.timeline.usage.prompt_details
@@ -330,25 +330,25 @@ class Relay:
         elif meaning is DONE:
             if not segment.is_complete:
                 self._end(self._unfinished())
-            # The answer is whole. What is left is the end mark of the body, for the connection's sake.
+            # The answer is complete. Only the end mark of the body is missing, so that the connection can be reused.
             self._is_over = True
             attempt.response.limit_silence(END_MARK_SECONDS)
         elif meaning is ERROR:
             self._end(_engine_error(attempt, segment.payload, segment.data))
         elif meaning is RECOMPUTED:
-            part = self._read_last_words()
+            part = self._read_last_chunk()
             given_up = attempt.response.fail(Failure.RECOMPUTED, "gave up the request for lack of KV memory")
             self._end(None if delivery.is_stopped else given_up)
         elif meaning is ABORTED:
             if self._opened or not segment.is_mute:
-                part = self._read_last_words()
+                part = self._read_last_chunk()
             aborted = attempt.response.fail(Failure.ABORTED, "stopped working on the answer")
             self._end(None if delivery.is_stopped else aborted)
         else:
             if meaning is MALFORMED:
                 self.malformed_events += 1
                 if not delivery.passes_bytes or names_engine_members(event.raw):
-                    # It may hold a part of the answer, which the client would miss without a word.
+                    # It may contain a part of the answer, which the client would miss without an error.
                     self._end_unreadable("sent an event that cannot be read")
                     return
                 delivery.lose_track()
@@ -356,24 +356,25 @@ class Relay:
         if part:
             output.append(part)
 
-    def _read_last_words(self) -> bytes:
-        """Return what the client gets of the event with which a decoder gives up."""
+    def _read_last_chunk(self) -> bytes:
+        """Return the bytes for the client of the last chunk of a decoder that gives up."""
         if not self._opened:
             self._open()
         return self._delivery.recomputed(self.segment)
 
     def _unfinished(self) -> UpstreamError:
-        """Return the error for a stream that said `[DONE]` but never finished its answer."""
+        """Return the error for a stream with `[DONE]` but without a finish reason."""
         fail = self._attempt.response.fail
         if self._delivery.is_touched:
             return fail(Failure.BROKEN, "the stream ended without a finish reason")
         if not self._opened:
             self._opened = True
             self._attempt.kv_lost()
-        # So ends in vLLM 0.18 to 0.30 what was preempted before its first token, and what could not load its KV cache.
+        # vLLM 0.18 to 0.30 end a request so if it was preempted before its first token or could not load its KV cache.
         return fail(Failure.RECOMPUTED, "the stream ended before its first token")
 
     def _open(self) -> None:
+        """Record that the decoder has begun to answer."""
         self._opened = True
         self._attempt.kv_arrived()
         self._attempt.response.limit_silence(self._idle_seconds, True)
@@ -381,7 +382,7 @@ class Relay:
             self._owner.on_first_output()
 
     def _end(self, error: UpstreamError | None) -> None:
-        """End at an event, while data of the engine is being read."""
+        """End the stream at an event, while data of the engine is being read."""
         if not self.is_ended:
             self.is_ended, self._is_over, self.error = True, True, error
             owner = self._owner
@@ -390,19 +391,19 @@ class Relay:
                 owner.wake()
 
     def _end_unreadable(self, message: str) -> None:
-        """End at an event after which it is not known what the client has."""
+        """End the stream at an event after which it is unknown what the client has."""
         self._delivery.lose_track()
         self._end(self._attempt.response.unreadable(message))
 
 
 def _settle_nothing() -> None:
-    """Settle tokens that are not noted."""
+    """Do nothing: the tokens are not recorded."""
 
 
 def _engine_error(attempt: Attempt, payload: dict[str, Any], data: bytes | None) -> UpstreamError:
-    """Return the error of an engine inside its stream, which vLLM commits to 200 before it begins the work."""
-    told = payload["error"]
-    code = told.get("code") if isinstance(told, dict) else None
+    """Return the error that an engine reports in its stream. vLLM sends the status 200 before it begins to work."""
+    error = payload["error"]
+    code = error.get("code") if isinstance(error, dict) else None
     status = code if isinstance(code, int) and 400 <= code < 600 else 500
     json_type = {"content-type": "application/json"}
     return attempt.response.refuse("reported an error in its stream", status, data, json_type)

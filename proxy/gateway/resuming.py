@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from proxy.gateway.answers import Answer, FlowParts
     from proxy.observe.timeline import Timeline
 
+
 logger = logging.getLogger("proxy.flow.resuming")
 
 
@@ -160,10 +161,10 @@ class Resuming:
         delivery.counts_reasoning |= (
             bool(counts)
             or self._usage().get("completion_tokens_details") is not None
-            or (bool(delivery.transcript.reasoning) and abilities.has_where_told(REASONING_USAGE))
+            or (bool(delivery.transcript.reasoning) and abilities.has_if_known(REASONING_USAGE))
         )
         # An engine that could count reasoning tokens and does not has no reasoning parser.
-        is_unparsed = counts is False and abilities.has_where_told(REASONING_USAGE)
+        is_unparsed = counts is False and abilities.has_if_known(REASONING_USAGE)
         prompt = self._answer.prompt
         if prompt is not None:
             chats = ChatTokens.COMPLETIONS
@@ -181,8 +182,8 @@ class Resuming:
             ahead=() if delivery.seam is None else delivery.seam.swallowed,
             segment=self.count,
             chats=self._chats or chats,
-            keeps_length=abilities.has_where_told(LENGTH_BESIDE_TOOL_CALLS),
-            shows_blanks=prompt is None and not abilities.has_where_told(TRAILING_BLANKS_HELD),
+            keeps_length=abilities.has_if_known(LENGTH_BESIDE_TOOL_CALLS),
+            shows_blanks=prompt is None and not abilities.has_if_known(TRAILING_BLANKS_HELD),
             seeds_repeat=abilities.has(SEEDS_REPEAT),
             parses_reasoning=True if delivery.counts_reasoning else False if is_unparsed else None,
             chat_sampling=None if prompt is None else prompt.sampling,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from proxy.api.admin import AdminApi
-from proxy.api.administrators import Administrators
 from proxy.api.broadcasts import RESET_PREFIX_CACHE, BroadcastApi
-from proxy.api.instance_view import InstanceParts
-from proxy.api.instances import InstancesApi
+from proxy.api.credentials import Administrators
+from proxy.api.instances import InstanceParts, InstancesApi
 from proxy.api.probes import ProbeApi
 from proxy.balancer.models import ServedModels
 from proxy.balancer.roster import SourceStates
@@ -71,7 +70,7 @@ async def client_of(
         pool_of=lambda backend: pools[backend.role],
     )
     drop_drained = gateway.prober.drop_drained
-    instances = InstancesApi(parts, SourceStates(), drop_drained, names, administrators, settings)
+    instances = InstancesApi(parts, SourceStates(), drop_drained, names, administrators, lambda: settings)
     apis = (
         ProbeApi(gateway.lanes(settings, roles), drain),
         AdminApi(gateway.metrics, dict, reload, administrators),

@@ -39,8 +39,9 @@ async def test_on_a_listener_that_others_reach_administration_takes_a_key(
         error = (await answer.json())["error"]
     assert error["code"] == "admin_key_not_configured"
     assert error["message"] == (
-        f"administration needs a key here, since the gateway listens on {host}, which others may reach; set "
-        "auth.admin_key and send it as X-Admin-Key, or give administration a listener on this host alone (admin.port)"
+        f"this route needs an admin key, because the gateway listens on {host}, which other hosts may reach; set "
+        "auth.admin_key and send it as X-Admin-Key, or configure a listener for administrators on this host (admin."
+        "port)"
     )
     client = await client_of(gateway, listens_on=host, admin_key="k-1")
     async with client.request(method, path, headers={"X-Admin-Key": "k-1"}) as answer:
@@ -73,7 +74,7 @@ async def test_a_request_made_for_somebody_else_is_not_local(
         assert answer.status == 403
         error = (await answer.json())["error"]
     assert error["code"] == "admin_key_not_configured"
-    assert f"the header {name} tells".lower() in error["message"].lower()
+    assert f"the header {name} shows".lower() in error["message"].lower()
 
 
 @pytest.mark.parametrize(
@@ -167,9 +168,10 @@ async def test_without_a_key_the_connection_must_be_of_this_user(gateway: Gatewa
     assert answer.status == 403
     assert isinstance(answer, web.Response)
     assert json.loads(answer.text or "")["error"]["message"] == (
-        "administration needs a key here, since the system does not report which user opened the connection; set "
-        "auth.admin_key and send it as X-Admin-Key, or give administration a listener on this host alone (admin.port), "
-        "or set admin.trust_local if no program on this host passes on requests of others"
+        "this route needs an admin key, because the system does not report which user opened the connection; set "
+        "auth.admin_key and send it as X-Admin-Key, or configure a listener for administrators on this host (admin."
+        "port), "
+        "or set admin.trust_local if no program on this host forwards requests of other clients"
     )
 
 

@@ -73,7 +73,7 @@ async def test_who_disables_the_last_one_is_warned(gateway: Gateway) -> None:
     for dry_run in ("true", "false"):
         _, told = await change(client, f"disable?dry_run={dry_run}", type="decode", instances=two.name)
         assert told["warnings"] == [
-            "No decode instance is left: requests that need one are refused until one is enabled."
+            "No decode instance is left: requests that need one are rejected until one is enabled."
         ]
 
 

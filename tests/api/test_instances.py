@@ -222,7 +222,7 @@ async def test_who_removes_the_last_one_is_warned(gateway: Gateway, caplog: pyte
     assert told["warnings"] == []
     with gateway.pools[Role.PREFILL].lease(PickRequest.of(Load())):
         _, told = await change(client, "remove", type="prefill", instances=last.name)
-    warning = "No prefill instance is left: requests that need one are refused until one is added."
+    warning = "No prefill instance is left: requests that need one are rejected until one is added."
     assert told["warnings"] == [warning]
     (line,) = [record for record in caplog.records if warning in record.getMessage()]
     assert line.levelname == "WARNING"
@@ -234,9 +234,7 @@ async def test_who_removes_what_is_configured_is_told_that_it_returns(gateway: G
     client = await client_of(gateway, settings=settings)
     assert [one["configured"] for one in await shown(client)] == [True, False, True]
     _, told = await change(client, "remove", type="decode", instances=[configured.name, added.name])
-    assert told["warnings"] == [
-        f"['{configured.name}'] are in the configuration, so that the next reload adds them again."
-    ]
+    assert told["warnings"] == [f"['{configured.name}'] are in the configuration: the next reload adds them again."]
 
 
 @pytest.mark.fault(61)
@@ -363,7 +361,7 @@ async def test_one_that_is_there_takes_what_is_said_of_it_when_it_is_added_again
     for path in ("add?dry_run=true", "add"):
         _, told = await change(client, path, **said)
         assert told["changes"] == [{"instance": engine.name, "was": was, "becomes": becomes}]
-        assert told["message"].endswith(f"['{engine.name}'] were there, and take what is said of them now.")
+        assert told["message"].endswith(f"['{engine.name}'] exist already; their details are updated.")
     _, told = await change(client, "add", type="prefill", instances=engine.name)  # what is not said stays
     assert (told["changes"], told["message"]) == ([], f"add prefill instances: ['{engine.name}'].")
     (backend,) = gateway.pools[Role.PREFILL].backends()
@@ -380,7 +378,7 @@ async def test_who_says_something_else_of_one_that_waits_is_told_that_it_does_no
     for send_key, warnings in (
         (False, []),
         (False, []),
-        (True, [f"['{engine.name}'] wait with what was said of them first: remove them to change that."]),
+        (True, [f"['{engine.name}'] are waiting with other details: remove them first to change these."]),
     ):
         _, told = await change(client, "add", type="decode", instances=engine.name, send_key=send_key)
         assert told["warnings"] == warnings

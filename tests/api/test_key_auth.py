@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer, make_mocked_request
 
-from proxy.api.key_auth import API_KEY, KeyAuth
+from proxy.api.credentials import API_KEY, KeyAuth
 from proxy.gateway.api_keys import ApiKeys, KeyUsage, assign_slots
 from proxy.listener import replies
 from proxy.observe.metrics import Metrics

@@ -13,7 +13,7 @@ from aiohttp.test_utils import unused_port
 from yarl import URL
 
 from proxy.api import models
-from proxy.api.key_auth import KeyAuth
+from proxy.api.credentials import KeyAuth
 from proxy.api.models import ModelsApi
 from proxy.api.questions import QuestionParts
 from proxy.common.backend import Role
@@ -53,7 +53,7 @@ async def client_of(gateway: Gateway, key: str | None = None, *ports: int, calle
     parts = QuestionParts(
         client=gateway.engine_client, engine_keys=keys, client_keys=client_keys, metrics=gateway.metrics
     )
-    api = ModelsApi(parts, pools, models, Settings())
+    api = ModelsApi(parts, pools, models, Settings)
     return await gateway.serve(api.routes())
 
 

@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import unused_port
 from multidict import CIMultiDict
 
-from proxy.api.key_auth import KeyAuth
+from proxy.api.credentials import KeyAuth
 from proxy.api.passthrough import ROUTES, PassthroughApi
 from proxy.api.questions import QuestionParts
 from proxy.common.backend import Load, Role

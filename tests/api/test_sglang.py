@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import unused_port
 
-from proxy.api.key_auth import KeyAuth
+from proxy.api.credentials import KeyAuth
 from proxy.api.probes import ProbeApi
 from proxy.api.questions import QuestionParts
 from proxy.api.sglang import SglangApi

@@ -14,7 +14,7 @@ from aiohttp.http_parser import HttpRequestParser
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
-from proxy.gateway.request_head import MAX_HEAD_BYTES, Head, is_one_request, read_head
+from proxy.gateway.intake import MAX_HEAD_BYTES, Head, is_one_request, read_head
 from proxy.listener.malformed import refusal_of
 from tests.fuzz.cutting import words
 

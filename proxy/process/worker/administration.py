@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from proxy.api.admin import AdminApi, RequestsApi
 from proxy.api.broadcasts import BroadcastApi
-from proxy.api.instance_view import InstanceParts
-from proxy.api.instances import InstancesApi
+from proxy.api.instances import InstanceParts, InstancesApi
 from proxy.api.status_page import StatusPage
 from proxy.process.configuration import shown
 from proxy.process.worker.applications import administrators_of, application, http_listener
@@ -59,9 +58,8 @@ def _routes(
         drop_drained=engines.prober.drop_drained,
         names=engines.lines.names,
         administrators=administrators,
-        settings=settings,
+        settings=lambda: basis.settings,
     )
-    basis.live.add(instances.configure)
     broadcasts = BroadcastApi(
         parts=parts,
         client=engines.lines.client,

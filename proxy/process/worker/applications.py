@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from proxy.api.administrators import Administrators
+from proxy.api.credentials import Administrators
 from proxy.listener import replies
 from proxy.listener.http_listener import HttpListener
 from proxy.process.configuration import text_of

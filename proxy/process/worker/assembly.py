@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from proxy.connectors.releaser import SETTLE_SECONDS
 from proxy.fleet.discovery.prober import PeerVerdicts
-from proxy.gateway.evacuation import Evacuation
+from proxy.gateway.lanes import Evacuation
 from proxy.listener.drain import DrainManager
 from proxy.observe import logs
 from proxy.observe.metrics import Metrics
@@ -167,15 +167,13 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
 
 
 def _evacuation(basis: Basis, balancing: Balancing, engines: Engines, clients: Clients) -> Evacuation:
-    evacuation = Evacuation(
+    return Evacuation(
         basis.shared.roster,
         clients.lanes,
         balancing.health,
         engines.lines.upstream,
-        basis.settings.leaving,
+        lambda: basis.settings.leaving,
     )
-    basis.live.add(lambda new: evacuation.configure(new.leaving))
-    return evacuation
 
 
 def _callback_front(basis: Basis, engines: Engines) -> HttpListener | None:

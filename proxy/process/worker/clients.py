@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from proxy.api.cors import Cors
 from proxy.api.count_tokens import CountTokensApi
+from proxy.api.credentials import KeyAuth
 from proxy.api.generation import DebugHeaders, GenerationApi, GenerationParts
-from proxy.api.key_auth import KeyAuth
 from proxy.api.models import ModelsApi
 from proxy.api.passthrough import PassthroughApi
 from proxy.api.probes import ProbeApi
@@ -86,8 +86,7 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
         cors=lambda: cors,
         debug_headers=_debug_headers(basis),
     )
-    generation = GenerationApi(generation_parts, dialects, basis.settings)
-    basis.live.add(generation.configure)
+    generation = GenerationApi(generation_parts, dialects, lambda: basis.settings.listen)
     counting = _counting(basis, engines, lanes, keys)
     questions = QuestionParts(
         client=engines.lines.client, engine_keys=balancing.keys, client_keys=keys, metrics=basis.metrics
@@ -101,8 +100,7 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
         *_sglang_routes(basis, engines, probes, questions),
     ]
     signposts = Signposts(routes, StatusPage() if basis.settings.admin.port is None else None)
-    cors = Cors(signposts.is_clients, basis.settings.listen)
-    basis.live.add(lambda new: cors.configure(new.listen))
+    cors = Cors(signposts.is_clients, lambda: basis.settings.listen.cors_origins)
 
     def lost(request: web.Request, status: int) -> web.Response | GatewayError | None:
         return signposts.lost(request) if status == 404 else cors.preflight(request)
@@ -144,15 +142,13 @@ def _observers(basis: Basis, dialects: Sequence[Dialect]) -> Observers:
 
 
 def _counting(basis: Basis, engines: Engines, lanes: Lanes, client_keys: KeyAuth) -> CountTokensApi:
-    counting = CountTokensApi(
+    return CountTokensApi(
         lanes=lanes,
         upstream=engines.lines.upstream,
         client_keys=client_keys,
-        settings=basis.settings,
+        settings=lambda: basis.settings,
         metrics=basis.metrics,
     )
-    basis.live.add(counting.configure)
-    return counting
 
 
 def _lanes(basis: Basis, balancing: Balancing, engines: Engines, whole: Lane) -> Lanes:
@@ -233,8 +229,7 @@ def _client_keys(basis: Basis, lanes: Lanes) -> ApiKeys:
 def _models_routes(
     basis: Basis, balancing: Balancing, engines: Engines, parts: QuestionParts
 ) -> Sequence[web.RouteDef]:
-    models = ModelsApi(parts, tuple(engines.serving.values()), balancing.models, basis.settings)
-    basis.live.add(models.configure)
+    models = ModelsApi(parts, tuple(engines.serving.values()), balancing.models, lambda: basis.settings)
     return models.routes()
 
 

@@ -225,7 +225,7 @@ async def test_the_only_instance_is_restarted_if_that_is_said(deploy: Deploy) ->
     roll = Roll(gateway, min_serving=0)
     await roll.goes()
     assert len(roll.restarts) == 1
-    assert roll.told[1] == ("  No decode instance is left: requests that need one are refused until one is enabled.")
+    assert roll.told[1] == ("  No decode instance is left: requests that need one are rejected until one is enabled.")
 
 
 async def test_an_instance_that_does_not_come_back_ends_it(deploy: Deploy, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ _BY_PACKAGE: Final = {
     ),
     "gateway": (
         "admission answers api_keys assembly attempts client_writer common_abilities"
-        " delivery fast_connection intake queue_order relay request request_head request_parts"
+        " delivery fast_connection intake queue_order relay request request_parts"
         " resuming retry suspects suspicion work"
     ),
     "listener": "header_deadlines",

@@ -1,0 +1,199 @@
+"""Checks the credentials of administrators and clients at the routes.
+
+An administrator sends the admin key. If there is none, only programs of the gateway's user on this host may administer.
+
+The loopback address alone proves little, because a TLS terminator, a reverse proxy or a sidecar on this host connects
+from there for any client. So without a key, the listener must have a loopback address, and no header may show that the
+request is made for another client. Only the status page may read. The gateway's user must have opened the connection,
+see `socket_owner.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+from typing import TYPE_CHECKING, Final
+
+from aiohttp import hdrs, web
+
+from proxy.api import socket_owner
+from proxy.common.errors import GatewayError, LimitExceeded
+from proxy.gateway.api_keys import ANONYMOUS, credential_for_engines
+from proxy.settings import is_loopback
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from aiohttp.typedefs import Handler
+
+    from proxy.gateway.api_keys import ApiKey, ApiKeys
+
+
+_MAX_CHANGES_AT_ONCE: Final = 10
+
+# Headers of reverse proxies, sidecars, content delivery networks and load balancers (RFC 7239, Envoy, nginx, Akamai,
+# Cloudflare, Azure, AWS, Google), and those that browsers add to the requests of a page (Fetch standard).
+_ON_BEHALF: Final = re.compile(
+    r"forwarded|via|origin|referer|cdn-loop|true-client-.*|.*client-ip|.*connecting-ip|.*real-ip|.*remote-(?:ip|addr)"
+    r"|(?:x-forwarded|x-envoy|x-original|x-azure|x-amzn|x-amz-cf|x-appengine|x-cloud-trace|x-arr|cf|sec-fetch)(?:-.*)?",
+    re.IGNORECASE,
+)
+
+
+class Administrators:
+    """Checks the requests to the routes of administrators."""
+
+    def __init__(self, admin_key: str | None, *, listens_on: str, trusts_local: bool = False) -> None:
+        """Prepare the check.
+
+        Args:
+            admin_key: The admin key. None: programs on this host are administrators if the listener allows it.
+            listens_on: The host of the listener. It must be a loopback address if there is no key.
+            trusts_local: Whether programs of all users of this host are administrators, not just of the gateway's.
+        """
+        self._admin_key = admin_key
+        self._listens_on = listens_on
+        self._trusts_local = trusts_local
+        self._changes = 0
+        self._one_look = asyncio.Lock()
+
+    def configure(self, admin_key: str | None, *, trusts_local: bool) -> None:
+        """Change the key and the trust in local programs. See `__init__`."""
+        self._admin_key = admin_key
+        self._trusts_local = trusts_local
+
+    def only(self, handler: Handler) -> Handler:
+        """Return a handler that serves administrators only."""
+
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            await self.check(request)
+            return await handler(request)
+
+        return guarded
+
+    def only_few(self, handler: Handler) -> Handler:
+        """Return a handler for administrators that serves a limited number of requests at a time."""
+
+        async def limited(request: web.Request) -> web.StreamResponse:
+            if self._changes >= _MAX_CHANGES_AT_ONCE:
+                message = f"{_MAX_CHANGES_AT_ONCE} changes are in progress; retry later"
+                raise LimitExceeded(message, code="too_many_changes", retry_after_seconds=1.0)
+            self._changes += 1
+            try:
+                return await handler(request)
+            finally:
+                self._changes -= 1
+
+        return self.only(limited)
+
+    async def check(self, request: web.Request) -> None:
+        """Raise GatewayError unless the caller may administer."""
+        if self._admin_key is not None:
+            scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+            given = request.headers.get("X-Admin-Key") or (token if scheme.lower() == "bearer" else "")
+            if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._admin_key.encode()):
+                raise GatewayError("this route needs the admin key", code="admin_key_required", status=401)
+            return
+        remedy = "or configure a listener for administrators on this host (admin.port)"
+        found = self._objection(request)
+        if found is None and (found := await self._objection_to_owner(request)) is not None:
+            remedy += ", or set admin.trust_local if no program on this host forwards requests of other clients"
+        if found is not None:
+            raise GatewayError(
+                f"this route needs an admin key, because {found}; set auth.admin_key and send it as X-Admin-Key, "
+                + remedy,
+                code="admin_key_not_configured",
+                status=403,
+            )
+
+    async def admits(self, request: web.Request) -> bool:
+        """Return whether the caller may administer."""
+        try:
+            await self.check(request)
+        except GatewayError:
+            return False
+        return True
+
+    async def _objection_to_owner(self, request: web.Request) -> str | None:
+        """Return why a program of another user may have opened the connection, or None if it was this user's."""
+        if self._trusts_local:
+            return None
+        transport = request.transport
+        assert transport is not None  # see _objection
+        ends = (transport.get_extra_info("peername"), transport.get_extra_info("sockname"))
+        # In a thread, so that streams do not wait, and one at a time, because a host may have many sockets.
+        async with self._one_look:
+            return await asyncio.to_thread(socket_owner.objection, *ends)
+
+    def _objection(self, request: web.Request) -> str | None:
+        """Return why the caller may not be a program on this host that acts for itself, or None if it is one."""
+        if not is_loopback(self._listens_on):
+            return f"the gateway listens on {self._listens_on}, which other hosts may reach"
+        peer = request.transport.get_extra_info("peername") if request.transport is not None else None
+        if not isinstance(peer, tuple) or not is_loopback(peer[0]):
+            return "the connection does not come from this host"
+        is_own_page = _is_read_by_own_page(request)
+        for name in request.headers:
+            if _ON_BEHALF.fullmatch(name) and not (is_own_page and name.lower().startswith("sec-fetch-")):
+                return f"the header {name} shows that the request is made for another client"
+        host = request.headers.get(hdrs.HOST)
+        if host is not None and not is_loopback(_without_port(host)):
+            return "its Host header is not a loopback name or address"
+        return None
+
+
+def author(request: web.Request) -> str:
+    """Return the author of a change for the log."""
+    return f"an administrator at {request.remote}"
+
+
+def _is_read_by_own_page(request: web.Request) -> bool:
+    """Return whether a page of this listener reads something. This can only be the status page.
+
+    Scripts cannot set this header, and browsers give it another value for pages of other ports or names (Fetch
+    Metadata, 2.1). The Host header is checked, too.
+    """
+    return request.method == hdrs.METH_GET and request.headers.getall("Sec-Fetch-Site", ()) == ["same-origin"]
+
+
+def _without_port(host: str) -> str:
+    return re.sub(r":[0-9]*\Z", "", host).strip("[]") if not host.endswith("]") else host.strip("[]")
+
+
+API_KEY: Final = web.RequestKey("api_key", str)
+"""The name of the client key in an identified `web.Request`, or `-` if clients need no key."""
+
+
+class KeyAuth:
+    """Checks the client key at the routes of clients. Probes, metrics and administration have other rules.
+
+    The routes check the key after they have begun to record the request, so that the log includes rejected requests.
+    """
+
+    def __init__(self, api_keys: ApiKeys) -> None:
+        self._api_keys = api_keys
+
+    def identify(self, request: web.Request) -> ApiKey:
+        """Return the client key of a request, and store its name in the request. Raises Unauthorized."""
+        if not self._api_keys.have_keys:
+            request[API_KEY] = ANONYMOUS.name
+            return ANONYMOUS
+        headers = request.headers
+        key = self._api_keys.identify(headers.get("Authorization"), headers.get("X-Api-Key"))
+        request[API_KEY] = key.name
+        return key
+
+    def enter(self, key: ApiKey) -> AbstractContextManager[None]:
+        """Return a context manager that counts a request of a key. Entering it raises LimitExceeded."""
+        return self._api_keys.enter(key)
+
+    def credential(self, request: web.Request) -> str | None:
+        """Return the Authorization header for engines, or None.
+
+        Only the credential of a client that needed no key of this gateway is passed on. The request must have been
+        identified before. Later changes of the keys do not matter.
+        """
+        if request.get(API_KEY) != ANONYMOUS.name:
+            return None
+        return credential_for_engines(request.headers.get("Authorization"), request.headers.get("X-Api-Key"))
