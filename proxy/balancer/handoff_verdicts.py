@@ -88,13 +88,13 @@ class CounterWatch:
         """
         count, tokens = sent.count - self.sent.count, sent.tokens - self.sent.tokens
         if reading is None or self.last_reading is None or count < 0:  # a worker died, and its counts are gone
-            found: HandoffVerdict | None = HandoffVerdict.UNKNOWN
+            verdict: HandoffVerdict | None = HandoffVerdict.UNKNOWN
         else:
-            found = judge(self.last_reading, reading, HandoffCount(count, tokens), from_store=self.from_store)
-        if found is None:
+            verdict = judge(self.last_reading, reading, HandoffCount(count, tokens), from_store=self.from_store)
+        if verdict is None:
             return None
         self.last_reading, self.sent = reading, sent
-        return found, max(0, count)
+        return verdict, max(0, count)
 
 
 class Totals(NamedTuple):
@@ -241,17 +241,19 @@ class PairWatch:
         if grown is None or min(grown) < 0 or any(handoffs.count < 0 for handoffs in sent.values()):
             self._evidence.clear()  # a restart, or a worker died and its counts are gone
             return None
-        found = dict[int, HandoffVerdict]()
+        verdicts = dict[int, HandoffVerdict]()
         for lane, part in attribute(grown, sent, involved).items():
-            known = self._evidence.setdefault(lane, _Evidence())
-            known.grown = PromptTokens(*(a + b for a, b in zip(known.grown, part, strict=True)))
-            known.sent = HandoffCount(known.sent.count + sent[lane].count, known.sent.tokens + sent[lane].tokens)
-            verdict = judge(_NOTHING, known.grown, known.sent, from_store=self.from_store)
+            evidence = self._evidence.setdefault(lane, _Evidence())
+            evidence.grown = PromptTokens(*(a + b for a, b in zip(evidence.grown, part, strict=True)))
+            evidence.sent = HandoffCount(
+                evidence.sent.count + sent[lane].count, evidence.sent.tokens + sent[lane].tokens
+            )
+            verdict = judge(_NOTHING, evidence.grown, evidence.sent, from_store=self.from_store)
             if verdict is not None:
                 del self._evidence[lane]
                 if verdict is not HandoffVerdict.UNKNOWN:
-                    found[lane] = verdict
-        return found
+                    verdicts[lane] = verdict
+        return verdicts
 
     def forget(self, lane: int) -> None:
         """Drop the evidence of a lane: its slot belongs to another prefiller now, or the prefiller was restarted."""

@@ -109,7 +109,7 @@ class Incompatibilities:
     def has_any(self, kind: IncompatibilityKind) -> bool:
         """Return whether there is a finding of this kind about any backend."""
         self._read()
-        return any(kind in known for known in self._findings.values())
+        return any(kind in findings for findings in self._findings.values())
 
     def verdict(self, decoder: Backend, prefiller: Backend | None = None) -> HandoffVerdict:
         """Return the verdict on KV handoffs to a decoder.
@@ -134,12 +134,12 @@ class Incompatibilities:
             return False
         with self._shared.exclusive():
             self._read()
-            known = self._findings.setdefault(backend.name, {})
-            if kind in known:
+            findings = self._findings.setdefault(backend.name, {})
+            if kind in findings:
                 return False
-            known[kind] = Incompatibility(kind, hint[:_MAX_HINT], self._clock())
+            findings[kind] = Incompatibility(kind, hint[:_MAX_HINT], self._clock())
             if sum(map(len, self._findings.values())) > self._max_findings:
-                del known[kind]
+                del findings[kind]
                 return True
             self._write()
             return True
@@ -150,10 +150,10 @@ class Incompatibilities:
             return False
         with self._shared.exclusive():
             self._read()
-            known = self._findings.get(backend.name, {})
-            if known.pop(kind, None) is None:
+            findings = self._findings.get(backend.name, {})
+            if findings.pop(kind, None) is None:
                 return False
-            if not known:
+            if not findings:
                 del self._findings[backend.name]
             self._write()
             return True
@@ -213,8 +213,8 @@ class Incompatibilities:
     def _write(self) -> None:
         incompatibilities: list[Any] = [
             (name, finding.kind, finding.hint, finding.since)
-            for name, known in self._findings.items()
-            for finding in known.values()
+            for name, findings in self._findings.items()
+            for finding in findings.values()
         ]
         verdicts = [(name, verdict, self._pairs[name]) for name, verdict in self._verdicts.items()]
         self._shared.write((incompatibilities, verdicts))

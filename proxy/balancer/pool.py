@@ -655,7 +655,7 @@ class Pools:
         It avoids prefillers that are quarantined with this decoder, unless no other would be left.
         """
         if self.quarantine.quarantined and (partners := self.quarantine.partners_to_avoid(decoder)):
-            both = partners.union(request.avoid)
-            if not both.issuperset(self.prefill.eligible()):
-                request = request.avoiding(both)
+            avoid = partners.union(request.avoid)
+            if not avoid.issuperset(self.prefill.eligible()):
+                request = request.avoiding(avoid)
         return Lease(self.prefill, request)

@@ -72,8 +72,8 @@ def recognise(engines: Sequence[EngineReport]) -> RecognisedConnector:
             )
         by_kind.setdefault(engine.identity.kind, engine)
     if len(by_kind) > 1:
-        found = " and ".join(f"{engine.name} is {kind}" for kind, engine in by_kind.items())
-        raise SettingsError(f"connector auto: {found}, and no connector serves both")
+        kinds = " and ".join(f"{engine.name} is {kind}" for kind, engine in by_kind.items())
+        raise SettingsError(f"connector auto: {kinds}, and no connector serves both")
     for engine in engines:
         started = _started_otherwise(engine)
         if started is not None:
@@ -116,11 +116,11 @@ def unsuited(
     served_by = {_CONNECTORS.get(part) for part in setup.kv_connectors}
     if served_by & {None, connector, *traits.passes_on}:
         return None
-    its = " and ".join(setup.kv_connectors)
+    parts = " and ".join(setup.kv_connectors)
     wanted = " or ".join(sorted(filter(None, served_by)))
     return (
         IncompatibilityKind.CONNECTOR,
-        f"runs {its}, which connector {connector} does not serve: use {wanted}, or auto",
+        f"runs {parts}, which connector {connector} does not serve: use {wanted}, or auto",
     )
 
 
@@ -163,21 +163,21 @@ def _wrong_port(engine: EngineReport, bootstrap_port: int | None) -> tuple[Incom
 
 
 def _vllm(engines: Sequence[EngineReport]) -> RecognisedConnector:
-    found: dict[str, tuple[str, str]] = {}  # KV connector and name of an engine, by connector
+    by_connector: dict[str, tuple[str, str]] = {}  # KV connector and name of an engine, by connector
     for engine in engines:
         if engine.setup.has_transfer_config:
             part, connector = _connector(engine)
-            found.setdefault(connector, (part, engine.name))
-    if not found:
+            by_connector.setdefault(connector, (part, engine.name))
+    if not by_connector:
         return RecognisedConnector(
             "vllm_pull",
             f"{_count_of(engines)} are vLLM and report their KV transfer only with VLLM_SERVER_DEV_MODE=1: set "
             "`connector` unless decoders pull the cache",
         )
-    if len(found) > 1:
-        parts = " and ".join(f"{name} has {part}" for part, name in found.values())
+    if len(by_connector) > 1:
+        parts = " and ".join(f"{name} has {part}" for part, name in by_connector.values())
         raise SettingsError(f"connector auto: {parts}, and no connector serves both")
-    ((connector, (part, _)),) = found.items()
+    ((connector, (part, _)),) = by_connector.items()
     return RecognisedConnector(connector, f"{_count_of(engines)} are vLLM with {part}")
 
 

@@ -61,21 +61,21 @@ class Member:
 
     def without_origin(self, origin: str, leaves_at: float | None) -> Member:
         """Return the member without an origin. If it was the last one, it drains and is evacuated at `leaves_at`."""
-        left = tuple(other for other in self.origins if other != origin)
-        return replace(self, origins=left) if left else Member(self.backend, leaves_at=leaves_at)
+        remaining = tuple(other for other in self.origins if other != origin)
+        return replace(self, origins=remaining) if remaining else Member(self.backend, leaves_at=leaves_at)
 
     def with_details(self, wanted: Backend, *, is_authority: bool) -> Member:
         """Return the member with the bootstrap port, models and trust that an origin gives.
 
         A missing port and missing models keep the known ones, unless `is_authority`.
         """
-        known = self.backend
+        current = self.backend
         has_port = is_authority or wanted.bootstrap_port is not None
         backend = replace(
-            known,
-            trusted=known.trusted or wanted.trusted,
-            bootstrap_port=wanted.bootstrap_port if has_port else known.bootstrap_port,
-            models=wanted.models if is_authority or wanted.models else known.models,
+            current,
+            trusted=current.trusted or wanted.trusted,
+            bootstrap_port=wanted.bootstrap_port if has_port else current.bootstrap_port,
+            models=wanted.models if is_authority or wanted.models else current.models,
         )
         return replace(self, backend=backend)
 
@@ -130,10 +130,10 @@ class JoiningList:
         """Remove an instance, and return whether it was on the list, with this ticket if one is given."""
         with self._shared.exclusive():
             rows = self._rows()
-            left = [row for row in rows if not _matches(row, backend, ticket)]
-            if len(left) < len(rows):
-                self._shared.write(left)
-            return len(left) < len(rows)
+            remaining = [row for row in rows if not _matches(row, backend, ticket)]
+            if len(remaining) < len(rows):
+                self._shared.write(remaining)
+            return len(remaining) < len(rows)
 
     def has(self, backend: Backend, ticket: int) -> bool:
         """Return whether an instance is still on the list with this ticket."""
@@ -234,16 +234,16 @@ class Roster:
         """
         with self._shared.exclusive():
             members = self._read()
-            known = _find(members, wanted)
-            if known is None:
+            current = _find(members, wanted)
+            if current is None:
                 backend = replace(wanted, slot=self._free_slot(members))
                 self._write((*members, Member(backend, (ADMIN,))), self._wanted)
                 return True
-            _check_role(known, wanted.role)
-            enabled = known.with_origin(ADMIN).with_details(wanted, is_authority=False)
-            if enabled.row != known.row:
-                self._write((enabled if member is known else member for member in members), self._wanted)
-            return known.is_draining
+            _check_role(current, wanted.role)
+            enabled = current.with_origin(ADMIN).with_details(wanted, is_authority=False)
+            if enabled.row != current.row:
+                self._write((enabled if member is current else member for member in members), self._wanted)
+            return current.is_draining
 
     def wanted(self) -> Mapping[str, Collection[Backend]]:
         """Return the backends that each origin wants, without the origins that want none."""
@@ -261,7 +261,7 @@ class Roster:
         `leaves_at` is the time of its evacuation; see Member. It replaces that of a draining backend.
         """
         return self._change(
-            role, host, port, lambda known: Member(known.backend, leaves_at=leaves_at), takes_draining=True
+            role, host, port, lambda current: Member(current.backend, leaves_at=leaves_at), takes_draining=True
         )
 
     def disable(self, role: Role, host: str, port: int, leaves_at: float | None = None) -> bool:
@@ -269,27 +269,27 @@ class Roster:
 
         `leaves_at` is the time of its evacuation; see Member. It replaces that of a disabled backend.
         """
-        return self._change(role, host, port, lambda known: replace(known, is_disabled=True, leaves_at=leaves_at))
+        return self._change(role, host, port, lambda current: replace(current, is_disabled=True, leaves_at=leaves_at))
 
     def enable(self, role: Role, host: str, port: int) -> bool:
         """Let a disabled backend get requests again, and return whether it is a member that does not drain."""
-        return self._change(role, host, port, lambda known: replace(known, is_disabled=False, leaves_at=None))
+        return self._change(role, host, port, lambda current: replace(current, is_disabled=False, leaves_at=None))
 
     def set_weight(self, role: Role, host: str, port: int, weight: int) -> bool:
         """Set the weight of a backend, see Member, and return whether it is a member that does not drain."""
-        return self._change(role, host, port, lambda known: replace(known, weight=weight))
+        return self._change(role, host, port, lambda current: replace(current, weight=weight))
 
     def _change(
         self, role: Role, host: str, port: int, change: Callable[[Member], Member], *, takes_draining: bool = False
     ) -> bool:
         with self._shared.exclusive():
             members = self._read()
-            known = _find(members, Backend(role, host, port))
-            if known is None or known.backend.role is not role or (known.is_draining and not takes_draining):
+            current = _find(members, Backend(role, host, port))
+            if current is None or current.backend.role is not role or (current.is_draining and not takes_draining):
                 return False
-            changed = change(known)
-            if changed != known:
-                self._write((changed if member is known else member for member in members), self._wanted)
+            changed = change(current)
+            if changed != current:
+                self._write((changed if member is current else member for member in members), self._wanted)
             return True
 
     def sync(
@@ -326,21 +326,21 @@ class Roster:
             before, added, removed = self._wanted.get(origin, frozenset()), list[Backend](), list[Backend]()
             gone = [members[backend] for backend in before.difference(wanted) & members.keys()]
             for backend in wanted:
-                known = members.get(backend)
-                is_wanted_already = known is not None and origin in known.origins
+                current = members.get(backend)
+                is_wanted_already = current is not None and origin in current.origins
                 if backend in before and not is_wanted_already and not restores:
                     continue  # an administrator has removed it
-                if known is None:
+                if current is None:
                     _check_role(_find(members.values(), backend), backend.role)
-                    known = Member(replace(backend, slot=self._free_slot(members.values())))
-                if known.is_draining:
-                    added.append(known.backend)
-                members[backend] = known.with_origin(origin).with_details(backend, is_authority=restores)
+                    current = Member(replace(backend, slot=self._free_slot(members.values())))
+                if current.is_draining:
+                    added.append(current.backend)
+                members[backend] = current.with_origin(origin).with_details(backend, is_authority=restores)
             for member in sorted((member for member in gone if not member.is_draining), key=_slot):
-                left = member.without_origin(origin, leaves_at)
-                if left.is_draining:
+                remaining = member.without_origin(origin, leaves_at)
+                if remaining.is_draining:
                     removed.append(member.backend)
-                members[member.backend] = left
+                members[member.backend] = remaining
             after = [member.row for member in sorted(members.values(), key=_slot)]
             if not is_dry_run and (before != frozenset(wanted) or rows != after):
                 self._write(members.values(), {**self._wanted, origin: frozenset(wanted)})
@@ -419,11 +419,11 @@ def _find(members: Iterable[Member], backend: Backend) -> Member | None:
     return next((member for member in members if member.backend.place == backend.place), None)
 
 
-def _check_role(known: Member | None, role: Role) -> None:
+def _check_role(current: Member | None, role: Role) -> None:
     """Raise ValueError if the member at an address has another role."""
-    if known is not None and known.backend.role is not role:
-        how = "still draining as" if known.is_draining else "already"
-        raise ValueError(f"{known.backend.name} is {how} a {known.backend.role.value} instance")
+    if current is not None and current.backend.role is not role:
+        how = "still draining as" if current.is_draining else "already"
+        raise ValueError(f"{current.backend.name} is {how} a {current.backend.role.value} instance")
 
 
 _CAPACITY_BYTES: Final = 2 * 1024 * 1024  # about 250 sources whose names are the longest paths

@@ -137,7 +137,7 @@ class LogOnce:
         """Drop a subject that no longer exists. If it returns, its first state is news."""
         with self._shared.exclusive():
             words = self._shared.value
-            self._write({known: word for known, word in words.items() if known != subject}, or_only={})
+            self._write({other: word for other, word in words.items() if other != subject}, or_only={})
 
     def _write(self, words: dict[str, str], or_only: dict[str, str]) -> None:
         try:

@@ -221,10 +221,10 @@ class Scoreboard:
         first_row, *others = starts
 
         def sums() -> Sequence[int]:
-            found: Sequence[int] = read(cells, first_row)
+            total: Sequence[int] = read(cells, first_row)
             for start in others:
-                found = [*map(add, found, read(cells, start))]
-            return found
+                total = [*map(add, total, read(cells, start))]
+            return total
 
         return sums
 
