@@ -17,13 +17,12 @@ from math import inf
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.pick import Unlearned
-from proxy.balancer.policies.prefill_cost import PrefillCost
-from proxy.balancer.policies.prefill_records import RecordKind, kind_and_slot, unpacked
+from proxy.balancer.policies.prefill_cost import PrefillCost, RecordKind, kind_and_slot, unpacked
 from proxy.balancer.policies.prefixes import CacheCount, CachedPrefixes
 
 if TYPE_CHECKING:
     from proxy.balancer.pick import PickRequest
-    from proxy.balancer.policies.prefill_samples import ComparedPrompt
+    from proxy.balancer.policies.prefill_cost import ComparedPrompt
     from proxy.balancer.pool import Pool
     from proxy.balancer.shared.journal import JournalWriter
     from proxy.common.backend import Backend

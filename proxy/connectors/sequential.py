@@ -16,7 +16,7 @@ import orjson
 
 from proxy.balancer.handoff_verdicts import MIN_STORED_TOKENS, MIN_TOKENS
 from proxy.balancer.local_prefill import FirstToken, LocalPrefill
-from proxy.balancer.policies.prefill_samples import compared_prompt
+from proxy.balancer.policies.prefill_cost import compared_prompt
 from proxy.common.backend import Role
 from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.common.terms import Stage

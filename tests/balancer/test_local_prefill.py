@@ -9,7 +9,7 @@ import pytest
 from proxy.balancer.engines import EngineFacts
 from proxy.balancer.local_prefill import DOUBT_SECONDS, FirstToken, LocalChoice, LocalPrefill
 from proxy.balancer.pick import PickRequest
-from proxy.balancer.policies.prefill_samples import compared_prompt
+from proxy.balancer.policies.prefill_cost import compared_prompt
 from proxy.balancer.policies.prefiller import write_count
 from proxy.balancer.policies.prefixes import CacheCount
 from proxy.balancer.shared.journal import Journal

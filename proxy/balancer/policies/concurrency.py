@@ -26,7 +26,7 @@ from proxy.balancer.policies.prefill_cost import misfit
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.balancer.policies.prefill_samples import PrefillSample
+    from proxy.balancer.policies.prefill_cost import PrefillSample
 
 _MOST_LANES: Final = 64
 # So many answers to prompts that had company are enough for a first look, then so many more, and twice as many each

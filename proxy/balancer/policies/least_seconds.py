@@ -15,10 +15,8 @@ from zlib import crc32
 
 from proxy.balancer.pick import CACHED_PREFIX, EQUAL, LEAST_SECONDS, Prediction
 from proxy.balancer.policies.least_tokens import LeastTokens
-from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD
-from proxy.balancer.policies.prefill_samples import LEAST_TOKENS, ComparedPrompt, compared_prompt
-from proxy.balancer.policies.prefiller import Prefiller
-from proxy.balancer.policies.prefillers import Prefillers
+from proxy.balancer.policies.prefill_cost import LEAST_TOKENS, SECONDS_PER_LOAD, ComparedPrompt, compared_prompt
+from proxy.balancer.policies.prefiller import Prefiller, Prefillers
 from proxy.balancer.shared.memory import AGEING
 from proxy.common.backend import Load
 
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from proxy.balancer.pick import Candidate, Columns, PickRequest, PolicyContext
-    from proxy.balancer.policies.prefill_samples import Sent
+    from proxy.balancer.policies.prefill_cost import Sent
     from proxy.common.backend import Backend
 
     _Noted = tuple[Sequence[Prefiller], Sequence[float], Sequence[float], bool, Sequence[float] | None]

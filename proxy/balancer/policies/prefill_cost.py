@@ -8,11 +8,21 @@ less; how fast each backend is beside the others is learned by itself.
 from __future__ import annotations
 
 import math
+import struct
+from array import array
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import lru_cache
 from itertools import combinations
-from typing import TYPE_CHECKING, Final
+from math import isfinite
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from proxy.balancer.pick import Tracker
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
+
+    from proxy.balancer.pick import PickRequest, Prediction
 
 SECONDS_PER_LOAD: Final = 0.0345e-3
 """What one token of `Load.compute` stands for: vllm-ascend's example estimates a prefill as 0.0345 ms a token and
@@ -188,3 +198,220 @@ def _solved(matrix: list[list[float]], vector: list[float]) -> list[float] | Non
                 factor = rows[row][place] / rows[place][place]
                 rows[row] = [value - factor * other for value, other in zip(rows[row], rows[place], strict=True)]
     return [rows[place][size] / rows[place][place] / scales[place] for place in range(size)]
+
+
+# Shorter prompts are not looked up: to compute them anew takes hardly longer.
+LEAST_TOKENS: Final = 256
+
+
+@dataclass(slots=True, eq=False)
+class ComparedPrompt:
+    """A request that is chosen for, or waits to be, and what it takes each backend."""
+
+    request: PickRequest
+    keys: Sequence[int]
+    ends: Sequence[float]
+    """Tokens up to the end of each piece."""
+    tokens: int
+    """Of the prompt."""
+    there: dict[Hashable, tuple[int, int, float]] = field(default_factory=dict)
+    """By Prefiller: the version of what is known of it, the pieces that are cached there, and seconds."""
+
+
+def compared_prompt(request: PickRequest) -> ComparedPrompt:
+    """What is to be known of a request."""
+    subject = request.subject
+    tokens = 0 if subject is None else subject.prompt_tokens
+    if subject is None or tokens < LEAST_TOKENS or not (prefix := subject.prefix_keys).keys:
+        return ComparedPrompt(request, (), (), tokens)
+    per_byte = tokens / prefix.sizes[-1]
+    return ComparedPrompt(request, prefix.keys, list(map(per_byte.__mul__, prefix.sizes)), tokens)
+
+
+@dataclass(slots=True, eq=False)
+class Sent(Tracker):
+    """A prompt under way. `known` and `odometer` are what CachedPrefixes wants to know of it again."""
+
+    on_end: Callable[[Sent, bool], None]
+    """Called when it has been computed, or will not be."""
+    compute: int
+    kv: int
+    asked: ComparedPrompt
+    at: float
+    seconds: float
+    """Predicted."""
+    cached: float
+    """Of the prompt's tokens, those that are expected to be cached."""
+    known: Sequence[float | None]
+    odometer: float
+    ahead: int
+    """Prompts that were there before it."""
+    wait: float
+    """Predicted, for these."""
+    prediction: Prediction | None = None
+    answer: tuple[int, int] | None = None
+    """Tokens of the prompt, and those of them that were cached, as the backend told."""
+
+    def told(self, prompt_tokens: int, cached_tokens: int | None) -> None:
+        """See Tracker."""
+        if cached_tokens is not None:
+            self.answer = prompt_tokens, cached_tokens
+
+    def ended(self, served: bool, answer_tokens: int | None) -> None:
+        """An answer teaches how long prompts take and what is cached."""
+        self.on_end(self, served)
+
+
+class PrefillSample(NamedTuple):
+    """A prompt that has been computed: tokens that were not cached and that were, and how long it took."""
+
+    uncached: float
+    cached: float
+    seconds: float
+    """Since the answer before it, or since it was sent if that was later."""
+    whole: float
+    """Since it was sent."""
+    ahead: float
+    """Prompts that were there when it was sent."""
+    was_behind: float
+    """Not 0: it came while there were two others at least, so that it could be computed together with the second."""
+    overtook: float
+    """Not 0: one that was sent before it is still under way."""
+    fill: float = 0.0
+    """How many times what the prefiller computes at a time was there when it ended, with this one: prompts for each
+    rank, or tokens of a step."""
+
+    @property
+    def attention(self) -> float:
+        """What its attention costs grow with."""
+        return self.uncached * (self.cached + self.uncached / 2)
+
+
+class Step(NamedTuple):
+    """Prompts that were answered at once: they were computed together, in the time that passed before the first."""
+
+    uncached: float
+    attention: float
+    seconds: float
+    began: float
+    """By the clock."""
+    largest: float
+    """The uncached tokens of its largest prompt."""
+
+    def and_another(self, sample: PrefillSample) -> Step:
+        """Return the step with a further prompt, which was answered right behind the others."""
+        uncached, attention = self.uncached + sample.uncached, self.attention + sample.attention
+        largest = max(self.largest, sample.uncached)
+        return Step(uncached, attention, self.seconds + sample.seconds, self.began, largest)
+
+    @property
+    def cached(self) -> float:
+        """Behind so many cached tokens one prompt would take as long; less than 0, as several attend to less."""
+        return self.attention / self.uncached - self.uncached / 2
+
+
+class RecordKind(IntEnum):
+    """Of a record."""
+
+    SENT = 0
+    """A prompt with these keys goes there. Numbers: when, the predicted seconds, and the tokens that are not expected
+    to be cached. The pieces that the keys name have these ends."""
+    ENDED = 1
+    """A prompt has ended, and these keys are not cached. Numbers: the time, how far the odometer has to be moved, the
+    trust by now, the greatest age of a prefix that was found, the least age of one that was evicted (NO_AGE: none), and
+    whether it was computed."""
+    COUNTED = 2
+    """The engine has told of its cache. Numbers: those of a CacheCount. Not for other gateways, which ask it, too."""
+    SAMPLED = 3
+    """A prompt that has ended teaches what prompts take. It is written once it is known that the event loop was not
+    late meanwhile. Numbers: when it ended, and a Sample."""
+
+
+class InvalidRecord(ValueError):
+    """It is no record of this version."""
+
+
+class Record(NamedTuple):
+    """`numbers[0]` is seconds of the reader's clock, but in a record COUNTED. `ends` are tokens, in a record SENT one
+    for each key.
+    """
+
+    kind: int
+    slot: int
+    keys: Sequence[int]
+    ends: Sequence[float]
+    numbers: Sequence[float]
+
+
+NO_AGE: Final = -1.0
+
+# Its kind, the prefiller's slot, and how many keys, ends and other numbers follow.
+_HEAD: Final = struct.Struct("<IIIII")
+_KIND_AND_SLOT: Final = struct.Struct("<II")
+_NUMBERS: Final = {RecordKind.SENT: 3, RecordKind.ENDED: 6, RecordKind.COUNTED: 4, RecordKind.SAMPLED: 9}
+_KEY_BYTES: Final = 8
+_END_BYTES: Final = 4
+
+
+@lru_cache(maxsize=16)
+def _doubles(count: int) -> struct.Struct:
+    return struct.Struct(f"={count}d")
+
+
+def packed(record: Record) -> bytes:
+    """As bytes. Ends are rounded to single precision."""
+    kind, slot, keys, ends, numbers = record
+    data = _HEAD.pack(kind, slot, len(keys), len(ends), len(numbers))
+    if keys:  # short prompts have none
+        data += array("Q", keys).tobytes() + array("f", ends).tobytes()
+    return data + _doubles(len(numbers)).pack(*numbers)
+
+
+def unpacked(data: bytes) -> Record:
+    """What was packed. Raises InvalidRecord."""
+    try:
+        kind, slot, key_count, end_count, number_count = _HEAD.unpack_from(data)
+    except struct.error as problem:
+        raise InvalidRecord(str(problem)) from None
+    ends_at = _HEAD.size + _KEY_BYTES * key_count
+    numbers_at = ends_at + _END_BYTES * end_count
+    if number_count != _NUMBERS.get(kind) or end_count != (kind == RecordKind.SENT) * key_count:
+        raise InvalidRecord("it has not the parts of a record")
+    written = _doubles(number_count)
+    if len(data) != numbers_at + written.size:
+        raise InvalidRecord("it has not the length of a record")
+    keys: Sequence[int] = ()
+    ends: Sequence[float] = ()
+    if key_count:
+        keys, ends = array("Q", data[_HEAD.size : ends_at]), array("f", data[ends_at:numbers_at])
+    return Record(kind, slot, keys, ends, written.unpack_from(data, numbers_at))
+
+
+def kind_and_slot(data: bytes) -> tuple[int, int]:
+    """The kind of a packed record and the prefiller's slot, read without unpacking the rest, as most records are for
+    others. Raises InvalidRecord if the data is too short.
+    """
+    try:
+        kind, slot = _KIND_AND_SLOT.unpack_from(data)
+    except struct.error as problem:
+        raise InvalidRecord(str(problem)) from None
+    return kind, slot
+
+
+def translated(record: Record, slot: int, seconds: float) -> Record:
+    """The same of another gateway, for whom the prefiller has this slot, and whose clock is so much ahead. Raises
+    InvalidRecord for numbers that are none.
+    """
+    if record.kind == RecordKind.COUNTED:
+        raise InvalidRecord("it is not for other gateways")
+    if not all(map(isfinite, record.numbers)) or not all(map(isfinite, record.ends)):
+        raise InvalidRecord("it has numbers that are none")
+    at, *others = record.numbers
+    return record._replace(slot=slot, numbers=[at + seconds, *others])
+
+
+def without_keys(record: Record) -> Record:
+    """The record without its prefix keys and ends, which are most of its bytes: it still teaches how long prompts take,
+    but not what is cached.
+    """
+    return record._replace(keys=(), ends=())

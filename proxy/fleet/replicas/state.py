@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import msgspec
 
-from proxy.balancer.policies.prefill_records import (
+from proxy.balancer.policies.prefill_cost import (
     InvalidRecord,
     RecordKind,
     kind_and_slot,
@@ -87,7 +87,7 @@ class News(msgspec.Struct, frozen=True, omit_defaults=True):
     verdicts: dict[str, _Number] = {}
     """Changed verdicts as in GatewayState; 0: withdrawn."""
     prompts: dict[str, list[bytes]] = {}
-    """Records of prompts by the prefiller's Backend.key; see balancer/policies/prefill_records.py."""
+    """Records of prompts by the prefiller's Backend.key; see balancer/policies/prefill_cost.py."""
 
     @property
     def now(self) -> float:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from proxy.balancer.policies.concurrency import DOUBT_SECONDS, Concurrency, soonest_free
-from proxy.balancer.policies.prefill_samples import PrefillSample
+from proxy.balancer.policies.prefill_cost import PrefillSample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

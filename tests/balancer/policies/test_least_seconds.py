@@ -10,7 +10,7 @@ import pytest
 
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.policies.least_seconds import LeastSeconds
-from proxy.balancer.policies.prefill_samples import PrefillSample, Step
+from proxy.balancer.policies.prefill_cost import PrefillSample, Step
 from proxy.balancer.policies.prefiller import write_count
 from proxy.balancer.policies.prefixes import CacheCount
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts

@@ -12,9 +12,16 @@ import pytest
 from proxy.balancer.health import HealthBoard
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.policies.least_seconds import LeastSeconds
-from proxy.balancer.policies.prefill_cost import SECONDS_PER_LOAD
-from proxy.balancer.policies.prefill_records import InvalidRecord, Record, RecordKind, packed, translated, unpacked
-from proxy.balancer.policies.prefill_samples import ComparedPrompt
+from proxy.balancer.policies.prefill_cost import (
+    SECONDS_PER_LOAD,
+    ComparedPrompt,
+    InvalidRecord,
+    Record,
+    RecordKind,
+    packed,
+    translated,
+    unpacked,
+)
 from proxy.balancer.policies.prefiller import write_count
 from proxy.balancer.policies.prefixes import CacheCount
 from proxy.balancer.roster import Roster
@@ -29,7 +36,7 @@ from tests.clock import Clock
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from proxy.balancer.policies.prefill_samples import Sent
+    from proxy.balancer.policies.prefill_cost import Sent
     from proxy.balancer.policies.prefiller import Prefiller
 
 _KEYS = [2**64 - 1, 7, 8]

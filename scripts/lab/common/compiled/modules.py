@@ -7,9 +7,7 @@ from typing import Final
 _BY_PACKAGE: Final = {
     "balancer": "blame chooser incompatibilities lease pick pool stalls",
     "balancer/policies": (
-        "concurrency decode_pace least_decode_seconds least_seconds"
-        " least_tokens prefill_cost prefill_records prefill_samples prefiller prefillers prefixes"
-        " rate_filter"
+        "concurrency decode_pace least_decode_seconds least_seconds least_tokens prefill_cost prefiller prefixes"
     ),
     "balancer/shared": "back_offs journal scoreboard",
     "common": "backend",
