@@ -12,9 +12,8 @@ from proxy.common.backend import Role
 from proxy.common.errors import Failure
 from proxy.connectors.leg_driver import opened
 from proxy.wire.document import InvalidDocument
-from proxy.wire.finish import is_given_up
 from proxy.wire.ids import new_id
-from proxy.wire.openai import OPENAI_APIS
+from proxy.wire.openai import OPENAI_APIS, is_given_up
 from proxy.wire.python_json import dumps, read_again
 from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier
 

@@ -26,7 +26,7 @@ from proxy.connectors.one_engine import SingleLeg, asks_for_echoed_logprobs, ech
 from proxy.wire import sglang
 from proxy.wire.document import REMOVED
 from proxy.wire.openai import OPENAI_APIS, Api
-from proxy.wire.sglang_errors import ERROR_HEADERS, error_in_answer
+from proxy.wire.sglang import ERROR_HEADERS, error_in_answer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.dialects.call import PRIORITY_HEADER
-from proxy.wire.lax import whole_number
+from proxy.wire.python_json import whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Load
-from proxy.wire.elision import text_bytes
+from proxy.wire.members import text_bytes
 from proxy.wire.openai import Api
 from proxy.wire.prefix import NO_KEYS, PrefixKeys, Prompt
 

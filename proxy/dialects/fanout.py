@@ -13,9 +13,8 @@ from proxy.dialects.base import Unit
 from proxy.dialects.call import text_tokens
 from proxy.wire import openai
 from proxy.wire.document import REMOVED
-from proxy.wire.openai import Api, data_event
+from proxy.wire.openai import Api, counts, data_event
 from proxy.wire.python_json import dumps
-from proxy.wire.usage import counts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

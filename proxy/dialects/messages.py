@@ -13,10 +13,9 @@ from proxy.common.errors import UnknownFinish
 from proxy.dialects.messages_request import chat_of
 from proxy.dialects.translated import AnswerPart, CompletionHead, PartKind, Parts, Translated, call_id, event, words
 from proxy.wire.chat_members import JsonNesting, LegalStrings, as_object, is_object
-from proxy.wire.finish import is_whole
 from proxy.wire.ids import new_id
+from proxy.wire.openai import counts, is_whole
 from proxy.wire.python_json import dumps, utf8
-from proxy.wire.usage import counts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

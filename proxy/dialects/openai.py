@@ -11,9 +11,7 @@ from proxy.dialects.call import Call, measured_prompt, output_limit
 from proxy.dialects.requests import FLAG, WHOLE_NUMBER, boolean, coerced_members, without_reserved
 from proxy.wire import openai
 from proxy.wire.document import REMOVED
-from proxy.wire.engine_members import ENGINE_MEMBERS
-from proxy.wire.finish import is_given_up
-from proxy.wire.openai import ORDINARY_FIELDS, RESERVED_FIELDS, Api, with_prompt_details
+from proxy.wire.openai import ENGINE_MEMBERS, ORDINARY_FIELDS, RESERVED_FIELDS, Api, is_given_up, with_prompt_details
 from proxy.wire.python_json import dumps
 
 if TYPE_CHECKING:

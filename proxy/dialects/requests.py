@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy.common.errors import BadRequest
 from proxy.wire.document import REMOVED, Document, InvalidDocument
-from proxy.wire.lax import flag, whole_number
+from proxy.wire.python_json import flag, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Set

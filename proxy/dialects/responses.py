@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 from proxy.common.errors import UpstreamError
 from proxy.dialects.responses_request import KeptRequest, ToolKind, as_search, as_text, chat_of, sealed
 from proxy.dialects.translated import AnswerPart, CompletionHead, PartKind, Parts, Translated, call_id, event, words
-from proxy.wire.finish import is_whole
 from proxy.wire.ids import new_id
-from proxy.wire.openai import error_type, is_error_body
+from proxy.wire.openai import counts, error_type, is_error_body, is_whole
 from proxy.wire.python_json import dumps, utf8
-from proxy.wire.usage import counts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

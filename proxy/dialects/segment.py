@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import orjson
 
-from proxy.wire.engine_members import has_engine_members, remove_engine_members
-from proxy.wire.finish import is_given_up
 from proxy.wire.openai import DONE as END_MARK
+from proxy.wire.openai import has_engine_members, is_given_up, remove_engine_members
 from proxy.wire.python_json import loads
 from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier
 

@@ -8,10 +8,9 @@ import orjson
 
 from proxy.dialects.segment import Meaning, Segment
 from proxy.wire import sglang
-from proxy.wire.finish import is_given_up
-from proxy.wire.openai import DONE
+from proxy.wire.openai import DONE, is_given_up
 from proxy.wire.python_json import loads
-from proxy.wire.sglang_errors import error_of
+from proxy.wire.sglang import error_of
 from proxy.wire.weight import LONG_BYTES, MAX_ANSWER_ELEMENTS, is_heavier
 
 if TYPE_CHECKING:

@@ -15,10 +15,9 @@ from proxy.dialects.call import MAX_OUTPUT_TOKENS, Call, text_tokens
 from proxy.dialects.requests import WHOLE_NUMBER, boolean, coerced_members, without_reserved
 from proxy.dialects.sglang_events import AnswerSoFar, Events, WatchedEvents, finish_of
 from proxy.wire import openai, sglang
-from proxy.wire.finish import is_given_up
-from proxy.wire.openai import Api, data_event
+from proxy.wire.openai import Api, data_event, is_given_up
 from proxy.wire.prefix import Prompt
-from proxy.wire.sglang_errors import ERROR_HEADERS, error_of
+from proxy.wire.sglang import ERROR_HEADERS, error_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

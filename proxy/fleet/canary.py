@@ -26,8 +26,8 @@ from proxy.fleet.transfers import scrape
 from proxy.observe.timeline import Timeline
 from proxy.wire.exposition import parse_prompt_tokens
 from proxy.wire.ids import new_id
+from proxy.wire.openai import told_of_prompt
 from proxy.wire.sse import EventSplitter, EventTooLong
-from proxy.wire.usage import told_of_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

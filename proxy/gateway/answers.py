@@ -15,8 +15,7 @@ from proxy.gateway.delivery import Delivery
 from proxy.gateway.relay import Relay, TokenClock
 from proxy.resume.engines import VLLM, WatchLevel
 from proxy.wire.chat_members import UnreadableMember
-from proxy.wire.document import REMOVED, SHORT_BYTES, Document, joined
-from proxy.wire.long_answer import LongAnswer
+from proxy.wire.document import REMOVED, SHORT_BYTES, Document, LongAnswer, joined
 from proxy.wire.openai import Api
 from proxy.wire.python_json import dumps, loads, utf8
 

@@ -13,9 +13,8 @@ from proxy.resume.overlap import Mismatch
 from proxy.resume.seam import unfinished, withhold, without_tool_calls
 from proxy.resume.transcript import Transcript
 from proxy.wire.chat_members import UnreadableMember
-from proxy.wire.engine_members import without_engine_members
-from proxy.wire.openai import data_event, with_prompt_details
-from proxy.wire.token import Shape
+from proxy.wire.openai import data_event, with_prompt_details, without_engine_members
+from proxy.wire.sse import Shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Final, cast
 
 from proxy.gateway.intake import is_one_request, read_head
-from proxy.listener.first_protocol import FirstProtocol
+from proxy.listener.connection import FirstProtocol
 from proxy.listener.replies import accepted_id, new_request_id
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from proxy.dialects.segment import ABORTED, CONTENT, DONE, ERROR, MALFORMED, OPE
 from proxy.resume.overlap import Mismatch
 from proxy.upstream.fast_forward import Tokens
 from proxy.wire.chat_members import UnreadableMember
-from proxy.wire.engine_members import names_engine_members
+from proxy.wire.openai import names_engine_members
 from proxy.wire.sse import EventSplitter, EventTooLong
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from proxy.gateway.delivery import Delivery
     from proxy.observe.metrics import Metrics
     from proxy.observe.record import RequestRecord
-    from proxy.wire.sse import Event
-    from proxy.wire.token import Shape
+    from proxy.wire.sse import Event, Shape
 
 
 END_MARK_SECONDS: Final = 1.0

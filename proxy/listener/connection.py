@@ -10,19 +10,20 @@ only has nothing more to send.
 from __future__ import annotations
 
 import asyncio
+import re
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Final, cast
 
-from aiohttp import hdrs, web
+from aiohttp import HttpVersion10, HttpVersion11, hdrs, web
 from aiohttp.http import HttpProcessingError, RawRequestMessage
+from aiohttp.http_exceptions import InvalidHeader, InvalidURLError, LineTooLong
 
 from proxy.common.errors import GatewayError
 from proxy.listener import replies
-from proxy.listener.malformed import malformed, unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from proxy.listener.first_protocol import FirstProtocol
     from proxy.listener.http_listener import HttpListener
 
 LINGERING_SECONDS: Final = 2.0
@@ -209,3 +210,131 @@ class _LastWords(web.StreamResponse):
         if not self._has_body:  # for the end of which aiohttp waits as long as we do here
             self._connection.close()  # from now on what comes is not looked at
             await asyncio.sleep(LINGERING_SECONDS)  # cancelled when the client closes
+
+
+class FirstProtocol(asyncio.Protocol, ABC):
+    """Reads a new connection before aiohttp does.
+
+    It calls the listener as an AiohttpConnection does, and also its `hand_over`.
+    It may have the connection back once it is certain that a request ends where the next bytes begin.
+    """
+
+    __slots__ = ()
+
+    door: asyncio.Transport
+    """The transport, also when the connection is lost."""
+
+    @property
+    @abstractmethod
+    def client(self) -> str:
+        """The address of the other side."""
+
+    @property
+    @abstractmethod
+    def awaits_request(self) -> bool:
+        """Nothing is being answered here, and nothing has arrived that could be."""
+
+    @abstractmethod
+    def end(self, error: GatewayError | None = None) -> None:
+        """Close a connection that awaits a request; an error is told before."""
+
+    @abstractmethod
+    def end_after_answer(self) -> None:
+        """Close it as soon as nothing is being answered on it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """What comes from now on is not looked at."""
+
+    @abstractmethod
+    def cut(self) -> None:
+        """End it, and what is being answered on it, now."""
+
+    @abstractmethod
+    def sweep(self, now: float, keepalive_seconds: float) -> None:
+        """Close it if it has been idle for so long. Called at each tick, with the time of the listener's clock."""
+
+    @staticmethod
+    @abstractmethod
+    def is_one_request(data: bytes) -> bool:
+        """Whether this is certainly one request, with nothing missing and nothing behind it."""
+
+    @abstractmethod
+    def takes_back(self, data: bytes) -> bool:
+        """Whether it goes on with a connection that it has handed over. It is given these bytes then, with which a
+        request begins.
+        """
+
+
+# Requests of the wrong form
+#
+# Neither the client nor the log sees a quotation. A request that begins at the wrong byte begins inside a prompt.
+
+MALFORMED: Final = "malformed_http"
+"""The code of every error about the form of a request."""
+
+# Exceptions of aiohttp whose text is a quotation, and what is told instead.
+_WORDS: Final[tuple[tuple[type[Exception], str], ...]] = (
+    (LineTooLong, "the request line or a header is too long"),
+    (InvalidHeader, "a header is not valid"),
+    (InvalidURLError, "the request target is not valid"),
+)
+_has_no_quotation: Final = re.compile(
+    r"(Missing|Duplicate) '[A-Za-z-]+' header [a-z ]+\."
+    r"|Too many headers received"
+    r"|Received HTTPS traffic on an HTTP port"
+).fullmatch
+
+_VERSIONS: Final = (HttpVersion11, HttpVersion10)
+_is_host: Final = re.compile(r"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]*").fullmatch  # RFC 3986 3.2.2 and 3.2.3
+
+# Who counts the first one and who counts the last one see two different callers.
+_CREDENTIALS: Final = (hdrs.AUTHORIZATION, "X-Api-Key", "X-Admin-Key")
+
+
+def malformed(reason: str, status: int = 400) -> GatewayError:
+    """The error for a request of the wrong form."""
+    return GatewayError(f"the request is not valid HTTP/1.1: {reason}", code=MALFORMED, status=status)
+
+
+def unreadable(problem: BaseException) -> GatewayError:
+    """The error for what aiohttp could not read."""
+    for kind, words in _WORDS:
+        if isinstance(problem, kind):
+            return malformed(words, status=431 if kind is LineTooLong else 400)
+    told = problem.message if isinstance(problem, HttpProcessingError) else ""
+    told, separator, _ = told.partition(":\n\n")  # llhttp's own words, then the quotation
+    if not separator and not _has_no_quotation(told):
+        return malformed("it cannot be read")
+    reason = " ".join(told.split())
+    if reason.startswith("Too many headers"):
+        return malformed(reason, status=431)
+    return malformed(reason, status=505 if reason.endswith("Invalid HTTP version") else 400)
+
+
+def refusal_of(request: web.BaseRequest) -> GatewayError | None:
+    """What is wrong with a request that aiohttp could read; None when a route may see it."""
+    headers, version, target = request.headers, request.version, request.raw_path
+    coding = headers.get(hdrs.TRANSFER_ENCODING)
+    if version not in _VERSIONS:
+        return malformed("the version is not 1.1 or 1.0", status=505)
+    if coding is not None and coding.lower() != "chunked":
+        # llhttp takes any list that ends in chunked, and others in front of us may not.
+        return malformed("the transfer encoding is not chunked", status=501)
+    if coding is not None and version == HttpVersion10:
+        return malformed("HTTP/1.0 has no transfer encodings")  # RFC 9112 6.1
+    if not _is_host(headers.get(hdrs.HOST, "")):
+        return malformed("the Host header is not valid")
+    for name in _CREDENTIALS:
+        if len(headers.getall(name, ())) > 1:
+            return malformed("it has more than one credential of the same kind")
+    if request.method == hdrs.METH_CONNECT:
+        return GatewayError("this gateway does not support CONNECT", code="method_not_allowed", status=405)
+    # RFC 9112 3.2.2 has every server accept the absolute form. Only its path counts: no URL is made of the rest.
+    if not (target.startswith("/") or target == "*" or target.lower().startswith(("http://", "https://"))):
+        return malformed("the request target is not valid")
+    if hdrs.EXPECT in headers:  # the one that can be met was taken out
+        return GatewayError(
+            "the only expectation that this gateway meets is 100-continue", code="expectation_failed", status=417
+        )
+    return None

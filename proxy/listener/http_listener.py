@@ -23,9 +23,8 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from proxy.common.errors import GatewayError, Overloaded
 from proxy.listener import replies
 from proxy.listener.body import AWAITS_CONTINUE
-from proxy.listener.connection import LINGERING_SECONDS, AiohttpConnection
+from proxy.listener.connection import LINGERING_SECONDS, MALFORMED, AiohttpConnection, refusal_of
 from proxy.listener.header_deadlines import HeaderDeadlines
-from proxy.listener.malformed import MALFORMED, refusal_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
     from aiohttp.http import RawRequestMessage
 
-    from proxy.listener.first_protocol import FirstProtocol
+    from proxy.listener.connection import FirstProtocol
     from proxy.observe.metrics import Metrics
     from proxy.settings import Listen
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from proxy.balancer.pick import reason
 from proxy.common.terms import Stage
-from proxy.wire.usage import Usage
+from proxy.wire.openai import Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from proxy.resume.engines import VLLM
 from proxy.resume.overlap import TEXTS, Mismatch, Overlap, repeated
-from proxy.wire.openai import Api
-from proxy.wire.usage import counts
+from proxy.wire.openai import Api, counts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -6,10 +6,9 @@ leaves this package as an UpstreamError that says whether the engine can have se
 through aiohttp's client, to the same addresses.
 """
 
-from proxy.upstream.addresses import AddressRules, is_odd_literal
 from proxy.upstream.connection import EngineConnection, Exchange, Sink, upstream_error
 from proxy.upstream.engine_client import BufferedResponse, EngineClient, EngineRequest, EngineRequestError, read_bounded
-from proxy.upstream.names import AddressProblem, Names, connect_problem
+from proxy.upstream.names import AddressProblem, AddressRules, Names, connect_problem, is_odd_literal
 from proxy.upstream.response import Response
 from proxy.upstream.silences import SilenceChecks
 from proxy.upstream.traced import TracedUpstream

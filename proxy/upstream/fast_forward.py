@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import orjson
 
-from proxy.upstream.size_lines import MAX_CHUNK_BYTES, NO_LINE, SIZE_LINES
-from proxy.wire.engine_members import NO_KV_PARAMS
+from proxy.upstream.answer_reader import MAX_CHUNK_BYTES, NO_LINE, SIZE_LINES
+from proxy.wire.openai import NO_KV_PARAMS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from proxy.wire.token import Shape
+    from proxy.wire.sse import Shape
 
 _MAX_DIGITS: Final = 9
 _ZERO: Final = 48

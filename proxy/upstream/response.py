@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from proxy.common.errors import Failure, UpstreamError
 from proxy.upstream.connection import upstream_error
-from proxy.wire.sglang_errors import lacks_kv_memory
+from proxy.wire.sglang import lacks_kv_memory
 
 if TYPE_CHECKING:
     import asyncio

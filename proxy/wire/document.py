@@ -9,14 +9,13 @@ it is serialised: the bytes are the same.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from proxy.wire.elision import text_bytes
-from proxy.wire.members import Members, NotAnObject, TooManyMembers, as_python_reads, spans_of
+from proxy.wire.members import Members, NotAnObject, TooManyMembers, as_python_reads, spans_of, text_bytes
 from proxy.wire.python_json import dumps
-from proxy.wire.token_ids import are_token_ids, count_token_ids
 from proxy.wire.weight import load
 
 if TYPE_CHECKING:
@@ -231,3 +230,67 @@ def _refusal(raw: bytes | bytearray) -> InvalidDocument:
         return InvalidDocument(f"the body is not valid JSON (line {error.lineno}, column {error.colno})")
     is_object = isinstance(value, dict)
     return InvalidDocument("the body is nested too deeply" if is_object else "the body must be a JSON object")
+
+
+# Prompts that are token ids
+#
+# They are recognised and counted by their bytes, because reading a hundred thousand numbers takes milliseconds.
+
+_FIRST_ID: Final = re.compile(rb"\[\s*-?[0-9]+\s*[,\]]")
+
+
+def are_token_ids(value: memoryview) -> bool:
+    """Whether a JSON value is a list that begins with a whole number."""
+    return _FIRST_ID.match(value) is not None
+
+
+def count_token_ids(value: memoryview) -> int | None:
+    """How many elements a list has that begins with a whole number; None for any other value, and for a list with
+    strings, arrays or objects in it.
+    """
+    if not are_token_ids(value):
+        return None
+    text = bytes(value)
+    if text.find(b"[", 1) >= 0 or b'"' in text or b"{" in text:
+        return None
+    return text.count(b",") + 1
+
+
+# Long answers
+
+
+class LongAnswer:
+    """A whole answer that is passed on as the engine wrote it, but for its end: to find out where all members of a long
+    one stand takes longer than all else about it. Raises InvalidDocument for what is no JSON object.
+    """
+
+    __slots__ = ("_raw", "values")
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = raw
+        try:
+            values = load(raw)
+        except orjson.JSONDecodeError:  # or JSON that orjson does not read
+            values = dict(Document(raw).values)
+        if not isinstance(values, dict):
+            raise InvalidDocument("the answer must be a JSON object")
+        self.values: dict[str, Any] = values
+
+    def with_changes(self, changes: Mapping[str, object]) -> bytes | None:
+        """The answer with `usage` or `kv_transfer_params` replaced, or left out (REMOVED); see Document. None: they do
+        not stand at its end, where engines write them.
+
+        What stands behind a comma is the end of the object itself if, with a bracket before it, it is an object.
+        """
+        raw = self._raw
+        begin = raw.rfind(b',"usage":' if "usage" in changes else b',"kv_transfer_params":')
+        if begin < 0:
+            return None
+        try:
+            end = Document(b"{" + raw[begin + 1 :])
+        except InvalidDocument:
+            return None
+        if not changes.keys() <= end.values.keys():
+            return None
+        written = joined(end.with_changes(changes))
+        return raw[:begin] + (b"}" if written == b"{}" else b"," + written[1:])

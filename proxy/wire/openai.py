@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import orjson
 
 from proxy.common.errors import BadRequest, UpstreamError
+from proxy.wire.document import REMOVED, Document, InvalidDocument, joined
 from proxy.wire.python_json import dumps, loads
 
 if TYPE_CHECKING:
@@ -131,3 +132,162 @@ def with_prompt_details(usage: dict[str, Any], prefillers: dict[str, Any] | None
     details = usage.get("prompt_tokens_details")
     merged = {**details, **prefillers} if isinstance(details, dict) else prefillers
     return {**usage, "prompt_tokens_details": merged}
+
+
+# Reasons for the end of an answer, the values of `finish_reason`
+#
+# vLLM: `FINISH_REASON_STRINGS` in v1/engine/__init__.py, and `tool_calls` for chats. SGLang: the `to_json` methods in
+# managers/schedule_batch.py, which the native API shows as objects with a `type`, and `finish_reason` in
+# entrypoints/openai/protocol.py. The `error` of vLLM should not reach a client, because the engine returns a 500.
+
+WHOLE: Final = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter", "repetition"})
+"""The reasons of an answer that ends where the engine or the request wanted it to end."""
+GIVEN_UP: Final = frozenset({"abort", "error"})
+"""The reasons of an answer that the engine stopped working on: at SIGTERM, `/pause`, `/sleep`, or after a failure."""
+
+
+def word_of(reason: Any) -> Any:
+    """The reason itself, or the `type` of one in the shape of SGLang's native API."""
+    return reason.get("type") if isinstance(reason, dict) else reason
+
+
+def is_given_up(reason: Any) -> bool:
+    """Return whether the engine stopped working on the answer before it was whole."""
+    word = word_of(reason)
+    return isinstance(word, str) and word in GIVEN_UP
+
+
+def is_whole(reason: Any) -> bool:
+    """Return whether the reason is known to be that of a whole answer."""
+    return isinstance(reason, str) and reason in WHOLE
+
+
+# Usage: token counts of one unit, combined from the answers to all of its legs and attempts
+
+Told = tuple[int | None, int | None]
+"""See told_of_prompt."""
+# What is below zero in an engine that counts without a sign: added up, it would hide all that comes later.
+_TOO_MANY: Final = 1 << 40
+
+
+class Counts(NamedTuple):
+    """The numbers of a usage object; None: it does not tell, or tells something that is no number of tokens."""
+
+    prompt: int | None
+    completion: int | None
+    cached: int | None
+    """Tokens of the prompt that were in the prefix cache."""
+    reasoning: int | None
+    """Tokens of the completion that are reasoning."""
+
+
+_NONE: Final = Counts(None, None, None, None)
+
+
+def counts(usage: Any) -> Counts:
+    """Read a usage object, whatever an engine has put in its place.
+
+    Nothing else reads the numbers in one but `Usage` and `told_of_prompt`, which every request asks for less.
+    """
+    if not isinstance(usage, dict):
+        return _NONE
+    of_prompt, of_completion = usage.get("prompt_tokens_details"), usage.get("completion_tokens_details")
+    return Counts(
+        _count(usage.get("prompt_tokens")),
+        _count(usage.get("completion_tokens")),
+        _count(of_prompt.get("cached_tokens")) if isinstance(of_prompt, dict) else None,
+        _count(of_completion.get("reasoning_tokens")) if isinstance(of_completion, dict) else None,
+    )
+
+
+class Usage:
+    """One unit's."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_details: dict[str, Any] | None = None
+    """The prefiller's `prompt_tokens_details`; None when it does not tell."""
+    cached_tokens: int | None = None
+    """Prompt tokens that were found in the prefix cache; None when that is not known."""
+    counts_reasoning: bool | None = None
+    """Whether the prefiller counts reasoning tokens, so a decoder does so in a chat. None: it sent no usage."""
+    is_resumed: bool = False
+    """The attempt under way goes on with an answer that another one began: what engines tell of the prompt is not about
+    the client's."""
+
+    def saw_prompt(self, usage: Any) -> Told:
+        """Take what a usage object, whatever it really is, says of the prompt; see told_of_prompt for what is returned.
+
+        The first to tell is right: later attempts find in the cache what the first ones put there.
+        """
+        told = tokens, cached = told_of_prompt(usage)
+        if self.prompt_details is None and not self.is_resumed and isinstance(usage, dict):
+            if tokens is not None:
+                self.prompt_tokens = tokens
+            details = usage.get("prompt_tokens_details")
+            self.prompt_details = details if isinstance(details, dict) else None
+            self.cached_tokens = cached
+            self.counts_reasoning = usage.get("completion_tokens_details") is not None
+        return told
+
+    def saw_completion(self, usage: Any) -> None:
+        """Take what a usage object, whatever it really is, says of the answer."""
+        if isinstance(usage, dict) and (tokens := _count(usage.get("completion_tokens"))) is not None:
+            self.completion_tokens = tokens
+
+
+def told_of_prompt(usage: Any) -> Told:
+    """The tokens of a prompt, and those of them that were in the prefix cache, as a usage object, whatever it really
+    is, tells of one leg; None: it does not tell.
+    """
+    if not isinstance(usage, dict):
+        return None, None
+    details = usage.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return _count(usage.get("prompt_tokens")), _count(cached)
+
+
+def _count(told: object) -> int | None:
+    """A number of tokens, which a bool is not; None: it is none."""
+    return told if type(told) is int and 0 <= told < _TOO_MANY else None
+
+
+# Members for engines only
+#
+# They name the hosts, ports and KV blocks of engines, so clients do not receive them. vLLM 0.33 writes
+# `kv_transfer_params` into every chunk of a stream. The value is null, except in the last chunk with
+# `bidirectional_kv_xfer`: there it tells others how to fetch the KV cache of the decoder.
+
+ENGINE_MEMBERS: Final = frozenset({"kv_transfer_params", "ec_transfer_params"})
+_REMOVAL: Final = dict.fromkeys(sorted(ENGINE_MEMBERS), REMOVED)
+NO_KV_PARAMS: Final = b',"kv_transfer_params":null'
+"""The member as vLLM writes it into each chunk. Its quotes would be escaped inside a JSON string."""
+
+
+def has_engine_members(payload: dict[str, Any]) -> bool:
+    """Whether an answer, or an event of one, has any of them."""
+    return "kv_transfer_params" in payload or "ec_transfer_params" in payload
+
+
+def names_engine_members(written: bytes) -> bool:
+    """Whether JSON that was not read may have any of them."""
+    return b'kv_transfer_params"' in written or b'ec_transfer_params"' in written
+
+
+def remove_engine_members(payload: dict[str, Any]) -> None:
+    """Remove them from an answer, or an event of one."""
+    for name in ENGINE_MEMBERS:
+        payload.pop(name, None)
+
+
+def without_engine_members(data: bytes) -> bytes:
+    """Return the JSON object without them: the bytes of all others stay."""
+    shown = data.replace(NO_KV_PARAMS, b"")
+    if shown is not data and not names_engine_members(shown):
+        return shown
+    try:
+        return joined(Document(data).with_changes(_REMOVAL))
+    except InvalidDocument:  # a name stands twice in it
+        payload = loads(data)
+        remove_engine_members(payload)
+        return dumps(payload)

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 from xxhash import xxh3_64_intdigest as hashed
 
-from proxy.wire.document import REMOVED
+from proxy.wire.document import REMOVED, are_token_ids
 from proxy.wire.python_json import dumps
-from proxy.wire.token_ids import are_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

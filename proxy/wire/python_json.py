@@ -12,6 +12,7 @@ import math
 from typing import Any, Final
 
 import orjson
+from pydantic import TypeAdapter, ValidationError
 
 _MAX_INT_DIGITS: Final = 4300
 """Python refuses to read a longer whole number, as that takes quadratic time."""
@@ -118,3 +119,39 @@ def utf8(text: str) -> bytes:
 def utf8_text(written: bytes | bytearray) -> str:
     """Return the text that `utf8` has encoded."""
     return written.decode("utf-8", "surrogatepass")
+
+
+# Numbers and flags in another spelling: `10.0`, `"10"`, `"true"`
+#
+# Engines accept them, because their request models use pydantic in its lax mode. The same library reads them here, so a
+# value that it rejects is one that engines reject.
+
+_WHOLE_NUMBER: Final = TypeAdapter(int)
+_FLAG: Final = TypeAdapter(bool)
+# The error of pydantic is not shown, because it quotes the value.
+_NOT_SPELLED_LIKE_IT: Final = "neither that nor spelled like it"
+
+# orjson reads whole numbers of more than 64 bits as fractions, so they are not known exactly. Infinity is one that has
+# more than 308 digits, which Python's parser, and so an engine, refuses if it has more than 4,300.
+_INEXACT: Final = float(2**63)
+
+
+def whole_number(value: object) -> object:
+    """The number that a value is; left as it is when that has more than 64 bits. Raises ValueError for what is none."""
+    if type(value) is int or (isinstance(value, float) and _INEXACT <= abs(value) < math.inf):
+        return value
+    try:
+        number = _WHOLE_NUMBER.validate_python(value)
+    except ValidationError:
+        raise ValueError(_NOT_SPELLED_LIKE_IT) from None
+    return number if -(2**63) <= number < 2**64 else value
+
+
+def flag(value: object) -> object:
+    """The boolean that a value is. Raises ValueError for what is none."""
+    if isinstance(value, bool):
+        return value
+    try:
+        return _FLAG.validate_python(value)
+    except ValidationError:
+        raise ValueError(_NOT_SPELLED_LIKE_IT) from None

@@ -15,8 +15,7 @@ from proxy.common.backend import Role
 from proxy.listener.drain import DrainManager
 from proxy.process.configuration import ConfigChange
 from proxy.settings import Admin, Settings
-from proxy.upstream.addresses import AddressRules
-from proxy.upstream.names import Names
+from proxy.upstream.names import AddressRules, Names
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -13,8 +13,8 @@ import h11
 from proxy.balancer.engines import EngineKeys
 from proxy.common.backend import Backend, Role
 from proxy.upstream.connection import EngineConnection
-from proxy.upstream.request_heads import RequestHeads
 from proxy.upstream.response import Response
+from proxy.upstream.upstream import RequestHeads
 from tests.fuzz.cutting import cut, singly, spelled, words
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from proxy.balancer.engines import EngineKeys
 from proxy.dialects.call import PASSED_ON
 from proxy.listener.replies import _is_acceptable_id, error_response
 from proxy.upstream import Response
-from proxy.upstream.request_heads import RequestHeads
+from proxy.upstream.upstream import RequestHeads
 from tests.fuzz.answers import ENGINE, LOOP, Line, connected
 from tests.fuzz.cutting import spelled, words
 

@@ -11,7 +11,7 @@ from tests.canned import data
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from proxy.wire.token import Shape
+    from proxy.wire.sse import Shape
 
 
 class Client:

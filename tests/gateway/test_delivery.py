@@ -20,8 +20,7 @@ from proxy.resume.situation import Resumption
 from proxy.settings import Cost
 from proxy.sim.engine import SimulatedEngine
 from proxy.wire.document import Body, joined
-from proxy.wire.engine_members import NO_KV_PARAMS
-from proxy.wire.openai import OPENAI_APIS, Api
+from proxy.wire.openai import NO_KV_PARAMS, OPENAI_APIS, Api
 from proxy.wire.sse import EventSplitter
 from tests.asking import api_of, ask, request
 from tests.canned import data

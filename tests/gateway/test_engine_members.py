@@ -8,8 +8,7 @@ import orjson
 import pytest
 
 from proxy.wire.document import Document
-from proxy.wire.engine_members import without_engine_members
-from proxy.wire.openai import DONE_EVENT, OPENAI_APIS, Api
+from proxy.wire.openai import DONE_EVENT, OPENAI_APIS, Api, without_engine_members
 from tests.asking import read, request
 from tests.canned import CannedEngine, event_stream, json_answer
 from tests.dialects import messages, responses

@@ -16,8 +16,7 @@ from proxy.gateway.delivery import Delivery
 from proxy.settings import Cost
 from proxy.wire.chat_members import UnreadableMember
 from proxy.wire.openai import Api
-from proxy.wire.sse import Event, EventSplitter
-from proxy.wire.token import Shape
+from proxy.wire.sse import Event, EventSplitter, Shape
 from tests.asking import api_of, request
 from tests.canned import data
 from tests.gateway.forwarding import Client, Engine, framed, tokens_like

@@ -15,7 +15,7 @@ from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from proxy.gateway.intake import MAX_HEAD_BYTES, Head, is_one_request, read_head
-from proxy.listener.malformed import refusal_of
+from proxy.listener.connection import refusal_of
 from tests.fuzz.cutting import words
 
 if TYPE_CHECKING:

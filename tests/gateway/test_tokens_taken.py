@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.resume.transcript import Transcript
-from proxy.wire.token import Shape
+from proxy.wire.sse import Shape
 from tests.gateway.forwarding import Client, Engine, framed, tokens_like
 from tests.selection.covering import values
 from tests.wire.test_token import event

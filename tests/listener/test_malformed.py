@@ -12,7 +12,7 @@ from aiohttp.http_exceptions import (
     LineTooLong,
 )
 
-from proxy.listener.malformed import unreadable
+from proxy.listener.connection import unreadable
 
 SECRET = "my prompt"
 

@@ -6,7 +6,7 @@ from itertools import product
 
 from proxy.balancer.engines import EngineKeys
 from proxy.common.backend import Backend, Role
-from proxy.upstream.request_heads import RequestHeads
+from proxy.upstream.upstream import RequestHeads
 
 HEADERS: tuple[dict[str, str], ...] = (
     {},

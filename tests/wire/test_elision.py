@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.wire.elision import excerpt, text_bytes
+from proxy.wire.members import excerpt, text_bytes
 from proxy.wire.weight import LONG_BYTES
 
 KIB = 1024

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.wire.lax import flag, whole_number
+from proxy.wire.python_json import flag, whole_number
 
 
 @pytest.mark.parametrize(

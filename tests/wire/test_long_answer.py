@@ -7,8 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from proxy.wire.document import REMOVED, Document, InvalidDocument, joined
-from proxy.wire.long_answer import LongAnswer
+from proxy.wire.document import REMOVED, Document, InvalidDocument, LongAnswer, joined
 
 USAGE = b'{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":8}}'
 

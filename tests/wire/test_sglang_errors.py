@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.wire.sglang_errors import error_in_answer, error_of
+from proxy.wire.sglang import error_in_answer, error_of
 
 ABORT = {"type": "abort", "message": "lost", "status_code": 503, "err_type": None}
 WISH = {"type": "abort", "message": "Abort", "status_code": None}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from proxy.wire.token import Shape
+from proxy.wire.sse import Shape
 
 
 def event(text: str, token: Any, *, field: str = "content", spaces: bool = False, **more: Any) -> bytes:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.wire.token_ids import are_token_ids, count_token_ids
+from proxy.wire.document import are_token_ids, count_token_ids
 
 SCALARS = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.none() | st.booleans()
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 from proxy.balancer.roster import ADMIN, CONFIG
 from proxy.common.background import Background, BackgroundOwner
 from proxy.settings import canonical_host, is_literal
-from proxy.upstream.addresses import AddressRules, is_odd_literal
+from proxy.upstream.names import AddressRules, is_odd_literal
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping

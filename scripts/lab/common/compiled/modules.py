@@ -27,13 +27,8 @@ _BY_PACKAGE: Final = {
     "process/monitor": "loop_lag",
     "process/worker": "balancing",
     "resume": "chat_as_completion continuation cut engines overlap plan seam transcript",
-    "upstream": (
-        "answer_reader connection fast_forward plain_head request_heads response silences size_lines upstream"
-    ),
-    "wire": (
-        "chat_members document elision engine_members finish ids long_answer members openai prefix python_json sglang"
-        " sglang_errors sse token token_ids usage weight"
-    ),
+    "upstream": "answer_reader connection fast_forward response silences upstream",
+    "wire": "chat_members document ids members openai prefix python_json sglang sse weight",
 }
 MODULES: Final = [
     f"proxy/{package}/{name}.py".replace("//", "/") for package, names in _BY_PACKAGE.items() for name in names.split()
