@@ -47,7 +47,7 @@ class Breaker:
 
     phase: BreakerPhase = BreakerPhase.CLOSED
     failures: int = 0
-    """Consecutive failures of any kind that the backend is to blame for."""
+    """Consecutive failures of any kind that count against the backend."""
     until: float = 0.0
     """End of the ejection."""
     ends_with_connection: bool = False
@@ -257,7 +257,7 @@ class BackendHealth:
 
     @property
     def consecutive_failures(self) -> int:
-        """Consecutive failed requests that the backend is to blame for."""
+        """Consecutive failed requests that count against the backend."""
         return self.breaker.failures
 
     @property

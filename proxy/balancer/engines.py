@@ -184,7 +184,7 @@ def parse_max_num_seqs(answer: Any) -> int | None:
 
     SGLang reports one member of `internal_states` per rank, with the effective max_running_requests
     (Scheduler.get_internal_state). vLLM with VLLM_SERVER_DEV_MODE=1 reports its VllmConfig, whose SchedulerConfig is
-    that of one rank. If max_num_active_seqs is set, only so many of max_num_seqs run.
+    that of one rank. If max_num_active_seqs is set, it replaces max_num_seqs.
     """
     states = _member(answer, "internal_states")
     if isinstance(states, list):

@@ -174,7 +174,7 @@ def encode_head(priority: int, place_seconds: float) -> int:
 
 
 def shift_head(head: int, seconds: float) -> int:
-    """Return a position for a clock that is `seconds` ahead of its own. NO_HEAD stays NO_HEAD."""
+    """Return a position moved to a clock that is `seconds` ahead. NO_HEAD stays NO_HEAD."""
     if head == NO_HEAD:
         return NO_HEAD
     return encode_head(head >> _PLACE_BITS, (head & _MAX_PLACE) / 1e6 + AGEING * seconds)

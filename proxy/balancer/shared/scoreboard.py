@@ -5,7 +5,7 @@ the rows. Cells are aligned 64-bit integers, so a reader sees the old or the new
 supervisor erases the row of a worker that died. Create the scoreboard before forking: the memory is anonymous and
 inherited.
 
-Load from elsewhere, such as a gateway on another host, has guest rows after those of the workers. Each guest row also
+Load of other gateways, such as one on another host, has guest rows after those of the workers. Each guest row also
 has one writer, which charges `running`, `compute` and `kv`, and erases the row when it no longer knows the load. It
 leaves `requests` at zero, because a removed instance leaves when the requests of this gateway have ended.
 
