@@ -17,8 +17,8 @@ from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts, Pools, ignore
 from proxy.balancer.shared.scoreboard import PinnedKv
 from proxy.common.backend import Role
-from proxy.fleet.compatibility_log import log_incompatibility
 from proxy.fleet.discovery.prober import log_transition
+from proxy.fleet.inspector import log_incompatibility
 from proxy.process.configuration import text_of
 
 if TYPE_CHECKING:

@@ -16,13 +16,12 @@ from proxy.connectors import CONNECTORS
 from proxy.connectors.base import ConnectorContext
 from proxy.connectors.encoding import Encoding
 from proxy.connectors.releaser import SETTLE_SECONDS, KvTransfer, Releaser, ReleaserParts
-from proxy.fleet.canary_watch import CanaryWatch
+from proxy.fleet.canary import CanaryWatch
 from proxy.fleet.discovery.joining import Joiner
 from proxy.fleet.discovery.prober import Prober, ProberParts
 from proxy.fleet.discovery.sources import SOURCES
 from proxy.fleet.discovery.watcher import OwnAddresses, Watcher, WatcherParts
-from proxy.fleet.inspector import Inspector
-from proxy.fleet.transfers import InspectorParts, makes_progress
+from proxy.fleet.inspector import Inspector, InspectorParts, makes_progress
 from proxy.process.worker.balancing import subject
 from proxy.upstream import AddressRules, EngineClient, Names, SilenceChecks, TracedUpstream, Upstream, UpstreamOptions
 

@@ -17,7 +17,7 @@ from proxy.fleet.discovery.facts import (
     facts_of,
     with_setup,
 )
-from proxy.fleet.transfers import scrape
+from proxy.fleet.inspector import scrape
 from proxy.tools.doctor.told import Examined
 from proxy.upstream import AddressProblem, EngineClient, EngineRequestError, connect_problem
 from proxy.wire.exposition import parse_prompt_tokens

@@ -14,7 +14,7 @@ from proxy.balancer.incompatibilities import NO_KV_PARAMS
 from proxy.common.backend import Role
 from proxy.common.errors import Failure
 from proxy.fleet.canary import Agreement, agreement, by_time
-from proxy.fleet.compatibility_log import NOT_FETCHED, NOT_STORED
+from proxy.fleet.inspector import NOT_FETCHED, NOT_STORED
 from proxy.tools.doctor.findings import Finding, Severity
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import pytest
 
 from proxy.balancer.engines import EngineFacts, EngineKeys, Identity
 from proxy.common.backend import Backend, Role
-from proxy.fleet.transfers import makes_progress
+from proxy.fleet.inspector import makes_progress
 from proxy.sim.engine import SimulatedEngine
 from proxy.upstream import EngineClient
 from proxy.wire.openai import Api
