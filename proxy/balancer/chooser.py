@@ -7,21 +7,20 @@ as long as there are others. Backends that came back start slowly, and those wit
 from __future__ import annotations
 
 import math
-import random
-import time
 from typing import TYPE_CHECKING, TypeVar
 
 from proxy.balancer.backend_health import FULL_PERCENT
 from proxy.balancer.pick import PREFERRED, Candidate, Policy
 from proxy.balancer.policies.least_tokens import WEIGHTS
-from proxy.balancer.shared.back_offs import BackOffs
 from proxy.balancer.shared.scoreboard import SlotReader
 from proxy.common.errors import NoBackendAvailable
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Callable, Collection, Sequence
 
     from proxy.balancer.pick import Looked, PickRequest
+    from proxy.balancer.shared.back_offs import BackOffs
     from proxy.balancer.shared.scoreboard import Scoreboard
     from proxy.common.backend import Backend, Role
 
@@ -34,18 +33,17 @@ class Chooser:
         role: Role,
         scoreboard: Scoreboard,
         share_percent: Callable[[Backend], int],
+        back_offs: BackOffs,
         *,
-        back_offs: BackOffs | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        rng: random.Random | None = None,
+        clock: Callable[[], float],
+        rng: random.Random,
     ) -> None:
-        """Create one that needs `use` and `consider` before it chooses.
+        """Create a chooser, which needs `use` and `consider` before it chooses.
 
-        `share_percent`: of its share of requests what a backend gets now, by its weight, and by its slow start.
-        `back_offs`: what all workers know of those that are passed over; None: this is the only worker.
+        `share_percent` returns the share of its requests that a backend gets now, by its weight and its slow start.
         """
-        self.back_offs = back_offs or BackOffs(scoreboard.slots)
-        self.changes = self.back_offs.changes
+        self.back_offs = back_offs
+        self.changes = back_offs.changes
         self._role = role
         self.seen_changes = -1
         """What `changes` holds must be this. Otherwise `look` comes first."""
@@ -68,7 +66,7 @@ class Chooser:
         self._scoreboard = scoreboard
         self._share_percent = share_percent
         self._clock = clock
-        self._rng = rng or random.Random()
+        self._rng = rng
         self._open: tuple[Candidate, ...] = ()  # those that are not passed over, until `_open_until`
         self._open_until = math.inf
         self._refusing: frozenset[Backend] = frozenset()

@@ -92,7 +92,7 @@ class PoolParts:
     serving: Callable[[Collection[Backend]], tuple[Backend, ...]] = tuple
     """Selects the backends of `whole` that belong to this pool, in their order."""
     back_offs: BackOffs | None = None
-    """Back-offs that all workers share. None: those of `whole`, or new ones for a single worker."""
+    """Back-offs that all workers share. None: this is the only pool of the role."""
     clock: Callable[[], float] = time.monotonic
     rng: random.Random = field(default_factory=random.Random)
 
@@ -138,12 +138,9 @@ class Pool:
         self._healthy_version = -1  # version of health at which `_healthy` is valid
         self._engine_ids: dict[Backend, str] = {}
         self._room: object = None  # eligible backends and limits at the last change
-        back_offs = parts.back_offs
-        if back_offs is None:
-            back_offs = BackOffs(parts.scoreboard.slots) if parts.whole is None else parts.whole._back_offs
-        self._back_offs: BackOffs = back_offs
+        self._back_offs = parts.back_offs or BackOffs(parts.scoreboard.slots)
         self._chooser: Chooser = Chooser(
-            parts.role, parts.scoreboard, self._share_percent, back_offs=back_offs, clock=parts.clock, rng=parts.rng
+            parts.role, parts.scoreboard, self._share_percent, self._back_offs, clock=parts.clock, rng=parts.rng
         )
         self.use(parts.policy)
         self.configure(parts.limits)
