@@ -1,5 +1,7 @@
-"""Random sequences of events: loads are right at every step and zero at the end, only eligible backends and those due
-for a trial are picked, and ejections leave enough backends of a role.
+"""Random sequences of events on the pools of two workers.
+
+Loads are right at every step and zero at the end. Only eligible backends and those due for a trial are picked.
+Ejections leave enough backends of a role.
 """
 
 from __future__ import annotations

@@ -289,8 +289,9 @@ class Scoreboard:
 
 
 class SlotReader:
-    """Reads some slots for every pick, in one pass over plain integers, because a Load for each slot costs three times
-    as much. Create it once for slots in ascending order that are read again and again.
+    """Reads some slots in one pass over plain integers, because a Load for each slot costs three times as much.
+
+    Every pick reads the slots of its candidates. Create a reader once for slots in ascending order.
     """
 
     __slots__ = ("compute", "running", "_loads", "_places")
