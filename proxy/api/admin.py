@@ -1,6 +1,6 @@
-"""What operators and their tools ask: what does it measure, and what is configured. And to have that read again.
+"""The routes of operators: metrics, the configuration and its reload, and the latest requests.
 
-Everybody may look. Changing anything is for administrators, and is one line in the log, with its author.
+The metrics are open. All other routes are for administrators. The log names the author of each change.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 
 
 class Reload(Protocol):
-    """Reads the configuration again and applies it, or only says what that would change."""
+    """Reads the configuration again, and applies it unless it is a dry run."""
 
     async def __call__(self, by: str, *, is_dry_run: bool = False) -> ConfigChange:
-        """`by`: who wants it. Raises SettingsError."""
+        """Return the changes. `by`: the author for the log. Raises SettingsError."""
 
 
 class AdminApi:
@@ -49,7 +49,14 @@ class AdminApi:
         reload: Reload,
         administrators: Administrators,
     ) -> None:
-        """`configuration` tells what is in force, for anybody to see."""
+        """Prepare the routes.
+
+        Args:
+            metrics: The metrics of this worker.
+            configuration: Returns the present configuration without secrets.
+            reload: Reads the configuration again.
+            administrators: Restricts routes to administrators.
+        """
         self._metrics = metrics
         self._one_scrape = asyncio.Lock()
         self._configuration = configuration
@@ -57,7 +64,7 @@ class AdminApi:
         self._administrators = administrators
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """For the application."""
+        """Return the routes for the application."""
         return [
             web.get("/metrics", self._show_metrics),
             web.get("/admin/config", self._administrators.only(self._show_configuration)),
@@ -65,7 +72,7 @@ class AdminApi:
         ]
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
-        # In a thread, so that no stream waits for it, and one after the other, because it is work for the processor.
+        # In a thread, so that streams do not wait, and one at a time, because it takes CPU time.
         async with self._one_scrape:
             snapshot = self._metrics.snapshot(request.headers.get("Accept", ""))
             body, content_type = await asyncio.to_thread(snapshot)
@@ -75,7 +82,7 @@ class AdminApi:
         return _json(self._configuration())
 
     async def _reload(self, request: web.Request) -> web.Response:
-        """The change, or in one sentence why there is none."""
+        """Reload the configuration, and answer with the changes."""
         dry_run = is_dry_run(request)
         try:
             change = await self._reload_configuration(author(request), is_dry_run=dry_run)
@@ -92,16 +99,23 @@ _MAX_LIMIT: Final = 1000
 
 
 class RequestsApi:
-    """The routes under `/admin/requests`. `settle` writes what this worker has not written yet."""
+    """The routes under `/admin/requests`."""
 
     def __init__(self, receipts: Receipts, settle: Callable[[], None], administrators: Administrators) -> None:
+        """Prepare the routes.
+
+        Args:
+            receipts: The latest requests of all workers.
+            settle: Writes the requests that this worker has not written yet.
+            administrators: Restricts the routes to administrators.
+        """
         self._receipts = receipts
         self._settle = settle
         self._administrators = administrators
         self._one_search = asyncio.Lock()
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """For the application."""
+        """Return the routes for the application."""
         only = self._administrators.only
         return [
             web.get("/admin/requests", only(self._show_one)),
@@ -109,33 +123,34 @@ class RequestsApi:
         ]
 
     async def _show_recent(self, request: web.Request) -> web.Response:
-        """The latest requests that fit all filters of the query, those that ended last first."""
-        asked = _asked(request, ("limit", *_FILTERS))
-        limit = _limit(asked.pop("limit", None))
-        return _json({"requests": await self._found(asked, limit)})
+        """Show the latest requests that match all filters of the query, latest first."""
+        query = _query(request, ("limit", *_FILTERS))
+        limit = _limit(query.pop("limit", None))
+        return _json({"requests": await self._find(query, limit)})
 
     async def _show_one(self, request: web.Request) -> web.Response:
-        """The requests that have an id: usually one, but clients choose their ids."""
-        asked = _asked(request, _IDS)
-        if len(asked) != 1:
+        """Show the requests with an id: usually one, but clients choose their ids."""
+        query = _query(request, _IDS)
+        if len(query) != 1:
             raise BadRequest(
-                "give id, a request's X-Request-Id, or engine_id, what an engine's log calls it; "
+                "give id (the X-Request-Id of a request) or engine_id (its id in the log of an engine); "
                 "/admin/requests/recent lists the latest requests"
             )
-        found = await self._found(asked, _MAX_LIMIT)
+        found = await self._find(query, _MAX_LIMIT)
         if not found:
             raise GatewayError(
-                f"no request with this {next(iter(asked))} is kept: it is not over, or others have taken its place "
-                "(admin.receipts_bytes)",
+                f"no request with this {next(iter(query))} is stored: it has not ended, or later requests replaced it "
+                "(see admin.receipts_bytes)",
                 code="request_not_kept",
                 status=404,
             )
         return _json({"requests": found})
 
-    async def _found(self, asked: Mapping[str, str], limit: int) -> list[dict[str, Any]]:
-        tests = [_test(name, value) for name, value in asked.items()]
-        # What all that are wanted have in them: what an engine calls a request is longer than that.
-        literal = next((value for name, value in asked.items() if name not in ("failed", "engine_id")), None)
+    async def _find(self, query: Mapping[str, str], limit: int) -> list[dict[str, Any]]:
+        """Return up to `limit` requests that match the query."""
+        tests = [_test(name, value) for name, value in query.items()]
+        # A text that all matching requests contain. The ids of engines are longer than the value in the query.
+        literal = next((value for name, value in query.items() if name not in ("failed", "engine_id")), None)
         latest = partial(
             self._receipts.latest,
             lambda receipt: all(fits(receipt) for fits in tests),
@@ -143,20 +158,18 @@ class RequestsApi:
             containing=b"" if literal is None else literal.encode(errors="surrogatepass"),
         )
         self._settle()
-        # In a thread, so that no stream waits for it, and one after the other, because it is work for the processor.
+        # In a thread, so that streams do not wait, and one at a time, because it takes CPU time.
         async with self._one_search:
             found = await asyncio.to_thread(latest)
         return [display(receipt) for receipt in found]
 
 
-def _asked(request: web.Request, known: Sequence[str]) -> dict[str, str]:
-    """The query. Raises BadRequest for what is not known, so that nobody takes a mistyped filter for one that fits
-    all.
-    """
+def _query(request: web.Request, names: Sequence[str]) -> dict[str, str]:
+    """Return the query. Raises BadRequest for unknown or repeated names, so that a mistyped filter is not ignored."""
     query = request.query
     for name in query:
-        if name not in known:
-            raise BadRequest(f"the query may have {', '.join(known)}", param=name[:100])
+        if name not in names:
+            raise BadRequest(f"unknown parameter; the query may have {', '.join(names)}", param=name[:100])
         if len(query.getall(name)) > 1:
             raise BadRequest(f"{name} is given twice", param=name)
     return dict(query)
@@ -171,7 +184,7 @@ def _limit(text: str | None) -> int:
 
 
 def _test(name: str, value: str) -> Wants:
-    """Whether a request fits one filter."""
+    """Return a function that tests a request by one filter."""
     if name == "failed":
         is_failed = truth(name, value)
         return lambda receipt: (receipt["term"] != "--") is is_failed

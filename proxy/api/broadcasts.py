@@ -1,8 +1,7 @@
-"""What an administrator tells many engines at once: to empty their prefix caches, to begin and to end a profile,
-to give their memory away and to take it back.
+"""Sends a request of an administrator to many engines: to empty prefix caches, to profile, to sleep and to wake up.
 
-Each engine gets the caller's query and body, and its answer counts only as a yes or a no. `?role=decode` and
-`?instance=host:port`, which may be given several times, are for us: they say which engines are meant.
+Each engine gets the query and body of the administrator. Only the success of its answer matters. The parameters
+`?role=decode` and `?instance=host:port` select engines, and may be repeated. Engines do not get them.
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESET_PREFIX_CACHE: Final = "/reset_prefix_cache"
-"""Ours, by vLLM's name."""
+"""Our route, with vLLM's name."""
 START_PROFILE: Final = "/start_profile"
 STOP_PROFILE: Final = "/stop_profile"
-"""Of both. vLLM has these routes only if it was started with a profiler, SGLang takes options in the body."""
+"""Routes of vLLM and SGLang. vLLM must have been started with a profiler. SGLang takes options in the body."""
 _SLEEP: Final = ("/sleep", "/release_memory_occupation")
 _WAKE: Final = ("/wake_up", "/resume_memory_occupation")
-"""Of vLLM (with VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode), and of SGLang (with --enable-memory-saver)."""
+"""Routes of vLLM (with VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode) and SGLang (with --enable-memory-saver)."""
 
-_FOR_US: Final[Mapping[str, Callable[[Backend], str]]] = {
+_SELECTORS: Final[Mapping[str, Callable[[Backend], str]]] = {
     "role": lambda backend: backend.role.value,
     "instance": lambda backend: backend.name,
 }
 
-# SGLang may be told to wait until it is idle before it empties its cache; its benchmark lets it wait for 60 s. What a
-# profiler has recorded is written out before the engine answers, which takes minutes.
+# SGLang can wait until it is idle before it empties its cache, and its benchmark lets it wait for 60 s. Engines write
+# their profile before they answer, which takes minutes.
 _TIMEOUT_SECONDS: Final = {START_PROFILE: 600.0, STOP_PROFILE: 600.0}
 _CACHE_TIMEOUT_SECONDS: Final = 90.0
 _CONNECT_SECONDS: Final = 5.0
@@ -61,24 +60,28 @@ _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """What each engine is told."""
+    """The request that each engine gets."""
 
     path: str
+    """The path at the engine."""
     query: Sequence[tuple[str, str]]
+    """The query, without the parameters that select engines."""
     body: bytes
+    """The body of the administrator."""
     content_type: str
+    """The Content-Type of the body. Empty: none."""
 
     @property
     def is_partial(self) -> bool:
-        """Whether an engine is to wake up in part: weights first, say, and then the KV cache."""
+        """Whether an engine wakes up only partially, such as its weights before its KV cache."""
         return any(name == "tags" for name, _ in self.query) or b'"tags"' in self.body
 
 
 class BroadcastApi:
-    """The routes that reach every engine there is, or those that are named, whatever their states.
+    """The routes that reach all engines or the selected ones, whatever their states.
 
-    Who is to sleep is disabled first, and not told before it has answered all that it has; who has woken
-    up as a whole is enabled.
+    An instance is disabled before it sleeps, and gets the request to sleep after its last answer. It is enabled when it
+    has woken up completely.
     """
 
     def __init__(
@@ -89,14 +92,14 @@ class BroadcastApi:
         administrators: Administrators,
         cache_path: str = RESET_PREFIX_CACHE,
     ) -> None:
-        """Keep the parts.
+        """Prepare the routes.
 
         Args:
-            parts: What the routes on instances work with.
+            parts: The parts of the routes on instances.
             client: Client for engines.
             keys: Credentials for engines.
             administrators: Restricts the routes to administrators.
-            cache_path: The engines' route that empties their prefix caches. Callers may use this name, too.
+            cache_path: The route of the engines that empties their prefix caches. Administrators may use it, too.
         """
         self._pools = parts.pools
         self._roster = parts.roster
@@ -107,20 +110,20 @@ class BroadcastApi:
         self._cache_path = cache_path
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """For the application."""
+        """Return the routes for the application."""
         engines_paths = {path: path for path in (START_PROFILE, STOP_PROFILE, *_SLEEP, *_WAKE)}
         engines_paths |= dict.fromkeys((RESET_PREFIX_CACHE, self._cache_path), self._cache_path)
         return [web.post(path, self._handler(engines_path)) for path, engines_path in engines_paths.items()]
 
     def _handler(self, path: str) -> Handler:
-        async def tell_all(request: web.Request) -> web.Response:
+        async def send_to_all(request: web.Request) -> web.Response:
             body = await read_body(request, _BODY, option=None)
-            backends = self._named(request.query)
-            told = "all" if len(backends) == len(self._backends()) else len(backends)
-            logger.info("sent to %s instances: %s", told, path, extra={"fields": {"by": author(request)}})
-            query = [(name, value) for name, value in request.query.items() if name not in _FOR_US]
+            backends = self._selected(request.query)
+            count = "all" if len(backends) == len(self._backends()) else len(backends)
+            logger.info("sent to %s instances: %s", count, path, extra={"fields": {"by": author(request)}})
+            query = [(name, value) for name, value in request.query.items() if name not in _SELECTORS]
             message = _Message(path, query, body, request.headers.get(hdrs.CONTENT_TYPE, ""))
-            done = await asyncio.gather(*(self._tell(backend, message) for backend in backends))
+            done = await asyncio.gather(*(self._send(backend, message) for backend in backends))
             failed = [backend for backend, ok in zip(backends, done, strict=True) if not ok]
             if not failed:
                 return web.Response()
@@ -129,55 +132,54 @@ class BroadcastApi:
                 answer["disabled"] = [backend.url for backend in failed if self._is_disabled(backend)]
             return _json(answer, status=500)
 
-        return self._administrators.only(tell_all)
+        return self._administrators.only(send_to_all)
 
     def _backends(self) -> list[Backend]:
         return [backend for pool in self._pools.values() for backend in pool.backends()]
 
-    def _named(self, query: MultiMapping[str]) -> list[Backend]:
-        """Those whom a query means. Raises BadRequest for a name that nobody has."""
+    def _selected(self, query: MultiMapping[str]) -> list[Backend]:
+        """Return the backends that a query selects. Raises BadRequest for an unknown role or instance."""
         backends = self._backends()
-        for name, of in _FOR_US.items():
+        for name, of in _SELECTORS.items():
             wanted = query.getall(name, [])
             if unknown := sorted({*wanted}.difference(map(of, backends))):
                 raise BadRequest(f"there is no instance with {name} {unknown[0]!r}", param=name)
             backends = [backend for backend in backends if not wanted or of(backend) in wanted]
         return backends
 
-    async def _tell(self, backend: Backend, message: _Message) -> bool:
-        """Whether it has done what it was told."""
+    async def _send(self, backend: Backend, message: _Message) -> bool:
+        """Send a message to an engine. Return whether the engine has done it."""
         member = backend.role, backend.host, backend.port
         is_disabled_here = False
         if message.path in _SLEEP:
-            if not self._is_disabled(backend):  # it may be one that is about to be evacuated
+            if not self._is_disabled(backend):  # a disabled one keeps its time of evacuation
                 is_disabled_here = self._roster.disable(*member)
             if under_way := self._scoreboard.requests(backend.slot):
-                words = "is disabled, and not told %s before its %d requests have ended: ask again then"
+                words = "is disabled, and %s was not sent: %d requests are running; repeat the request later"
                 logger.warning(f"%s instance %s {words}", backend.role, backend.name, message.path, under_way)
                 return False
-        status, problem = await self._send(backend, message)
-        # Who has not answered may sleep by now; who has refused, as without a sleep mode, serves as before.
+        status, problem = await self._post(backend, message)
+        # An engine that has not answered may be asleep. An engine that rejects the request serves as before.
         refuses_to_sleep = is_disabled_here and status is not None and bool(problem)
         if refuses_to_sleep or (message.path in _WAKE and not problem and not message.is_partial):
             self._roster.enable(*member)
         if problem:
             stays = " and stays disabled" if message.path in (*_SLEEP, *_WAKE) and self._is_disabled(backend) else ""
-            told = (backend.role, backend.name, message.path, stays, problem)
-            logger.error("%s instance %s failed on %s%s: %s", *told)
+            logger.error("%s instance %s failed on %s%s: %s", backend.role, backend.name, message.path, stays, problem)
         return not problem
 
     def _is_disabled(self, backend: Backend) -> bool:
         return any(each.backend == backend and each.is_disabled for each in self._roster.members(backend.role))
 
-    async def _send(self, backend: Backend, message: _Message) -> tuple[int | None, str]:
-        """The status of its answer, None if there was none; and what is wrong, empty where the status is below 300."""
+    async def _post(self, backend: Backend, message: _Message) -> tuple[int | None, str]:
+        """Return the status of an engine's answer or None, and the error, which is empty for a status below 300."""
         headers = dict(self._keys.headers(backend))
         if message.body and message.content_type:
             headers[hdrs.CONTENT_TYPE] = message.content_type
-        asked = EngineRequest(path=message.path, query=message.query, headers=headers, body=message.body)
+        request = EngineRequest(path=message.path, query=message.query, headers=headers, body=message.body)
         seconds = _TIMEOUT_SECONDS.get(message.path, _CACHE_TIMEOUT_SECONDS)
         try:
-            status = await self._client.post_status(backend.url, asked, seconds, _CONNECT_SECONDS)
+            status = await self._client.post_status(backend.url, request, seconds, _CONNECT_SECONDS)
         except EngineRequestError as error:
             return None, str(error)
         return status, "" if status < 300 else f"status {status}"

@@ -51,7 +51,7 @@ class Cors:
         return fields
 
     def preflight(self, request: web.Request) -> web.Response | None:
-        """Return the answer to a preflight request, or None if it is not one or the origin is not allowed."""
+        """Return the answer to a preflight request, or None if the request or its origin does not qualify."""
         names = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")
         is_asking = request.method == hdrs.METH_OPTIONS and hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
         if not is_asking or not _is_list_of_names(names) or self._allowed(request) is None:

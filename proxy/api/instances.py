@@ -468,7 +468,7 @@ class InstancesApi:
         Args:
             request: The request of the administrator.
             change: The change.
-            effect: The effect in words. Empty: there is none.
+            effect: A sentence about the effect. Empty: there is no effect.
             changes: The changed properties of each instance.
             warnings: Warnings for the administrator.
             there: The named instances that exist. None: it does not matter.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 from aiohttp import web
 
-from proxy.api.questions import ask, bad_answer, counted, nobody
+from proxy.api.questions import ask, bad_answer, counted, no_answer
 from proxy.common.errors import UnknownModel, UpstreamError
 from proxy.dialects.adjustments import ModelNames
 
@@ -91,7 +91,7 @@ class ModelsApi:
         answers = await asyncio.gather(*(self._ask(backend, credential) for backend in backends))
         lists = [answer for answer in answers if isinstance(answer, list)]
         if not lists:
-            raise nobody([answer for answer in answers if isinstance(answer, UpstreamError)], "its models")
+            raise no_answer([answer for answer in answers if isinstance(answer, UpstreamError)], "its models")
         models: dict[str, dict[str, Any]] = {}
         for model in (model for answer in lists for model in answer):
             models.setdefault(model["id"], model)

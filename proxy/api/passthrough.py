@@ -182,7 +182,7 @@ _NOT_PASSED_BACK: Final = frozenset(
         *("transfer-encoding", "upgrade", "content-length", "server", "date", "x-request-id"),
     }
 )
-# Longer answers are broken off. Of the body of an error, only so much is read.
+# Longer answers are broken off. The body of an error is cut.
 MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
 _MAX_REFUSAL_BYTES: Final = 1024 * 1024
 _MESSAGES: Final = {

@@ -1,4 +1,4 @@
-"""What everybody may ask, and most ask every few seconds: is it alive, is it ready, how many engines, which version."""
+"""Answers probes: whether the gateway is alive and ready, the number of engines, and the version."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 
 
 class ProbeApi:
-    """The routes for probes. Each role that the connector uses needs a healthy backend before the gateway is ready, or
-    before a model is that not all instances serve.
+    """The routes for probes.
+
+    The gateway is ready if each role of the connector has a healthy backend. If instances serve different models, this
+    applies to each model.
     """
 
     def __init__(self, lanes: Lanes, drain: DrainManager) -> None:
@@ -32,7 +34,7 @@ class ProbeApi:
         self._drain = drain
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """For the application."""
+        """Return the routes for the application."""
         return [
             web.get("/livez", self._live),
             *(web.get(path, self.ready) for path in ("/readyz", "/health", "/healthz", "/ping")),
@@ -41,7 +43,7 @@ class ProbeApi:
         ]
 
     def is_ready(self) -> bool:
-        """Whether new requests should come here."""
+        """Return whether the gateway should receive new requests."""
         return not self._is_leaving and self._lanes.is_ready()
 
     @property
@@ -49,12 +51,12 @@ class ProbeApi:
         return self._drain.is_draining and not self._drain.has_successor
 
     async def _live(self, request: web.Request) -> web.Response:
-        """This process answers, whatever the engines do."""
+        """Answer always, whatever the engines do."""
         return _json({"status": "ok"})
 
     async def ready(self, request: web.Request) -> web.Response:
-        """Answer whether new requests should come here; of several routes."""
-        # Answered and not raised: a probe is no request that was refused.
+        """Answer whether the gateway should receive new requests. Several routes use it."""
+        # The error is not raised, because a probe does not count as a rejected request.
         if self._is_leaving:
             return error_response(ShuttingDown())
         if self._lanes.models.is_mixed:
@@ -62,22 +64,22 @@ class ProbeApi:
         absent = self._lanes.whole.absent()
         return _json({"status": "ok"}) if absent is None else error_response(NoBackendAvailable(absent))
 
-    def _ready_by_model(self, asked: str | None) -> web.Response:
-        """Ready as long as one model can be served, or the one that is asked for."""
+    def _ready_by_model(self, name: str | None) -> web.Response:
+        """Answer whether a model can be served. `name` None: whether at least one model can."""
         lanes = self._lanes
-        if asked:
-            absent = {asked: lanes.asked(asked).absent()}
+        if name:
+            absent = {name: lanes.of_alias(name).absent()}
         else:
-            absent = {name: lanes.of(name).absent() for name in sorted(lanes.models.names)}
-        told = {name: "ok" if role is None else NoBackendAvailable(role).message for name, role in absent.items()}
-        nobody = next((role for role in absent.values() if role is not None), None)
-        if nobody is not None and "ok" not in told.values():
-            return error_response(NoBackendAvailable(nobody))
-        return _json({"status": "ok", "models": told})
+            absent = {model: lanes.of(model).absent() for model in sorted(lanes.models.names)}
+        states = {model: "ok" if role is None else NoBackendAvailable(role).message for model, role in absent.items()}
+        absent_role = next((role for role in absent.values() if role is not None), None)
+        if absent_role is not None and "ok" not in states.values():
+            return error_response(NoBackendAvailable(absent_role))
+        return _json({"status": "ok", "models": states})
 
     async def _healthcheck(self, request: web.Request) -> web.Response:
-        """The answer of vLLM-Ascend's example proxy."""
-        # Every unit of a generation request has a lease on one decoder.
+        """Answer as vLLM-Ascend's example proxy does."""
+        # Each unit of a generation request has a lease on one decoder.
         whole = self._lanes.whole
         decoders = whole.pools.decode
         prefillers = whole.pools.prefill if Role.PREFILL in whole.connector.roles else None

@@ -1,4 +1,4 @@
-"""Small questions to engines, asked for clients: JSON comes back, or the error that says why it did not."""
+"""Queries engines for clients, and returns JSON or an error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_ANSWER_BYTES: Final = 4 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class QuestionParts:
-    """One worker's parts that the routes work with that ask engines for clients."""
+    """The parts of one worker for the routes that query engines."""
 
     client: EngineClient
     """Client for engines."""
@@ -44,7 +44,14 @@ def counted(
     client_keys: KeyAuth,
     metrics: Metrics,
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """A route that asks for clients, within the limits of their key, and counts how that ends under the label `api`."""
+    """Return a route that applies the limits of the client key, and counts the requests by status.
+
+    Args:
+        api: The metric label.
+        answer: The handler of the route.
+        client_keys: The keys of clients.
+        metrics: The metrics of this worker.
+    """
 
     async def route(request: web.Request) -> web.Response:
         status = 499
@@ -70,7 +77,16 @@ async def ask(
     timeout_seconds: float,
     what: str,
 ) -> Any:
-    """GET a path of an engine. `what`: what it is asked to do, for the message. Raises UpstreamError."""
+    """Return the JSON at a path of an engine. Raises UpstreamError.
+
+    Args:
+        client: The client for engines.
+        backend: The engine.
+        path: The path, with a query.
+        headers: The headers for the engine.
+        timeout_seconds: The longest time of the query.
+        what: A verb and its object for error messages, such as "list its models".
+    """
     try:
         answer = await client.get(backend.url, path, timeout_seconds, headers, _MAX_ANSWER_BYTES)
     except EngineRequestError as error:
@@ -95,15 +111,18 @@ async def ask(
 
 
 def bad_answer(backend: Backend, what: str) -> UpstreamError:
-    """The error for an answer of another shape than it must have."""
+    """Return the error for an answer of an unexpected form. `what`: see `ask`."""
     return UpstreamError(
         Failure.BAD_ANSWER, backend, f"{backend.role} instance did not {what} in the way that engines do"
     )
 
 
-def nobody(errors: Sequence[UpstreamError], what: str) -> GatewayError:
-    """The error when no engine has answered: that of one that refuses the client's request, or that none can be
-    asked.
+def no_answer(errors: Sequence[UpstreamError], what: str) -> GatewayError:
+    """Return the error for a query that no engine has answered.
+
+    Args:
+        errors: The errors of the engines. One that the client has caused is returned.
+        what: The object of the query for the message, such as "its models".
     """
     for error in errors:
         if error.is_clients_fault:

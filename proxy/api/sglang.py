@@ -1,8 +1,7 @@
-"""What SGLang's clients ask besides generating, answered for all engines together.
+"""Answers the queries of SGLang's clients for all engines together.
 
-`sglang.bench_serving`, `bench_one_batch_server` and routers expect the shapes of SGLang's own router (mini_lb.py). Of
-an engine's configuration only what such clients read is shown: SGLang tells its whole command line and environment,
-its keys among them.
+`sglang.bench_serving`, `bench_one_batch_server` and routers expect the format of SGLang's router (mini_lb.py). Only the
+members that such clients read are shown, because SGLang reports its whole command line and environment with its keys.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from urllib.parse import urlencode
 import orjson
 from aiohttp import web
 
-from proxy.api.questions import ask, bad_answer, counted, nobody
+from proxy.api.questions import ask, bad_answer, counted, no_answer
 from proxy.common.backend import Role
 from proxy.common.errors import BadRequest, UpstreamError
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 _TIMEOUT_SECONDS: Final = 10.0
 _INFO_PATHS: Final = ("/server_info", "/get_server_info")
-"""As engines of today call it, and as those before 0.5.4 did."""
+"""The path of present engines, and that of engines before 0.5.4."""
 
 _SHOWN: Final = frozenset(
     {
@@ -49,9 +48,10 @@ _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 
 
 class SglangApi:
-    """The routes of connector sglang_bootstrap. `pools` are those of both roles."""
+    """The routes of the connector sglang_bootstrap."""
 
     def __init__(self, parts: QuestionParts, pools: Mapping[Role, Pool], probes: ProbeApi) -> None:
+        """`pools`: the pools of both roles. Other parameters: see their classes."""
         self._pools = pools
         self._client = parts.client
         self._engine_keys = parts.engine_keys
@@ -60,11 +60,11 @@ class SglangApi:
         self._metrics = parts.metrics
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """For the application."""
+        """Return the routes for the application."""
         return [
             *(web.get(path, self._counted(self._server_info)) for path in _INFO_PATHS),
             web.get("/v1/loads", self._counted(self._loads)),
-            # Engines pass a health check by generating a token: an instance that is ready has just done so.
+            # A ready instance has just generated a token for its health check.
             web.get("/health_generate", self._probes.ready),
         ]
 
@@ -74,14 +74,14 @@ class SglangApi:
         return counted("sglang", answer, self._client_keys, self._metrics)
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        """Of each engine what is shown. `internal_states` are the decoders', which is where clients look for speed."""
+        """Answer with the configuration of all engines. `internal_states` is that of the decoders."""
         infos = await self._ask_all(request, self._info, "its configuration")
         shown = {role: [_shown(info) for _, info in infos[role]] for role in self._pools}
         states = [state for info in shown[Role.DECODE] for state in info["internal_states"]]
         return _json({"internal_states": states, "prefill": shown[Role.PREFILL], "decode": shown[Role.DECODE]})
 
     async def _loads(self, request: web.Request) -> web.Response:
-        """The load of every data-parallel rank of all engines, numbered through."""
+        """Answer with the loads of all data-parallel ranks of all engines, numbered consecutively."""
         for name, value in request.query.items():
             if name != "include" and (name, value) != ("format", "json"):
                 raise BadRequest(f"/v1/loads of all engines together has no {name} {value!r}", param=name)
@@ -92,11 +92,11 @@ class SglangApi:
             return await self._ask(backend, path, credential, "tell its load")
 
         answers = await self._ask_all(request, of_one, "its load")
-        told = [(backend, answer) for role in self._pools for backend, answer in answers[role]]
-        ranks = [(backend, rank) for backend, answer in told for rank in _objects(answer, "loads")]
+        all_answers = [(backend, answer) for role in self._pools for backend, answer in answers[role]]
+        ranks = [(backend, rank) for backend, answer in all_answers for rank in _objects(answer, "loads")]
         loads = [{**rank, "dp_rank": number, "role": backend.role} for number, (backend, rank) in enumerate(ranks)]
-        newest = max(str(answer.get("timestamp", "")) for _, answer in told)
-        return _json({"timestamp": newest, "version": told[0][1].get("version"), "loads": loads})
+        newest = max(str(answer.get("timestamp", "")) for _, answer in all_answers)
+        return _json({"timestamp": newest, "version": all_answers[0][1].get("version"), "loads": loads})
 
     async def _ask_all(
         self,
@@ -104,7 +104,7 @@ class SglangApi:
         ask_one: Callable[[Backend, str | None], Awaitable[Any]],
         what: str,
     ) -> Mapping[Role, Sequence[tuple[Backend, dict[str, Any]]]]:
-        """What the engines answer that do, at least one of each role. Raises GatewayError when none of a role does."""
+        """Return the answers of all engines that answer. Raises GatewayError if no engine of a role does."""
         credential = self._client_keys.credential(request)
         backends = [backend for role in self._pools for backend in self._pools[role].eligible()]
         answers = await asyncio.gather(*(ask_one(backend, credential) for backend in backends), return_exceptions=True)
@@ -118,7 +118,7 @@ class SglangApi:
             else:
                 found[backend.role].append((backend, answer))
         if not all(found.values()):
-            raise nobody(errors, what)
+            raise no_answer(errors, what)
         return found
 
     async def _info(self, backend: Backend, credential: str | None) -> Any:
@@ -132,7 +132,7 @@ class SglangApi:
         return await self._ask(backend, old, credential, what)
 
     async def _ask(self, backend: Backend, path: str, credential: str | None, what: str) -> dict[str, Any]:
-        """One engine's answer, which is a JSON object. Raises UpstreamError."""
+        """Return the JSON object that one engine answers with. Raises UpstreamError."""
         headers = self._engine_keys.headers(backend, credential)
         answer = await ask(self._client, backend, path, headers, _TIMEOUT_SECONDS, what)
         if not isinstance(answer, dict):
@@ -141,7 +141,7 @@ class SglangApi:
 
 
 def _shown(info: dict[str, Any]) -> dict[str, Any]:
-    """What clients are shown of an engine's configuration, and of each of its ranks."""
+    """Return the visible members of an engine's configuration and of its ranks."""
     states = [
         {name: value for name, value in state.items() if name in _SHOWN_OF_A_RANK}
         for state in _objects(info, "internal_states")
@@ -150,6 +150,6 @@ def _shown(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def _objects(answer: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """The objects in a list that may be of any shape."""
+    """Return the objects in a member that should be a list."""
     listed = answer.get(name)
     return [item for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []

@@ -1,7 +1,7 @@
-"""Where no route is: the way to the one that was probably meant; and `GET /`, which says what there is. To browsers it
-is the status page, where operators have no listener of their own.
+"""Helps clients that request an unknown path, and answers `GET /` with the list of routes.
 
-Of the request only the path is quoted, as far as it is spelled in letters, digits and marks that mean nothing anywhere.
+Browsers get the status page at `/` if operators have no other listener. An error quotes the path of a request if it has
+no special characters.
 """
 
 from __future__ import annotations
@@ -27,35 +27,38 @@ _json: Final = partial(web.json_bytes_response, dumps=orjson.dumps)
 _slashes: Final = re.compile("/{2,}")
 _is_harmless: Final = re.compile("[A-Za-z0-9/._-]+").fullmatch
 
-# Nobody means a route by more.
+# Longer paths get no hint.
 _MAX_PATH: Final = 256
 _MAX_QUERY: Final = 1024
 _MAX_QUOTED: Final = 100
-# Of the characters of two paths, those that are the same (difflib's ratio), if one is the other mistyped.
-_NEAR: Final = 0.85
+# Two paths with at least this similarity (difflib's ratio) count as mistyped.
+_MIN_SIMILARITY: Final = 0.85
 _API: Final = "/v1"
-# What clients of engines and of other services ask for, by the beginning of the path behind the version.
+# Hints for paths of engines and other services, by the beginning of the path after the version.
 _NOT_SERVED: Final = (
     (
         "/responses",
-        "responses are not kept here: POST /v1/responses answers at once, and its client keeps the conversation",
+        "responses are not stored here: POST /v1/responses answers at once, and its client keeps the conversation",
     ),
     ("/api", "Ollama's API is not served here, but OpenAI's is: /v1/chat/completions"),
-    ("/generate", "SGLang's own API is served with the connector sglang_bootstrap, and OpenAI's always"),
+    ("/generate", "SGLang's API is served with the connector sglang_bootstrap only, OpenAI's API with all connectors"),
     *(
-        (path, "there are no such pages here; the README has links to the documentation")
+        (path, "this page does not exist here; see the README for the documentation")
         for path in ("/docs", "/redoc", "/openapi.json")
     ),
 )
 
 
 class Signposts:
-    """`routes` are those of clients; of others, such as those of administrators, nothing is said.
-
-    `status_page` None: it is not here.
-    """
+    """Answers `GET /`, and requests without a route."""
 
     def __init__(self, routes: Sequence[web.RouteDef], status_page: StatusPage | None = None) -> None:
+        """Prepare the answers.
+
+        Args:
+            routes: The routes of clients. Other routes, such as those of administrators, are never named.
+            status_page: The status page. None: another listener serves it.
+        """
         self._status_page = status_page
         everything = [*routes, *self.routes()]
         self._open = tuple(route.path.partition("{")[0] for route in everything if "{" in route.path)
@@ -64,7 +67,7 @@ class Signposts:
         self._welcome = {"service": "pdproxy", "version": __version__, "routes": listed}
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """For the application."""
+        """Return the routes for the application."""
         return [web.get("/", self._list)]
 
     def is_clients(self, path: str) -> bool:
@@ -72,7 +75,7 @@ class Signposts:
         return path in self._paths or path.startswith(self._open)
 
     def lost(self, request: web.Request) -> web.Response | GatewayError:
-        """Where the route is, if only slashes are too many, or else an error that helps."""
+        """Return a redirect if the path only has too many slashes, or else an error with a hint."""
         path = request.path
         if len(path) > _MAX_PATH:
             return _error(path, None)
@@ -91,11 +94,11 @@ class Signposts:
         for beginning, words in _NOT_SERVED:
             if rest == beginning or rest.startswith(beginning + "/"):
                 return words
-        mistyped = difflib.get_close_matches(path, self._paths - {"/"}, n=1, cutoff=_NEAR)
+        mistyped = difflib.get_close_matches(path, self._paths - {"/"}, n=1, cutoff=_MIN_SIMILARITY)
         return f"did you mean {mistyped[0]}?" if mistyped else None
 
     def _meant(self, path: str) -> str | None:
-        """A route that the path ends like, or that begins or ends like the path."""
+        """Return a route with the same end as the path, or a route that begins with the path."""
         if path.count("/") == 0 or path == _API:
             return None
         longest_first = sorted(self._paths - {"/"}, key=len, reverse=True)
@@ -118,5 +121,5 @@ class Signposts:
 def _error(path: str, hint: str | None) -> GatewayError:
     quoted = path[:_MAX_QUOTED]
     route = f"route {quoted}" if _is_harmless(quoted) else "such route"
-    words = hint or "GET / lists those there are"
+    words = hint or "GET / lists the routes"
     return GatewayError(f"there is no {route} on this gateway; {words}", code="not_found", status=404)

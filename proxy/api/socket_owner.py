@@ -23,13 +23,16 @@ _CHUNK_BYTES: Final = 1 << 18
 
 
 class _Owner(NamedTuple):
+    """The owner of a socket."""
+
     uid: int
     inode: int
 
 
 def objection(peer: tuple[Any, ...], local: tuple[Any, ...]) -> str | None:
-    """Say why a connection need not be the gateway's user's; None if this user opened it, in this container. It reads
-    up to one line per socket of the host, so call it in a thread.
+    """Return why another user may have opened a connection, or None if the gateway's user did in this container.
+
+    It reads up to one line for each socket of the host, so call it in a thread.
 
     Args:
         peer: The address and port from which the connection comes.
@@ -49,7 +52,7 @@ def objection(peer: tuple[Any, ...], local: tuple[Any, ...]) -> str | None:
 
 
 def _owner(peer: tuple[Any, ...], local: tuple[Any, ...]) -> _Owner | None:
-    """Return who has the socket at the other end, None if that is not to be seen."""
+    """Return the owner of the socket at the other end, or None if it is not visible."""
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         with suppress(FileNotFoundError):  # a host without IPv6 has no such table
             wanted = b" %s %s " % (_in_table(peer, family), _in_table(local, family))
@@ -90,9 +93,10 @@ def _unmapped_uid() -> int:
 
 
 def _is_of_this_container(owner: _Owner) -> bool:
-    """Return whether a process that runs here has the socket. Containers of one pod share loopback and often the user,
-    but not the processes. A process that keeps its files from its own user, as sshd's does behind which an operator
-    comes, may have it; root can look into all that it has started.
+    """Return whether a process of this container has the socket.
+
+    Containers of one pod share loopback and often the user, but not the processes. Some processes hide their files from
+    their own user, such as sshd behind which an operator works. Such a process may have the socket. Root sees all.
     """
     here = os.readlink("/proc/self/ns/pid")
     is_one_hidden = False
@@ -108,7 +112,7 @@ def _is_of_this_container(owner: _Owner) -> bool:
 
 
 def _pids() -> Iterator[int]:
-    """Return the newest first, where a command of an operator is, and this process with its many files last."""
+    """Yield the newest processes first, such as an operator's command, and this process with its many files last."""
     own = os.getpid()
     yield from sorted(
         (int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != own), reverse=True

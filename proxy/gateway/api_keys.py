@@ -217,7 +217,7 @@ class ApiKeys:
         key = token.strip() if scheme.lower() == "bearer" else x_api_key
         if not key:
             raise Unauthorized("this gateway needs an API key: send it as `Authorization: Bearer KEY`")
-        # The time of a look-up shows at most how much of a digest was right, and nobody can choose the digest of a key.
+        # The time of a look-up shows at most how much of a digest was right, and the digest of a key cannot be chosen.
         # The look-up above compares only headers of the same hash, and Python's hash of text has a secret.
         found = self._by_digest.get(hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest())
         if found is None:

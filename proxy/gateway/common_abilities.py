@@ -24,6 +24,7 @@ class CommonAbilities:
         self._seen = [(pool, -1) for pool in self._pools]
         """The pools, with the number of their changes at the last check."""
         self._facts: list[EngineFacts | None] = []
+        """The facts of all eligible engines. None: not known yet."""
         self._known: dict[Capability, bool] = {}
         self._engine: Engine | None = None
         self._kind = ""

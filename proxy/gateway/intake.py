@@ -1,8 +1,8 @@
 """Turns the bytes of a plain request into a Head, a body into a Call, and a Call into a Request.
 
-The head of a plain request is recognised by one match. The match must be a strict subset of what aiohttp and its guards
-accept, and of what any server in front of pdproxy reads in the same way: one request line, names and values of RFC 9110
-5.5 in ASCII, no name twice, one length and no other framing (RFC 9112 6). aiohttp reads or rejects everything else.
+One regular expression recognises the head of a plain request. It must match only heads that aiohttp and its guards
+accept, and that all servers in front of pdproxy read alike: one request line, names and values of RFC 9110 5.5
+in ASCII, no name twice, one length and no other framing (RFC 9112 6). aiohttp reads or rejects all other heads.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("proxy.fast_path.intake")
 
 MAX_HEAD_BYTES: Final = 8 * 1024
-"""A longer head is not plain. aiohttp takes longer ones, but no longer line."""
+"""The longest plain head. aiohttp accepts longer ones, but no longer line."""
 
-# No possessive repeats: Python before 3.11.5 matches them wrongly (python/cpython#106052).
+# There are no possessive repeats, because Python before 3.11.5 matches them wrongly (python/cpython#106052).
 _FIELDS: Final = rb"((?:[!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}:[\t\x20-\x7e]{0,4096}\r\n){1,64})"
 _REQUEST: Final = re.compile(rb"POST (/[a-z0-9/_]{1,64}) HTTP/1\.1\r\n%b\r\n" % _FIELDS)
 _ANY_REQUEST: Final = re.compile(
@@ -50,7 +50,7 @@ _length_name: Final = re.compile(rb"\r\ncontent-length:[ \t]*", re.IGNORECASE).s
 _is_host: Final = re.compile(r"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]+").fullmatch
 _LENGTH_DIGITS: Final = 15
 
-# Each of them changes how a request is framed, who is to answer it first, or what the head of the answer tells.
+# Each of these headers changes the framing of the request, its first answer, or the head of the answer.
 _NOT_PLAIN: Final = frozenset(
     {
         "transfer-encoding",
@@ -67,30 +67,30 @@ _NOT_PLAIN: Final = frozenset(
 
 @dataclass(slots=True)
 class Head:
-    """The head of one request. Nothing of it is ever set again."""
+    """The head of one request. It never changes."""
 
     path: str
+    """The path of the request."""
     fields: dict[str, str]
-    """Lower-case names."""
+    """The header fields by lower-case name."""
     body_bytes: int
     """The length of the body."""
     size_bytes: int
-    """The length of the head itself: the body begins there."""
+    """The length of the head."""
     before: bytes
-    """Its bytes up to the digits that say the length of the body."""
+    """The bytes before the digits of Content-Length."""
     behind: bytes
-    """Its bytes behind them."""
+    """The bytes after these digits."""
     passed_on: dict[str, str]
-    """The fields that reach the engines whoever has sent them."""
+    """The header fields for engines, without the client's credential."""
     with_credential: dict[str, str]
-    """These, and the credential of a client that needs no key of the gateway."""
+    """The header fields for engines if the client needs no key of the gateway."""
 
 
 def read_head(data: bytes, last: Head | None = None) -> Head | None:
-    """The head that `data` begins with; None: it is none, not whole, or not plain.
+    """Return the head at the beginning of `data`, or None if it is incomplete or not plain.
 
-    `last`: the one before it on the same connection. Clients write the same each time, but for the length, and what
-    was read once is not read again.
+    `last`: the head before it. Clients usually repeat their heads except for the length. Equal parts are not parsed.
     """
     if last is not None and data.startswith(last.before):
         begin, behind_bytes = len(last.before), len(last.behind)
@@ -128,9 +128,9 @@ def read_head(data: bytes, last: Head | None = None) -> Head | None:
 
 
 def is_one_request(data: bytes) -> bool:
-    """Whether this is a request of any kind, from its first byte to its last, as everybody reads it.
+    """Return whether the bytes are certainly one complete request of any kind.
 
-    False does not mean that it is none: this, too, only ever accepts.
+    They may be one even if the result is False.
     """
     match = _ANY_REQUEST.match(data, 0, MAX_HEAD_BYTES)
     if match is None or (fields := _plain_fields(match[1])) is None:
@@ -140,7 +140,7 @@ def is_one_request(data: bytes) -> bool:
 
 
 def _plain_fields(lines: bytes) -> dict[str, str] | None:
-    """By lower-case names; None: one stands twice, or is not plain."""
+    """Return the header fields by lower-case name, or None if a name is repeated or a field is not plain."""
     found = _FIELD.findall(lines.decode("ascii"))
     fields = {name.lower(): value for name, value in found}
     if (

@@ -1,8 +1,8 @@
-"""Lanes: what serves the requests for some models, from the queue to the pools.
+"""Lanes: the queue, connector and pools for the requests of some models.
 
-There is one for all, and as long as all instances serve the same, there is no other. What not all of them serve has a
-lane of its own, whose pools, connector, queue and all that is learned know no other instances: so requests for one
-model wait for no other, and whatever is repeated or resumed stays among the instances that serve it.
+If all instances serve the same models, there is one lane. Otherwise each group of models has its own lane, with the
+instances that serve these models. So requests for one model do not wait for another model, and retried or resumed
+requests stay on instances that serve their model.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from proxy.settings import Settings
 
     Serving = Callable[[Collection[Backend]], tuple[Backend, ...]]
-    """Those of some backends that serve certain models, in their order."""
+    """Returns those of some backends that serve certain models, in the same order."""
 
     class Refresh(Protocol):
-        """Asks instances again for their models, at most once a second; see Prober.refresh_models."""
+        """Queries the models of all instances again, at most once a second. See Prober.refresh_models."""
 
         async def __call__(self, *, is_patient: bool) -> None: ...
 
@@ -45,11 +45,12 @@ if TYPE_CHECKING:
     from proxy.upstream import Upstream
 
 
-_MOST_KNOWN: Final = 10
+# Models to name in an error message.
+_MAX_NAMES: Final = 10
 
 
 class Lane:
-    """What serves the requests for some models."""
+    """The parts that serve the requests for some models."""
 
     def __init__(
         self,
@@ -59,37 +60,45 @@ class Lane:
         suspects: Suspects,
         configure: Callable[[Settings], None] = lambda _: None,
     ) -> None:
-        """`connector` and `suspects`: the service's. `configure`: take changed settings."""
+        """Keep the parts.
+
+        Args:
+            pools: The pools of the instances.
+            service: Serves the requests.
+            connector: The connector of the service.
+            suspects: The suspects of the service.
+            configure: Applies changed settings to these parts.
+        """
         self.pools = pools
         self.service = service
         self.connector = connector
         self.suspects = suspects
         self.configure = configure
         self.names: frozenset[str] = frozenset()
-        """What the models are called; empty: all."""
+        """The names of the models. Empty: all models."""
 
     @property
     def first(self) -> Pool:
-        """The pool of the role that sees a prompt first: its instances also answer what one engine answers alone."""
+        """The pool of the first role of a prompt. It also serves requests that need one engine only."""
         return self.pools.of(self.connector.roles[0])
 
     @property
     def all_pools(self) -> Sequence[Pool]:
-        """The pools of all roles, in the order in which a prompt goes through them."""
+        """The pools of all roles, in the order of a prompt's way through them."""
         return [self.pools.of(role) for role in self.connector.roles]
 
     def absent(self) -> Role | None:
-        """A role of which no instance could serve a request that came now; None: there is none."""
+        """Return a role without an instance that could serve a request now, or None."""
         return next((role for role in self.connector.roles if not self.pools.of(role).is_ready()), None)
 
     def explain(self, error: NoBackendAvailable) -> None:
-        """Have an error say for which models there is nobody."""
+        """Add the names of the models to the message of an error."""
         if self.names:
             error.message = f"{error.message} for model {named(self.names)}"
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """In the block, an error that there is nobody says so, too."""
+        """Explain each NoBackendAvailable of the block."""
         try:
             yield
         except NoBackendAvailable as error:
@@ -98,7 +107,7 @@ class Lane:
 
 
 class Lanes:
-    """One worker's. `whole` is the lane of all instances."""
+    """The lanes of one worker. `whole` is the lane of all instances."""
 
     def __init__(
         self,
@@ -108,14 +117,14 @@ class Lanes:
         settings: Settings,
         refresh_models: Refresh,
     ) -> None:
-        """Make the lanes of the models that are known.
+        """Make the lanes of the known models.
 
         Args:
             models: The models that instances serve.
             whole: The lane of all instances.
-            make: Makes a lane whose pools have only such backends.
-            settings: Those in force.
-            refresh_models: Asks instances again for the models that they serve, see Prober.
+            make: Returns a lane whose pools have only the backends that its argument selects.
+            settings: The present settings.
+            refresh_models: Queries the models of all instances again, see Prober.
         """
         self._refresh_models = refresh_models
         self.models = models
@@ -128,14 +137,20 @@ class Lanes:
         self._regroup()
 
     def configure(self, settings: Settings) -> None:
-        """Take changed settings, for all lanes but the one of all, which has been told."""
+        """Apply changed settings to all lanes except `whole`, which its owner configures."""
         self._names = ModelNames(settings.models.aliases)
         for lane in self._parts:
             lane.configure(settings)
 
     def of(self, name: object) -> Lane:
-        """The lane of requests for a model, as instances call it; what else there may be in place of a name is none.
-        Raises UnknownModel if none serves it, and BadRequest if the request names none and they serve different ones.
+        """Return the lane for a model.
+
+        Args:
+            name: The engines' name of the model. A value that is not text counts as no name.
+
+        Raises:
+            UnknownModel: No instance serves the model.
+            BadRequest: The request names no model, and the instances serve different ones.
         """
         models = self.models
         if not models.is_mixed:
@@ -149,7 +164,7 @@ class Lanes:
                     param="model",
                 )
             return self.whole
-        # SGLang has adapters named behind their model (`model:adapter`).
+        # SGLang's names of adapters are `model:adapter`.
         lane = self._by_name.get(name) or self._by_name.get(name.partition(":")[0])
         if lane is not None:
             return lane
@@ -157,60 +172,64 @@ class Lanes:
             raise UnknownModel(name, self._some_names())
         return self.whole
 
-    def asked(self, said: object) -> Lane:
-        """The lane of requests for a model, as clients call it. Raises as `of` does."""
-        return self.of(self._names.served(said) if isinstance(said, str) else None)
+    def of_alias(self, name: object) -> Lane:
+        """Return the lane for the clients' name of a model. Raises the errors of `of`."""
+        return self.of(self._names.served(name) if isinstance(name, str) else None)
 
     async def find(self, name: object) -> Lane:
-        """The lane as `of` finds it. A name that is not known may be that of an adapter that was loaded just now: then
-        instances are asked for their models first. Raises as `of` does.
+        """Return the lane of a model, see `of`. If the name is unknown, query the models of all instances first.
+
+        An unknown name may be that of an adapter that was just loaded. Raises the errors of `of`.
         """
         if not self.knows(name):
-            # One that will be refused otherwise can wait.
+            # A request that would otherwise be rejected can wait.
             await self._refresh_models(is_patient=self.models.is_closed)
             self.models.look()
         return self.of(name)
 
     def knows(self, name: object) -> bool:
-        """Whether it is known where requests for a model go: instances serve the same, or some is known to serve it."""
+        """Return whether the lane of a model is known."""
         if not self.models.is_mixed:
             return True
         wanted = self._wanted(name)
         return not wanted or wanted in self.models.names or wanted.partition(":")[0] in self._by_name
 
     def known(self, name: object) -> str | None:
-        """A model's name, if instances serve different models and some serves this one. `name`: see `of`."""
+        """Return the name of a model if instances serve different models and some of them serve this one.
+
+        Otherwise return None. `name`: see `of`.
+        """
         if not self.models.is_mixed:
             return None
         name = self._wanted(name)
         return name if name in self.models.names else None
 
     def of_backend(self, backend: Backend) -> Lane:
-        """A lane that a backend belongs to."""
+        """Return a lane that a backend belongs to."""
         return next((lane for lane in self._parts if not lane.names.isdisjoint(self.models.of(backend))), self.whole)
 
     @property
     def all(self) -> Sequence[Lane]:
-        """Those of the models, and the one of all."""
+        """All lanes, first `whole`."""
         return (self.whole, *self._parts)
 
     def __iter__(self) -> Iterator[Lane]:
-        """Those of the models, if there are several, and otherwise the one of all."""
+        """Iterate over the lanes of the models if there are several, or else over `whole`."""
         return iter(self._parts or (self.whole,))
 
     def is_ready(self) -> bool:
-        """Whether requests for some model could be expected to be served."""
+        """Return whether requests for at least one model can be served."""
         return any(lane.absent() is None for lane in self)
 
     def _wanted(self, name: object) -> str:
-        """What instances call the model that is named so. A request that names none may have an alias: `*=name`."""
+        """Return the engines' name for the model of a request. The alias `*=name` matches requests without a name."""
         return name if isinstance(name, str) and name else self._names.served("")
 
     def _some_names(self) -> str:
-        return named({*self.models.names, *self._names.exact}, _MOST_KNOWN)
+        return named({*self.models.names, *self._names.exact}, _MAX_NAMES)
 
     def _regroup(self) -> None:
-        """Have a lane for each group of models. A lane that had some of a group's names keeps what it has learned."""
+        """Make a lane for each group of models. A lane with some of the names is reused, with its learned values."""
         groups = self.models.groups() if self.models.is_mixed else ()
         before, self._parts = self._parts, []
         for names in groups:

@@ -169,7 +169,7 @@ class Order:
     """The queued units of all client keys, in order."""
 
     def __init__(self, running: Mapping[str, int]) -> None:
-        """`running`: the number of running units of each key. Its owner keeps it up to date."""
+        """Begin without units. `running`: the number of running units of each key, which its owner updates."""
         self.lines: dict[str, Line] = {}
         """The lines by client key. Each has at least one unit."""
         self._running = running

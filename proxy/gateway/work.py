@@ -312,7 +312,7 @@ class Work:
         answers: list[Answer],
         rendering: Rendering | None = None,
     ) -> None:
-        """`rendering` None: the answer is not streamed."""
+        """Keep the units and answers. `rendering` None: the answer is not streamed."""
         self.dialect = dialect
         self.call = call
         self.units = units

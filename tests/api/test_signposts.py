@@ -66,12 +66,12 @@ async def test_a_route_that_is_nearly_one_is_named(deploy: Deploy, path: str, me
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("/v1/responses/resp_1", "responses are not kept here"),
-        ("/v1/responses/resp_1/cancel", "responses are not kept here"),
+        ("/v1/responses/resp_1", "responses are not stored here"),
+        ("/v1/responses/resp_1/cancel", "responses are not stored here"),
         ("/api/chat", "Ollama's API is not served here"),
         ("/generate", "sglang_bootstrap"),
-        ("/docs", "there are no such pages here"),
-        ("/openapi.json", "there are no such pages here"),
+        ("/docs", "this page does not exist here"),
+        ("/openapi.json", "this page does not exist here"),
         ("/v1", "GET / lists"),
         ("/v1/audio/speech", "GET / lists"),
         ("/admin", "GET / lists"),
@@ -111,7 +111,7 @@ async def test_but_not_on_the_way_to_administration(deploy: Deploy, path: str) -
     """What stands in front may have rules for these paths."""
     answer = await get(await deploy(), path, "POST")
     assert answer.status == 404
-    assert answer.error["message"].endswith("GET / lists those there are")
+    assert answer.error["message"].endswith("GET / lists the routes")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ async def test_but_not_on_the_way_to_administration(deploy: Deploy, path: str) -
 async def test_a_path_that_could_mean_something_elsewhere_is_not_quoted(deploy: Deploy, path: str) -> None:
     answer = await get(await deploy(), path)
     assert answer.status == 404
-    assert answer.error["message"] == "there is no such route on this gateway; GET / lists those there are"
+    assert answer.error["message"] == "there is no such route on this gateway; GET / lists the routes"
 
 
 @pytest.mark.parametrize("length", [200, 7000])

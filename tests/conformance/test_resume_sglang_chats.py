@@ -235,7 +235,7 @@ async def test_engines_render_a_bounded_number_at_a_time(caplog: pytest.LogCaptu
         await until(lambda: not gateway.worker.drain.in_flight, "them to be gone")
         assert (await gateway.ask(chat(stream=True))).is_done
         assert paths(gateway) == [CHATS, COMPLETIONS]
-    assert "engines are to render 16 at the same time already" in caplog.text
+    assert "engines are rendering 16 other chats" in caplog.text
 
 
 async def test_a_wrong_chat_is_refused_in_the_engines_words() -> None:

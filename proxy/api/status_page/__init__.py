@@ -1,8 +1,8 @@
-"""The status page: one document without anything of anybody in it, which asks this listener for all that it shows.
+"""The status page: one static document that loads its data from this listener.
 
-What is served is put together of the files beside this one, when it is asked for first. Browsers are told to run and to
-apply nothing but exactly that, to ask nobody else, and to make no markup of text (Content Security Policy 3; Trusted
-Types): whatever an engine says of itself stays text.
+The document is assembled from the files of this directory at the first request. Browsers run and apply nothing else,
+connect to no other host, and create no markup from text (Content Security Policy 3; Trusted Types). So texts of engines
+stay text.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ _SCRIPTS: Final = ("figures.js", "elements.js", "tables.js", "failures.js", "adm
 
 
 class StatusPage:
-    """The page, and its route on a listener of operators."""
+    """Serves the page."""
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """For the application, where `/` has no other use."""
+        """Return the route for a listener where `/` has no other use."""
         return [web.get("/", self.show)]
 
     async def show(self, request: web.Request) -> web.Response:
-        """The page."""
+        """Answer with the page."""
         body, headers = _page()
         return web.Response(body=body, headers=headers)
 
 
 def is_wanted(request: web.Request) -> bool:
-    """Whether a browser asks for a page to show, and not a program for what it can read."""
+    """Return whether a browser requests a page, and not a program."""
     return "text/html" in request.headers.get(hdrs.ACCEPT, "")
 
 
 @cache
 def _page() -> tuple[bytes, Mapping[str, str]]:
-    """The document, and the headers that say what it may do."""
+    """Return the document, and the headers that restrict it."""
     style, script = _joined(_STYLES), _joined(_SCRIPTS)
     document = _text("page.html").replace("/*style*/", style, 1).replace("/*script*/", script, 1)
     headers = {

@@ -1,4 +1,4 @@
-// What only administrators may see: why instances are as they are, failures, and the configuration. And their key.
+// Data for administrators only: the reasons of instance states, failed requests and the configuration. And the admin key.
 
 const REFUSED_MS = 60_000;
 
@@ -87,7 +87,7 @@ function written(value) {
   return typeof value === "string" ? value : JSON.stringify(value);
 }
 
-/** The day, too, unless it is today. */
+/** Formats a time, with its date unless it is today. */
 function when(epochSeconds) {
   const date = new Date(1000 * epochSeconds);
   const isToday = date.toDateString() === new Date().toDateString();

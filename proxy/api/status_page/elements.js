@@ -1,5 +1,5 @@
-// Elements: made, found, and changed only where they differ, so that a selection, the focus and the layout stay.
-// Text goes in as text and nothing else; there is no place on this page that reads markup.
+// Creates, finds and changes elements. Only differences are changed, so that the selection, focus and layout stay.
+// Text is always inserted as text. This page never parses markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -7,7 +7,7 @@ function byId(id) {
   return document.getElementById(id);
 }
 
-/** An element with attributes and children: elements, or texts. */
+/** Returns an element with attributes and children, which are elements or texts. */
 function element(name, attributes = {}, ...children) {
   const made = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
@@ -27,13 +27,13 @@ function setHidden(node, isHidden) {
   if (node.hidden !== isHidden) node.hidden = isHidden;
 }
 
-/** One child for each text, in their order. */
+/** Gives the parent one child for each text, in their order. */
 function setList(list, texts) {
   while (list.children.length > texts.length) list.lastElementChild.remove();
   texts.forEach((text, index) => setText(list.children[index] ?? list.appendChild(element("li")), text));
 }
 
-/** The parent's children are then these, in this order; those that are there already are not touched. */
+/** Replaces the children of the parent. Children that it already has are not touched. */
 function setChildren(parent, children) {
   children.forEach((child, index) => {
     if (parent.children[index] !== child) parent.insertBefore(child, parent.children[index] ?? null);
@@ -41,12 +41,12 @@ function setChildren(parent, children) {
   while (parent.children.length > children.length) parent.lastElementChild.remove();
 }
 
-/** What was made for each of these keys: what there was `before`, and for new keys what `make` makes of them. */
+/** Returns a map with the values of these keys: those in `before`, and results of `make` for new keys. */
 function kept(before, keys, make) {
   return new Map(keys.map((key) => [key, before.get(key) ?? make(key)]));
 }
 
-/** A line over time, for who looks; figures beside it say the same in words. */
+/** A line over time. Screen readers get the numbers beside it. */
 class Sparkline {
   constructor(points) {
     this._points = points;
@@ -72,7 +72,7 @@ class Sparkline {
   }
 }
 
-/** A figure with its name, a remark, and perhaps its course. */
+/** A number with its name, a remark, and an optional line over time. */
 class Tile {
   constructor(name, points) {
     this._value = element("span", { class: "value" });

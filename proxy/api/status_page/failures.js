@@ -1,4 +1,4 @@
-// Requests that have failed lately, and what is kept of one of them. Clients that left by themselves are not among them.
+// The latest failed requests, and the details of one of them. Disconnected clients are not included.
 
 const SHOWN_FAILURES = 20;
 const WHO = { S: "an engine failed", s: "an engine was too slow", P: "refused by the gateway", K: "cut off by a shutdown" };
@@ -12,7 +12,7 @@ const WHERE = {
   D: "in the stream",
 };
 
-/** Who ended a request and where, as `term` in the log has it. */
+/** The party that ended a request, and the stage, by the two letters of `term` in the log. */
 function ending(term) {
   return [WHO[term[0]] ?? term, WHERE[term[1]] ?? ""].join(" ").trim();
 }
@@ -34,16 +34,16 @@ class Failures {
     ]);
   }
 
-  /** Ask for them, if some have come since, by what metrics count. */
+  /** Loads the failed requests if the metrics count new ones. */
   async look(now) {
     const ended = samplesOf(now, "pdproxy_request_end_total").filter(({ labels }) => !/^[-Cc]/.test(labels.term));
     const count = ended.reduce((sum, one) => sum + one.value, 0);
     const isNews = count !== this._count;
     this._count = count;
     this._isStale ||= isNews;
-    // Nothing moves away from under a pointer that is about to click, or out of the focus.
+    // Rows do not move while the pointer or the focus is on the table.
     if (this._isStale && !byId("failures-table").matches(":hover, :focus-within")) {
-      this._isStale = isNews; // once more then: what another worker has just counted may not be told yet
+      this._isStale = isNews; // load again later: another worker may not have stored its request yet
       const told = await askAsAdministrator("admin/requests/recent?failed=true&limit=100", () => {});
       if (told !== null) this._show(told.requests.filter(({ term }) => !/^[Cc]/.test(term)).slice(0, SHOWN_FAILURES));
     }
@@ -69,7 +69,7 @@ function failureOf({ code, term, p, d, attempts, dur, error }) {
   return [String(code), ending(term), [p, d].filter((one) => one && one !== "-").join(" "), count(attempts), latency(dur), error ?? ""];
 }
 
-/** To all that is kept of a request. A link alone would not show the admin key. */
+/** Returns a link to the details of a request. A plain link would not send the admin key. */
 function linkTo(id) {
   const path = `admin/requests?id=${encodeURIComponent(id)}`;
   const link = element("a", { href: path }, id);

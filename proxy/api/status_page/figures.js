@@ -1,13 +1,13 @@
 "use strict";
-// Figures of /metrics: what one reading says, and what two of them do. `pdproxy top` (proxy/tools/top/scrape.py) works them out
-// by the same sums, and scripts/test-status-page holds the two equal.
+// Numbers from one or two scrapes of /metrics. `pdproxy top` (proxy/tools/top/scrape.py) calculates them in the same way,
+// and scripts/test-status-page compares both.
 
 /** @typedef {{at: number, samples: Map<string, {labels: Object<string, string>, key: string, value: number}[]>}} Scrape */
 
 const SAMPLE = /^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? ([^ ]+)$/;
 const LABEL = /([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"/g;
 
-/** Prometheus' text format, of which those samples are kept whose names are wanted; `at` is in milliseconds. */
+/** Parses Prometheus' text format, and keeps the wanted samples. `at`: time of the scrape in milliseconds. */
 function readScrape(exposition, at, isWanted = () => true) {
   const samples = new Map();
   for (const line of exposition.split("\n")) {
@@ -40,12 +40,12 @@ function matches(labels, wanted) {
   return Object.entries(wanted).every(([name, value]) => labels[name] === value);
 }
 
-/** The sum of the samples of this name that have these labels. */
+/** Returns the sum of the samples with this name and these labels. */
 function total(scrape, name, wanted = {}) {
   return samplesOf(scrape, name).reduce((sum, one) => (matches(one.labels, wanted) ? sum + one.value : sum), 0);
 }
 
-/** By how much each counter has grown. One that began anew meanwhile has grown by what it has. */
+/** Returns the growth of each counter. A counter that has restarted has grown by its value. */
 function growth(before, after, name) {
   const old = new Map(samplesOf(before, name).map((one) => [one.key, one.value]));
   return samplesOf(after, name).map(({ labels, key, value }) => {
@@ -54,18 +54,18 @@ function growth(before, after, name) {
   });
 }
 
-/** Growth per second of the counters that `isPart` says belong to it. */
+/** Returns the growth per second of the counters for which `isPart` returns true. */
 function rateOf(before, after, name, isPart) {
   const grown = growth(before, after, name).reduce((sum, one) => (isPart(one.labels) ? sum + one.grown : sum), 0);
   return (1000 * grown) / Math.max(after.at - before.at, 1e-6);
 }
 
-/** Growth per second of the counters of this name that have these labels. */
+/** Returns the growth per second of the counters with this name and these labels. */
 function rate(before, after, name, wanted = {}) {
   return rateOf(before, after, name, (labels) => matches(labels, wanted));
 }
 
-/** Of what a histogram has observed between the two, as Prometheus' histogram_quantile has it; null: nothing. */
+/** Returns a quantile of a histogram between two scrapes, as Prometheus' histogram_quantile does, or null. */
 function quantile(before, after, name, share) {
   const buckets = new Map();
   for (const { labels, grown } of growth(before, after, `${name}_bucket`)) {
@@ -88,7 +88,7 @@ function quantile(before, after, name, share) {
   return lower;
 }
 
-// How figures are written
+// Formats of numbers
 
 const grouped = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const precise = new Intl.NumberFormat("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
@@ -97,7 +97,7 @@ function count(value) {
   return grouped.format(value);
 }
 
-/** A number per second, or of cores. */
+/** Formats a number per second, or a number of cores. */
 function perSecond(value) {
   if (value > 0 && value < 0.05) return "<0.1";
   return (value >= 100 ? grouped : precise).format(value);
@@ -107,13 +107,13 @@ function percent(share) {
   return `${grouped.format(100 * share)}\u00a0%`;
 }
 
-/** As `pdproxy top` has it. */
+/** Formats a duration as `pdproxy top` does. */
 function latency(seconds) {
   if (seconds === null) return "–";
   return seconds >= 1 ? `${seconds.toFixed(2)}\u00a0s` : `${(1000 * seconds).toFixed(0)}\u00a0ms`;
 }
 
-/** How long something has been so. */
+/** Formats the age of a state. */
 function duration(seconds) {
   if (seconds < 60) return `${Math.floor(seconds)}\u00a0s`;
   if (seconds < 3600) return `${Math.floor(seconds / 60)}\u00a0min`;

@@ -1,4 +1,4 @@
-// The page: asks every two seconds while somebody looks, and shows what it is told.
+// The page: loads the metrics every two seconds while it is visible, and shows them.
 
 const EVERY_MS = 2000;
 const TIMEOUT_MS = 5000;
@@ -16,7 +16,7 @@ class Refused extends Error {
   }
 }
 
-/** One answer of this gateway. Raises Refused, or TypeError and DOMException where there is none. */
+/** Returns an answer of this gateway. Raises Refused, or TypeError or DOMException if there is no answer. */
 async function ask(path) {
   const key = sessionStorage.getItem(KEY);
   const answer = await fetch(path, {
@@ -31,7 +31,7 @@ async function ask(path) {
   throw new Refused(answer.status, told?.error?.message ?? `the gateway answers with status ${answer.status}`);
 }
 
-/** What administrators may see; null where it is refused, about which `onRefused` hears. */
+/** Returns an answer for administrators, or null if it is rejected. Then `onRefused` is called. */
 async function askAsAdministrator(path, onRefused) {
   try {
     return await (await ask(path)).json();
@@ -42,7 +42,7 @@ async function askAsAdministrator(path, onRefused) {
   }
 }
 
-// What is shown
+// The contents
 
 const TILES = {
   requests: "Requests",
@@ -55,7 +55,7 @@ const TILES = {
   gateway: "Gateway",
 };
 
-/** The figures of each tile, from now and from what there was 10 seconds and a minute ago. */
+/** Returns the numbers of each tile from the scrapes of now, 10 seconds ago and a minute ago. */
 function figures(recent, minute, now) {
   const per = (name, labels) => rate(recent, now, `pdproxy_${name}`, labels);
   const all = (name) => total(now, `pdproxy_${name}`);
@@ -109,7 +109,7 @@ function workers(alive, replaced) {
   return replaced ? `${words} (${count(replaced)} replaced)` : words;
 }
 
-/** What is wrong, in sentences, the worst first; none: nothing is. */
+/** Returns a sentence for each problem, the worst first. */
 function troubles(now, pools, shown, sources) {
   const bad = [];
   const warn = [];
@@ -163,7 +163,7 @@ class Page {
     this.turn();
   }
 
-  /** Ask, and again in a while; not while nobody looks. */
+  /** Loads the metrics, and sets the timer for the next time. Does nothing while the page is hidden. */
   async turn() {
     clearTimeout(this._timer);
     if (this._isAsking || this._isPaused || document.hidden) return;
@@ -175,7 +175,7 @@ class Page {
     } finally {
       this._isAsking = false;
     }
-    // The second answer is wanted soon: before it there are no rates.
+    // The second scrape follows soon, because there are no rates before it.
     this._timer = setTimeout(() => this.turn(), this._history.length === 1 ? EVERY_MS / 2 : EVERY_MS);
   }
 
@@ -231,7 +231,7 @@ class Page {
   }
 }
 
-/** Instances by role, in the order of the roles. */
+/** Returns the instances by role, in the order of the roles. */
 function poolsOf(recent, now, details) {
   const known = new Map((details?.instances ?? []).map((one) => [`${one.role} ${one.address}`, one]));
   const states = samplesOf(now, "pdproxy_instance_state").map(({ labels, value }) => ({ ...labels, value }));

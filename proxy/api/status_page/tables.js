@@ -1,5 +1,5 @@
-// Tables whose rows are kept by a key. Roles are spelled out, because narrow windows show a row as a block, and browsers
-// then forget that it is one.
+// Tables with one row for each key. ARIA roles are explicit, because narrow windows show rows as blocks, and browsers
+// then drop the implicit roles.
 
 class Table {
   /** `columns`: `{title, kind}`, of which the first names the row; `kind` is a class. */
@@ -68,7 +68,7 @@ const COLUMNS = [
   { title: "Remarks", kind: "remarks" },
 ];
 
-/** What is told of an instance, by figures alone or (`details`) by /instances, too. */
+/** Returns the data of an instance, from the metrics and, if `details` is given, from /instances. */
 function instance(before, after, { role, address }, state, details) {
   const its = { role, address };
   const requests = rate(before, after, "pdproxy_instance_requests_total", its);
@@ -129,7 +129,7 @@ class Pool {
   }
 }
 
-/** What workers see that see it otherwise than the one that answers: `up in 2 of 3 workers`. */
+/** Returns the states that other workers see, such as `up in 2 of 3 workers`. */
 function elsewhere({ state, details }) {
   const states = Object.entries(details?.states ?? {});
   const workers = states.reduce((sum, [, number]) => sum + number, 0);
@@ -164,7 +164,7 @@ function remarksOf(one) {
   if (details) remarks.push(...details.misfits.map(({ kind, hint }) => `${kind}: ${hint}`));
   else remarks.push(...misfits);
   if (typeof details?.evacuated_in_seconds === "number") {
-    remarks.push(`what it works on moves elsewhere in ${duration(details.evacuated_in_seconds)}`);
+    remarks.push(`its requests are evacuated in ${duration(details.evacuated_in_seconds)}`);
   }
   return remarks.join("; ");
 }
