@@ -193,7 +193,7 @@ class _Client:
         """Whether the answer has the debug headers."""
         self.has_begun = False
         """Whether a Request serves the client."""
-        self.transport = self._connection.door
+        self.transport = self._connection.client_transport
         self.knows_chunks = request.version >= HttpVersion11
         self.response = _Written(keeps_alive=bool(request.keep_alive))
 

@@ -117,7 +117,7 @@ class AscendLayerwise(Disaggregated):
             if handoff.is_settled:  # the decoder is at work and no longer needs the prefiller
                 return
             raise
-        prompt_counts = timeline.usage.saw_prompt(answer.usage)
+        prompt_counts = timeline.usage.add_prompt(answer.usage)
         # When a prefiller answers it has sent the whole KV cache, and it keeps nothing.
         handoff.prefilled(*prompt_counts)
         handoff.prefiller.free_kv()

@@ -74,9 +74,9 @@ class Attempt:
         Its counts of the prompt are used only if the decoder computed the prompt: decoders report KV cache that was
         handed over as cached.
         """
-        self.timeline.usage.saw_completion(usage)
+        self.timeline.usage.add_completion(usage)
         if not self.kv_handed_over:
-            self.timeline.usage.saw_prompt(usage)
+            self.timeline.usage.add_prompt(usage)
 
     def kv_arrived(self) -> None:
         """Record the decoder's first output: it has the KV cache, so the prefiller no longer holds anything for it.

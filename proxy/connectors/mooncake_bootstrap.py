@@ -123,7 +123,7 @@ class MooncakeBootstrap(Disaggregated):
                 return
             self._releaser.suspect(prefiller, call.prompt_tokens, error)
             raise
-        prompt_counts = timeline.usage.saw_prompt(answer.usage)
+        prompt_counts = timeline.usage.add_prompt(answer.usage)
         rank.free()
         handoff.prefilled(*prompt_counts)
         handoff.held()

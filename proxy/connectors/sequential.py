@@ -123,7 +123,7 @@ class Sequential(Disaggregated):
                 finally:
                     if rank is not None:
                         rank.free()
-                prompt_counts = timeline.usage.saw_prompt(prefilled.usage)
+                prompt_counts = timeline.usage.add_prompt(prefilled.usage)
                 params, kv = _kept_kv(prefilled, call, handoff.prefiller.backend)
                 if kv is None and prefilled.ended_by_stop:
                     self.go_without_kv(handoff, answer)

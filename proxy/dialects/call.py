@@ -244,7 +244,7 @@ class Call:
             self.stream if stream is None else stream,
             self.include_usage,
             self.headers,
-            self.document.together(self.changes, changes),
+            {**self.changes, **changes} if self.changes else changes,
             prompt or self.prompt,
             self.output_limit,
             self.is_ordinary,

@@ -13,7 +13,7 @@ from proxy.dialects.base import Unit
 from proxy.dialects.call import text_tokens
 from proxy.wire import openai
 from proxy.wire.document import REMOVED
-from proxy.wire.openai import Api, counts, data_event
+from proxy.wire.openai import Api, data_event, read_counts
 from proxy.wire.python_json import dumps
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def merge_usage(units: Sequence[Unit], usages: Sequence[dict[str, Any] | None]) 
     objects = [usage for usage in usages if isinstance(usage, dict)]
     if len(objects) < len(units):
         return None
-    unit_counts = [counts(usage) for usage in objects]
+    unit_counts = [read_counts(usage) for usage in objects]
     firsts = [each for unit, each in zip(units, unit_counts, strict=True) if unit.is_first_sample]
     prompt = sum(each.prompt or 0 for each in firsts)
     completion = sum(each.completion or 0 for each in unit_counts)

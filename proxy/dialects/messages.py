@@ -14,7 +14,7 @@ from proxy.dialects.messages_request import chat_of
 from proxy.dialects.translated import AnswerPart, CompletionHead, PartKind, Parts, Translated, call_id, event, words
 from proxy.wire.chat_members import JsonNesting, LegalStrings, as_object, is_object
 from proxy.wire.ids import new_id
-from proxy.wire.openai import counts, is_whole
+from proxy.wire.openai import is_whole, read_counts
 from proxy.wire.python_json import dumps, utf8
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ class _Ending:
         """Whether the last tool call was cut off in its arguments. The client gets none of them, so as not to run it.
         """
         if arguments and not is_object(arguments):
-            completion, limit = counts(usage).completion, call.output_limit
+            completion, limit = read_counts(usage).completion, call.output_limit
             # Old engines report "tool_calls" even if the limit or a stop string cut the call off. But a model may also
             # have written arguments that are not JSON, and then nothing was cut off.
             is_at_limit = completion is not None and limit is not None and completion >= limit
@@ -236,7 +236,7 @@ def _is_closed(arguments: str) -> bool:
 
 def _usage(usage: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return Anthropic's usage, which counts the cached tokens of the prompt separately."""
-    tokens = counts(usage)
+    tokens = read_counts(usage)
     cached = tokens.cached or 0
     return {
         "input_tokens": max(0, (tokens.prompt or 0) - cached),

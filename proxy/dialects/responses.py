@@ -8,7 +8,7 @@ from proxy.common.errors import UpstreamError
 from proxy.dialects.responses_request import KeptRequest, ToolKind, as_search, as_text, chat_of, sealed
 from proxy.dialects.translated import AnswerPart, CompletionHead, PartKind, Parts, Translated, call_id, event, words
 from proxy.wire.ids import new_id
-from proxy.wire.openai import counts, error_type, is_error_body, is_whole
+from proxy.wire.openai import error_type, is_error_body, is_whole, read_counts
 from proxy.wire.python_json import dumps, utf8
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ def _outcome(
 
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
-    tokens = counts(usage)
+    tokens = read_counts(usage)
     prompt, completion = tokens.prompt or 0, tokens.completion or 0
     return {
         "input_tokens": prompt,

@@ -33,7 +33,7 @@ from proxy.observe import logs
 from proxy.observe.timeline import Timeline
 from proxy.wire.exposition import parse_prompt_tokens
 from proxy.wire.ids import new_id
-from proxy.wire.openai import told_of_prompt
+from proxy.wire.openai import prompt_counts_of
 from proxy.wire.sse import EventSplitter, EventTooLong
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class Canary:
             return result
         kv = HandoffVerdict.UNKNOWN
         if not traits.has_sglang_routes:  # SGLang's decoders report the cached tokens of their prefillers
-            kv = by_usage(told_of_prompt(usage)[1], tokens)
+            kv = by_usage(prompt_counts_of(usage)[1], tokens)
         if kv is HandoffVerdict.UNKNOWN and before is not None:
             kv = await self._judged_by_counters(decoder, before, tokens, from_store=traits.is_store)
         return replace(result, kv=kv)
@@ -243,7 +243,7 @@ class Canary:
             seconds=timeline.clock() - began,
             kv_handed_over=timeline.kv != "local",
             prompt_tokens=timeline.usage.prompt_tokens,
-            decoder_prompt_tokens=told_of_prompt(usage)[0],
+            decoder_prompt_tokens=prompt_counts_of(usage)[0],
             answer="" if reader is None else tuple(reader.token_ids) or reader.text,
         )
         return result, usage

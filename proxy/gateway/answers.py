@@ -140,7 +140,7 @@ class Answer(ABC):
     def close(self, timeline: Timeline) -> None:
         """End an answer whose last engine has not ended it. Raises UnreadableMember if it cannot be assembled."""
         self._end(timeline)
-        timeline.usage.saw_completion(self.delivery.usage)
+        timeline.usage.add_completion(self.delivery.usage)
 
     def _end(self, timeline: Timeline) -> None:
         ending = self.delivery.closing(timeline.usage.prompt_details)

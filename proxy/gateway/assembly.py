@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from proxy.wire.chat_members import UnreadableMember, named, object_of
+from proxy.wire.chat_members import UnreadableMember, object_of, with_names
 from proxy.wire.ids import new_id
 from proxy.wire.openai import Api
 
@@ -124,7 +124,7 @@ def _message(delivery: Delivery, *, hides_reasoning: bool) -> dict[str, Any]:
                 # In a whole answer, missing arguments are an empty object (vLLM `parser/kimi_k2.py`).
                 "function": {"name": call.name, "arguments": call.arguments or "{}"},
             }
-            for call in named(transcript.tools)
+            for call in with_names(transcript.tools)
         ]
     message[transcript.reasoning_field] = None if hides_reasoning else transcript.reasoning or None
     return message

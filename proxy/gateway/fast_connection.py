@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Final, cast
 
 from proxy.gateway.intake import is_one_request, read_head
 from proxy.listener.connection import FirstProtocol
-from proxy.listener.replies import accepted_id, new_request_id
+from proxy.listener.replies import accepted_id
+from proxy.wire.ids import new_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +39,7 @@ class FastConnection(FirstProtocol):
             "_pending",
             "_request",
             "_since",
-            "door",
+            "client_transport",
             "head_fields",
             "is_paused",
             "knows_chunks",
@@ -100,7 +101,7 @@ class FastConnection(FirstProtocol):
     def end(self, error: GatewayError | None = None) -> None:
         """Close an idle connection. `error`: sent to the client before; None: nothing is sent."""
         if error is not None:
-            self.transport.write(self._listener.refuse(self, error, new_request_id()))
+            self.transport.write(self._listener.refuse(self, error, new_id()))
         self.transport.close()
 
     def end_after_answer(self) -> None:
@@ -134,7 +135,7 @@ class FastConnection(FirstProtocol):
         """See FirstProtocol."""
         return is_one_request(data)
 
-    def takes_back(self, data: bytes) -> bool:
+    def reclaims(self, data: bytes) -> bool:
         """Return whether the bytes begin a request that may be plain."""
         if self._closes or self._misses >= _MAX_MISSES:
             return False
@@ -148,7 +149,7 @@ class FastConnection(FirstProtocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = self.door = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
+        self.transport = self.client_transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
         self._listener.accept(self, self.transport)
 
     def data_received(self, data: bytes) -> None:
@@ -253,7 +254,7 @@ class FastConnection(FirstProtocol):
     def _leave(self, data: bytes) -> None:
         """Hand the connection to aiohttp, with the bytes that are not answered."""
         self._since = None
-        self._listener.hand_over(self, data)
+        self._listener.hand_to_aiohttp(self, data)
 
     def _leave_unfinished(self) -> None:
         """Hand the connection to aiohttp in the middle of a body."""

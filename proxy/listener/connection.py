@@ -20,6 +20,7 @@ from aiohttp.http_exceptions import InvalidHeader, InvalidURLError, LineTooLong
 
 from proxy.common.errors import GatewayError
 from proxy.listener import replies
+from proxy.wire.ids import new_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,14 +38,14 @@ _MAX_HEAD_BYTES: Final = 64 * 1024
 class AiohttpConnection(web.RequestHandler):
     """A client's connection that HttpListener accepted and aiohttp reads. `options`: see aiohttp's RequestHandler."""
 
-    __slots__ = ("_asks_for_head", "_drained", "_first", "_front", "door", "on_full")
+    __slots__ = ("_asks_for_head", "_drained", "_first", "_front", "client_transport", "on_full")
 
     def __init__(self, front: HttpListener, server: web.Server, **options: object) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), **options)  # type: ignore[arg-type]
         self._front = front
         self.on_full: Callable[[], None] | None = None
         """Called when the client begins to read slower than we write."""
-        self.door: asyncio.Transport
+        self.client_transport: asyncio.Transport
         """The transport, also when the connection is lost."""
         self._drained: asyncio.Future[None] | None = None
         self._asks_for_head = False
@@ -63,31 +64,31 @@ class AiohttpConnection(web.RequestHandler):
         return str(self.peername[0]) if isinstance(self.peername, tuple) else "-"
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.door = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
-        if self._front.accept(self, self.door):
-            self.take_over(self.door)
+        self.client_transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
+        if self._front.accept(self, self.client_transport):
+            self.take_over(self.client_transport)
 
     def take_over(self, transport: asyncio.Transport) -> None:
         """Go on with a connection that was accepted."""
-        self.door = transport
+        self.client_transport = transport
         super().connection_made(transport)
         self.leave_idle()
 
-    def go_on(self, first: FirstProtocol, data: bytes) -> None:
+    def resume_from(self, first: FirstProtocol, data: bytes) -> None:
         """Take over from another protocol, with what has arrived and is not answered yet."""
-        self.take_over(first.door)
+        self.take_over(first.client_transport)
         self.data_received(data)
         if first.is_one_request(data):
             self._first = first
 
-    def _gives_back(self, first: FirstProtocol, data: bytes) -> bool:
+    def _is_reclaimed(self, first: FirstProtocol, data: bytes) -> bool:
         """Let who had the connection before go on, if it takes what has come now. aiohttp is done with it."""
-        transport = self.door
-        if not self.awaits_request or transport.get_write_buffer_size() or not first.takes_back(data):
+        transport = self.client_transport
+        if not self.awaits_request or transport.get_write_buffer_size() or not first.reclaims(data):
             return False
         self.transport = None  # or it would be closed
         super().connection_lost(None)
-        self._front.has_back(first, self)
+        self._front.return_to_first(first, self)
         first.data_received(data)
         return True
 
@@ -107,7 +108,7 @@ class AiohttpConnection(web.RequestHandler):
 
     async def drained(self) -> None:
         """Wait until the client has read enough."""
-        while self.writing_paused and not self.door.is_closing():
+        while self.writing_paused and not self.client_transport.is_closing():
             self._drained = asyncio.get_running_loop().create_future()
             await self._drained
 
@@ -122,7 +123,7 @@ class AiohttpConnection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         first = self._first
         if first is not None and data:  # aiohttp itself calls it without any, to look at what it has kept
-            if self._gives_back(first, data):
+            if self._is_reclaimed(first, data):
                 return
             # Where a request ends is known only as long as each comes alone, and in one piece.
             if not first.is_one_request(data):
@@ -138,7 +139,7 @@ class AiohttpConnection(web.RequestHandler):
     def end(self, error: GatewayError | None = None) -> None:
         """Close a connection that awaits a request; an error is told before."""
         if error is not None and self.transport is not None:
-            self.transport.write(self._front.refuse(self, error, replies.new_request_id()))
+            self.transport.write(self._front.refuse(self, error, new_id()))
         self.force_close()
 
     def end_after_answer(self) -> None:
@@ -162,7 +163,7 @@ class AiohttpConnection(web.RequestHandler):
         body = self._messages[-2][1] if len(self._messages) > 1 else current.content if current else None
         if body is None or body.is_eof():
             return
-        self._front.report(self, error, replies.new_request_id())
+        self._front.report(self, error, new_id())
         body.set_exception(error)
         body.feed_eof()  # or aiohttp would read on after the answer
         self.close()  # after that answer; what is in the queue gets none
@@ -215,13 +216,13 @@ class _LastWords(web.StreamResponse):
 class FirstProtocol(asyncio.Protocol, ABC):
     """Reads a new connection before aiohttp does.
 
-    It calls the listener as an AiohttpConnection does, and also its `hand_over`.
+    It calls the listener as an AiohttpConnection does, and also its `hand_to_aiohttp`.
     It may have the connection back once it is certain that a request ends where the next bytes begin.
     """
 
     __slots__ = ()
 
-    door: asyncio.Transport
+    client_transport: asyncio.Transport
     """The transport, also when the connection is lost."""
 
     @property
@@ -260,7 +261,7 @@ class FirstProtocol(asyncio.Protocol, ABC):
         """Whether this is certainly one request, with nothing missing and nothing behind it."""
 
     @abstractmethod
-    def takes_back(self, data: bytes) -> bool:
+    def reclaims(self, data: bytes) -> bool:
         """Whether it goes on with a connection that it has handed over. It is given these bytes then, with which a
         request begins.
         """

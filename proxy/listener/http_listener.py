@@ -25,6 +25,7 @@ from proxy.listener import replies
 from proxy.listener.body import AWAITS_CONTINUE
 from proxy.listener.connection import LINGERING_SECONDS, MALFORMED, AiohttpConnection, refusal_of
 from proxy.listener.header_deadlines import HeaderDeadlines
+from proxy.wire.ids import new_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -92,7 +93,7 @@ class HttpListener:
         self._clock = clock
         self._listening: list[tuple[asyncio.Server, socket.socket]] = []
         self.first_protocol: Callable[[], FirstProtocol] | None = None
-        """Makes what reads a new connection first, and may leave it to aiohttp by `hand_over`. None: aiohttp does."""
+        """Makes the protocol that reads new connections first. None: aiohttp reads them."""
         self._open: set[AiohttpConnection | FirstProtocol] = set()
         self._first: set[FirstProtocol] = set()
         self._idle_since: dict[AiohttpConnection | FirstProtocol, float] = {}  # as `end_idle` has seen it
@@ -153,7 +154,7 @@ class HttpListener:
     def end_idle(self, seconds: float) -> None:
         """Close the connections on which nothing was asked for so long, as far as this was called meanwhile."""
         now = self._clock()
-        idle = {each for each in self._open if each.awaits_request and each.door not in self._heads}
+        idle = {each for each in self._open if each.awaits_request and each.client_transport not in self._heads}
         self._idle_since = {each: self._idle_since.get(each, now) for each in idle}
         for connection, since in self._idle_since.items():
             if now - since >= seconds:
@@ -176,7 +177,7 @@ class HttpListener:
         for _ in range(2):
             await asyncio.sleep(0)  # a whole turn of the loop, which reads what has arrived
         for connection in tuple(self._open):
-            if connection.door not in self._heads:
+            if connection.client_transport not in self._heads:
                 connection.end_after_answer()
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_HEADS_SECONDS):
@@ -184,9 +185,11 @@ class HttpListener:
 
     def sweep(self) -> None:
         """Close the connections on which time is up."""
-        for door, has_begun in self._heads.late(self._listen.header_seconds):
-            cast("AiohttpConnection | FirstProtocol", door.get_protocol()).end(_slow_header() if has_begun else None)
-            self._heads.end(door)
+        for transport, has_begun in self._heads.late(self._listen.header_seconds):
+            cast("AiohttpConnection | FirstProtocol", transport.get_protocol()).end(
+                _slow_header() if has_begun else None
+            )
+            self._heads.end(transport)
         now = self._clock()
         for first in tuple(self._first):
             first.sweep(now, self._listen.keepalive_seconds)
@@ -218,29 +221,29 @@ class HttpListener:
         self._heads.begin(transport)
         return True
 
-    def hand_over(self, first: FirstProtocol, data: bytes) -> None:
+    def hand_to_aiohttp(self, first: FirstProtocol, data: bytes) -> None:
         """Let aiohttp go on with a connection, on which this has come that is not answered yet."""
-        transport, connection = first.door, self._connect()
+        transport, connection = first.client_transport, self._connect()
         self._first.discard(first)
         self._open.discard(first)
         self._open.add(connection)
         transport.set_protocol(connection)
-        connection.go_on(first, data)
+        connection.resume_from(first, data)
 
-    def has_back(self, first: FirstProtocol, connection: AiohttpConnection) -> None:
+    def return_to_first(self, first: FirstProtocol, connection: AiohttpConnection) -> None:
         """Who has handed a connection over goes on with it."""
         self._open.discard(connection)
         self._open.add(first)
         self._first.add(first)
-        first.door.set_protocol(first)
+        first.client_transport.set_protocol(first)
 
     def headers_arrived(self, connection: FirstProtocol) -> None:
         """A connection has received all headers of a request: their deadline no longer counts."""
-        self._heads.end(connection.door)
+        self._heads.end(connection.client_transport)
 
     def forget(self, connection: AiohttpConnection | FirstProtocol) -> None:
         """Drop a connection that was closed."""
-        self._heads.end(connection.door)
+        self._heads.end(connection.client_transport)
         self._turned_away.pop(connection, None)
         self._first.discard(cast("FirstProtocol", connection))
         if connection in self._open:
@@ -249,14 +252,14 @@ class HttpListener:
 
     def on_head(self, connection: AiohttpConnection, size_bytes: int) -> int:
         """Part of a request's headers has arrived; how many bytes of them there are."""
-        if connection.door not in self._heads:
-            self._heads.begin(connection.door)
+        if connection.client_transport not in self._heads:
+            self._heads.begin(connection.client_transport)
             connection.leave_idle()
-        return self._heads.grow(connection.door, size_bytes)
+        return self._heads.grow(connection.client_transport, size_bytes)
 
     def refuse(self, connection: AiohttpConnection | FirstProtocol, error: GatewayError, request_id: str) -> bytes:
         """Count and log an error that no middleware sees; what is to be written to the client."""
-        self._heads.end(connection.door)
+        self._heads.end(connection.client_transport)
         reason = replies.rejection(error)
         if reason is not None:
             self._metrics.rejected_total.labels(reason).inc()
@@ -281,7 +284,7 @@ class HttpListener:
             transport.abort()
             return
         error = Overloaded("this gateway has reached its limit of client connections", code="too_many_connections")
-        transport.write(replies.last_words(error, replies.new_request_id()))
+        transport.write(replies.last_words(error, new_id()))
         transport.write_eof()
         self._turned_away[connection] = (now, transport)
 
@@ -317,7 +320,7 @@ class HttpListener:
         return request
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        self._heads.end(cast("AiohttpConnection", request.protocol).door)
+        self._heads.end(cast("AiohttpConnection", request.protocol).client_transport)
         problem = refusal_of(request)
         if problem is not None:
             raise problem

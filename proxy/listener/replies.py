@@ -154,11 +154,6 @@ def accepted_id(given: str) -> str:
     return given if given and _is_acceptable_id(given) else new_id()
 
 
-def new_request_id() -> str:
-    """For a request whose client gave none."""
-    return new_id()
-
-
 def rejection(error: GatewayError) -> str | None:
     """The `reason` under which a refused request is counted; None for errors that are no refusals."""
     if isinstance(error, UpstreamError):

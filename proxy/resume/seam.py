@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from proxy.resume.engines import VLLM
 from proxy.resume.overlap import TEXTS, Mismatch, Overlap, repeated
-from proxy.wire.openai import Api, counts
+from proxy.wire.openai import Api, read_counts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -141,7 +141,7 @@ class Seam:
 
     def usage(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The usage of the whole answer; the engine took a part of it for prompt."""
-        tokens = counts(usage)
+        tokens = read_counts(usage)
         corrected = {
             **usage,
             "prompt_tokens": (tokens.prompt or 0) - self._kept,

@@ -108,15 +108,15 @@ class Names:
         for name in self._names.values():
             name.allowed = None
 
-    def known(self, host: str) -> tuple[str, ...]:
+    def known_addresses(self, host: str) -> tuple[str, ...]:
         """Addresses to try in this order, as far as they can be told at once; none: `find` has to be waited for.
 
         Raises AddressProblem when the host must not be there.
         """
         name = self._refreshed(host)
-        return self._checked(host, name) if name.addresses else ()
+        return self._allowed(host, name) if name.addresses else ()
 
-    def has_left(self, host: str, address: str) -> bool:
+    def is_former_address(self, host: str, address: str) -> bool:
         """Whether an address that was this name's is known not to be so any more."""
         name = self._refreshed(host)
         return bool(name.addresses) and address not in name.addresses
@@ -126,7 +126,7 @@ class Names:
 
         Raises AddressProblem.
         """
-        known = self.known(host)
+        known = self.known_addresses(host)
         if known:
             return known
         name = self._names[host]
@@ -134,7 +134,7 @@ class Names:
             await asyncio.wait((name.pending,), timeout=_WAIT_SECONDS)  # cancels nothing: others wait for it, too
         if not name.addresses:
             raise AddressProblem(name.problem or "timed out")
-        return self._checked(host, name)
+        return self._allowed(host, name)
 
     def check(self, address: str) -> None:
         """Raise AddressProblem unless some instance may have this address."""
@@ -146,12 +146,12 @@ class Names:
 
     def _refreshed(self, host: str) -> _Name:
         """What is known of a name; what is old is looked up again meanwhile. Raises AddressProblem."""
-        name = self._names.get(host) or self._meet(host)
+        name = self._names.get(host) or self._add(host)
         if name.pending is None and self._clock() >= name.due:
             self._begin(host, name)
         return name
 
-    def _meet(self, host: str) -> _Name:
+    def _add(self, host: str) -> _Name:
         if is_odd_literal(host):
             raise AddressProblem("not a host name")
         if len(self._names) >= _MAX_NAMES:
@@ -159,7 +159,7 @@ class Names:
         name = self._names[host] = _Name((host,), due=math.inf) if is_literal(host) else _Name()
         return name
 
-    def _checked(self, host: str, name: _Name) -> tuple[str, ...]:
+    def _allowed(self, host: str, name: _Name) -> tuple[str, ...]:
         if host in self._configured:
             return name.addresses
         if name.allowed is None:
@@ -192,9 +192,9 @@ class Names:
             except ValueError:  # from the codec for international names: an empty label, or one that is too long
                 problem = "not a host name"
             with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._told, host, name, addresses, problem)
+                self._loop.call_soon_threadsafe(self._end_look_up, host, name, addresses, problem)
 
-    def _told(self, host: str, name: _Name, addresses: tuple[str, ...], problem: str) -> None:
+    def _end_look_up(self, host: str, name: _Name, addresses: tuple[str, ...], problem: str) -> None:
         """A look-up has ended, on the loop again."""
         pending, name.pending = name.pending, None
         if pending is None:

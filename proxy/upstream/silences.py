@@ -81,35 +81,34 @@ Silence = tuple["EngineConnection", float]
 class Silences:
     """Watches the silent exchanges of one worker."""
 
-    def __init__(
-        self, checks: SilenceChecks, busy: Callable[[], Iterable[EngineConnection]], silence_seconds: float
-    ) -> None:
-        """`busy`: the connections with an exchange under way. `silence_seconds`: see settings.HealthChecks."""
+    def __init__(self, checks: SilenceChecks, busy: Callable[[], Iterable[EngineConnection]]) -> None:
+        """Store the checks. `busy` returns the connections with an exchange under way."""
         self._checks = checks
         self._busy = busy
-        self._silence_seconds = silence_seconds
         self._watched: dict[Backend, _Watched] = {}
         self._background = Background(logging.getLogger(__name__), "a look at a silent engine")
         self._knocked: set[tuple[Backend, str | None]] = set()
         """The addresses of backends that are being looked at."""
         self._forget_at = 0.0
 
-    def configure(self, silence_seconds: float) -> None:
-        """Change how long a silence is before the engine is checked."""
-        self._silence_seconds = silence_seconds
-
     async def close(self) -> None:
         """End the looks that are under way."""
         await self._background.__aexit__(None, None, None)
 
     def look(
-        self, now: float, least_seconds: float, moves: Collection[Moves], silent: Iterable[EngineConnection]
+        self,
+        now: float,
+        least_seconds: float,
+        silence_seconds: float,
+        moves: Collection[Moves],
+        silent: Iterable[EngineConnection],
     ) -> None:
         """Take in one look at all exchanges, and end those that are known to be lost.
 
         Args:
             now: Clock seconds.
             least_seconds: The time between two looks, which is the shortest silence that can be seen.
+            silence_seconds: The silence after which an engine is checked; see settings.HealthChecks.
             moves: Of each backend with streams.
             silent: The exchanges of which nothing has arrived since the last look.
         """
@@ -120,7 +119,7 @@ class Silences:
         moving = {moved.backend for moved in moves if moved.parts}
         suspected: dict[tuple[Backend, str | None], list[Silence]] = {}
         for connection in silent:
-            if self._is_suspicious(connection, now, least_seconds, moving):
+            if self._is_suspicious(connection, now, least_seconds, silence_seconds, moving):
                 place = connection.backend, connection.address
                 suspected.setdefault(place, []).append((connection, connection.quiet_since))
         for (backend, address), silences in suspected.items():
@@ -131,7 +130,12 @@ class Silences:
             self._watched = {backend: one for backend, one in kept if one.seen_at > now - _REMEMBERED_SECONDS}
 
     def _is_suspicious(
-        self, connection: EngineConnection, now: float, least_seconds: float, moving: Collection[Backend]
+        self,
+        connection: EngineConnection,
+        now: float,
+        least_seconds: float,
+        silence_seconds: float,
+        moving: Collection[Backend],
     ) -> bool:
         """Whether an exchange is silent for so long that it is lost if nobody listens where its answer comes from. If
         it is silent for much longer, a check of its backend begins.
@@ -141,12 +145,12 @@ class Silences:
         gap_seconds = watched.pace.gap_seconds
         if not connection.has_begun:
             # No pace is known of it, and an engine that drains may need long for a prompt.
-            return seconds >= max(least_seconds, self._silence_seconds)
-        is_long = seconds >= max(self._silence_seconds, _CHECKED_AFTER_GAPS * gap_seconds)
+            return seconds >= max(least_seconds, silence_seconds)
+        is_long = seconds >= max(silence_seconds, _CHECKED_AFTER_GAPS * gap_seconds)
         if is_long and backend not in moving and now >= watched.check_at and not watched.is_checked:
             watched.is_checked = True
-            watched.check_at = now + self._silence_seconds
-            pause_seconds = max(_SHARE_BETWEEN_READINGS * self._silence_seconds, _GAPS_BETWEEN_READINGS * gap_seconds)
+            watched.check_at = now + silence_seconds
+            pause_seconds = max(_SHARE_BETWEEN_READINGS * silence_seconds, _GAPS_BETWEEN_READINGS * gap_seconds)
             self._background.start(self._look_for_progress(backend, watched, pause_seconds))
         return seconds >= max(least_seconds, _LOST_AFTER_GAPS * gap_seconds)
 

@@ -82,7 +82,7 @@ class Upstream:
         self._stalls = StallDetector(options.stall_seconds)
         self._on_stall = options.on_stall
         self._on_work = options.on_work
-        self._silences = None if checks is None else Silences(checks, lambda: self._busy, silence_seconds)
+        self._silences = None if checks is None else Silences(checks, lambda: self._busy)
         self._silence_seconds = silence_seconds
         self._sweep_seconds = options.sweep_seconds or _sweep_seconds(timeouts, options.stall_seconds, silence_seconds)
         self._clock = options.clock
@@ -124,8 +124,6 @@ class Upstream:
         self._timeouts = timeouts
         self._stalls.stall_seconds = stall_seconds
         self._silence_seconds = silence_seconds
-        if self._silences is not None:
-            self._silences.configure(silence_seconds)
         self._sweep_seconds = _sweep_seconds(timeouts, stall_seconds, silence_seconds)
 
     @property
@@ -197,7 +195,7 @@ class Upstream:
         names, host, seconds = self._names, backend.host, self._timeouts.connect_seconds
         try:
             async with asyncio.timeout(seconds):
-                addresses = (host,) if names is None else names.known(host) or await names.find(host)
+                addresses = (host,) if names is None else names.known_addresses(host) or await names.find(host)
                 if len(addresses) == 1:
                     connection = await self._connect_to(backend, addresses[0])
                 else:
@@ -226,7 +224,11 @@ class Upstream:
                 not connection.transport.is_closing()
                 and connection.usable_until > now
                 and not (is_distrusted and connection.is_reused)
-                and (connection.address is None or not self._has_left(backend.host, connection.address))
+                and (
+                    connection.address is None
+                    or self._names is None
+                    or not self._names.is_former_address(backend.host, connection.address)
+                )
             ):
                 connection.backend = backend  # it may have been added anew since, with other rights
                 self._busy.add(connection)
@@ -242,7 +244,8 @@ class Upstream:
             if connection.closed:
                 return
         connection.is_reused = True
-        self._keep(connection, _KEEP_ALIVE_SECONDS)
+        connection.usable_until = self._clock() + _KEEP_ALIVE_SECONDS
+        self._idle.setdefault(connection.backend.key, []).append(connection)
 
     def preconnect(self, backend: Backend) -> None:
         """Open a connection for an exchange to come, unless one is idle. If that fails, the exchange finds out."""
@@ -260,12 +263,8 @@ class Upstream:
         with suppress(UpstreamError):
             connection = await self.connect(backend)
             self._busy.discard(connection)
-            self._keep(connection, _UNUSED_SECONDS)
-
-    def _keep(self, connection: EngineConnection, seconds: float) -> None:
-        """Let it be idle for so long."""
-        connection.usable_until = self._clock() + seconds
-        self._idle.setdefault(connection.backend.key, []).append(connection)
+            connection.usable_until = self._clock() + _UNUSED_SECONDS
+            self._idle.setdefault(connection.backend.key, []).append(connection)
 
     async def _connect_to(self, backend: Backend, address: str) -> EngineConnection:
         make = partial(self._new_connection, backend, None if address == backend.host else address)
@@ -275,9 +274,6 @@ class Upstream:
 
     def _new_connection(self, backend: Backend, address: str | None) -> EngineConnection:
         return EngineConnection(backend, self._loop, self.give_back, self._heads.render, self._clock, address)
-
-    def _has_left(self, host: str, address: str) -> bool:
-        return self._names is not None and self._names.has_left(host, address)
 
     def in_exchange(self, backend: Backend) -> int:
         """Exchanges under way with a backend."""
@@ -330,7 +326,7 @@ class Upstream:
             if self._on_stall is not None and self._on_stall(backend):
                 self._end_streams(backend)
         if self._silences is not None and self._silence_seconds and not lost_seconds:
-            self._silences.look(now, self._sweep_seconds, moves.values(), silent)
+            self._silences.look(now, self._sweep_seconds, self._silence_seconds, moves.values(), silent)
         self._close_idle(now)
 
     def _end_streams(self, backend: Backend) -> None:

@@ -209,10 +209,10 @@ def whole_calls(told: object) -> Sequence[ToolCall]:
         call, _ = ToolCalls().take(each)
         call.number = len(found)
         found.append(call)
-    return named(found)
+    return with_names(found)
 
 
-def named(calls: Sequence[ToolCall]) -> Sequence[ToolCall]:
+def with_names(calls: Sequence[ToolCall]) -> Sequence[ToolCall]:
     """The calls, each of which has a name. Raises UnreadableMember if one has none."""
     for call in calls:
         if not call.name:

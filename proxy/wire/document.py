@@ -132,14 +132,10 @@ class Document:
         _, start, end = self._spans[name]
         return memoryview(self._raw)[start:end]
 
-    def together(self, first: Mapping[str, object], second: Mapping[str, object]) -> Mapping[str, object]:
-        """Both changes, one after the other, as one."""
-        return {**first, **second} if first else second
-
     def with_both(self, first: Mapping[str, object], second: Mapping[str, object]) -> Body:
         """As `with_changes` with both, one after the other."""
         if self._spans is not None:
-            return self.with_changes(self.together(first, second))
+            return self.with_changes({**first, **second})
         members = self._copied()
         _change(members, first)
         _change(members, second)

@@ -164,14 +164,14 @@ def is_whole(reason: Any) -> bool:
 
 # Usage: token counts of one unit, combined from the answers to all of its legs and attempts
 
-Told = tuple[int | None, int | None]
-"""See told_of_prompt."""
-# What is below zero in an engine that counts without a sign: added up, it would hide all that comes later.
-_TOO_MANY: Final = 1 << 40
+PromptCounts = tuple[int | None, int | None]
+"""Tokens of a prompt, and how many of them were in the prefix cache. None: the engine did not report the number."""
+# A larger number is negative in an engine that counts without a sign. It would hide all later counts in a sum.
+_MAX_TOKENS: Final = 1 << 40
 
 
-class Counts(NamedTuple):
-    """The numbers of a usage object; None: it does not tell, or tells something that is no number of tokens."""
+class UsageCounts(NamedTuple):
+    """The numbers of a usage object. None: the number is missing, or is not a number of tokens."""
 
     prompt: int | None
     completion: int | None
@@ -181,46 +181,41 @@ class Counts(NamedTuple):
     """Tokens of the completion that are reasoning."""
 
 
-_NONE: Final = Counts(None, None, None, None)
-
-
-def counts(usage: Any) -> Counts:
-    """Read a usage object, whatever an engine has put in its place.
-
-    Nothing else reads the numbers in one but `Usage` and `told_of_prompt`, which every request asks for less.
-    """
+def read_counts(usage: Any) -> UsageCounts:
+    """Read the usage member of an answer, whatever an engine has put in its place."""
     if not isinstance(usage, dict):
-        return _NONE
-    of_prompt, of_completion = usage.get("prompt_tokens_details"), usage.get("completion_tokens_details")
-    return Counts(
+        return UsageCounts(None, None, None, None)
+    prompt_details, completion_details = usage.get("prompt_tokens_details"), usage.get("completion_tokens_details")
+    return UsageCounts(
         _count(usage.get("prompt_tokens")),
         _count(usage.get("completion_tokens")),
-        _count(of_prompt.get("cached_tokens")) if isinstance(of_prompt, dict) else None,
-        _count(of_completion.get("reasoning_tokens")) if isinstance(of_completion, dict) else None,
+        _count(prompt_details.get("cached_tokens")) if isinstance(prompt_details, dict) else None,
+        _count(completion_details.get("reasoning_tokens")) if isinstance(completion_details, dict) else None,
     )
 
 
 class Usage:
-    """One unit's."""
+    """Token counts of one unit of a request."""
 
     prompt_tokens: int | None = None
+    """Tokens of the prompt; None: not reported yet."""
     completion_tokens: int | None = None
+    """Tokens of the answer; None: not reported yet."""
     prompt_details: dict[str, Any] | None = None
-    """The prefiller's `prompt_tokens_details`; None when it does not tell."""
+    """The `prompt_tokens_details` of the prefiller; None: it reports none."""
     cached_tokens: int | None = None
-    """Prompt tokens that were found in the prefix cache; None when that is not known."""
+    """Prompt tokens that were in the prefix cache; None: not reported."""
     counts_reasoning: bool | None = None
-    """Whether the prefiller counts reasoning tokens, so a decoder does so in a chat. None: it sent no usage."""
+    """Whether the prefiller counts reasoning tokens, as the decoder then does in a chat. None: it sent no usage."""
     is_resumed: bool = False
-    """The attempt under way goes on with an answer that another one began: what engines tell of the prompt is not about
-    the client's."""
+    """The current attempt continues an answer that another attempt began, so its prompt is not that of the client."""
 
-    def saw_prompt(self, usage: Any) -> Told:
-        """Take what a usage object, whatever it really is, says of the prompt; see told_of_prompt for what is returned.
+    def add_prompt(self, usage: Any) -> PromptCounts:
+        """Record the prompt counts of a usage member, and return them.
 
-        The first to tell is right: later attempts find in the cache what the first ones put there.
+        The first report counts: later attempts find in the prefix cache what the first one computed.
         """
-        told = tokens, cached = told_of_prompt(usage)
+        counts = tokens, cached = prompt_counts_of(usage)
         if self.prompt_details is None and not self.is_resumed and isinstance(usage, dict):
             if tokens is not None:
                 self.prompt_tokens = tokens
@@ -228,18 +223,16 @@ class Usage:
             self.prompt_details = details if isinstance(details, dict) else None
             self.cached_tokens = cached
             self.counts_reasoning = usage.get("completion_tokens_details") is not None
-        return told
+        return counts
 
-    def saw_completion(self, usage: Any) -> None:
-        """Take what a usage object, whatever it really is, says of the answer."""
+    def add_completion(self, usage: Any) -> None:
+        """Record the completion count of a usage member."""
         if isinstance(usage, dict) and (tokens := _count(usage.get("completion_tokens"))) is not None:
             self.completion_tokens = tokens
 
 
-def told_of_prompt(usage: Any) -> Told:
-    """The tokens of a prompt, and those of them that were in the prefix cache, as a usage object, whatever it really
-    is, tells of one leg; None: it does not tell.
-    """
+def prompt_counts_of(usage: Any) -> PromptCounts:
+    """Read the prompt counts of a usage member. Costs less than `read_counts`, and every request calls it."""
     if not isinstance(usage, dict):
         return None, None
     details = usage.get("prompt_tokens_details")
@@ -247,9 +240,9 @@ def told_of_prompt(usage: Any) -> Told:
     return _count(usage.get("prompt_tokens")), _count(cached)
 
 
-def _count(told: object) -> int | None:
-    """A number of tokens, which a bool is not; None: it is none."""
-    return told if type(told) is int and 0 <= told < _TOO_MANY else None
+def _count(value: object) -> int | None:
+    """Return a number of tokens, or None for a value that is none, such as a bool."""
+    return value if type(value) is int and 0 <= value < _MAX_TOKENS else None
 
 
 # Members for engines only

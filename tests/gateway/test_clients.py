@@ -141,10 +141,14 @@ async def test_a_client_whose_host_is_gone_is_noticed(deploy: Deploy) -> None:
     line = await clients.connect()
     line.send(raw(request(Api.CHAT, max_tokens=1)))
     await line.answer()
-    accepted = [each.door for each in gc.get_objects() if type(each) is FastConnection and not each.door.is_closing()]
+    accepted = [
+        each.client_transport
+        for each in gc.get_objects()
+        if type(each) is FastConnection and not each.client_transport.is_closing()
+    ]
     assert accepted
-    for door in accepted:  # inherited from the listening socket
-        inherited = door.get_extra_info("socket")
+    for transport in accepted:  # inherited from the listening socket
+        inherited = transport.get_extra_info("socket")
         assert inherited.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
         assert [inherited.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [15, 5, 3]

@@ -142,10 +142,10 @@ def test_an_attempt_that_ends_between_media_and_backends_is_over(record: Request
 
 def test_what_engines_tell_of_the_prompt_of_a_resumed_answer_is_not_about_the_clients() -> None:
     timeline = Timeline()
-    timeline.usage.saw_prompt({"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": 4}})
+    timeline.usage.add_prompt({"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": 4}})
     timeline.usage.is_resumed = True
-    timeline.usage.saw_prompt({"prompt_tokens": 17, "prompt_tokens_details": {"cached_tokens": 16}})
-    timeline.usage.saw_completion({"completion_tokens": 9})
+    timeline.usage.add_prompt({"prompt_tokens": 17, "prompt_tokens_details": {"cached_tokens": 16}})
+    timeline.usage.add_completion({"completion_tokens": 9})
     assert (timeline.usage.prompt_tokens, timeline.usage.cached_tokens, timeline.usage.completion_tokens) == (10, 4, 9)
 
 
@@ -171,7 +171,7 @@ def test_the_access_line_counts_how_often_answers_were_taken_up_again(record: Re
 )
 def test_usage_is_taken_for_what_it_is(usage: Any, expected: tuple[int | None, int | None]) -> None:
     timeline = Timeline()
-    for take in (timeline.usage.saw_prompt, timeline.usage.saw_completion):
+    for take in (timeline.usage.add_prompt, timeline.usage.add_completion):
         take(usage)
     assert (timeline.usage.prompt_tokens, timeline.usage.completion_tokens) == expected
 
@@ -179,15 +179,15 @@ def test_usage_is_taken_for_what_it_is(usage: Any, expected: tuple[int | None, i
 def test_cached_tokens_are_taken_for_what_they_are() -> None:
     for said, taken in ((7, 7), (0, 0), (-7, None), (2**64 - 7, None), (True, None), (7.0, None), (None, None)):
         usage = Timeline().usage
-        assert usage.saw_prompt({"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": said}}) == (10, taken)
+        assert usage.add_prompt({"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": said}}) == (10, taken)
         assert usage.cached_tokens == taken
 
 
 def test_a_usage_without_numbers_forgets_nothing() -> None:
     timeline = Timeline()
-    for take in (timeline.usage.saw_prompt, timeline.usage.saw_completion):
+    for take in (timeline.usage.add_prompt, timeline.usage.add_completion):
         take({"prompt_tokens": 10, "completion_tokens": 3})
-    for take in (timeline.usage.saw_prompt, timeline.usage.saw_completion):
+    for take in (timeline.usage.add_prompt, timeline.usage.add_completion):
         take({"completion_tokens": None})
     assert (timeline.usage.prompt_tokens, timeline.usage.completion_tokens) == (10, 3)
 
@@ -210,11 +210,11 @@ def test_a_request_is_where_its_slowest_unit_is(record: RequestRecord, clock: Cl
 
 def test_tokens_are_summed_over_the_units(record: RequestRecord) -> None:
     first, second = record.timeline(), record.timeline()
-    for take in (first.usage.saw_prompt, first.usage.saw_completion):
+    for take in (first.usage.add_prompt, first.usage.add_completion):
         take({"prompt_tokens": 10, "completion_tokens": 3})
-    for take in (second.usage.saw_prompt, second.usage.saw_completion):
+    for take in (second.usage.add_prompt, second.usage.add_completion):
         take({"prompt_tokens": 20, "completion_tokens": 4})
-    second.usage.saw_prompt({"prompt_tokens_details": {"cached_tokens": 16}})
+    second.usage.add_prompt({"prompt_tokens_details": {"cached_tokens": 16}})
     record.close()
     facts = record.facts
     assert (facts.prompt_tokens, facts.cached_tokens, facts.completion_tokens) == (30, 16, 7)
@@ -228,7 +228,7 @@ def test_the_access_line_of_a_request_that_was_served(record: RequestRecord, clo
     walk(timeline, clock, (Stage.PREFILL, 2.0), (Stage.HANDOFF, 0.5), (Stage.FIRST_TOKEN, 0.25))
     record.first_token()
     walk(timeline, clock, (Stage.STREAM, 8.0), (None, 0.0))
-    for take in (timeline.usage.saw_prompt, timeline.usage.saw_completion):
+    for take in (timeline.usage.add_prompt, timeline.usage.add_completion):
         take({"prompt_tokens": 10, "completion_tokens": 3})
     clock.now += 0.000049
     assert line(record) == {

@@ -54,7 +54,7 @@ async def test_client_checks_addresses_at_each_connect(clock: Clock) -> None:
         await client.get(url, "/", 5.0)
         clock.now += 10.1
         at.server.say(["169.254.169.254"])
-        at.names.known("added.invalid")
+        at.names.known_addresses("added.invalid")
         await at.refreshed("added.invalid")
         with pytest.raises(EngineRequestError, match="its address is not allowed"):
             await client.get(url, "/", 5.0, {"Connection": "close"})

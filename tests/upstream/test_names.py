@@ -28,7 +28,7 @@ UNKNOWN = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 async def test_a_literal_is_known_without_a_look_up(clock: Clock, host: str) -> None:
     async with desk(clock) as at:
-        assert at.names.known(host) == (host,)
+        assert at.names.known_addresses(host) == (host,)
         clock.now += 1e6
         assert await at.names.find(host) == (host,)
         assert at.server.asked == []
@@ -37,9 +37,9 @@ async def test_a_literal_is_known_without_a_look_up(clock: Clock, host: str) -> 
 async def test_a_name_is_looked_up_once(clock: Clock) -> None:
     async with desk(clock) as at:
         at.server.say(["127.0.0.2", "127.0.0.1"])
-        assert at.names.known("engine") == ()
+        assert at.names.known_addresses("engine") == ()
         assert await at.names.find("engine") == ("127.0.0.2", "127.0.0.1")
-        assert at.names.known("engine") == ("127.0.0.2", "127.0.0.1")
+        assert at.names.known_addresses("engine") == ("127.0.0.2", "127.0.0.1")
         assert at.server.asked == ["engine"]
 
 
@@ -59,14 +59,14 @@ async def test_an_old_address_is_used_while_a_new_one_is_looked_up(clock: Clock)
         at.server.say(["127.0.0.1"])
         await at.names.find("engine")
         clock.now += 9.5
-        assert at.names.known("engine") == ("127.0.0.1",)
+        assert at.names.known_addresses("engine") == ("127.0.0.1",)
         assert at.server.asked == ["engine"]
         clock.now += 0.5
         for _ in range(2):
             assert await at.names.find("engine") == ("127.0.0.1",)  # the server has not answered yet
         at.server.say(["127.0.0.2"])
         await at.refreshed("engine")
-        assert at.names.known("engine") == ("127.0.0.2",)
+        assert at.names.known_addresses("engine") == ("127.0.0.2",)
         assert at.server.asked == ["engine", "engine"]
 
 
@@ -78,7 +78,7 @@ async def test_a_slow_name_server_holds_up_no_other_name(clock: Clock) -> None:
         slow = asyncio.create_task(at.names.find("slow"))
         await asyncio.sleep(0)
         clock.now += 100
-        assert at.names.known("known") == ("127.0.0.1",)
+        assert at.names.known_addresses("known") == ("127.0.0.1",)
         at.server.say(["127.0.0.2"], ["127.0.0.2"])
         assert await slow == ("127.0.0.2",)
 
@@ -94,15 +94,15 @@ async def test_a_name_server_that_fails_is_told_once_and_the_last_address_stays(
         for _ in range(3):
             clock.now += 10.1
             at.server.say(UNKNOWN)
-            assert at.names.known("engine") == ("127.0.0.1",)
+            assert at.names.known_addresses("engine") == ("127.0.0.1",)
             await at.refreshed("engine")
-        assert at.names.known("engine") == ("127.0.0.1",)
+        assert at.names.known_addresses("engine") == ("127.0.0.1",)
         assert at.errors == 3
         clock.now += 10.1
         at.server.say(["127.0.0.2"])
-        at.names.known("engine")
+        at.names.known_addresses("engine")
         await at.refreshed("engine")
-        assert at.names.known("engine") == ("127.0.0.2",)
+        assert at.names.known_addresses("engine") == ("127.0.0.2",)
     assert [record.getMessage() for record in caplog.records] == [
         "the name engine cannot be looked up (name or service not known); its last address stays in use",
         "the name engine can be looked up again",
@@ -142,7 +142,7 @@ async def test_what_can_be_no_name_is_a_problem_like_any_other(clock: Clock, hos
 async def test_an_address_in_disguise_is_no_name(clock: Clock) -> None:
     async with desk(clock, "127.1") as at:
         with pytest.raises(AddressProblem, match=r"^not a host name$"):
-            at.names.known("127.1")
+            at.names.known_addresses("127.1")
 
 
 async def test_the_system_knows_this_host(clock: Clock) -> None:
@@ -161,7 +161,7 @@ async def test_an_added_instance_must_be_where_the_rules_allow(clock: Clock) -> 
         with pytest.raises(AddressProblem, match=FORBIDDEN):
             await at.names.find("added")
         with pytest.raises(AddressProblem, match=FORBIDDEN):
-            at.names.known("8.8.8.8")
+            at.names.known_addresses("8.8.8.8")
         at.server.say(["8.8.8.8"])
         assert await at.names.find("configured") == ("8.8.8.8",)
 
@@ -178,10 +178,10 @@ async def test_a_name_that_moves_to_a_forbidden_address_is_not_followed(clock: C
         await at.names.find("added")
         clock.now += 10.1
         at.server.say(["169.254.169.254"])
-        at.names.known("added")
+        at.names.known_addresses("added")
         await at.refreshed("added")
         with pytest.raises(AddressProblem, match=FORBIDDEN):
-            at.names.known("added")
+            at.names.known_addresses("added")
 
 
 async def test_new_rules_hold_for_what_is_known_already(clock: Clock) -> None:
@@ -190,9 +190,9 @@ async def test_new_rules_hold_for_what_is_known_already(clock: Clock) -> None:
         await at.names.find("added")
         at.names.configure(AddressRules([]), ["other"])
         with pytest.raises(AddressProblem, match=FORBIDDEN):
-            at.names.known("added")
+            at.names.known_addresses("added")
         at.names.configure(AddressRules([]), ["added"])
-        assert at.names.known("added") == ("127.0.0.1",)
+        assert at.names.known_addresses("added") == ("127.0.0.1",)
 
 
 async def test_the_rules_are_asked_about_an_address_once(clock: Clock) -> None:
@@ -206,7 +206,7 @@ async def test_the_rules_are_asked_about_an_address_once(clock: Clock) -> None:
     async with desk(clock) as at:
         at.names.configure(Rules(["127.0.0.0/8"]), [])
         for _ in range(3):
-            assert at.names.known("127.0.0.3") == ("127.0.0.3",)
+            assert at.names.known_addresses("127.0.0.3") == ("127.0.0.3",)
     assert asked == ["127.0.0.3"]
 
 
@@ -238,10 +238,10 @@ async def test_leaving_does_not_wait_for_a_name_server(clock: Clock) -> None:
     server = NameServer()
     async with Names(LOOPBACK, [], Metrics(), clock=clock, look_up=server) as names:
         waiting = asyncio.create_task(names.find("stuck"))
-        names.known("another")
+        names.known_addresses("another")
         for _ in range(2):
             await asyncio.to_thread(server.is_asked.acquire, timeout=60)
-        names.known("queued")
+        names.known_addresses("queued")
         threads = names._threads
     assert all(thread.daemon for thread in threads)
     with pytest.raises(AddressProblem):
@@ -326,7 +326,7 @@ async def test_upstream_stays_with_an_address_while_its_name_cannot_be_looked_up
         at.server.say([server.host], UNKNOWN)
         await fetch(upstream, backend)
         clock.now += 10.1
-        at.names.known("engine")
+        at.names.known_addresses("engine")
         await at.refreshed("engine")
         upstream._idle[backend.key][0].usable_until = clock.now + 1
         for _ in range(2):

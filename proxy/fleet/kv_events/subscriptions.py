@@ -154,7 +154,7 @@ def address(names: Names, host: str, last: str | None) -> str | None:
         last: The previous result, which is kept while the host has this address.
     """
     try:
-        known = names.known(host)
+        known = names.known_addresses(host)
     except AddressProblem:
         return None
     return last if last in known else min(known, key=lambda each: ":" in each, default=None)

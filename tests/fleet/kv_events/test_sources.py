@@ -54,7 +54,7 @@ async def test_an_instance_is_heard_at_one_of_its_addresses_as_long_as_it_has_th
         ):
             clock.now += 60
             at.server.say(found)
-            at.names.known("engine")
+            at.names.known_addresses("engine")
             await at.refreshed("engine")
             assert address(at.names, "engine", "127.0.0.2") == expected
 
