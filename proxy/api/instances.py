@@ -180,7 +180,7 @@ class InstanceView:
         shown: list[dict[str, Any]] = []
         for role, pool in self._pools.items():
             pool.backends()  # updates the roster
-            self._models.look()
+            self._models.refresh()
             shown += [self._describe(member, member.backend in configured) for member in self._roster.members(role)]
             shown += (_described(backend, "joining") for backend in self._joiner.joining(role))
         return shown

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Collection, Sequence
 
-    from proxy.balancer.pick import Looked, PickRequest
+    from proxy.balancer.pick import ChoiceBasis, PickRequest
     from proxy.balancer.shared.back_offs import BackOffs
     from proxy.balancer.shared.scoreboard import Scoreboard
     from proxy.common.backend import Backend, Role
@@ -46,7 +46,7 @@ class Chooser:
         self.changes = back_offs.changes
         self._role = role
         self.seen_changes = -1
-        """What `changes` holds must be this. Otherwise `look` comes first."""
+        """What `changes` holds must be this. Otherwise `refresh` comes first."""
         self.policy: Policy
         """By which it chooses now."""
         self.holds_queue: bool
@@ -56,10 +56,10 @@ class Chooser:
         self.queues_refused = True
         """Requests wait while all candidates refuse. Otherwise they go to one of them and get its refusal."""
         self.candidates: tuple[Candidate, ...] = ()
-        self.looked: Looked | str = ""
+        self.basis: ChoiceBasis | str = ""
         """What led to the last choice; see choice.Pick."""
         self._reader = SlotReader(scoreboard, ())  # of theirs
-        self.passes_over = False
+        self.may_pass_over = False
         """Some of them may have to be passed over, whatever the policy says: they refuse, or are short of KV memory."""
         self.has_limits = False
         """Some of them work on so many requests at a time and no more."""
@@ -82,9 +82,9 @@ class Chooser:
         self._reader = SlotReader(self._scoreboard, [backend.slot for backend in backends])
         self.has_limits = any(limit is not None for limit in limits)
         self._is_any_slow = any(self._share_percent(backend) < FULL_PERCENT for backend in backends)
-        self.look()
+        self.refresh()
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Find out which candidates are passed over now."""
         self.seen_changes = self.changes[0]
         now, of = self._clock(), self.back_offs.of
@@ -98,11 +98,11 @@ class Chooser:
             for candidate, standing in standings
             if candidate.backend not in self._refusing and standing.pressed_until <= now
         )
-        self.passes_over = any(standing.pressed_until > now or standing.takes_turns(now) for _, standing in standings)
+        self.may_pass_over = any(standing.pressed_until > now or standing.takes_turns(now) for _, standing in standings)
         times = (time for _, standing in standings for time in (standing.until, standing.pressed_until))
         self._open_until = min((time for time in times if time > now), default=math.inf)
 
-    def refused(self, backend: Backend, retry_after_seconds: float | None) -> int:
+    def note_refusal(self, backend: Backend, retry_after_seconds: float | None) -> int:
         """A backend refused a request: pass it over for a while. Return how often it did since it last served."""
         now = self._clock()
         doubles = any(candidate.backend != backend for candidate in self._open_now)
@@ -127,7 +127,7 @@ class Chooser:
     def _open_now(self) -> tuple[Candidate, ...]:
         """The candidates that are not passed over."""
         if self.changes[0] != self.seen_changes or self._clock() >= self._open_until:
-            self.look()
+            self.refresh()
         return self._open
 
     def use(self, policy: Policy) -> None:
@@ -141,13 +141,13 @@ class Chooser:
         this one, that nobody is in front of.
         """
         candidates: Sequence[Candidate] = self.candidates
-        if (self.passes_over or self.changes[0] != self.seen_changes) and candidates:
+        if (self.may_pass_over or self.changes[0] != self.seen_changes) and candidates:
             if self.queues_refused and self.refuse_all:
                 return False
             candidates = self._not_passed_over(candidates)
         if self.holds_queue and candidates:
             policy = self.policy
-            return policy.has_room(candidates) if request is None else policy.lets_go(candidates, request)
+            return policy.has_room(candidates) if request is None else policy.admits(candidates, request)
         return not self.has_limits or any(candidate.has_room for candidate in candidates)
 
     def would_take(self) -> bool:
@@ -155,27 +155,27 @@ class Chooser:
         candidates: Sequence[Candidate] = self.candidates
         if not candidates:
             return True
-        if self.passes_over or self.changes[0] != self.seen_changes:
+        if self.may_pass_over or self.changes[0] != self.seen_changes:
             if self.queues_refused and self.refuse_all:
                 return False
             candidates = self._not_passed_over(candidates)
         return self.policy.would_take(candidates)
 
-    def first_to_go(self, waiting: Sequence[PickRequest]) -> int | None:
-        """See Policy.first_to_go. Without candidates the first goes: it fails at once."""
+    def first_to_admit(self, waiting: Sequence[PickRequest]) -> int | None:
+        """See Policy.first_to_admit. Without candidates the first goes: it fails at once."""
         candidates: Sequence[Candidate] = self.candidates
-        if self.passes_over and candidates:
+        if self.may_pass_over and candidates:
             candidates = self._not_passed_over(candidates)
-        return self.policy.first_to_go(candidates, waiting) if self.holds_queue and candidates else 0
+        return self.policy.first_to_admit(candidates, waiting) if self.holds_queue and candidates else 0
 
     def choose(self, request: PickRequest) -> Backend:
         """The backend for a request. Raises NoBackendAvailable."""
         if self.changes[0] != self.seen_changes:
-            self.look()
+            self.refresh()
         candidates: Sequence[Candidate] = self.candidates
         if avoid := request.avoid:
             candidates = [candidate for candidate in candidates if candidate.backend not in avoid]
-        if self.passes_over and candidates:
+        if self.may_pass_over and candidates:
             candidates = self._not_passed_over(candidates)
         if not candidates:
             raise NoBackendAvailable(self._role)
@@ -183,11 +183,11 @@ class Chooser:
         if prefer is not None and prefer.role is self._role:
             for candidate in candidates:
                 if candidate.backend == prefer and candidate.has_room:
-                    self.looked = PREFERRED
+                    self.basis = PREFERRED
                     return candidate.backend
-        return self.ask(candidates, request).backend
+        return self.choose_among(candidates, request).backend
 
-    def ask(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
+    def choose_among(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
         """The one among these, at least one, that the policy chooses, with room if there is any. What `choose` comes to
         for a request without `avoid` and `prefer`, while no backend is passed over.
         """
@@ -199,11 +199,11 @@ class Chooser:
         if self._is_any_slow and policy.weighs_load:
             weights = self._slowed(asked, weights, request)
         chosen = policy.choose(asked, weights, request)
-        self.looked = policy, asked, weights, policy.noted
+        self.basis = policy, asked, weights, policy.snapshot
         if self.has_limits and not chosen.has_room:
             roomy = [candidate for candidate in candidates if candidate.has_room]
             if roomy:
-                return self.ask(roomy, request)
+                return self.choose_among(roomy, request)
         return chosen
 
     def _slowed(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> list[int]:

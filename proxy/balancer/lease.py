@@ -104,7 +104,7 @@ class Lease:
             pool.abandon(backend, self._trial)
         if self._tracker is not None:
             tracker, self._tracker = self._tracker, None
-            tracker.ended(error is None, self.answer_tokens)
+            tracker.note_end(error is None, self.answer_tokens)
 
     def confirm(self) -> None:
         """Record that the backend has sent the beginning of its answer. May be called again.
@@ -114,7 +114,7 @@ class Lease:
         """
         if self._tracker is not None and not self._has_begun:
             self._has_begun = True
-            self._tracker.began()
+            self._tracker.note_first_token()
         if self._trial and self._request.proves_generation:
             self._pool.served(self.backend, self._trial)
             self._trial = 0
@@ -124,7 +124,7 @@ class Lease:
     def note_usage(self, prompt_tokens: int | None, cached_tokens: int | None) -> None:
         """Record the backend's usage, before `free_compute`. None: the backend did not report it."""
         if self._tracker is not None and prompt_tokens is not None:
-            self._tracker.told(prompt_tokens, cached_tokens)
+            self._tracker.note_usage(prompt_tokens, cached_tokens)
 
     def free_compute(self) -> None:
         """Record that the backend has done its work, so that it served whatever fails later. May be called again."""
@@ -142,7 +142,7 @@ class Lease:
             pool.on_release()
         if self._tracker is not None:
             tracker, self._tracker = self._tracker, None
-            tracker.ended(True, self.answer_tokens)
+            tracker.note_end(True, self.answer_tokens)
 
     def free_kv(self) -> None:
         """Record that the backend no longer holds the KV cache of this request. May be called again.
@@ -170,11 +170,11 @@ class Lease:
             raise RuntimeError("a lease cannot move after it was left")
         # Before the pick, because the failure also counts if there is no other backend.
         self._report(old, because)
-        request = self._request.elsewhere({*avoid, old})
+        request = self._request.for_another_backend({*avoid, old})
         pick, trial = self._pool.take(request)
         if self._tracker is not None:
             tracker, self._tracker = self._tracker, None
-            tracker.ended(False, None)
+            tracker.note_end(False, None)
         self._uncharge()
         self._request = request
         self._has_begun = False

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.pick import Unlearned
+from proxy.balancer.pick import PendingSamples
 from proxy.balancer.policies.prefill_cost import PrefillCost, RecordKind, kind_and_slot, unpacked
 from proxy.balancer.policies.prefixes import CacheCount, CachedPrefixes
 
 if TYPE_CHECKING:
     from proxy.balancer.pick import PickRequest
-    from proxy.balancer.policies.prefill_cost import ComparedPrompt
+    from proxy.balancer.policies.prefill_cost import PromptCosts
     from proxy.balancer.pool import Pool
     from proxy.balancer.shared.journal import JournalWriter
     from proxy.common.backend import Backend
@@ -48,7 +48,7 @@ DOUBT_SECONDS: Final = 3600.0
 _MOST_LAG_SECONDS: Final = 0.05
 _MOST_LAG_SHARE: Final = 0.1
 # First tokens that wait until it is known whether the loop was late.
-_MOST_UNLEARNED: Final = 256
+_MAX_PENDING: Final = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -56,7 +56,7 @@ class LocalChoice:
     """A prompt that a decoder is to compute by itself."""
 
     decoder: Backend
-    asked: ComparedPrompt
+    prompt: PromptCosts
     harm: float
     """The time of the answers that wait meanwhile, as a share of what the prompt takes."""
     instead_seconds: float
@@ -70,7 +70,7 @@ class FirstToken:
     at: float
     """When it came, on the clock of the pools."""
     seconds: float
-    """What it took since the decoder was asked, or since the prefiller answered."""
+    """What it took since the decoder was prompt, or since the prefiller answered."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,20 +101,20 @@ class LocalPrefill:
         self._cached: dict[str, CachedPrefixes] = {}  # of those, by their names
         context = prefill.policy.context
         self._clock = context.clock
-        self._unlearned: Unlearned[_Computed | float] = Unlearned(
-            context, most_lag_seconds=_MOST_LAG_SECONDS, most_lag_share=_MOST_LAG_SHARE, capacity=_MOST_UNLEARNED
+        self._pending: PendingSamples[_Computed | float] = PendingSamples(
+            context, most_lag_seconds=_MOST_LAG_SECONDS, most_lag_share=_MOST_LAG_SHARE, capacity=_MAX_PENDING
         )
         """Prompts that decoders have computed, and seconds of hand-overs."""
         self._proofs: deque[tuple[float, float]] = deque(maxlen=_PROOFS)
         """What these prompts took, the harm included, and what they would have taken by the prediction."""
         self._doubted_until = -inf
 
-    def sooner(self, asked: ComparedPrompt, max_tokens: int) -> LocalChoice | None:
+    def faster_decoder(self, prompt: PromptCosts, max_tokens: int) -> LocalChoice | None:
         """The decoder that would be the first to have the prompt, sooner than any prefiller; None: there is none, it is
         not known, or it is not free to choose. None of them is at its knee, or short of KV memory, or would have to
         compute more than `max_tokens` of the prompt.
         """
-        request = asked.request
+        request = prompt.request
         self._learn()
         if request.subject is None or request.avoid or request.prefer is not None or self.handover_seconds is None:
             return None
@@ -130,33 +130,33 @@ class LocalPrefill:
             if not self._has_time(backend, streams, request):
                 continue
             prefixes = self._cached[backend.name]
-            hit = prefixes.hit(asked.keys)
-            cached = prefixes.found(asked.ends, hit, asked.tokens)
-            if asked.tokens - cached > most_tokens:
+            hit = prefixes.hit(prompt.keys)
+            cached = prefixes.found(prompt.ends, hit, prompt.tokens)
+            if prompt.tokens - cached > most_tokens:
                 continue
             cached *= prefixes.trust
-            seconds = self.cost.seconds(asked.tokens - cached, cached) * self.cost.slowness(backend.name)
+            seconds = self.cost.seconds(prompt.tokens - cached, cached) * self.cost.slowness(backend.name)
             harm = _HARM * streams
             if seconds * (1 + harm) < least:
                 best, best_harm, least = backend, harm, seconds * (1 + harm)
         if best is None:
             return None
-        return LocalChoice(decoder=best, asked=asked, harm=best_harm, instead_seconds=instead)
+        return LocalChoice(decoder=best, prompt=prompt, harm=best_harm, instead_seconds=instead)
 
     def note_handoff(
-        self, decoder: str, asked: ComparedPrompt, first_token: FirstToken | None, answer_tokens: int
+        self, decoder: str, prompt: PromptCosts, first_token: FirstToken | None, answer_tokens: int
     ) -> None:
         """A decoder of this name got the prompt from a prefiller, and has answered.
 
         `first_token`: since the prefiller's answer; None: that is not known.
         """
         if first_token is not None:
-            self._unlearned.add(first_token.seconds, first_token.at - first_token.seconds, first_token.at)
+            self._pending.add(first_token.seconds, first_token.at - first_token.seconds, first_token.at)
             self._learn()
         if (prefixes := self._cached_by(decoder)) is not None:
-            prefixes.use(asked.keys, asked.ends, asked.tokens + answer_tokens)
+            prefixes.use(prompt.keys, prompt.ends, prompt.tokens + answer_tokens)
 
-    def served(
+    def note_local_prefill(
         self,
         decoder: str,
         choice: LocalChoice,
@@ -171,28 +171,28 @@ class LocalPrefill:
         """
         if (prefixes := self._cached_by(decoder)) is None:
             return
-        asked = choice.asked
-        hit = prefixes.hit(asked.keys)
-        expected = prefixes.found(asked.ends, hit, asked.tokens)
-        predicted = self.cost.seconds(asked.tokens - expected, expected) * self.cost.slowness(decoder)
+        prompt = choice.prompt
+        hit = prefixes.hit(prompt.keys)
+        expected = prefixes.found(prompt.ends, hit, prompt.tokens)
+        predicted = self.cost.seconds(prompt.tokens - expected, expected) * self.cost.slowness(decoder)
         if told is None and first_token is not None and first_token.seconds > _MUCH_LONGER * predicted:
-            told = asked.tokens, 0
-        there = expected if told is None else asked.tokens * told[1] / max(1, told[0])
+            told = prompt.tokens, 0
+        there = expected if told is None else prompt.tokens * told[1] / max(1, told[0])
         odometer = prefixes.odometer
-        known = prefixes.use(asked.keys, asked.ends, asked.tokens - there + answer_tokens)
+        known = prefixes.use(prompt.keys, prompt.ends, prompt.tokens - there + answer_tokens)
         if told is not None:
             prefixes.tell(told[1])
-        if asked.keys:
-            prefixes.learn(known, odometer, asked.ends, expected, there)
-        tokens, cached = (float(asked.tokens), expected) if told is None else (float(told[0]), float(told[1]))
+        if prompt.keys:
+            prefixes.learn(known, odometer, prompt.ends, expected, there)
+        tokens, cached = (float(prompt.tokens), expected) if told is None else (float(told[0]), float(told[1]))
         if first_token is not None:
             computed = _Computed(decoder, tokens - cached, cached, first_token.seconds, choice)
-            self._unlearned.add(computed, first_token.at - first_token.seconds, first_token.at)
+            self._pending.add(computed, first_token.at - first_token.seconds, first_token.at)
             self._learn()
 
     def _learn(self) -> None:
         """Learn from first tokens as far as it is known whether the event loop was late."""
-        for sample, ended, is_timely in self._unlearned.known():
+        for sample, ended, is_timely in self._pending.settled():
             if not is_timely:
                 continue
             if isinstance(sample, _Computed):

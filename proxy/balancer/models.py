@@ -24,7 +24,7 @@ _NOTHING: Final = frozenset[str]()
 
 
 class ServedModels:
-    """What is served, as one worker knows it. `look` comes before whatever is read, once something has changed."""
+    """What is served, as one worker knows it. `refresh` comes before whatever is read, once something has changed."""
 
     def __init__(self, roster: Roster, health: Health, roles: Collection[Role]) -> None:
         """`roles`: those of which a model needs an instance each."""
@@ -47,7 +47,7 @@ class ServedModels:
         self._served: dict[Backend, frozenset[str]] = {}  # of all instances; empty: not known
         self._own: dict[Backend, frozenset[str]] = {}  # of these without adapters
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Take notice of what instances there are, and what they say. Nearly free as long as nothing has changed."""
         seen = self._roster.versions[0], self._health.version
         if seen == self._seen:
@@ -62,7 +62,7 @@ class ServedModels:
         if served != self._served or own != self._own:
             self._served, self._own = served, own
             self.names = frozenset[str]().union(*served.values())
-            self.complete = complete_ones(served, self._roles)
+            self.complete = fully_served(served, self._roles)
             self.is_mixed = len({*served.values()} - {_NOTHING}) > 1 and bool(self.complete)
             self.is_closed = self.is_mixed and len({*own.values()} - {_NOTHING}) > 1
             if self.on_change is not None:
@@ -83,18 +83,18 @@ class ServedModels:
         """What an instance serves; empty: it is not known."""
         return self._served.get(backend, _NOTHING)
 
-    def own(self, backend: Backend) -> frozenset[str]:
+    def base_models(self, backend: Backend) -> frozenset[str]:
         """The names of the models that an instance serves, without its adapters (LoRA); empty: they are not known."""
         return self._own.get(backend, _NOTHING)
 
-    def among(self, name: str, backends: Collection[Backend]) -> tuple[Backend, ...]:
+    def serving(self, name: str, backends: Collection[Backend]) -> tuple[Backend, ...]:
         """The backends to which a request for the model `name` may go, in the order given: those known to serve it; if
         there are none, those of which it is not known what they serve. `backends`: all of one role.
         """
         known = tuple(backend for backend in backends if name in self._served.get(backend, _NOTHING))
         return known or tuple(backend for backend in backends if not self._served.get(backend))
 
-    def are_apart(self, one: Backend, other: Backend) -> bool:
+    def have_no_common_model(self, one: Backend, other: Backend) -> bool:
         """Whether they have no model in common, and nothing is to go between them."""
         return self.is_mixed and bool(self.of(one)) and bool(self.of(other)) and not self.of(one) & self.of(other)
 
@@ -114,7 +114,7 @@ class ServedModels:
         return sorted(map(frozenset[str], together.values()), key=sorted)
 
 
-def complete_ones(served: Mapping[Backend, frozenset[str]], roles: Collection[Role]) -> frozenset[str]:
+def fully_served(served: Mapping[Backend, frozenset[str]], roles: Collection[Role]) -> frozenset[str]:
     """Of all that is served what some backend of each role serves. One that serves nothing that is known may serve any
     of it.
     """
@@ -135,11 +135,11 @@ def minority_instances(models: Mapping[Backend, frozenset[str]]) -> Mapping[Back
     by_role = defaultdict[Role, set[str]](set)
     for backend, its in models.items():
         by_role[backend.role] |= its
-    complete = complete_ones(models, by_role)
+    complete = fully_served(models, by_role)
     models = {backend: its for backend, its in models.items() if its}
     if complete:
         return {
-            backend: f"serves {named(its)}, and {_others(by_role, backend.role)}: it gets no requests"
+            backend: f"serves {quoted(its)}, and {_others(by_role, backend.role)}: it gets no requests"
             for backend, its in models.items()
             if not its & complete
         }
@@ -147,19 +147,19 @@ def minority_instances(models: Mapping[Backend, frozenset[str]]) -> Mapping[Back
         return {}
     common = Counter(models.values()).most_common(1)[0][0]
     other = next(backend for backend, its in models.items() if its == common)
-    theirs = f"{other.role} instance {other.name} serves {named(common)}"
+    theirs = f"{other.role} instance {other.name} serves {quoted(common)}"
     return {
-        backend: f"serves {named(its)}, and {theirs}: a request for what only one of them serves fails at the other"
+        backend: f"serves {quoted(its)}, and {theirs}: a request for what only one of them serves fails at the other"
         for backend, its in models.items()
         if its != common
     }
 
 
 def _others(by_role: Mapping[Role, Collection[str]], role: Role) -> str:
-    return ", and ".join(f"{other} instances {named(its)}" for other, its in by_role.items() if other is not role)
+    return ", and ".join(f"{other} instances {quoted(its)}" for other, its in by_role.items() if other is not role)
 
 
-def named(names: Collection[str], most: int = _MOST_NAMES) -> str:
+def quoted(names: Collection[str], most: int = _MOST_NAMES) -> str:
     """The names, as many as fit into a line of the log."""
     shown = [repr(name[:64]) for name in sorted(names)[:most]]
     return ", ".join(shown) + (f" and {len(names) - most} others" if len(names) > most else "")

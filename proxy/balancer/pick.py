@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from proxy.common.backend import Backend
     from proxy.settings import Balance
 
-    Looked = tuple["Policy", Sequence[Any], Sequence[int], Any]
-    """The policy, the Candidates that it was shown, their weights at that moment, and what it has noted of them."""
-    Pick = tuple[Backend, Looked | str]
-    """The backend that was chosen, and what was looked at, or else why nothing had to be."""
+    ChoiceBasis = tuple["Policy", Sequence[Any], Sequence[int], Any]
+    """The policy, the Candidates that it was shown, their weights at that moment, and what it has snapshot of them."""
+    Pick = tuple[Backend, ChoiceBasis | str]
+    """The backend that was chosen, and what was basis at, or else why nothing had to be."""
     Columns = tuple[Mapping[str, Sequence[float]], Sequence[float]]
     """What a policy knew of candidates, in columns by name, each with their numbers in their order; and how it would
     choose: the lower a number, the rather."""
@@ -55,20 +55,20 @@ knows no seconds said so, of which those that are not in the table are `other`."
 
 def reason(pick: Pick) -> str:
     """Return why a backend was chosen, as one of REASONS."""
-    backend, looked = pick
-    if isinstance(looked, str):
-        return looked
-    policy, candidates, _, noted = looked
-    return ONLY_CANDIDATE if len(candidates) == 1 else policy.reason(noted, backend)
+    backend, basis = pick
+    if isinstance(basis, str):
+        return basis
+    policy, candidates, _, snapshot = basis
+    return ONLY_CANDIDATE if len(candidates) == 1 else policy.reason(snapshot, backend)
 
 
 def figures(pick: Pick) -> Figures | None:
     """Return the candidates and the policy's numbers about them, or None if no policy was asked."""
-    _, looked = pick
-    if isinstance(looked, str):
+    _, basis = pick
+    if isinstance(basis, str):
         return None
-    policy, candidates, weights, noted = looked
-    columns, order = policy.figures(noted, weights)
+    policy, candidates, weights, snapshot = basis
+    columns, order = policy.figures(snapshot, weights)
     return policy.label, candidates, columns, order
 
 
@@ -140,7 +140,7 @@ class PickRequest:
         """The same, but these are avoided and no others."""
         return PickRequest(self.prefill, self.decode, self.subject, avoid, self.prefer, self.proves_generation)
 
-    def elsewhere(self, avoid: Collection[Backend]) -> PickRequest:
+    def for_another_backend(self, avoid: Collection[Backend]) -> PickRequest:
         """The same for another backend than before: these are avoided and no others, and none is preferred."""
         return PickRequest(self.prefill, self.decode, self.subject, avoid, None, self.proves_generation)
 
@@ -260,13 +260,13 @@ class Tracker:
         self.compute, self.kv = load
         """What the backend is charged with until it is given back, see Load."""
 
-    def told(self, prompt_tokens: int, cached_tokens: int | None) -> None:
+    def note_usage(self, prompt_tokens: int, cached_tokens: int | None) -> None:
         """The backend has told how long the prompt was, and how much of it was in its prefix cache; None: not that."""
 
-    def began(self) -> None:
+    def note_first_token(self) -> None:
         """A decoder has sent the first of the answer."""
 
-    def ended(self, served: bool, answer_tokens: int | None) -> None:
+    def note_end(self, served: bool, answer_tokens: int | None) -> None:
         """The backend has done its work for the request (`served`), or will not: it failed, or the client left.
         `answer_tokens`: of a decoder's answer that is complete, if they are known.
 
@@ -287,8 +287,8 @@ class Policy(ABC):
     weights: ClassVar[tuple[int, int] | None] = None
     """What a token of compute and a token of KV count in the load of a backend in one number; None: what is usual for
     the role."""
-    noted: Any = None
-    """What it has looked at when it last chose, for `reason` and `figures`, which are asked much later. Never changed
+    snapshot: Any = None
+    """What it has basis at when it last chose, for `reason` and `figures`, which are asked much later. Never changed
     again, and small: it is kept as long as the request."""
 
     def __init__(self, context: PolicyContext | None = None) -> None:
@@ -315,15 +315,15 @@ class Policy(ABC):
         """How many requests a backend had better have at most, by what was learned; None: any number."""
         return None
 
-    def emptied(self, backend: Backend) -> None:  # noqa: B027 - nor need this
+    def forget_cache(self, backend: Backend) -> None:  # noqa: B027 - nor need this
         """Its caches are empty: it does not take connections, has started anew, or has left. May come many times."""
 
-    def reason(self, noted: Any, backend: Backend) -> str:
-        """Why it has chosen this one of several, in one of choice.REASONS. `noted`: as it was then."""
+    def reason(self, snapshot: Any, backend: Backend) -> str:
+        """Why it has chosen this one of several, in one of choice.REASONS. `snapshot`: as it was then."""
         return self.label
 
-    def figures(self, noted: Any, weights: Sequence[int]) -> Columns:
-        """What it knew of the candidates, whose weights were these. `noted`: as it was then."""
+    def figures(self, snapshot: Any, weights: Sequence[int]) -> Columns:
+        """What it knew of the candidates, whose weights were these. `snapshot`: as it was then."""
         return {"weight": weights}, weights
 
     @property
@@ -359,9 +359,9 @@ class Policy(ABC):
         """
         return math.inf
 
-    def lets_go(self, candidates: Sequence[Candidate], request: Callable[[], PickRequest]) -> bool:
+    def admits(self, candidates: Sequence[Candidate], request: Callable[[], PickRequest]) -> bool:
         """Whether a request that nobody is in front of goes now: there is room, and nothing better to wait for."""
-        return self.has_room(candidates) and self.first_to_go(candidates, [request()]) is not None
+        return self.has_room(candidates) and self.first_to_admit(candidates, [request()]) is not None
 
     def work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
         """What the request takes where it takes least: of those who wait the shorter go first. 0: in turn. It waits
@@ -372,7 +372,7 @@ class Policy(ABC):
     def left_queue(self, request: PickRequest) -> None:  # noqa: B027 - need not be overridden
         """It has left the queue: for a lease, or for good."""
 
-    def first_to_go(self, candidates: Sequence[Candidate], waiting: Sequence[PickRequest]) -> int | None:
+    def first_to_admit(self, candidates: Sequence[Candidate], waiting: Sequence[PickRequest]) -> int | None:
         """Of those who wait, in their order, the place of the first that should go now; None: all had better wait for
         who has no room yet. It is then chosen for, at once.
         """
@@ -382,7 +382,7 @@ class Policy(ABC):
 T = TypeVar("T")
 
 
-class Unlearned(Generic[T]):
+class PendingSamples(Generic[T]):
     """Samples of one kind, the oldest first."""
 
     def __init__(
@@ -409,7 +409,7 @@ class Unlearned(Generic[T]):
         """Add a sample that was taken between these times of the clock."""
         self._waiting.append((sample, began, ended))
 
-    def known(self) -> Iterator[tuple[T, float, bool]]:
+    def settled(self) -> Iterator[tuple[T, float, bool]]:
         """Remove the samples of which it is known; yield each, when it ended, and whether it is timely."""
         waiting, lag_within = self._waiting, self._context.lag_within
         while waiting:

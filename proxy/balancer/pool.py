@@ -161,7 +161,7 @@ class Pool:
         """Returns the cost of a request on the chosen backend. None: it is the same on all."""
         self.track = policy.track if _overrides(policy, "track") else None
         """Creates the policy's tracker for a lease. None: the policy needs none."""
-        self._looks_for_restarts = _overrides(policy, "emptied")
+        self._looks_for_restarts = _overrides(policy, "forget_cache")
 
     # Choosing
 
@@ -189,15 +189,15 @@ class Pool:
         chooser = self._chooser
         self._refresh()
         if chooser.changes[0] != chooser.seen_changes:
-            chooser.look()
+            chooser.refresh()
         if self._awaiting_trial and (trial := self._trial_for(request)) is not None:
             return (trial, TRIAL), self.health.begin_trial(trial)
-        if request.avoid or request.prefer is not None or chooser.passes_over or not chooser.candidates:
+        if request.avoid or request.prefer is not None or chooser.may_pass_over or not chooser.candidates:
             backend = chooser.choose(request)
-            if chooser.passes_over:
+            if chooser.may_pass_over:
                 self._back_offs.take_turn(backend, self._clock())
-            return (backend, chooser.looked), 0
-        return (chooser.ask(chooser.candidates, request).backend, chooser.looked), 0
+            return (backend, chooser.basis), 0
+        return (chooser.choose_among(chooser.candidates, request).backend, chooser.basis), 0
 
     def _trial_for(self, request: PickRequest) -> Backend | None:
         """Return the backend on probation that a request tries, or None."""
@@ -327,12 +327,12 @@ class Pool:
         """Tell the policy that a request has left the queue."""
         self.policy.left_queue(request)
 
-    def first_to_go(self, waiting: Sequence[PickRequest]) -> int | None:
+    def first_to_admit(self, waiting: Sequence[PickRequest]) -> int | None:
         """Return the index of the waiting request that the policy lets go now, or None if all should wait."""
         self._refresh()
         if self._awaiting_trial and not self._all_on_probation_refuse():
             return 0
-        return self._chooser.first_to_go(waiting)
+        return self._chooser.first_to_admit(waiting)
 
     def is_gone(self) -> bool:
         """Return whether no backend accepts connections any more, although at least one was up before."""
@@ -391,8 +391,8 @@ class Pool:
         if error.failure is Failure.RECOMPUTED:
             self._back_offs.press(backend, self._clock() + self._limits.pressure_seconds)
         elif error.is_refusal and is_proof:
-            refusals = self._chooser.refused(backend, error.retry_after_seconds)
-        elif self._chooser.passes_over:
+            refusals = self._chooser.note_refusal(backend, error.retry_after_seconds)
+        elif self._chooser.may_pass_over:
             self._back_offs.make_room(backend, self._clock())
         self._refresh()
         if error.engine_status == _UNAUTHORIZED and self._compatibility and not self.health.of(backend).served_at:
@@ -456,7 +456,7 @@ class Pool:
     def served(self, backend: Backend, trial: int = 0, is_proof: bool = True) -> None:
         """Record that a backend has served a request, whose lease may still be open."""
         health = self.health
-        if is_proof and self._chooser.passes_over:
+        if is_proof and self._chooser.may_pass_over:
             self._back_offs.serve(backend, self._clock(), is_complete=True)
         condition = self._healthy.get(backend.key)
         if condition is not None and health.version == self._healthy_version and is_proof and not trial:
@@ -470,7 +470,7 @@ class Pool:
 
     def began(self, backend: Backend) -> None:
         """Record that a backend has begun to answer a request."""
-        if self._chooser.passes_over:
+        if self._chooser.may_pass_over:
             self._back_offs.serve(backend, self._clock(), is_complete=False)
 
     def count_served(self, backend: Backend) -> None:
@@ -484,7 +484,7 @@ class Pool:
         """Record that a request on a backend was broken off without a fault of the backend."""
         if trial:
             self.health.abandon_trial(backend, trial)
-        if self._chooser.passes_over:
+        if self._chooser.may_pass_over:
             self._back_offs.make_room(backend, self._clock())
         self._on_end(backend, "abandoned")
 
@@ -593,7 +593,7 @@ class Pool:
         if self._looks_for_restarts:
             for backend in self._all:
                 if self._has_gone(backend):
-                    self.policy.emptied(backend)
+                    self.policy.forget_cache(backend)
         room = (self._eligible, self._awaiting_trial, limits)
         if room != self._room:
             self._room = room
@@ -604,7 +604,7 @@ class Pool:
         """Drop the state of a backend that has left."""
         self._engine_ids.pop(backend, None)
         self._back_offs.forget(backend)
-        self.policy.emptied(backend)
+        self.policy.forget_cache(backend)
 
     def _has_gone(self, backend: Backend) -> bool:
         """Return whether a backend is down, or another process than at the last look."""

@@ -317,7 +317,7 @@ class Releaser(BackgroundOwner):
         """
         is_able = releases_rejected(kv.transfer, self._pools.decode.engine_version(decoder))
         is_computing = self._incompatibilities.verdict(decoder) is HandoffVerdict.COMPUTED
-        return is_able and not is_computing and not self._models.are_apart(kv.prefiller, decoder)
+        return is_able and not is_computing and not self._models.have_no_common_model(kv.prefiller, decoder)
 
     def pin_seconds(self, prefiller: Backend, transfer: KvTransfer) -> float:
         """Return the seconds that a prefiller keeps KV that no decoder fetches."""

@@ -16,7 +16,7 @@ import orjson
 
 from proxy.balancer.handoff_verdicts import MIN_STORED_TOKENS, MIN_TOKENS
 from proxy.balancer.local_prefill import FirstToken, LocalPrefill
-from proxy.balancer.policies.prefill_cost import compared_prompt
+from proxy.balancer.policies.prefill_cost import prompt_costs
 from proxy.common.backend import Role
 from proxy.common.errors import Failure, NoBackendAvailable, UpstreamError
 from proxy.common.terms import Stage
@@ -93,19 +93,21 @@ class Sequential(Disaggregated):
         if usage.is_resumed:
             yield from self._both(call, request, timeline)
             return
-        asked = compared_prompt(request)
-        choice = local.sooner(asked, self._context.settings.kv.local_max_tokens)
+        prompt = prompt_costs(request)
+        choice = local.faster_decoder(prompt, self._context.settings.kv.local_max_tokens)
         if choice is None:
             yield from self._both(call, request, timeline)
             if timeline.kv != "local" and not usage.is_resumed:
-                local.note_handoff(timeline.decoder, asked, _first_token(timeline), usage.completion_tokens or 0)
+                local.note_handoff(timeline.decoder, prompt, _first_token(timeline), usage.completion_tokens or 0)
             return
         self._metrics.prefills_skipped_total.inc()
         chosen = replace(request, prefer=choice.decoder)
         yield from self._one_engine.decoder.legs(call, chosen, timeline)
         tokens, cached = usage.prompt_tokens, usage.cached_tokens
         prompt_counts = None if tokens is None or cached is None else (tokens, cached)
-        local.served(timeline.decoder, choice, _first_token(timeline), usage.completion_tokens or 0, prompt_counts)
+        local.note_local_prefill(
+            timeline.decoder, choice, _first_token(timeline), usage.completion_tokens or 0, prompt_counts
+        )
 
     def _both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         balance = self._context.settings.balance

@@ -221,9 +221,9 @@ class Inspector(BackgroundOwner):
             for backend in self._pools[role].backends()
             if (facts := self._health.of(backend).facts) is not None
         }
-        self._models.look()
+        self._models.refresh()
         served = {
-            backend: self._models.own(backend)
+            backend: self._models.base_models(backend)
             for role in self._compared_roles
             for backend in self._pools[role].backends()
         }

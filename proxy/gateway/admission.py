@@ -517,7 +517,7 @@ class AdmissionQueue:
         if front[0].request is None:
             return front[0]
         known = [waiter for waiter in front if waiter.request is not None]
-        place = self._line_up.first_to_go([waiter.request for waiter in known if waiter.request is not None])
+        place = self._line_up.first_to_admit([waiter.request for waiter in known if waiter.request is not None])
         return None if place is None else known[place]
 
     def _tick(self) -> None:

@@ -12,7 +12,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Protocol
 
-from proxy.balancer.models import named
+from proxy.balancer.models import quoted
 from proxy.common.errors import BadRequest, NoBackendAvailable, UnknownModel
 from proxy.dialects.adjustments import ModelNames
 from proxy.observe import logs
@@ -94,7 +94,7 @@ class Lane:
     def explain(self, error: NoBackendAvailable) -> None:
         """Add the names of the models to the message of an error."""
         if self.names:
-            error.message = f"{error.message} for model {named(self.names)}"
+            error.message = f"{error.message} for model {quoted(self.names)}"
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
@@ -184,7 +184,7 @@ class Lanes:
         if not self.knows(name):
             # A request that would otherwise be rejected can wait.
             await self._refresh_models(is_patient=self.models.is_closed)
-            self.models.look()
+            self.models.refresh()
         return self.of(name)
 
     def knows(self, name: object) -> bool:
@@ -226,7 +226,7 @@ class Lanes:
         return name if isinstance(name, str) and name else self._names.served("")
 
     def _some_names(self) -> str:
-        return named({*self.models.names, *self._names.exact}, _MAX_NAMES)
+        return quoted({*self.models.names, *self._names.exact}, _MAX_NAMES)
 
     def _regroup(self) -> None:
         """Make a lane for each group of models. A lane with some of the names is reused, with its learned values."""
@@ -247,7 +247,7 @@ class Lanes:
         lane: Lane
 
         def serving(backends: Collection[Backend]) -> tuple[Backend, ...]:
-            return self.models.among(min(lane.names), backends)
+            return self.models.serving(min(lane.names), backends)
 
         lane = self._make(serving)
         return lane

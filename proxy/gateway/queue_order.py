@@ -47,7 +47,7 @@ class LineUp(Protocol):
     def left_queue(self, request: PickRequest) -> None:
         """Forget a request that has left the queue after a call of `work_seconds`."""
 
-    def first_to_go(self, waiting: Sequence[PickRequest]) -> int | None:
+    def first_to_admit(self, waiting: Sequence[PickRequest]) -> int | None:
         """Return the index of the request that should go now, or None if all should wait for a better instance."""
 
 
@@ -63,7 +63,7 @@ class InTurn:
     def left_queue(self, request: PickRequest) -> None:
         """See LineUp. Nothing was stored."""
 
-    def first_to_go(self, waiting: Sequence[PickRequest]) -> int | None:
+    def first_to_admit(self, waiting: Sequence[PickRequest]) -> int | None:
         """See LineUp."""
         return 0
 

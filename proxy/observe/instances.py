@@ -149,7 +149,7 @@ def collect_models(models: ServedModels, pools: Sequence[Pool]) -> Iterator[Metr
         labels=("model", "role"),
     )
     eligible = {pool.role: pool.eligible() for pool in pools}
-    models.look()
+    models.refresh()
     counts = {(name, role): 0 for name in sorted(models.complete) for role in eligible}
     for role, backends in eligible.items():
         for backend in backends:

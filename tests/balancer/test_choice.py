@@ -67,7 +67,7 @@ def test_of_a_request_that_has_waited_all_are_told_and_not_only_who_was_free(bal
     one_at_a_time(prefillers)
     prefillers.begin(prompt(*range(1, 30)))
     waiting = prompt(*range(500, 504))
-    assert prefillers.pool.first_to_go([waiting]) == 0
+    assert prefillers.pool.first_to_admit([waiting]) == 0
     lease = prefillers.begin(waiting)
     assert reason(lease.pick) == "least_seconds"
     known = figures(lease.pick)

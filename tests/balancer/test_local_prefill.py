@@ -9,7 +9,7 @@ import pytest
 from proxy.balancer.engines import EngineFacts
 from proxy.balancer.local_prefill import DOUBT_SECONDS, FirstToken, LocalChoice, LocalPrefill
 from proxy.balancer.pick import PickRequest
-from proxy.balancer.policies.prefill_cost import compared_prompt
+from proxy.balancer.policies.prefill_cost import prompt_costs
 from proxy.balancer.policies.prefiller import write_count
 from proxy.balancer.policies.prefixes import CacheCount
 from proxy.balancer.shared.journal import Journal
@@ -37,10 +37,10 @@ class Both:
 
     def hand_over(self, request: PickRequest, decoder: Backend | None = None, seconds: float | None = 0.2) -> None:
         first_token = None if seconds is None else FirstToken(self.balancer.clock.now, seconds)
-        self.local.note_handoff((decoder or self.first).name, compared_prompt(request), first_token, 100)
+        self.local.note_handoff((decoder or self.first).name, prompt_costs(request), first_token, 100)
 
     def sooner(self, request: PickRequest, max_tokens: int = MOST) -> Backend | None:
-        choice = self.local.sooner(compared_prompt(request), max_tokens)
+        choice = self.local.faster_decoder(prompt_costs(request), max_tokens)
         return None if choice is None else choice.decoder
 
     def serve(
@@ -54,8 +54,8 @@ class Both:
     ) -> None:
         """Let a decoder compute a prompt, for which a prefiller would have taken `instead_seconds`."""
         backend = decoder or self.first
-        choice = LocalChoice(decoder=backend, asked=compared_prompt(request), harm=0.0, instead_seconds=instead_seconds)
-        self.local.served(backend.name, choice, FirstToken(self.balancer.clock.now, seconds), 1, told)
+        choice = LocalChoice(decoder=backend, prompt=prompt_costs(request), harm=0.0, instead_seconds=instead_seconds)
+        self.local.note_local_prefill(backend.name, choice, FirstToken(self.balancer.clock.now, seconds), 1, told)
 
     def trust(self, decoder: Backend) -> None:
         """It says that it has what it should."""
@@ -127,8 +127,8 @@ def test_who_is_not_free_to_choose_or_not_known_goes_the_usual_way(both: Both) -
 
 def test_where_nothing_is_predicted_of_prefillers_nothing_is_skipped(both: Both, balancer: Balancer) -> None:
     local = LocalPrefill(balancer.prefillers, both.decoders)  # they count tokens
-    local.note_handoff(both.first.name, compared_prompt(prompt(*range(1, 20))), FirstToken(0.0, 5.0), 100)
-    assert local.sooner(compared_prompt(TURN), MOST) is None
+    local.note_handoff(both.first.name, prompt_costs(prompt(*range(1, 20))), FirstToken(0.0, 5.0), 100)
+    assert local.faster_decoder(prompt_costs(TURN), MOST) is None
 
 
 def test_the_busier_a_decoder_is_the_less_it_is_left_with(both: Both) -> None:
@@ -246,12 +246,12 @@ def test_answers_that_wait_for_a_prompt_count_in_the_proof(both: Both) -> None:
     both.hand_over(prompt(*range(1, 20)), both.second)
     for _ in range(4):
         both.decoders.lease(PickRequest.of(Load(1, 1), prefer=both.second)).__enter__()
-    choice = both.local.sooner(compared_prompt(TURN), MOST)
+    choice = both.local.faster_decoder(prompt_costs(TURN), MOST)
     assert choice is not None
     assert choice.harm == 1.0
     for _ in range(8):
         first_token = FirstToken(both.balancer.clock.now, 0.6 * choice.instead_seconds)
-        both.local.served(both.second.name, choice, first_token, 1, None)
+        both.local.note_local_prefill(both.second.name, choice, first_token, 1, None)
     assert both.sooner(TURN) is None
 
 

@@ -55,13 +55,13 @@ class Hearing(Tracker):
         self.heard = heard
         self.backend = backend
 
-    def told(self, prompt_tokens: int, cached_tokens: int | None) -> None:
+    def note_usage(self, prompt_tokens: int, cached_tokens: int | None) -> None:
         self.heard.append(("told", self.backend.name, prompt_tokens, cached_tokens))
 
-    def began(self) -> None:
+    def note_first_token(self) -> None:
         self.heard.append(("began", self.backend.name))
 
-    def ended(self, served: bool, answer_tokens: int | None) -> None:
+    def note_end(self, served: bool, answer_tokens: int | None) -> None:
         self.heard.append(("ended", self.backend.name, served, answer_tokens))
 
 

@@ -38,7 +38,7 @@ class Fleet:
             its_adapters = frozenset((adapters or {}).get(place, "").split())
             identity = Identity(models=frozenset(its.split()), adapters=its_adapters)
             self.balancer.health.note_facts(backend, EngineFacts(identity=identity))
-        self.models.look()
+        self.models.refresh()
         return self.models
 
     def pool(self, role: Role, name: str) -> Pool:
@@ -53,7 +53,7 @@ class Fleet:
                 health=self.balancer.health,
                 on_transition=self.balancer.transitions.append,
                 whole=whole,
-                serving=lambda backends: self.models.among(name, backends),
+                serving=lambda backends: self.models.serving(name, backends),
                 clock=self.balancer.clock,
             )
         )
@@ -84,7 +84,7 @@ def test_two_models_are_a_mixture_of_two_groups(fleet: Fleet) -> None:
     assert models.is_mixed
     assert models.is_closed
     assert models.groups() == [frozenset({"a", "big"}), frozenset("b")]
-    assert models.among("b", fleet.decoders) == fleet.decoders[1:]
+    assert models.serving("b", fleet.decoders) == fleet.decoders[1:]
     assert models.names == {"a", "b", "big"}
 
 
@@ -98,8 +98,8 @@ def test_adapters_that_some_have_loaded_leave_other_names_open(fleet: Fleet) -> 
 
 def test_one_that_does_not_tell_serves_what_its_role_has_nobody_else_for(fleet: Fleet) -> None:
     models = fleet.tell("a", "", "a", "b")
-    assert models.among("a", fleet.prefillers) == fleet.prefillers[:1]
-    assert models.among("b", fleet.prefillers) == fleet.prefillers[1:]
+    assert models.serving("a", fleet.prefillers) == fleet.prefillers[:1]
+    assert models.serving("b", fleet.prefillers) == fleet.prefillers[1:]
     assert models.complete == {"a", "b"}
 
 
@@ -107,12 +107,12 @@ def test_what_an_engine_served_before_it_went_down_is_believed_until_it_tells_ot
     models = fleet.tell("a", "b", "a", "b")
     for _ in range(10):
         fleet.balancer.health.on_probe(fleet.decoders[1], False, "gone")
-    models.look()
+    models.refresh()
     assert models.of(fleet.decoders[1]) == frozenset("b")
     for _ in range(10):
         fleet.balancer.health.on_probe(fleet.decoders[1], True, "back")
     fleet.tell("a", "b", "a", "a")
-    assert models.among("b", fleet.decoders) == ()
+    assert models.serving("b", fleet.decoders) == ()
 
 
 def test_what_is_said_of_an_instance_counts_more_than_what_it_tells(fleet: Fleet) -> None:
@@ -121,7 +121,7 @@ def test_what_is_said_of_an_instance_counts_more_than_what_it_tells(fleet: Fleet
     models = fleet.tell("a", "a", "a", "a")
     assert [models.of(backend) for backend in fleet.everybody] == [frozenset("b")] * 4
     fleet.balancer.roster.sync("config", fleet.everybody, restores=True)
-    models.look()
+    models.refresh()
     assert [models.of(backend) for backend in fleet.everybody] == [frozenset("a")] * 4
 
 
@@ -130,7 +130,7 @@ def test_nothing_moves_while_nothing_changes(fleet: Fleet) -> None:
     changes: list[int] = []
     models.on_change = lambda: changes.append(1)
     fleet.balancer.health.version += 1
-    models.look()
+    models.refresh()
     assert changes == []
     fleet.tell("a", "b", "a", "a")
     assert changes

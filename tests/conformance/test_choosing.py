@@ -66,10 +66,10 @@ async def test_the_policy_of_decoders_hears_when_answers_begin_and_how_long_they
         return Hearing(policy.cost_of(backend, request))
 
     class Hearing(Tracker):
-        def began(self) -> None:
+        def note_first_token(self) -> None:
             heard.append("began")
 
-        def ended(self, served: bool, answer_tokens: int | None) -> None:
+        def note_end(self, served: bool, answer_tokens: int | None) -> None:
             heard.append(answer_tokens)
 
     monkeypatch.setattr(LeastDecodeSeconds, "track", track)

@@ -56,9 +56,9 @@ class Counter:
         self.left.append(request)
 
     def has_room(self, request: Callable[[], PickRequest] | None = None) -> bool:
-        return bool(self.open) and (request is None or self.first_to_go([request()]) is not None)
+        return bool(self.open) and (request is None or self.first_to_admit([request()]) is not None)
 
-    def first_to_go(self, waiting: Sequence[PickRequest]) -> int | None:
+    def first_to_admit(self, waiting: Sequence[PickRequest]) -> int | None:
         return next((place for place, request in enumerate(waiting) if request.prefill.kv in self.open), None)
 
     async def arrive(

@@ -160,7 +160,7 @@ class Concurrency:
         """Note that it may have another number of prompts from now on."""
         self._at = _Throughput()
 
-    def saw(self, sample: PrefillSample, shape: Sequence[float] = (), now: float = 0.0) -> None:
+    def learn(self, sample: PrefillSample, shape: Sequence[float] = (), now: float = 0.0) -> None:
         """Learn from a prompt that has been computed.
 
         Args:

@@ -13,7 +13,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Final
 
 from proxy.balancer.backend_health import FULL_PERCENT
-from proxy.balancer.pick import EQUAL, LEAST_SECONDS, Tracker, Unlearned
+from proxy.balancer.pick import EQUAL, LEAST_SECONDS, PendingSamples, Tracker
 from proxy.balancer.policies.decode_pace import PLACES, SIZES, TRUSTED_SECONDS, DecodePace
 from proxy.balancer.policies.least_tokens import LeastTokens
 from proxy.balancer.shared.scoreboard import SlotReader
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from proxy.balancer.pick import Candidate, Columns, PickRequest, PolicyContext
     from proxy.common.backend import Backend
 
-    _Noted = tuple[Sequence[int], Sequence[float], bool]
+    _Snapshot = tuple[Sequence[int], Sequence[float], bool]
     """Of the candidates: their numbers of answers, what one token more of each takes, and whether several are equal."""
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS: Final = 1.0
 _MOST_ENDED: Final = 64
 # More answers that wait to be learned are forgotten, the oldest first.
-_MOST_UNLEARNED: Final = 1024
+_MAX_PENDING: Final = 1024
 # An answer teaches nothing if the event loop was late by more than this part of its time, or by this many seconds.
 _MOST_LAG_SHARE: Final = 0.02
 _MOST_LAG_SECONDS: Final = 0.5
@@ -108,13 +108,13 @@ class _Answer(Tracker):
         self._policy = policy
         self._decoder: _Decoder | None = None  # once it has begun
 
-    def began(self) -> None:
+    def note_first_token(self) -> None:
         """See Tracker."""
         decoder = self._decoder = self._policy.begin(self.backend)
         self.began_at = decoder.at
         self.spent_before = decoder.spent.copy()
 
-    def ended(self, served: bool, answer_tokens: int | None) -> None:
+    def note_end(self, served: bool, answer_tokens: int | None) -> None:
         """See Tracker."""
         if self._decoder is not None:
             self._policy.end(self, self._decoder, answer_tokens if served else None)
@@ -156,8 +156,8 @@ class LeastDecodeSeconds(LeastTokens):
         super().__init__(context)
         self.pace = DecodePace()
         self._decoders: dict[str, _Decoder] = {}  # by name, which has the cheaper hash
-        self._unlearned: Unlearned[_Ended] = Unlearned(
-            self.context, most_lag_seconds=_MOST_LAG_SECONDS, most_lag_share=_MOST_LAG_SHARE, capacity=_MOST_UNLEARNED
+        self._pending: PendingSamples[_Ended] = PendingSamples(
+            self.context, most_lag_seconds=_MOST_LAG_SECONDS, most_lag_share=_MOST_LAG_SHARE, capacity=_MAX_PENDING
         )
         self._lengths: dict[int, tuple[float, int]] = {}  # mean and number, by the limit's bit length
         self._held = 0.0  # KV tokens of one answer, over the last ones
@@ -195,7 +195,7 @@ class LeastDecodeSeconds(LeastTokens):
             elif score <= least * _AS_GOOD:
                 equal.append(candidate)
         is_equal = len(equal) > 1
-        self.noted = running, seconds, is_equal
+        self.snapshot = running, seconds, is_equal
         return self._take_turn(equal) if is_equal else equal[0]
 
     def _tier(self, bounds: _Bounds, place: int, answers: int, held: int) -> int:
@@ -206,13 +206,13 @@ class LeastDecodeSeconds(LeastTokens):
             return _IS_SATURATED
         return _IS_TRIED if answers >= bounds.preferred[place] else 0
 
-    def reason(self, noted: _Noted, backend: Backend) -> str:
+    def reason(self, snapshot: _Snapshot, backend: Backend) -> str:
         """See Policy."""
-        return EQUAL if noted[-1] else LEAST_SECONDS
+        return EQUAL if snapshot[-1] else LEAST_SECONDS
 
-    def figures(self, noted: _Noted, weights: Sequence[int]) -> Columns:
+    def figures(self, snapshot: _Snapshot, weights: Sequence[int]) -> Columns:
         """See Policy."""
-        running, seconds, _ = noted
+        running, seconds, _ = snapshot
         return {"running": running, "token_seconds": seconds}, seconds
 
     # For the queue
@@ -338,8 +338,8 @@ class LeastDecodeSeconds(LeastTokens):
                 self._lengths[length] = mean + 1 / number * (tokens - mean), number
             if tokens >= _LEAST_TOKENS:
                 ended = _Ended(backend.name, answer.spent_before, decoder.spent.copy(), tokens)
-                self._unlearned.add(ended, answer.began_at, now)
-                if len(self._unlearned) % _MOST_ENDED == 0:
+                self._pending.add(ended, answer.began_at, now)
+                if len(self._pending) % _MOST_ENDED == 0:
                     self._learn()
         if now >= self._due:
             self._look(self._candidates)
@@ -384,7 +384,7 @@ class LeastDecodeSeconds(LeastTokens):
 
     def _learn(self) -> None:
         """Learn from the answers that ended, in their order, as far as it is known whether the event loop was late."""
-        for ended, at, is_timely in self._unlearned.known():
+        for ended, at, is_timely in self._pending.settled():
             if is_timely:
                 both = zip_longest(ended.spent_before, ended.spent, fillvalue=0.0)
                 spent = [(place, after - before) for place, (before, after) in enumerate(both) if after > before]

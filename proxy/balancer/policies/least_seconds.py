@@ -15,7 +15,7 @@ from zlib import crc32
 
 from proxy.balancer.pick import CACHED_PREFIX, EQUAL, LEAST_SECONDS, Prediction
 from proxy.balancer.policies.least_tokens import LeastTokens
-from proxy.balancer.policies.prefill_cost import LEAST_TOKENS, SECONDS_PER_LOAD, ComparedPrompt, compared_prompt
+from proxy.balancer.policies.prefill_cost import LEAST_TOKENS, SECONDS_PER_LOAD, PromptCosts, prompt_costs
 from proxy.balancer.policies.prefiller import Prefiller, Prefillers
 from proxy.balancer.shared.memory import AGEING
 from proxy.common.backend import Load
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from proxy.balancer.policies.prefill_cost import Sent
     from proxy.common.backend import Backend
 
-    _Noted = tuple[Sequence[Prefiller], Sequence[float], Sequence[float], bool, Sequence[float] | None]
+    _Snapshot = tuple[Sequence[Prefiller], Sequence[float], Sequence[float], bool, Sequence[float] | None]
     """Of candidates: who they are, when they are free and what the prompt takes them, in seconds; whether several were
     equal; and the tokens that are probably cached there, None where that was not looked up."""
 
@@ -49,7 +49,7 @@ _HOLD_WAITS: Final = 2.0
 _WEIGHTS: Final = 100, 3
 _SECONDS_PER_WEIGHT: Final = SECONDS_PER_LOAD / _WEIGHTS[0]
 # Who is going to get a request: both, and the pieces that are cached there and the seconds that the rest takes.
-_Choice = tuple["PickRequest", Prefiller, ComparedPrompt, int, float]
+_Choice = tuple["PickRequest", Prefiller, PromptCosts, int, float]
 
 
 class LeastSeconds(LeastTokens):
@@ -71,7 +71,7 @@ class LeastSeconds(LeastTokens):
         self._busy = 0.0
         self._lag = 0.0  # the most seconds by which the event loop was late in the last ones
         self._lag_due = -inf  # when to look again
-        self._asked: dict[int, ComparedPrompt] = {}  # who waits, by the subject's id
+        self._asked: dict[int, PromptCosts] = {}  # who waits, by the subject's id
         self._waiting_seconds: dict[int, float] = {}  # what their prompts take
         self._decided: tuple[object, list[Prefiller]] | None = None  # for whom it is best to go where
         self._chosen: _Choice | None = None
@@ -84,25 +84,25 @@ class LeastSeconds(LeastTokens):
         keys do not show, such as pictures whose addresses change.
         """
         known = self._prefillers
-        prefillers = known.known(candidates)
-        asked = self._asked.get(id(request.subject or request)) if self._asked else None
-        if asked is None:
-            asked = compared_prompt(request)
+        prefillers = known.look_up(candidates)
+        prompt = self._asked.get(id(request.subject or request)) if self._asked else None
+        if prompt is None:
+            prompt = prompt_costs(request)
         waits = self._waits(prefillers, weights, self.context.clock(), _SECONDS_PER_WEIGHT)
-        work = known.work(prefillers, asked)
+        work = known.work(prefillers, prompt)
         place, is_equal = 0, False
         if len(candidates) > 1:
             decided, among = self._decided, None
             if decided is not None and decided[0] is (request.subject or request):
                 among = [prefiller in decided[1] for prefiller in prefillers]
             scores = self._scores(waits, work, among)
-            place, is_equal = self._soonest(candidates, prefillers, weights, request, asked, scores)
+            place, is_equal = self._soonest(candidates, prefillers, weights, request, prompt, scores)
         self._decided = None
         hit, cached = 0, None
-        if asked.keys:
-            hit, cached = asked.there[prefillers[place]][1], _cached_tokens(prefillers, asked)
-        self._chosen = request, prefillers[place], asked, hit, work[place]
-        self.noted = prefillers, waits, work, is_equal, cached
+        if prompt.keys:
+            hit, cached = prompt.by_prefiller[prefillers[place]][1], _cached_tokens(prefillers, prompt)
+        self._chosen = request, prefillers[place], prompt, hit, work[place]
+        self.snapshot = prefillers, waits, work, is_equal, cached
         return candidates[place]
 
     def _soonest(
@@ -111,7 +111,7 @@ class LeastSeconds(LeastTokens):
         prefillers: Sequence[Prefiller],
         weights: Sequence[int],
         request: PickRequest,
-        asked: ComparedPrompt,
+        prompt: PromptCosts,
         scored: tuple[list[float], float],
     ) -> tuple[int, bool]:
         """Return the place of the one that is chosen of several, and whether it is as good as others.
@@ -122,18 +122,18 @@ class LeastSeconds(LeastTokens):
         equal = [place for place, score in enumerate(scores) if score <= near]
         if len(equal) == 1:
             return equal[0], False
-        if not asked.keys and (asked.tokens < LEAST_TOKENS or request.session is None):
+        if not prompt.keys and (prompt.tokens < LEAST_TOKENS or request.session is None):
             tied, loads = candidates, weights
             if len(equal) < len(candidates):
                 tied, loads = [candidates[place] for place in equal], [weights[place] for place in equal]
             return equal[tied.index(super().choose(tied, loads, request))], True
-        if asked.keys and any(asked.there[prefillers[place]][1] for place in equal):
+        if prompt.keys and any(prompt.by_prefiller[prefillers[place]][1] for place in equal):
             return scores.index(min(scores)), True
         session = request.session
         if session is not None:
             kind = crc32(session.encode(errors="surrogatepass"))
         else:
-            kind = asked.keys[min(len(asked.keys), _KIND_PIECES) - 1] & 0xFFFFFFFF
+            kind = prompt.keys[min(len(prompt.keys), _KIND_PIECES) - 1] & 0xFFFFFFFF
         return max(equal, key=lambda place: crc32(candidates[place].backend.name.encode(), kind)), True
 
     def cost_of(self, backend: Backend, request: PickRequest) -> Load:
@@ -144,27 +144,27 @@ class LeastSeconds(LeastTokens):
         """What is known of the request, and of the backend, which somebody else may have chosen."""
         chosen = self._chosen
         if chosen is None or chosen[0] is not request or chosen[1].backend is not backend:
-            prefiller, asked = self._prefillers.of(backend), compared_prompt(request)
-            chosen = self._chosen = request, prefiller, asked, *self._prefillers.own(prefiller, asked)
+            prefiller, prompt = self._prefillers.of(backend), prompt_costs(request)
+            chosen = self._chosen = request, prefiller, prompt, *self._prefillers.own(prefiller, prompt)
         return chosen
 
     # What becomes of it
 
     def track(self, backend: Backend, request: PickRequest) -> Sent:
         """What is under way counts as cached, or a burst with one prompt would scatter."""
-        _, prefiller, asked, hit, seconds = self._choice(backend, request)
+        _, prefiller, prompt, hit, seconds = self._choice(backend, request)
         self._chosen = None
         compute = round(seconds / SECONDS_PER_LOAD)
-        sent = prefiller.send(asked, hit, seconds, compute, request.prefill.kv, self.context.clock())
+        sent = prefiller.send(prompt, hit, seconds, compute, request.prefill.kv, self.context.clock())
         # What is charged allows for hits that do not come true; what is told is what comes of those that are expected.
         cached = sent.cached
-        expected = self._prefillers.cost.seconds(asked.tokens - cached, cached) * prefiller.slowness
+        expected = self._prefillers.cost.seconds(prompt.tokens - cached, cached) * prefiller.slowness
         sent.prediction = Prediction(sent.wait + expected, round(cached))
         return sent
 
-    def reason(self, noted: _Noted, backend: Backend) -> str:
+    def reason(self, snapshot: _Snapshot, backend: Backend) -> str:
         """See Policy."""
-        prefillers, waits, _, is_equal, cached = noted
+        prefillers, waits, _, is_equal, cached = snapshot
         if cached is not None:
             place = [prefiller.backend.key for prefiller in prefillers].index(backend.key)
             soon = waits[place] + _TIE_SECONDS
@@ -172,24 +172,24 @@ class LeastSeconds(LeastTokens):
                 return CACHED_PREFIX
         return EQUAL if is_equal else LEAST_SECONDS
 
-    def figures(self, noted: _Noted, weights: Sequence[int]) -> Columns:
+    def figures(self, snapshot: _Snapshot, weights: Sequence[int]) -> Columns:
         """See Policy."""
-        _, waits, work, _, cached = noted
+        _, waits, work, _, cached = snapshot
         columns: dict[str, Sequence[float]] = {"wait_seconds": waits, "work_seconds": work}
         if cached is not None:
             columns["cached_tokens"] = cached
         return columns, [*map(add, waits, work)]
 
-    def emptied(self, backend: Backend) -> None:
+    def forget_cache(self, backend: Backend) -> None:
         """What it had in its cache is gone."""
-        self._prefillers.of(backend).emptied()
+        self._prefillers.of(backend).forget_cache()
 
     def soonest_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float | None:
         """What all have to do already, and the prompt's work."""
-        prefillers = self._prefillers.known(candidates)
+        prefillers = self._prefillers.look_up(candidates)
         loads = self._prefillers.reader.compute()
         waits = self._waits(prefillers, loads, self.context.clock())
-        return min(map(float.__add__, waits, self._prefillers.work(prefillers, compared_prompt(request))))
+        return min(map(float.__add__, waits, self._prefillers.work(prefillers, prompt_costs(request))))
 
     @property
     def remembered(self) -> int:
@@ -202,18 +202,20 @@ class LeastSeconds(LeastTokens):
         """Whether a prompt that went to one of them now would begin almost at once."""
         return self._has_room(candidates) is not False
 
-    def lets_go(self, candidates: Sequence[Candidate], request: Callable[[], PickRequest]) -> bool:
+    def admits(self, candidates: Sequence[Candidate], request: Callable[[], PickRequest]) -> bool:
         """See Policy. Where there is room everywhere, nothing is better."""
         has_room = self._has_room(candidates)
         if has_room is None:
-            return self.first_to_go(candidates, [request()]) is not None
+            return self.first_to_admit(candidates, [request()]) is not None
         return has_room
 
     def work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
         """What a prompt takes where it takes least. It waits from now on."""
         subject = id(request.subject or request)
-        asked = self._asked[subject] = compared_prompt(request)
-        seconds = self._waiting_seconds[subject] = min(self._prefillers.work(self._prefillers.known(candidates), asked))
+        prompt = self._asked[subject] = prompt_costs(request)
+        seconds = self._waiting_seconds[subject] = min(
+            self._prefillers.work(self._prefillers.look_up(candidates), prompt)
+        )
         return seconds
 
     def left_queue(self, request: PickRequest) -> None:
@@ -226,21 +228,21 @@ class LeastSeconds(LeastTokens):
 
         It is the time until a prefiller is free, the work of all that wait, and that of later, shorter prompts.
         """
-        candidates, prefillers = self._prefillers.last_candidates, self._prefillers.last_known
+        candidates, prefillers = self._prefillers.candidates, self._prefillers.prefillers
         if request is None or not prefillers:
             return inf
         loads = self._prefillers.reader.compute()
         waits = self._waits(prefillers, loads, self.context.clock())
         if any(map(self._is_free, candidates, prefillers, waits, loads)):
             return inf  # it waits for decoders
-        work = min(self._prefillers.work(prefillers, compared_prompt(request)))
+        work = min(self._prefillers.work(prefillers, prompt_costs(request)))
         return _HOLD_WAITS * (min(waits) + sum(self._waiting_seconds.values()) / len(prefillers) + work / AGEING)
 
-    def first_to_go(self, candidates: Sequence[Candidate], waiting: Sequence[PickRequest]) -> int | None:
+    def first_to_admit(self, candidates: Sequence[Candidate], waiting: Sequence[PickRequest]) -> int | None:
         """The first that is soonest done where there is room. Those before it wait for what they will be done sooner
         with, each behind those that wait for the same.
         """
-        prefillers = self._prefillers.known(candidates)
+        prefillers = self._prefillers.look_up(candidates)
         loads = self._prefillers.reader.compute()
         now = self.context.clock()
         waits = self._waits(prefillers, loads, now)
@@ -251,8 +253,8 @@ class LeastSeconds(LeastTokens):
         ]
         share = len(self._asked) / len(prefillers)
         for place, request in enumerate(waiting):
-            asked = self._asked.get(id(request.subject or request)) or compared_prompt(request)
-            work = self._prefillers.work(prefillers, asked)
+            prompt = self._asked.get(id(request.subject or request)) or prompt_costs(request)
+            work = self._prefillers.work(prefillers, prompt)
             scores, near = self._scores(waits, work)
             # Nothing is gained by waiting for another prefiller where the prompt takes as long everywhere.
             is_same = max(work) <= min(work) * (1 + _TIE_SHARE)
@@ -262,7 +264,7 @@ class LeastSeconds(LeastTokens):
                 if score <= near
                 and (
                     free[at]
-                    or (is_same and is_open[at] and prefillers[at].fits_in_step(asked.tokens))
+                    or (is_same and is_open[at] and prefillers[at].fits_in_step(prompt.tokens))
                     or (gathers[at] and self._joins(prefillers[at], work[at], share))
                 )
             ]
@@ -290,8 +292,8 @@ class LeastSeconds(LeastTokens):
         if not concurrency.is_orderly:
             return True
         # Behind long prompts it would be dear to find out. Of what is only passed on, no tokens are known.
-        return prefiller.computing < self.batch_tokens * concurrency.lanes and (
-            prefiller.under_way < concurrency.wanted or (prefiller.is_busy and not prefiller.computing)
+        return prefiller.uncached_tokens < self.batch_tokens * concurrency.lanes and (
+            prefiller.under_way < concurrency.wanted or (prefiller.is_busy and not prefiller.uncached_tokens)
         )
 
     def _has_room_in_step(self, prefiller: Prefiller) -> bool:
@@ -317,7 +319,7 @@ class LeastSeconds(LeastTokens):
 
     def _has_room(self, candidates: Sequence[Candidate]) -> bool | None:
         """Whether all of them have room; None: some have."""
-        prefillers = self._prefillers.known(candidates)
+        prefillers = self._prefillers.look_up(candidates)
         loads = self._prefillers.reader.compute()
         idle = loads.count(0) / len(loads)
         self._busy += _BUSY_STEP * (1 - idle - self._busy)
@@ -365,7 +367,7 @@ class LeastSeconds(LeastTokens):
         return waits
 
 
-def _cached_tokens(prefillers: Sequence[Prefiller], asked: ComparedPrompt) -> Sequence[float]:
+def _cached_tokens(prefillers: Sequence[Prefiller], prompt: PromptCosts) -> Sequence[float]:
     """Of the prompt, that are probably cached at each of these."""
-    ends, there = asked.ends, asked.there
+    ends, there = prompt.ends, prompt.by_prefiller
     return [ends[pieces - 1] if (pieces := there[prefiller][1]) else 0.0 for prefiller in prefillers]

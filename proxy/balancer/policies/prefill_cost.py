@@ -205,7 +205,7 @@ LEAST_TOKENS: Final = 256
 
 
 @dataclass(slots=True, eq=False)
-class ComparedPrompt:
+class PromptCosts:
     """A request that is chosen for, or waits to be, and what it takes each backend."""
 
     request: PickRequest
@@ -214,18 +214,18 @@ class ComparedPrompt:
     """Tokens up to the end of each piece."""
     tokens: int
     """Of the prompt."""
-    there: dict[Hashable, tuple[int, int, float]] = field(default_factory=dict)
+    by_prefiller: dict[Hashable, tuple[int, int, float]] = field(default_factory=dict)
     """By Prefiller: the version of what is known of it, the pieces that are cached there, and seconds."""
 
 
-def compared_prompt(request: PickRequest) -> ComparedPrompt:
+def prompt_costs(request: PickRequest) -> PromptCosts:
     """What is to be known of a request."""
     subject = request.subject
     tokens = 0 if subject is None else subject.prompt_tokens
     if subject is None or tokens < LEAST_TOKENS or not (prefix := subject.prefix_keys).keys:
-        return ComparedPrompt(request, (), (), tokens)
+        return PromptCosts(request, (), (), tokens)
     per_byte = tokens / prefix.sizes[-1]
-    return ComparedPrompt(request, prefix.keys, list(map(per_byte.__mul__, prefix.sizes)), tokens)
+    return PromptCosts(request, prefix.keys, list(map(per_byte.__mul__, prefix.sizes)), tokens)
 
 
 @dataclass(slots=True, eq=False)
@@ -236,7 +236,7 @@ class Sent(Tracker):
     """Called when it has been computed, or will not be."""
     compute: int
     kv: int
-    asked: ComparedPrompt
+    prompt: PromptCosts
     at: float
     seconds: float
     """Predicted."""
@@ -252,12 +252,12 @@ class Sent(Tracker):
     answer: tuple[int, int] | None = None
     """Tokens of the prompt, and those of them that were cached, as the backend told."""
 
-    def told(self, prompt_tokens: int, cached_tokens: int | None) -> None:
+    def note_usage(self, prompt_tokens: int, cached_tokens: int | None) -> None:
         """See Tracker."""
         if cached_tokens is not None:
             self.answer = prompt_tokens, cached_tokens
 
-    def ended(self, served: bool, answer_tokens: int | None) -> None:
+    def note_end(self, served: bool, answer_tokens: int | None) -> None:
         """An answer teaches how long prompts take and what is cached."""
         self.on_end(self, served)
 

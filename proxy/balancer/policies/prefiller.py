@@ -9,7 +9,7 @@ from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Final
 
-from proxy.balancer.pick import Unlearned
+from proxy.balancer.pick import PendingSamples
 from proxy.balancer.policies.concurrency import Concurrency, soonest_free
 from proxy.balancer.policies.prefill_cost import (
     NO_AGE,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from proxy.balancer.pick import Candidate, PolicyContext
-    from proxy.balancer.policies.prefill_cost import ComparedPrompt
+    from proxy.balancer.policies.prefill_cost import PromptCosts
     from proxy.balancer.shared.journal import JournalWriter
     from proxy.common.backend import Backend
 
@@ -70,7 +70,7 @@ _LESSON_SECONDS: Final = 0.05
 _MOST_LAG_SECONDS: Final = 0.05
 _MOST_LAG_SHARE: Final = 0.1
 # Samples that wait until it is known whether the loop was late.
-_MOST_UNLEARNED: Final = 256
+_MAX_PENDING: Final = 256
 # So many lessons are enough to tell by what a prompt takes what several take.
 _TAUGHT: Final = 16
 
@@ -87,9 +87,9 @@ class Prefiller:
     journal: JournalWriter | None = None
     """Where the other workers hear what this one has sent there; None: there are none."""
     version: int = 0
-    charge: int = 0
+    charged_tokens: int = 0
     """Of all that was sent and is under way."""
-    computing: float = 0.0
+    uncached_tokens: float = 0.0
     """Tokens of it that are not expected to be cached."""
     concurrency: Concurrency = field(default_factory=Concurrency)
     step: Step | None = None
@@ -112,19 +112,19 @@ class Prefiller:
     _step_charged: float = 0.0
     _answered_at: float = 0.0
     _answered_before: float = 0.0  # the answer before that one
-    _alone: int = 0  # see `saw`
+    _alone: int = 0  # see `note_completion`
     _others: deque[tuple[float, float, float]] = field(default_factory=deque)
     """When others have sent something that is under way, its predicted seconds, and the tokens that are not expected to
     be cached, the oldest first."""
 
     @property
-    def works_on_one(self) -> bool:
+    def computes_one_at_a_time(self) -> bool:
         """It was seen to compute prompts one after the other."""
         return self._alone > _ENOUGH_ALONE
 
-    def saw(self, together: bool) -> None:
+    def note_completion(self, batched: bool) -> None:
         """One that was behind others has been computed, together with the one before it or alone."""
-        if together:
+        if batched:
             self._alone = 0
         elif self._alone <= _ENOUGH_ALONE:
             self._alone += 1
@@ -152,7 +152,7 @@ class Prefiller:
         """See PrefillSample."""
         if not self.shared_seconds or self.concurrency.lanes > 1:
             return self.under_way / self.concurrency.lanes
-        return (self.computing + sum([computed for _, _, computed in self._others])) / self.step_tokens
+        return (self.uncached_tokens + sum([computed for _, _, computed in self._others])) / self.step_tokens
 
     @property
     def under_way(self) -> int:
@@ -161,7 +161,7 @@ class Prefiller:
 
     def wait(self, now: float) -> float:
         """Seconds until it begins with what is sent to it now, by what is known to be under way: something is."""
-        load = self.charge * SECONDS_PER_LOAD
+        load = self.charged_tokens * SECONDS_PER_LOAD
         if self._others:
             load += sum([seconds for _, seconds, _ in self._others])
         wait = self.left(load, now)
@@ -172,33 +172,33 @@ class Prefiller:
         """This worker has sent something that is under way."""
         return bool(self._sent)
 
-    def send(self, asked: ComparedPrompt, hit: int, seconds: float, compute: int, kv: int, now: float) -> Sent:
+    def send(self, prompt: PromptCosts, hit: int, seconds: float, compute: int, kv: int, now: float) -> Sent:
         """A prompt goes there, of whose pieces so many are probably cached. It takes so long by prediction, for which
         the backend is charged `compute`, beside `kv`. What is under way counts as cached, or a burst would scatter.
         """
         prefixes, before = self.cached, self._sent
         ahead = len(before) + len(self._others)
         wait = self.wait(now) if ahead else 0.0
-        cached = prefixes.found(asked.ends, hit, asked.tokens) if hit else 0.0
-        computed = asked.tokens - cached
+        cached = prefixes.found(prompt.ends, hit, prompt.tokens) if hit else 0.0
+        computed = prompt.tokens - cached
         odometer = prefixes.odometer
         known: Sequence[float | None] = ()
-        if asked.keys:
-            known = prefixes.use(asked.keys, asked.ends, computed)
+        if prompt.keys:
+            known = prefixes.use(prompt.keys, prompt.ends, computed)
         else:
             prefixes.odometer += computed
         if self.journal is not None:
-            self._write(RecordKind.SENT, asked.keys, asked.ends, now, seconds, computed)
+            self._write(RecordKind.SENT, prompt.keys, prompt.ends, now, seconds, computed)
         self.version += 1
-        self.charge += compute
-        self.computing += computed
+        self.charged_tokens += compute
+        self.uncached_tokens += computed
         if before:
             self.behind += 1
             self.behind_seconds += seconds
             self.behind_tokens += computed
         else:
             self._began, self._step_seconds, self._step_charged = now, seconds, seconds
-        sent = Sent(self.on_end, compute, kv, asked, now, seconds, cached, known, odometer, ahead, wait)
+        sent = Sent(self.on_end, compute, kv, prompt, now, seconds, cached, known, odometer, ahead, wait)
         before[sent] = None
         return sent
 
@@ -206,32 +206,32 @@ class Prefiller:
         """It has been computed, or will not be; None: that teaches nothing of the time it takes, or it had no company
         and would only be one more lesson, which is not wanted.
         """
-        asked, cached = sent.asked, sent.cached
+        prompt, cached = sent.prompt, sent.cached
         fill = self._fill
         has_overtaken = next(iter(self._sent)) is not sent or (bool(self._others) and self._others[0][0] < sent.at)
         del self._sent[sent]
         self.version += 1
-        self.charge -= sent.compute
+        self.charged_tokens -= sent.compute
         if self._sent:
-            self.computing -= asked.tokens - cached
+            self.uncached_tokens -= prompt.tokens - cached
             self._begin(now if served else self._began)
         else:
-            self.computing = 0.0
+            self.uncached_tokens = 0.0
         prefixes = self.cached
         dropped: Sequence[int] = ()
         further, sample = 0.0, None
         found_age: float | None = None
         missed_age: float | None = None
         if served:
-            tokens = float(asked.tokens)
+            tokens = float(prompt.tokens)
             if sent.answer is not None:
                 told_tokens, told_cached = sent.answer
-                if asked.keys:
+                if prompt.keys:
                     prefixes.tell(told_cached)
                     there = tokens * told_cached / max(1, told_tokens)
                     further = cached - there
                     prefixes.odometer += further
-                    found_age, missed_age = prefixes.learn(sent.known, sent.odometer, asked.ends, cached, there)
+                    found_age, missed_age = prefixes.learn(sent.known, sent.odometer, prompt.ends, cached, there)
                 tokens, cached = float(told_tokens), float(told_cached)
             # Prompts that were sent one behind the other were computed one after the other.
             was_behind = sent.at < self._answered_before and sent.seconds > _LEAST_SECONDS
@@ -246,7 +246,7 @@ class Prefiller:
                 if self._alone == _ENOUGH_ALONE:
                     self._alone = 0
         else:  # of a failure there is nothing in the cache
-            dropped = [key for key, reading in zip(asked.keys, sent.known, strict=True) if reading is None]
+            dropped = [key for key, reading in zip(prompt.keys, sent.known, strict=True) if reading is None]
             prefixes.drop(dropped)
         if self.journal is not None:
             ages = _written_age(found_age), _written_age(missed_age)
@@ -258,7 +258,7 @@ class Prefiller:
         if self.journal is not None:
             self._write(RecordKind.SAMPLED, (), (), at, *sample)
 
-    def emptied(self) -> None:
+    def forget_cache(self) -> None:
         """Nothing is cached there any more. This worker has found out, as the others will."""
         self._alone = 0
         self.step_tokens = _FIRST_STEP_TOKENS
@@ -270,7 +270,7 @@ class Prefiller:
     def left(self, load: float, now: float) -> float:
         """Seconds until it begins with what is sent to it now. `load`: of all workers, in seconds, too."""
         others = self._others
-        if others and load <= (self.charge + 0.5) * SECONDS_PER_LOAD:
+        if others and load <= (self.charged_tokens + 0.5) * SECONDS_PER_LOAD:
             others.clear()  # some ends were missed
         concurrency = self.concurrency
         if concurrency.is_orderly is False:
@@ -313,7 +313,7 @@ class Prefiller:
         tokens, all_tokens = 0.0, 0.0
         for sent in self._sent:
             total += sent.seconds
-            all_tokens += sent.asked.tokens - sent.cached
+            all_tokens += sent.prompt.tokens - sent.cached
             if not count or (self.shared_seconds and sent.at <= now and all_tokens < self.step_tokens):
                 count += 1
                 step, tokens = total, all_tokens
@@ -329,9 +329,9 @@ class Prefiller:
         assert self.journal is not None
         self.journal.write(packed(Record(kind, self.backend.slot, keys, ends, numbers)))
 
-    def _hear(self, record: Record) -> PrefillSample | None:
+    def _apply(self, record: Record) -> PrefillSample | None:
         if record.kind == RecordKind.COUNTED:
-            self._follow(CacheCount(*record.numbers))
+            self._apply_count(CacheCount(*record.numbers))
             return None
         if record.kind == RecordKind.SAMPLED:
             return PrefillSample(*record.numbers[1:])
@@ -353,15 +353,15 @@ class Prefiller:
             self._answered_before, self._answered_at = self._answered_at, max(at, self._answered_at)
         return None
 
-    def _follow(self, count: CacheCount) -> None:
+    def _apply_count(self, count: CacheCount) -> None:
         """Often, and nearly always nothing follows of which those who wait need to know."""
         before = self.cached.capacity
-        computing = self.computing + sum(computed for _, _, computed in self._others)
+        computing = self.uncached_tokens + sum(computed for _, _, computed in self._others)
         if self.cached.follow(count, computing):
             self.version += 1
             self.cached.clear()
             for sent in self._sent:  # what is under way comes after that
-                self.cached.use(sent.asked.keys, sent.asked.ends, 0.0)
+                self.cached.use(sent.prompt.keys, sent.prompt.ends, 0.0)
         elif abs(self.cached.capacity - before) > _NOTICED * before:
             self.version += 1
 
@@ -387,7 +387,7 @@ def _left(seconds: float, spent: float) -> float:
     return max(seconds - spent, spent - seconds, _LEAST_LEFT * seconds)
 
 
-def hear(
+def read_journal(
     journal: JournalWriter, prefillers: Mapping[int, Prefiller]
 ) -> Iterator[tuple[Prefiller, PrefillSample, float]]:
     """Take in what other workers have sent there, and what has come of it. Yield what that teaches, with its time.
@@ -399,7 +399,7 @@ def hear(
         prefiller = prefillers.get(slot)
         if prefiller is not None:
             record = unpacked(data)
-            if (sample := prefiller._hear(record)) is not None:
+            if (sample := prefiller._apply(record)) is not None:
                 yield prefiller, sample, record.numbers[0]
 
 
@@ -409,17 +409,17 @@ class Prefillers:
     def __init__(self, context: PolicyContext) -> None:
         self.cost = PrefillCost()
         self.reader: SlotReader
-        """Of the candidates that were asked about last."""
+        """Of the candidates that were prompt about last."""
         self._clock = context.clock
         self._facts = context.facts
         self._journal = context.journal
         self.by_key: dict[str, Prefiller] = {}
         """By `Backend.key`."""
         self._by_slot: dict[int, Prefiller] = {}
-        self._candidates: Sequence[Candidate] = ()  # those that were asked about last, and what is known of them
-        self._known: list[Prefiller] = []
-        self._unlearned: Unlearned[tuple[Prefiller, PrefillSample]] = Unlearned(
-            context, most_lag_seconds=_MOST_LAG_SECONDS, most_lag_share=_MOST_LAG_SHARE, capacity=_MOST_UNLEARNED
+        self.candidates: Sequence[Candidate] = ()  # those that were prompt about last, and what is known of them
+        self.prefillers: list[Prefiller] = []
+        self._pending: PendingSamples[tuple[Prefiller, PrefillSample]] = PendingSamples(
+            context, most_lag_seconds=_MOST_LAG_SECONDS, most_lag_share=_MOST_LAG_SHARE, capacity=_MAX_PENDING
         )
         self._next_lesson = 0.0
         self._is_taught = False
@@ -429,28 +429,28 @@ class Prefillers:
         """Keys of prefixes."""
         return sum(len(prefiller.cached) for prefiller in self.by_key.values())
 
-    def known(self, candidates: Sequence[Candidate]) -> list[Prefiller]:
+    def look_up(self, candidates: Sequence[Candidate]) -> list[Prefiller]:
         """Of each of them."""
-        if candidates is not self._candidates:
-            self._look_up(candidates)
+        if candidates is not self.candidates:
+            self._set_candidates(candidates)
         if self._journal is not None:
             self.listen()
-        return self._known
+        return self.prefillers
 
     @property
     def last_candidates(self) -> Sequence[Candidate]:
-        """The candidates that were asked about last."""
-        return self._candidates
+        """The candidates that were prompt about last."""
+        return self.candidates
 
     @property
     def last_known(self) -> Sequence[Prefiller]:
-        """Those that were asked about last."""
-        return self._known
+        """Those that were prompt about last."""
+        return self.prefillers
 
-    def _look_up(self, candidates: Sequence[Candidate]) -> None:
-        self._candidates = candidates
-        self._known = [self.of(candidate.backend) for candidate in candidates]
-        for prefiller, candidate in zip(self._known, candidates, strict=True):
+    def _set_candidates(self, candidates: Sequence[Candidate]) -> None:
+        self.candidates = candidates
+        self.prefillers = [self.of(candidate.backend) for candidate in candidates]
+        for prefiller, candidate in zip(self.prefillers, candidates, strict=True):
             if prefiller.backend is not candidate.backend:  # it may have left, and come back in another slot
                 prefiller.backend = candidate.backend
                 self._by_slot[candidate.backend.slot] = prefiller
@@ -462,7 +462,7 @@ class Prefillers:
     def listen(self) -> None:
         """Take in what other workers have told, if there are any."""
         if self._journal is not None and self._journal.has_new_records:
-            for prefiller, sample, at in hear(self._journal, self._by_slot):
+            for prefiller, sample, at in read_journal(self._journal, self._by_slot):
                 self.learn(prefiller, sample, at)
 
     def of(self, backend: Backend) -> Prefiller:
@@ -472,23 +472,23 @@ class Prefillers:
             journal = self._journal
             heard = journal if journal is not None and journal.has_readers else None
             known = Prefiller(backend, journal=heard)
-            known.on_end = partial(self._ended, known)
+            known.on_end = partial(self._end, known)
             self.by_key[backend.key] = self._by_slot[backend.slot] = known
         return known
 
-    def _ended(self, prefiller: Prefiller, sent: Sent, served: bool) -> None:
+    def _end(self, prefiller: Prefiller, sent: Sent, served: bool) -> None:
         """An answer teaches how long prompts take and what is cached."""
         if self._journal is not None:
             self.listen()  # since when it has computed this one, another worker may know
         now = self._clock()
         sample = prefiller.end(sent, served, now, now >= self._next_lesson or prefiller.step is not None)
         if sample is not None:
-            self._unlearned.add((prefiller, sample), now - sample.whole, now)
+            self._pending.add((prefiller, sample), now - sample.whole, now)
             self._learn_known()
 
     def _learn_known(self) -> None:
         """Learn from samples once it is known whether the event loop was late meanwhile. Late ones teach nothing."""
-        for (prefiller, sample), at, is_timely in self._unlearned.known():
+        for (prefiller, sample), at, is_timely in self._pending.settled():
             if is_timely:
                 prefiller.write_sample(sample, at)
                 self.learn(prefiller, sample, at)
@@ -503,7 +503,7 @@ class Prefillers:
         concurrency = prefiller.concurrency
         predicted = self.cost.seconds(sample.uncached, sample.cached) * prefiller.slowness
         doubted_until = concurrency.doubted_until
-        concurrency.saw(sample, self.cost.shape, now)
+        concurrency.learn(sample, self.cost.shape, now)
         if concurrency.doubted_until > doubted_until:
             logger.warning(
                 "prefill policy: learned order of prompts dropped: the instance computes more with more prompts",
@@ -517,8 +517,8 @@ class Prefillers:
         is_together = sample.seconds < _TOGETHER * predicted
         step = prefiller.step
         if sample.was_behind and (is_together or (step and step.uncached + sample.uncached <= _SURELY_FIT_TOKENS)):
-            prefiller.saw(is_together)
-        if step is not None and is_together and not prefiller.works_on_one:
+            prefiller.note_completion(is_together)
+        if step is not None and is_together and not prefiller.computes_one_at_a_time:
             prefiller.step = step.and_another(sample)
         else:
             if step is not None:
@@ -546,7 +546,7 @@ class Prefillers:
             prefiller.slowness = self.cost.slowness(prefiller.backend.key)
         prefiller.overhead_seconds = self.cost.overhead
         had_shared = prefiller.shared_seconds > 0
-        prefiller.shared_seconds = 0.0 if prefiller.works_on_one else self.cost.shape[0] * prefiller.slowness
+        prefiller.shared_seconds = 0.0 if prefiller.computes_one_at_a_time else self.cost.shape[0] * prefiller.slowness
         if had_shared != (prefiller.shared_seconds > 0):
             prefiller.concurrency.forget_limit()
 
@@ -555,26 +555,26 @@ class Prefillers:
         if facts is not None and facts.ranks != prefiller.concurrency.ranks:
             prefiller.concurrency = Concurrency(facts.ranks)
 
-    def own(self, prefiller: Prefiller, asked: ComparedPrompt) -> tuple[int, float]:
+    def own(self, prefiller: Prefiller, prompt: PromptCosts) -> tuple[int, float]:
         """The pieces of a prompt that are probably cached there, and the seconds that the rest takes."""
-        known = asked.there.get(prefiller)
+        known = prompt.by_prefiller.get(prefiller)
         if known is None or known[0] != prefiller.version:
-            if asked.request.subject is None:  # what is only passed on
-                hit, seconds = 0, asked.request.prefill.compute * SECONDS_PER_LOAD
+            if prompt.request.subject is None:  # what is only passed on
+                hit, seconds = 0, prompt.request.prefill.compute * SECONDS_PER_LOAD
             else:
                 prefixes = prefiller.cached
-                hit = prefixes.hit(asked.keys)
-                cached = prefixes.trust * prefixes.found(asked.ends, hit, asked.tokens)
-                seconds = self.cost.seconds(asked.tokens - cached, cached) * prefiller.slowness
-            known = asked.there[prefiller] = prefiller.version, hit, seconds
+                hit = prefixes.hit(prompt.keys)
+                cached = prefixes.trust * prefixes.found(prompt.ends, hit, prompt.tokens)
+                seconds = self.cost.seconds(prompt.tokens - cached, cached) * prefiller.slowness
+            known = prompt.by_prefiller[prefiller] = prefiller.version, hit, seconds
         return known[1], known[2]
 
-    def work(self, prefillers: Sequence[Prefiller], asked: ComparedPrompt) -> list[float]:
+    def work(self, prefillers: Sequence[Prefiller], prompt: PromptCosts) -> list[float]:
         """The seconds that a prompt takes each of these."""
-        if asked.keys or asked.request.subject is None:
-            own, among = self.own, repeat(asked)
+        if prompt.keys or prompt.request.subject is None:
+            own, among = self.own, repeat(prompt)
             return [seconds for _, seconds in map(own, prefillers, among)]
-        work = [self.cost.seconds(asked.tokens, 0.0)] * len(prefillers)
+        work = [self.cost.seconds(prompt.tokens, 0.0)] * len(prefillers)
         for place, prefiller in enumerate(prefillers):
             work[place] *= prefiller.slowness
         return work

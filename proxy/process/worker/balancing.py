@@ -101,7 +101,7 @@ def build_balancing(basis: Basis) -> Balancing:
                 pinned_kv=pinned_kv if role is Role.PREFILL else None,
                 quarantine=quarantine,
                 compatibility=compatibility,
-                on_change=models.look if part is None else ignore,
+                on_change=models.refresh if part is None else ignore,
                 whole=None if part is None else part[0],
                 serving=tuple if part is None else part[1],
                 back_offs=shared.back_offs,

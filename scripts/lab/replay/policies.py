@@ -240,7 +240,7 @@ class Clairvoyant(Policy):
     def work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
         return min(self._own(candidate, request) for candidate in candidates)
 
-    def first_to_go(self, candidates: Sequence[Candidate], waiting: Sequence[PickRequest]) -> int | None:
+    def first_to_admit(self, candidates: Sequence[Candidate], waiting: Sequence[PickRequest]) -> int | None:
         """Return the first request whose best prefiller has room. Earlier ones wait for theirs."""
         waits = self._waits(candidates)
         self._busy += _BUSY_STEP * (1 - waits.count(0.0) / len(waits) - self._busy)

@@ -68,7 +68,7 @@ class _Sent(Tracker):
         self._has = has
         self._added = added
 
-    def ended(self, served: bool, answer_tokens: int | None) -> None:
+    def note_end(self, served: bool, answer_tokens: int | None) -> None:
         """What was not prefilled is not there."""
         self._policy.under_way -= 1
         if not served:

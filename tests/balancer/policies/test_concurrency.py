@@ -77,7 +77,7 @@ def shown(
             overtook = any(each[2] < place for each in under_way)
             sample = PrefillSample(tokens, 0.0, now - max(at, answered), now - at, ahead, 0.0, float(overtook), fill)
             answered = now
-            concurrency.saw(sample, SHAPE, now)
+            concurrency.learn(sample, SHAPE, now)
         tokens, work = prompts.draw(rng)
         place = rule(free, rng)
         begins = max(now, free[place])
@@ -159,7 +159,7 @@ def test_what_is_found_is_looked_at_again_less_and_less_often() -> None:
         assert concurrency.is_serial
     assert looks < 4
     for _ in range(1100):
-        concurrency.saw(PrefillSample(1000.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0))
+        concurrency.learn(PrefillSample(1000.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0))
     assert concurrency.wanted == 3
 
 
@@ -175,7 +175,7 @@ def answered(concurrency: Concurrency, fill: float, seconds: float, now: float) 
     """Let prompts be computed, each in this time, while there are so many for each lane."""
     for number in range(100):
         tokens = 1000.0 + 10 * (number % 5)
-        concurrency.saw(PrefillSample(tokens, 0.0, seconds, 3.0, 1.0, 0.0, 0.0, fill), SHAPE, now)
+        concurrency.learn(PrefillSample(tokens, 0.0, seconds, 3.0, 1.0, 0.0, 0.0, fill), SHAPE, now)
 
 
 @pytest.mark.parametrize(("alone", "beyond", "is_kept"), [(1.2, 1.2, True), (0.6, 1.2, True), (1.2, 1.0, False)])
@@ -198,7 +198,7 @@ def test_nothing_is_held_back_for_an_hour_if_more_is_computed_with_more_prompts(
 def test_prompts_without_company_tell_nothing() -> None:
     concurrency = Concurrency()
     for tokens in range(200, 2000):
-        concurrency.saw(PrefillSample(float(tokens), 0.0, tokens / 1000, tokens / 1000, 0.0, 0.0, 0.0))
+        concurrency.learn(PrefillSample(float(tokens), 0.0, tokens / 1000, tokens / 1000, 0.0, 0.0, 0.0))
     assert concurrency.is_orderly is None
 
 

@@ -97,7 +97,7 @@ def one_at_a_time(prefillers: Prefillers) -> None:
             tokens = 1000.0 + 500 * (number % 5)
             sample = PrefillSample(tokens, 0.0, tokens / 1000, 3.0, 1.0, 0.0, 0.0)
             if prefiller.concurrency.wanted > 1:
-                prefiller.concurrency.saw(sample)
+                prefiller.concurrency.learn(sample)
         assert prefiller.concurrency.wanted == 1
 
 
@@ -225,8 +225,8 @@ def test_who_waits_lets_another_one_go_first_to_whom_what_is_free_is_best(prefil
     busy = prefillers.serve(prompt(*range(1, 30)))
     lease = prefillers.begin(hot[0])
     assert lease.backend == busy
-    assert prefillers.pool.first_to_go([hot[1]]) is None
-    assert prefillers.pool.first_to_go([hot[1], cold]) == 1
+    assert prefillers.pool.first_to_admit([hot[1]]) is None
+    assert prefillers.pool.first_to_admit([hot[1], cold]) == 1
     assert prefillers.begin(cold).backend != busy
 
 
@@ -236,7 +236,7 @@ def test_a_queue_for_one_cache_moves_on_to_who_is_free_before_it_takes_longer(pr
     prefillers.serve(prompt(*range(1, 5)))
     prefillers.begin(prompt(*range(1, 5), 99))
     waiting = [prompt(*range(1, 5), *range(1000 * number, 1000 * number + 6)) for number in range(10)]
-    assert prefillers.pool.first_to_go(waiting) is not None
+    assert prefillers.pool.first_to_admit(waiting) is not None
 
 
 def test_a_decoder_gets_the_least_load_in_tokens(balancer: Balancer) -> None:
@@ -245,7 +245,7 @@ def test_a_decoder_gets_the_least_load_in_tokens(balancer: Balancer) -> None:
     assert balancer.scoreboard.load(first.backend.slot) == Load(0, 4 * PIECE)
     assert pool.lease(prompt(1, 2)).__enter__().backend != first.backend
     assert pool.has_room()
-    assert pool.first_to_go([prompt(1)]) == 0
+    assert pool.first_to_admit([prompt(1)]) == 0
 
 
 def test_one_that_is_overdue_is_not_waited_for(prefillers: Prefillers) -> None:
@@ -297,14 +297,14 @@ def test_workers_come_to_the_same_conclusions(workers: list[Prefillers]) -> None
     candidates = other.pool._chooser.candidates
     for number in range(40):
         one.serve(prompt(*range(start := 10**9 + 1000 * number, start + 2 + number % 9)))
-        other.policy._prefillers.known(candidates)  # it listens
+        other.policy._prefillers.look_up(candidates)  # it listens
     failed = one.begin(prompt(7, 8, 9))
     failed.__exit__(RuntimeError, RuntimeError(), None)
     for place in range(20):
         one.serve(prompt(*range(1, 6)), cached=0 if place else None)
     assert other.policy.work_seconds(candidates, prompt(*range(50, 70))) == pytest.approx(10.24, rel=0.2)
     for mine, its in zip(
-        one.policy._prefillers.known(candidates), other.policy._prefillers.known(candidates), strict=True
+        one.policy._prefillers.look_up(candidates), other.policy._prefillers.look_up(candidates), strict=True
     ):
         assert its.cached.hit([7, 8, 9]) == mine.cached.hit([7, 8, 9]) == 0
         assert its.cached.hit(range(1, 6)) == mine.cached.hit(range(1, 6))
@@ -389,7 +389,7 @@ def test_a_cache_that_is_emptied_is_no_other_engine_and_gets_what_is_under_way()
     write_count(journal.writer(1), served.slot, CacheCount(stored=10**6, reach=0, evicts=0, cleared=1))
     prefillers.serve(prompt(7, 8, 9))
     hear([prefillers])
-    assert known.works_on_one
+    assert known.computes_one_at_a_time
     assert known.cached.hit([1, 2, 3, 4]) == 4
     lease.__exit__(None, None, None)
 
@@ -397,7 +397,7 @@ def test_a_cache_that_is_emptied_is_no_other_engine_and_gets_what_is_under_way()
 def hear(workers: list[Prefillers]) -> None:
     for worker in workers:
         worker.pool.backends()
-        worker.policy._prefillers.known(worker.pool._chooser.candidates)
+        worker.policy._prefillers.look_up(worker.pool._chooser.candidates)
 
 
 def test_what_another_worker_has_sent_is_not_thought_to_take_longer_than_it_has_left(workers: list[Prefillers]) -> None:
@@ -408,9 +408,9 @@ def test_what_another_worker_has_sent_is_not_thought_to_take_longer_than_it_has_
     one.clock.now += 3.5
     other.pool.backends()
     candidates = other.pool._chooser.candidates
-    other.policy._prefillers.known(candidates)
+    other.policy._prefillers.look_up(candidates)
     waits = other.policy._waits(
-        other.policy._prefillers.known(candidates),
+        other.policy._prefillers.look_up(candidates),
         other.policy._prefillers.reader.compute(),
         other.clock(),
     )
@@ -474,7 +474,7 @@ def test_who_is_seen_to_work_on_one_prompt_at_a_time_is_known(prefillers: Prefil
     for _ in range(20):
         burst(prefillers, together=together)
     known = prefillers.policy._prefillers.by_key.values()
-    assert [prefiller.works_on_one for prefiller in known] == [not together] * 2
+    assert [prefiller.computes_one_at_a_time for prefiller in known] == [not together] * 2
 
 
 def step(pieces: int) -> float:
@@ -534,7 +534,7 @@ def test_who_waits_goes_along_with_one_that_begins_next_if_that_spares_more_than
     waiting = prompt(*range(100, 104), *range(500, 500 + pieces))  # it takes less where the first one went
     prefillers.pool.work_seconds(waiting)
     assert prefillers.pool.has_room()
-    assert (prefillers.pool.first_to_go([waiting]) == 0) is goes
+    assert (prefillers.pool.first_to_admit([waiting]) == 0) is goes
     prefillers.pool.left_queue(waiting)
 
 
@@ -545,7 +545,7 @@ def test_a_prompt_that_takes_as_long_everywhere_is_sent_into_the_next_step(prefi
     for number in (1, 2):
         prefillers.begin(prompt(*range(100 * number, 100 * number + 4)))
     sent = 0
-    while prefillers.pool.first_to_go([prompt(start := 10**6 + 100 * sent, start + 1)]) == 0:
+    while prefillers.pool.first_to_admit([prompt(start := 10**6 + 100 * sent, start + 1)]) == 0:
         prefillers.begin(prompt(start, start + 1))
         sent += 1
     assert sent * 2 * PIECE == 2 * 16_384, "until the next step of both has no room"
@@ -557,8 +557,8 @@ def test_a_prompt_that_does_not_fit_into_the_next_step_waits(prefillers: Prefill
     one_at_a_time(prefillers)
     for number in (1, 2):
         prefillers.begin(prompt(*range(100 * number, 100 * number + 4)))
-    assert prefillers.pool.first_to_go([prompt(*range(10**6, 10**6 + 33))]) is None
-    assert prefillers.pool.first_to_go([prompt(*range(10**6, 10**6 + 32))]) == 0
+    assert prefillers.pool.first_to_admit([prompt(*range(10**6, 10**6 + 33))]) is None
+    assert prefillers.pool.first_to_admit([prompt(*range(10**6, 10**6 + 32))]) == 0
 
 
 def test_that_is_found_out_anew_now_and_then_and_of_a_new_process(prefillers: Prefillers) -> None:
@@ -566,13 +566,13 @@ def test_that_is_found_out_anew_now_and_then_and_of_a_new_process(prefillers: Pr
     for _ in range(20):
         burst(prefillers, together=False)
     known = list(prefillers.policy._prefillers.by_key.values())
-    assert [prefiller.works_on_one for prefiller in known] == [True, True]
-    prefillers.policy.emptied(known[0].backend)
-    assert [prefiller.works_on_one for prefiller in known] == [False, True]
+    assert [prefiller.computes_one_at_a_time for prefiller in known] == [True, True]
+    prefillers.policy.forget_cache(known[0].backend)
+    assert [prefiller.computes_one_at_a_time for prefiller in known] == [False, True]
     for number in range(1100):
         asked = prompt(2 * 10**9 + 10 * number)
         prefillers.serve(PickRequest(asked.prefill, asked.decode, asked.subject, prefer=known[1].backend))
-    assert not known[1].works_on_one
+    assert not known[1].computes_one_at_a_time
 
 
 def test_a_step_has_room_for_what_full_steps_had(prefillers: Prefillers) -> None:
@@ -587,7 +587,7 @@ def test_a_step_has_room_for_what_full_steps_had(prefillers: Prefillers) -> None
     assert known.step_tokens > 12_000
     known.note_step(Step(30_000.0, 0.0, 0.2, began=0.0, largest=30_000.0), left_out=None)
     assert known.step_tokens < 13_000, "such a prompt takes several steps"
-    prefillers.policy.emptied(known.backend)
+    prefillers.policy.forget_cache(known.backend)
     assert known.step_tokens == 16_384
 
 
@@ -602,7 +602,7 @@ def test_long_prompts_that_are_computed_alone_do_not_show_that_all_are(prefiller
             for lease in leases[2 * place : 2 * place + 2]:
                 lease.note_usage(20 * PIECE, 0)
                 lease.__exit__(None, None, None)
-    assert not any(prefiller.works_on_one for prefiller in prefillers.policy._prefillers.by_key.values())
+    assert not any(prefiller.computes_one_at_a_time for prefiller in prefillers.policy._prefillers.by_key.values())
 
 
 @pytest.mark.parametrize("lag", [0.2, 2.0])

@@ -14,8 +14,8 @@ from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.policies.least_seconds import LeastSeconds
 from proxy.balancer.policies.prefill_cost import (
     SECONDS_PER_LOAD,
-    ComparedPrompt,
     InvalidRecord,
+    PromptCosts,
     Record,
     RecordKind,
     packed,
@@ -76,7 +76,7 @@ class Gateway:
         """With all that was heard."""
         prefillers = self.policy._prefillers
         known = prefillers.of(self.backend(port))
-        prefillers.known([])
+        prefillers.look_up([])
         return known
 
     def news(self) -> News | None:
@@ -96,7 +96,7 @@ def send(
 ) -> Sent:
     """A prompt of which nothing is cached yet."""
     load = Load(round(seconds / SECONDS_PER_LOAD), tokens)
-    return prefiller.send(ComparedPrompt(PickRequest.of(load), keys, ends, tokens), 0, seconds, *load, now)
+    return prefiller.send(PromptCosts(PickRequest.of(load), keys, ends, tokens), 0, seconds, *load, now)
 
 
 @pytest.fixture
