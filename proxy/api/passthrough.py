@@ -374,7 +374,7 @@ class PassthroughApi:
                 except UpstreamError as error:
                     record.has_reached_engines |= error.failure is not Failure.CONNECT
                     failed.append(error.backend)
-                    blame.failed(error)
+                    blame.note_failure(error)
                     if error.is_refusal and not record.is_committed and self._settings.retry.max_attempts > 1:
                         # This attempt does not count if another backend would accept the request.
                         if not queue.pool.would_accept(failed):

@@ -54,7 +54,7 @@ class Blame:
         """Return whether failures are not settled yet."""
         return bool(self._errors)
 
-    def failed(self, error: UpstreamError) -> None:
+    def note_failure(self, error: UpstreamError) -> None:
         """Record the failure of an attempt."""
         if error.is_breakdown:
             self._errors.append(error)

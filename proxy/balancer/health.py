@@ -206,7 +206,6 @@ class Health:
         """Record the result of a probe.
 
         Args:
-            backend: The backend.
             ok: Whether the probe passed.
             reason: The result for the log.
             failure: Kind of failure. None: the probe passed, or failed in another way.
@@ -243,7 +242,6 @@ class Health:
         """Record the outcome of a request.
 
         Args:
-            backend: The backend.
             error: Its failure. None: it served the request.
             peers: Enabled backends of the role.
             trial: Number from `begin_trial`. 0: the request was no trial.

@@ -279,7 +279,7 @@ class CompatibilityMonitor:
             self._row.count_handoff(prefiller.slot, decoder.slot, tokens)
         return self.incompatibilities.verdict(decoder, prefiller)
 
-    def prefilled(self, prefiller: Backend, has_params: bool) -> None:
+    def note_prefill(self, prefiller: Backend, has_params: bool) -> None:
         """Record a prefiller's answer, and whether it has KV parameters for a decoder."""
         if has_params:
             if self._without_params:
@@ -291,11 +291,11 @@ class CompatibilityMonitor:
         if count >= _LEAST_WITHOUT_PARAMS:
             self.report(prefiller, IncompatibilityKind.NO_KV_PARAMS, NO_KV_PARAMS)
 
-    def refused_key(self, backend: Backend) -> None:
+    def note_rejected_key(self, backend: Backend) -> None:
         """Record that a backend answered 401 and has not served a request yet."""
         self.report(backend, IncompatibilityKind.ENGINE_KEY, self._keys.advice(backend))
 
-    def served(self, backend: Backend) -> None:
+    def note_success(self, backend: Backend) -> None:
         """Record that a backend has served a request, so it accepts its key."""
         version = self.versions[0]
         if self.incompatibilities.has(backend, IncompatibilityKind.ENGINE_KEY):

@@ -93,12 +93,12 @@ class Lease:
             return
         if error is None:
             if not self._has_served:
-                pool.served(backend, self._trial, self._request.proves_generation)
-            pool.count_served(backend)
+                pool.note_success(backend, self._trial, self._request.proves_generation)
+            pool.count_success(backend)
         elif isinstance(error, UpstreamError) and error.backend == backend:
             self._report(backend, error)
         elif self._has_served:
-            pool.count_served(backend)
+            pool.count_success(backend)
         else:
             # The client disconnected, or another part failed, so nothing follows for this backend.
             pool.abandon(backend, self._trial)
@@ -116,10 +116,10 @@ class Lease:
             self._has_begun = True
             self._tracker.note_first_token()
         if self._trial and self._request.proves_generation:
-            self._pool.served(self.backend, self._trial)
+            self._pool.note_success(self.backend, self._trial)
             self._trial = 0
         else:
-            self._pool.began(self.backend)
+            self._pool.note_beginning(self.backend)
 
     def note_usage(self, prompt_tokens: int | None, cached_tokens: int | None) -> None:
         """Record the backend's usage, before `free_compute`. None: the backend did not report it."""
@@ -133,7 +133,7 @@ class Lease:
             self._has_served = True
             # At once and not when the lease ends, because an old success says nothing about a backend that has died
             # since.
-            pool.served(self.backend, self._trial, self._request.proves_generation)
+            pool.note_success(self.backend, self._trial, self._request.proves_generation)
             self._trial = 0
         if self._running:
             pool.row.take_work(self.backend.slot, self._compute)

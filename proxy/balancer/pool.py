@@ -374,15 +374,14 @@ class Pool:
         """Record the outcome of a request on a backend.
 
         Args:
-            backend: The backend.
             error: Its failure. None: it served the request.
             trial: Number of the trial that the request was. 0: no trial.
             is_proof: Whether the request shows that the backend can generate.
             others_running: Other running requests of the backend.
         """
         if error is None:
-            self.served(backend, trial, is_proof)
-            self.count_served(backend)
+            self.note_success(backend, trial, is_proof)
+            self.count_success(backend)
             return
         if error.failure is Failure.REMOVED:
             self.abandon(backend, trial)
@@ -396,7 +395,7 @@ class Pool:
             self._back_offs.make_room(backend, self._clock())
         self._refresh()
         if error.engine_status == _UNAUTHORIZED and self._compatibility and not self.health.of(backend).served_at:
-            self._compatibility.refused_key(backend)
+            self._compatibility.note_rejected_key(backend)
         transition = self.health.on_outcome(
             backend,
             error,
@@ -453,7 +452,7 @@ class Pool:
         self._refresh()
         self._announce(self.health.on_peer_verdict(backend, self._enabled))
 
-    def served(self, backend: Backend, trial: int = 0, is_proof: bool = True) -> None:
+    def note_success(self, backend: Backend, trial: int = 0, is_proof: bool = True) -> None:
         """Record that a backend has served a request, whose lease may still be open."""
         health = self.health
         if is_proof and self._chooser.may_pass_over:
@@ -468,16 +467,16 @@ class Pool:
             return
         self._announce(health.on_outcome(backend, None, self._enabled, trial=trial, is_proof=is_proof))
 
-    def began(self, backend: Backend) -> None:
+    def note_beginning(self, backend: Backend) -> None:
         """Record that a backend has begun to answer a request."""
         if self._chooser.may_pass_over:
             self._back_offs.serve(backend, self._clock(), is_complete=False)
 
-    def count_served(self, backend: Backend) -> None:
+    def count_success(self, backend: Backend) -> None:
         """Count the end of a lease whose request was served."""
         compatibility = self._compatibility
         if compatibility is not None and compatibility.takes_key_at != compatibility.versions[0]:
-            compatibility.served(backend)
+            compatibility.note_success(backend)
         self._on_end(backend, "ok")
 
     def abandon(self, backend: Backend, trial: int = 0) -> None:

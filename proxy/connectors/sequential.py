@@ -299,7 +299,7 @@ class VllmPull(Sequential):
     def takes(self, call: Call, handoff: KvHandoff, answer: EngineAnswer, *, has_kv: bool, asks_again: bool) -> bool:
         """See Sequential. An answer without KV parameters is repeated once if `kv.on_missing` says so."""
         lease = handoff.prefiller
-        self._context.compatibility.prefilled(lease.backend, has_kv)
+        self._context.compatibility.note_prefill(lease.backend, has_kv)
         if has_kv:
             return True
         asks_again = asks_again and self._context.settings.kv.on_missing == "retry_prefill"

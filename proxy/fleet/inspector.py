@@ -249,7 +249,7 @@ class Inspector(BackgroundOwner):
         if not identity.refused_key:
             self._compatibility.report(backend, IncompatibilityKind.ENGINE_KEY, None)
         elif not self._keys.forwards_client_key:
-            self._compatibility.refused_key(backend)
+            self._compatibility.note_rejected_key(backend)
 
 
 @dataclass(slots=True)

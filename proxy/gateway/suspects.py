@@ -383,7 +383,7 @@ class UnitGuard:
 
     async def broke_down(self, error: UpstreamError, timeline: Timeline, record: RequestRecord) -> bool:
         """Return whether to stop the request after an attempt failed. See Suspects.broke_down."""
-        self.blame.failed(error)
+        self.blame.note_failure(error)
         return error.is_breakdown and await self._suspects.broke_down(
             self.suspicion, self.history, error, timeline, record
         )

@@ -48,7 +48,7 @@ class Told:
             failure, status = KINDS[word]
             error = UpstreamError(failure, backend, word, engine_status=status)
             error.blame = lambda backend=backend: self.blamed.append(backend)
-            blame.failed(error)
+            blame.note_failure(error)
 
 
 @pytest.mark.parametrize(

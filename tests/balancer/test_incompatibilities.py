@@ -118,10 +118,10 @@ def test_prefiller_is_reported_after_three_answers_without_kv_parameters(
 ) -> None:
     monitored = Monitored(incompatibilities)
     for has_params in (False, False, True, False, False):
-        monitored.compatibility.prefilled(P, has_params)
+        monitored.compatibility.note_prefill(P, has_params)
     assert monitored.changes == []
     for has_params in (False, False, True, True):
-        monitored.compatibility.prefilled(P, has_params)
+        monitored.compatibility.note_prefill(P, has_params)
     assert monitored.changes == [
         (P, IncompatibilityKind.NO_KV_PARAMS, True),
         (P, IncompatibilityKind.NO_KV_PARAMS, False),

@@ -151,7 +151,7 @@ def test_success_of_a_plain_request_has_the_same_effect_on_health(happened: list
         for side in (short, general):
             for step, at, amount in some:
                 step(side, at, amount)
-        short.pool.served(short.backend(place))
+        short.pool.note_success(short.backend(place))
         if transition := general.health.on_outcome(general.backend(place), None):
             general.transitions.append(transition)
         assert short.transitions == general.transitions
@@ -183,7 +183,7 @@ def test_success_of_a_plain_request_on_an_ejected_backend_is_reported() -> None:
     for _ in range(2):
         side.refuse(0, 0)
     assert side.transitions[-1].cause == "connect"
-    side.pool.served(side.backend(0))
+    side.pool.note_success(side.backend(0))
     assert side.transitions[-1].new is HealthState.UP
 
 
@@ -195,6 +195,6 @@ def test_success_of_a_plain_request_is_not_credited_to_the_next_slot_owner() -> 
     assert new.slot == old.slot
     side.health.on_probe(new, True, "200")
     side.pool.eligible()
-    side.pool.served(old)
+    side.pool.note_success(old)
     assert side.health.of(old).served_at
     assert not side.health.of(new).served_at
