@@ -73,7 +73,7 @@ def _microseconds(
         )
     )
     for member in roster.members(role):  # the first success of an instance has extra cost
-        pool.served(member.backend)
+        pool.note_success(member.backend)
     pool.eligible()
     bodies = [Document(_body(messages, sentences, turn)) for turn in range(200)]
     tokens = [measured_prompt(body, Cost())[0] for body in bodies]
