@@ -1,4 +1,4 @@
-"""At the end of a run in which every connector went through every case: how many tests of each passed."""
+"""A summary after a run with all connectors and cases: the number of passed tests of each."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ if TYPE_CHECKING:
 
     import pytest
 
+_FAILURES = r"test_failures\.py::test_outcome_of_a_failing_engine\[(\w+)"
 _CASES = {
-    "ok": r"test_answers\.py::test_an_answer\[(\w+)-",
-    "prefill fails": r"test_failures\.py::test_a_failing_engine\[(\w+)-(?:exact|restart-only)-prefill-",
-    "decode fails": r"test_failures\.py::test_a_failing_engine\[(\w+)-(?:exact|restart-only)-decode-",
-    "leg missing": r"test_failures\.py::test_a_failing_engine\[(\w+)-.*-(?:down|hang_\w+|missing_kv_params)-",
-    "client leaves": r"test_leaving_clients\.py::test_a_leaving_client\[(\w+)-",
-    "mixture": r"test_any_mixture\.py::test_any_mixture\[(\w+)-",
+    "ok": r"test_answers\.py::test_answer_is_complete_and_its_kv_cache_is_transferred\[(\w+)-",
+    "prefill fails": _FAILURES + "-(?:exact|restart-only)-prefill-",
+    "decode fails": _FAILURES + "-(?:exact|restart-only)-decode-",
+    "leg missing": _FAILURES + r"-.*-(?:down|hang_\w+|missing_kv_params)-",
+    "client leaves": r"test_leaving_clients\.py::test_leaving_client_frees_the_engines\[(\w+)-",
+    "mixture": r"test_any_mixture\.py::test_answers_are_correct_under_any_mixture_of_faults\[(\w+)-",
 }
 _PREFILLERS_ONLY = ("prefill fails",)
 
@@ -46,15 +47,15 @@ class ConnectorTable:
     def _lines(self) -> Iterator[str]:
         yield f"{'connectors':20}" + "".join(f"{case:>16}" for case in _CASES)
         for connector in CONNECTORS:
-            yield f"{connector:20}" + "".join(f"{self._told(connector, case):>16}" for case in _CASES)
+            yield f"{connector:20}" + "".join(f"{self._cell(connector, case):>16}" for case in _CASES)
 
-    def _told(self, connector: str, case: str) -> str:
+    def _cell(self, connector: str, case: str) -> str:
         passed, failed = self._passed[connector, case], self._failed[connector, case]
         return f"{passed}, {failed} failed" if failed else str(passed) if passed else "-"
 
 
 def _cells() -> Iterator[tuple[str, str]]:
-    """What there has to be. Without prefillers none of them fails."""
+    """Yield the expected connectors and cases. Without prefillers, no prefill fails."""
     for connector in CONNECTORS:
         yield from ((connector, case) for case in _CASES if connector != "plain" or case not in _PREFILLERS_ONLY)
 

@@ -1,4 +1,4 @@
-"""Interrupted answers beside the same answers uninterrupted: requests, places to break off, and what a client got."""
+"""Helpers that compare interrupted answers with uninterrupted ones: requests, places, and contents."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 COMPLETIONS_ONLY = ("v0.18", "v0.23")
 """Profiles of engines that take token ids for a prompt at `/v1/completions` only."""
 NATIVE = ("v0.27", "v0.30", "v0.33")
-"""Profiles of engines that take them for a chat, too."""
+"""Profiles of engines that take token ids for chats, too."""
 PROFILES = (*COMPLETIONS_ONLY, *NATIVE)
 
 THINKING: dict[str, Any] = {"chat_template_kwargs": {"thinking": True}}
@@ -37,7 +37,7 @@ TOOLS = [
 
 WITH_USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 
-# No chat ends by a default of tokens that engines tell nobody; and which tokens were cached is a test of its own.
+# No chat ends at the engines' default limit, which they do not report. Cached tokens have their own test.
 ENGINE: dict[str, Any] = {
     "tool_call_parser": "kimi_k2",
     "default_max_tokens": 100_000,
@@ -50,22 +50,22 @@ ENGINE: dict[str, Any] = {
 
 
 def completion(text: str = "What is it?", **fields: Any) -> dict[str, Any]:
-    """A completion of 40 tokens."""
+    """Return the request for a completion of 40 tokens."""
     return request(Api.COMPLETIONS, text, **{"max_tokens": 40, **fields})
 
 
 def chat(text: str = "What is it?", **fields: Any) -> dict[str, Any]:
-    """A chat of 40 tokens: content that begins with a character of three of them."""
+    """Return the request for a chat of 40 tokens. Its content begins with a character of three tokens."""
     return request(Api.CHAT, text, **{"max_tokens": 40, **fields})
 
 
 def thoughts(text: str = "What is it?", **fields: Any) -> dict[str, Any]:
-    """A chat of 90 tokens: reasoning up to the 43rd, then content."""
+    """Return the request for a chat of 90 tokens: reasoning up to the 43rd, then content."""
     return chat(text, **{"max_tokens": 90, **THINKING, **fields})
 
 
 def story(text: str = "What now?", **fields: Any) -> dict[str, Any]:
-    """A chat of 137 tokens: reasoning, content and two tool calls."""
+    """Return the request for a chat of 137 tokens: reasoning, content and two tool calls."""
     return chat(text, **{"max_tokens": 300, **THINKING, "tools": TOOLS, **fields})
 
 
@@ -73,7 +73,7 @@ def story(text: str = "What now?", **fields: Any) -> dict[str, Any]:
 
 
 def generated(body: Mapping[str, Any], **engine: Any) -> list[int]:
-    """The token ids an engine would generate for a request, did it not look at its limits: 400 at most."""
+    """Return the token ids that an engine generates for a request without its limits, at most 400."""
     prompt = body.get("prompt")
     if isinstance(prompt, list):
         prompt = prompt[0]
@@ -89,22 +89,22 @@ def generated(body: Mapping[str, Any], **engine: Any) -> list[int]:
 
 
 def text_of(body: Mapping[str, Any], begin: int, end: int) -> str:
-    """The text of some of the tokens generated for a request, without markers and half characters."""
+    """Return the text of some generated tokens, without markers and incomplete characters."""
     return decode(generated(body)[begin:end]).strip("\N{REPLACEMENT CHARACTER}")
 
 
 def after(tokens: int) -> Place:
-    """Behind so many tokens."""
+    """Break off after this number of tokens."""
     return lambda ids: tokens
 
 
 def before(marker: int, *, nth: int = 1) -> Place:
-    """The marker would have been next."""
-    return behind(marker, 0, nth=nth)
+    """Break off before the marker."""
+    return past(marker, 0, nth=nth)
 
 
-def behind(marker: int, tokens: int, *, nth: int = 1) -> Place:
-    """Behind so many tokens, of which the marker is the first."""
+def past(marker: int, tokens: int, *, nth: int = 1) -> Place:
+    """Break off after this number of tokens, counted from the marker, which is the first of them."""
 
     def place(ids: Sequence[int]) -> int:
         return [at for at, token in enumerate(ids) if token == marker][nth - 1] + tokens
@@ -112,18 +112,18 @@ def behind(marker: int, tokens: int, *, nth: int = 1) -> Place:
     return place
 
 
-def in_character(behind: Place) -> Place:
-    """Behind the first byte of the next character that has several."""
+def in_character(past: Place) -> Place:
+    """Break off after the first byte of the next character that has several."""
 
     def place(ids: Sequence[int]) -> int:
-        return next(at for at in range(behind(ids), len(ids)) if 0xC0 <= ids[at] < 0x100) + 1
+        return next(at for at in range(past(ids), len(ids)) if 0xC0 <= ids[at] < 0x100) + 1
 
     return place
 
 
-def behind_space(behind: Place) -> Place:
-    """Behind the next space."""
-    return lambda ids: list(ids).index(SPACE, behind(ids)) + 1
+def past_space(past: Place) -> Place:
+    """Break off after the next space."""
+    return lambda ids: list(ids).index(SPACE, past(ids)) + 1
 
 
 # Deployments
@@ -140,8 +140,9 @@ async def serving(
     resume: Mapping[str, Any] | None = None,
     **sections: Any,
 ) -> AsyncIterator[Deployment]:
-    """A gateway before engines of one version, which takes up the shortest answer, too. At the end nothing may be left;
-    see tests/deployment.py.
+    """Serve with engines of one version, and resume even the shortest answers.
+
+    The deployment checks at its end that nothing is left; see tests/deployment.py.
     """
     options = {"profile_name": profile, **ENGINE, **(engine or {})}
     is_plain = connector == "plain"
@@ -163,14 +164,14 @@ _uninterrupted: dict[bytes, Any] = {}
 async def uninterrupted(
     profile: str, body: Mapping[str, Any], *, connector: str = "vllm_pull", engine: Mapping[str, Any] | None = None
 ) -> Any:
-    """What a client gets for a request if nothing goes wrong, from a gateway like the one under test."""
+    """Return the content of the answer without faults, from a gateway with the same options."""
     key = orjson.dumps([profile, body, connector, engine], option=orjson.OPT_SORT_KEYS)
     if key not in _uninterrupted:
         async with serving(profile, connector=connector, engine=engine, decoders=1) as gateway:
             answer = await gateway.ask(dict(body))
             assert answer.is_done
             assert answer.status == 200
-            _uninterrupted[key] = got(answer)
+            _uninterrupted[key] = content_of(answer)
     return _uninterrupted[key]
 
 
@@ -185,10 +186,20 @@ async def differences(
     engine: Mapping[str, Any] | None = None,
     **resume: Any,
 ) -> dict[int, str]:
-    """Break the same answer off behind so many tokens each, one after the other, and go on with the same decoder.
+    """Break the same answer off at each of these places, and resume it on the same decoder.
 
-    `then`: it breaks off once more, behind so many more tokens. `resume` are settings. Returns what is different from
-    the answer uninterrupted, by place, and nothing of what is equal.
+    Args:
+        profile: Profile of the engines.
+        body: The request.
+        places: Numbers of tokens.
+        fault: The fault that breaks the answer off.
+        then: Number of further tokens after which the resumed answer breaks off; None: it does not.
+        connector: Name of the connector.
+        engine: Options of the engines.
+        resume: Settings of resume.
+
+    Returns:
+        Differences from the uninterrupted answer, by place, without equal answers.
     """
     expected = await uninterrupted(profile, body, connector=connector, engine=engine)
     found: dict[int, str] = {}
@@ -196,7 +207,7 @@ async def differences(
     async with serving(profile, connector=connector, engine=engine, decoders=1, resume=resume) as gateway:
         [decoder] = gateway.decoders
         for place in places:
-            # A release of KV is a request, too, which would use a fault up.
+            # A release of KV is a request, too, which would consume a fault.
             await until(lambda: not gateway.worker.releaser.pending, "releases of KV")
             decoder.faults.clear()
             decoder.faults.add(fault, tokens=place, times=1)
@@ -205,21 +216,21 @@ async def differences(
             gateway.expects_inexact_pins |= place == 0
             answer = await gateway.ask(dict(body))
             try:
-                answered = got(answer)
+                answered = content_of(answer)
             except AssertionError as wrong:
                 found[place] = str(wrong).partition("\n")[0]
                 continue
-            if wrong_there := unlike(answered, expected):
+            if wrong_there := difference(answered, expected):
                 found[place] = wrong_there
     return found
 
 
-def unlike(answered: Any, expected: Any) -> str:
-    """What is different from what was expected; empty when nothing is."""
-    return "; ".join(_unlike(answered, expected, ""))
+def difference(answered: Any, expected: Any) -> str:
+    """Return the differences from the expected content; empty if there are none."""
+    return "; ".join(_differences(answered, expected, ""))
 
 
-def _unlike(answered: Any, expected: Any, path: str) -> list[str]:
+def _differences(answered: Any, expected: Any, path: str) -> list[str]:
     if answered == expected:
         return []
     if not (isinstance(answered, dict) and isinstance(expected, dict)):
@@ -228,36 +239,36 @@ def _unlike(answered: Any, expected: Any, path: str) -> list[str]:
     return [
         text
         for name in expected | answered
-        for text in _unlike(answered.get(name, missing), expected.get(name, missing), f"{path}.{name}".lstrip("."))
+        for text in _differences(answered.get(name, missing), expected.get(name, missing), f"{path}.{name}".lstrip("."))
     ]
 
 
 def actions(gateway: Deployment) -> list[str]:
-    """What was done about incidents, in the order of names, each as often as it was done."""
+    """Return the actions of all resumes, sorted, each as often as it was taken."""
     done = gateway.metrics("pdproxy_resumes_total")
     return sorted(action for (action, _), times in done.items() for _ in range(int(times)))
 
 
 def causes(gateway: Deployment) -> list[str]:
-    """What the incidents were, likewise."""
+    """Return the causes of all resumes, sorted, each as often as it occurred."""
     done = gateway.metrics("pdproxy_resumes_total")
     return sorted(cause for (_, cause), times in done.items() for _ in range(int(times)))
 
 
-# What a client got
+# Contents of answers
 
 
-def got(answer: Answer) -> Any:
-    """A whole answer in a form that is equal for answers that mean the same to every client.
+def content_of(answer: Answer) -> Any:
+    """Return a complete answer in a form that is equal for answers with the same meaning.
 
-    Only what must differ is left out: the id and the time. How a stream is cut into chunks does not count, but what
-    they have in common does.
+    It leaves out the id and the time, which must differ, and the division of a stream into chunks. It has the members
+    that all chunks share.
     """
-    assert answer.is_done, answer.error or "it ends without a word"
+    assert answer.is_done, answer.error or "it ends without an error"
     assert answer.status == 200, answer.error
     assert b"recomputed" not in answer.body
     if not answer.is_stream:
-        # What engines do not tell they name all the same; what a gateway assembles of a stream does not.
+        # Engines send unknown counts as null, and the gateway leaves them out when it assembles a stream.
         usage = {name: value for name, value in answer.usage.items() if value is not None}
         left_out = ("id", "created", "kv_transfer_params")
         return {name: value for name, value in answer.json.items() if name not in left_out} | {"usage": usage}
@@ -274,7 +285,7 @@ def got(answer: Answer) -> Any:
         "last_counts": next((chunk.get("usage") for chunk in reversed(with_choices)), None),
         "usage_comes_last": all(chunk["choices"] for chunk in chunks[:-1]),
         "prompt_ids": [ids for chunk in chunks if (ids := chunk.get("prompt_token_ids"))],
-        # The first comes with a finish, unless the gateway made it, and the second is not for clients.
+        # The first comes with a finish reason, unless the gateway added that. The second is not for clients.
         "members": set().union(*chunks) - {"system_fingerprint", "kv_transfer_params"},
     }
 
@@ -294,7 +305,7 @@ def _choice(chunks: Iterable[dict[str, Any]], index: int) -> dict[str, Any]:
             if choice["finish_reason"] is not None or choice.get("stop_reason") is not None
         ],
         "token_ids": [token for choice in choices for token in choice.get("token_ids") or ()],
-        "tells_ids": any(choice.get("token_ids") is not None for choice in choices),
+        "has_ids": any(choice.get("token_ids") is not None for choice in choices),
         "prompt_ids": [ids for choice in choices if (ids := choice.get("prompt_token_ids"))],
         "logprobs": _logprobs(choices),
         "members": set().union(*choices),

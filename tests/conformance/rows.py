@@ -1,4 +1,4 @@
-"""Which rows of a table of connectors the short suite runs."""
+"""Selection of rows from tables of connectors for the short suite."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 
 
 def all_of_one(row: tuple[object, ...]) -> set[Hashable]:
-    """Everything of the connector that most clusters use, and every two values of the others, by the connector's name
-    at the beginning of a row: what connectors have in common is not tested for each of them in every way.
+    """Return the features of a row that the short suite must cover.
+
+    The most common connector is covered completely. For the others, each pair of values is enough, because most of the
+    code is common. A row begins with the name of its connector.
     """
     return {tuple(map(repr, row))} if row[0] == "vllm_pull" else pairs(row)

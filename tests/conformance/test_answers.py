@@ -1,4 +1,4 @@
-"""Every connector, both endpoints, streamed and not: nothing goes wrong, and the KV really travels."""
+"""Answers without faults: every connector, both endpoints, streamed and not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ UNITS = {"samples": 3, "prompts": 3}
 
 
 @pytest.mark.covering("connector kind shape", product(CONNECTORS, BODIES, ("stream", "whole")))
-async def test_an_answer(deploy: Deploy, connector: str, kind: str, shape: str) -> None:
+async def test_answer_is_complete_and_its_kv_cache_is_transferred(
+    deploy: Deploy, connector: str, kind: str, shape: str
+) -> None:
     stream = shape == "stream"
     gateway = await deploy(2, 2, connector=connector)
     body = BODIES[kind] | {"stream": stream} | ({"stream_options": {"include_usage": True}} if stream else {})
@@ -39,19 +41,19 @@ async def test_an_answer(deploy: Deploy, connector: str, kind: str, shape: str) 
     assert answer.is_done
     assert answer.texts == dict(enumerate(await texts_of(BODIES[kind])))
     assert answer.usage["completion_tokens"] == body["max_tokens"] * UNITS.get(kind, 1)
-    check_that_kv_travelled(gateway, connector, 1 if connector == "plain" else UNITS.get(kind, 1))
+    check_kv_transfers(gateway, connector, 1 if connector == "plain" else UNITS.get(kind, 1))
 
 
 async def texts_of(body: dict[str, Any]) -> list[str]:
-    """What each of its prompts and samples would get from an engine that does it alone."""
+    """Return the texts that a single engine generates for each prompt and sample."""
     single = {name: value for name, value in body.items() if name != "n"}
     if body is BODIES["prompts"]:
         return [await answer_alone(single | {"prompt": prompt}) for prompt in body["prompt"]]
     return [await answer_alone(single)] * body.get("n", 1)
 
 
-def check_that_kv_travelled(gateway: Deployment, connector: str, units: int) -> None:
-    """Every unit was prefilled once, and no decoder computed a prompt by itself."""
+def check_kv_transfers(gateway: Deployment, connector: str, units: int) -> None:
+    """Check that each unit was prefilled once, and that no decoder computed a prompt."""
     assert len(generations(*gateway.decoders)) == units
     if connector == "plain":
         return
@@ -62,22 +64,22 @@ def check_that_kv_travelled(gateway: Deployment, connector: str, units: int) -> 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("connector", CONNECTORS)
-async def test_an_engine_that_has_started_anew_is_served_on(deploy: Deploy, connector: str, role: str) -> None:
-    """It is another one for its partners, whatever was known of it before."""
+async def test_restarted_engine_serves_again(deploy: Deploy, connector: str, role: str) -> None:
+    """A restarted engine has a new identity for its partners. Earlier facts about it must not be used."""
     gateway = await deploy(2, 2, connector=connector)
     body = request(Api.CHAT)
     assert (await gateway.ask(body)).status == 200
     for engine in gateway.prefillers if role == "prefill" else gateway.decoders:
         if engine.state.finished:
             await engine.restart()
-    # A decoder that was sent to the engine of before does not fetch what the one of now has prefilled.
+    # A decoder that was sent to the previous engine does not fetch the KV cache of the new one.
     gateway.may_stay_pinned = 1 if connector == "mooncake_bootstrap" else 0
     answer = await gateway.ask(body)
     assert (answer.status, answer.text) == (200, await answer_alone(body))
 
 
-async def test_a_decoder_that_queues_for_too_long_is_given_up(deploy: Deploy) -> None:
-    """It does not call back, and the prefiller is not asked at all."""
+async def test_decoder_that_never_calls_back_times_out(deploy: Deploy) -> None:
+    """The decoder does not call back, so the prefiller gets no request."""
     gateway = await deploy(
         connector="ascend_layerwise",
         decoder={"metaserver_delay_seconds": 3600.0},

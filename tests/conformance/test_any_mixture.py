@@ -1,7 +1,7 @@
-"""Any mixture of failures and leaving clients: every client gets the truth, and nothing is left behind.
+"""Any mixture of failures and leaving clients.
 
-Requests of all kinds run side by side against engines of which every few requests fail in some way, while clients leave
-at arbitrary moments. What each client saw is compared with what a single engine would have said.
+Requests of all kinds run concurrently. Engines fail every few requests in some way, and clients leave at arbitrary
+moments. Each answer is compared with that of a single engine, and nothing may stay behind.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FAULTS: list[tuple[str, dict[str, Any]]] = [
     ("crlf", {}),
 ]
 
-# A decoder whose prefiller keeps its KV for itself waits in vain where both work at once.
+# With connectors that use both engines at once, a decoder waits in vain if its prefiller returns no KV parameters.
 PATIENCE: dict[str, Any] = {
     "timeouts": {"prefill_seconds": 5.0, "first_token_seconds": 5.0, "answer_seconds": 5.0},
     "layerwise": {"callback_seconds": 5.0},
@@ -52,13 +52,13 @@ PATIENCE: dict[str, Any] = {
 
 
 @pytest.mark.covering("connector seed", product(CONNECTORS, range(3)), values)
-async def test_any_mixture(deploy: Deploy, connector: str, seed: int) -> None:
+async def test_answers_are_correct_under_any_mixture_of_faults(deploy: Deploy, connector: str, seed: int) -> None:
     chance = random.Random(seed)
     gateway = await deploy(3, 3, connector=connector, engine={"decode_step_ms": 0.3, "block_size": 4}, **PATIENCE)
     for engine in gateway.engines:
         add_faults(engine, chance)
     bodies = [a_request(chance) for _ in range(REQUESTS)]
-    # The answers are computed before, so that nothing else runs meanwhile.
+    # The expected texts are computed first, so that nothing else runs during the requests.
     texts = [await expected_texts(body) for body in bodies]
 
     room = asyncio.Semaphore(24)
@@ -77,7 +77,7 @@ async def test_any_mixture(deploy: Deploy, connector: str, seed: int) -> None:
         if answer is not None:
             check(body, answer, expected)
     assert sum(answer is not None and answer.status == 200 for answer in answers) > REQUESTS / 5
-    # Prefill answers were lost, and releases failed like everything else.
+    # Prefill answers were lost, and releases failed like other requests.
     await until(lambda: not gateway.worker.releaser.pending, "the last release")
     gateway.expects_pinned = sum(len(engine.pins) for engine in gateway.engines)
     gateway.expects_inexact_pins = True
@@ -110,7 +110,7 @@ async def expected_texts(body: dict[str, Any]) -> list[str]:
 
 
 def check(body: dict[str, Any], answer: Answer, expected: list[str]) -> None:
-    """The whole truth, or part of it with an error, or an error."""
+    """Check for the whole answer, or a part of it with an error, or an error."""
     if answer.status != 200:
         assert answer.error or answer.json["object"] == "error"  # SGLang's are flat
         assert answer.is_whole

@@ -1,4 +1,4 @@
-"""Least load in seconds over real sockets: conversations keep to their prefiller's cache, whatever the protocol."""
+"""The policy `least_load` with real sockets: conversations stay with the prefiller that has their prefix cached."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WITH_PREFILLERS = [name for name in CONNECTORS if CONNECTOR_TRAITS[name].needs_p
 
 
 def turn(conversation: int, turns: int, stream: bool = False) -> dict[str, Any]:
-    """The request of a conversation's turn: all of the turns before, some thousand tokens each, and a question."""
+    """Return the request of a turn: all earlier turns, some thousand tokens each, and a question."""
     messages = [
         {"role": "user" if number % 2 == 0 else "assistant", "content": f"{conversation}.{number} " * 300}
         for number in range(2 * turns + 1)
@@ -37,7 +37,7 @@ def turn(conversation: int, turns: int, stream: bool = False) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("connector", WITH_PREFILLERS)
-async def test_the_turns_of_a_conversation_are_prefilled_by_one_engine(deploy: Deploy, connector: str) -> None:
+async def test_turns_of_a_conversation_use_the_same_prefiller(deploy: Deploy, connector: str) -> None:
     gateway = await deploy(3, 2, connector=connector, balance=BY_SECONDS)
     for turns in range(3):
         for conversation in range(3):
@@ -48,8 +48,8 @@ async def test_the_turns_of_a_conversation_are_prefilled_by_one_engine(deploy: D
     assert sum(map(len, by_engine)) == 3, "no conversation was on two engines"
 
 
-def known(gateway: Deployment) -> list[Prefiller]:
-    """What the policy knows of each prefiller."""
+def prefiller_records(gateway: Deployment) -> list[Prefiller]:
+    """Return the policy's record of each prefiller."""
     pool = gateway.worker.pools.prefill
     policy: Any = pool.policy
     return [policy._prefillers.of(backend) for backend in pool.backends()]
@@ -57,44 +57,42 @@ def known(gateway: Deployment) -> list[Prefiller]:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("connector", CONNECTORS)
-async def test_the_policy_of_decoders_hears_when_answers_begin_and_how_long_they_were(
+async def test_decode_policy_receives_start_and_length_of_answers(
     deploy: Deploy, connector: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard: list[object] = []
+    events: list[object] = []
 
     def track(policy: LeastDecodeSeconds, backend: Backend, request: PickRequest) -> Tracker:
-        return Hearing(policy.cost_of(backend, request))
+        return RecordingTracker(policy.cost_of(backend, request))
 
-    class Hearing(Tracker):
+    class RecordingTracker(Tracker):
         def note_first_token(self) -> None:
-            heard.append("began")
+            events.append("began")
 
         def note_end(self, served: bool, answer_tokens: int | None) -> None:
-            heard.append(answer_tokens)
+            events.append(answer_tokens)
 
     monkeypatch.setattr(LeastDecodeSeconds, "track", track)
     gateway = await deploy(1, 1, connector=connector)
     for _ in range(2):
         assert (await gateway.ask(turn(1, 1, stream=stream))).is_done
-    assert heard == ["began", 4] * 2
+    assert events == ["began", 4] * 2
 
 
-async def test_the_gateway_hears_how_much_was_cached(deploy: Deploy) -> None:
+async def test_cached_tokens_in_answers_train_the_prefill_policy(deploy: Deploy) -> None:
     gateway = await deploy(1, 1, balance=BY_SECONDS, prefiller={"prefill_ms_per_1k_tokens": 100.0})
     for turns in range(6):
         assert (await gateway.ask(turn(1, turns))).is_done
     policy: Any = gateway.worker.pools.prefill.policy
-    (prefiller,) = known(gateway)
+    (prefiller,) = prefiller_records(gateway)
     assert prefiller.cached.trust > 0.85
-    for turns in count(6):  # a prompt teaches its cost when it is known that the event loop was not late meanwhile
+    for turns in count(6):  # a prompt trains the cost only if the event loop was not late
         if policy._prefillers.cost.samples:
             break
         assert (await gateway.ask(turn(1, turns))).is_done
 
 
-async def test_what_was_predicted_is_told_beside_what_came_true(
-    deploy: Deploy, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_access_log_has_prediction_and_result(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     gateway = await deploy(1, 1, balance=BY_SECONDS, prefiller={"prefill_ms_per_1k_tokens": 5.0})
     for turns in range(3):
@@ -108,7 +106,7 @@ async def test_what_was_predicted_is_told_beside_what_came_true(
     assert gateway.metrics("pdproxy_prefill_prediction_ratio_count") == {(): 3.0}
 
 
-async def test_without_predictions_nothing_is_told_of_them(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+async def test_access_log_has_no_prediction_with_round_robin(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     gateway = await deploy(balance={"prefill_policy": "round_robin"})
     assert (await gateway.ask(turn(1, 1))).is_done
@@ -117,7 +115,7 @@ async def test_without_predictions_nothing_is_told_of_them(deploy: Deploy, caplo
     assert not gateway.metrics("pdproxy_prefill_prediction_ratio_count")
 
 
-async def test_the_queue_is_in_the_gateway_and_not_in_the_engine(deploy: Deploy) -> None:
+async def test_requests_queue_in_the_gateway_when_the_engine_is_full(deploy: Deploy) -> None:
     gateway = await deploy(
         1,
         1,
@@ -134,15 +132,15 @@ async def test_the_queue_is_in_the_gateway_and_not_in_the_engine(deploy: Deploy)
     assert sum(waits.values()) == gateway.metrics("pdproxy_queue_seconds_count")[()]
 
 
-async def test_an_answer_that_fails_leaves_nothing_in_the_index(deploy: Deploy) -> None:
+async def test_failed_prefill_leaves_no_prefix_in_the_index(deploy: Deploy) -> None:
     gateway = await deploy(1, 1, balance=BY_SECONDS, retry={"max_attempts": 1})
     gateway.prefillers[0].faults.add("refuse_status", status=500)
     assert (await gateway.ask(turn(1, 2))).status == 500
-    assert [len(prefiller.cached) for prefiller in known(gateway)] == [0]
-    assert not any(prefiller.is_busy for prefiller in known(gateway))
+    assert [len(prefiller.cached) for prefiller in prefiller_records(gateway)] == [0]
+    assert not any(prefiller.is_busy for prefiller in prefiller_records(gateway))
 
 
-async def test_a_client_that_leaves_the_queue_leaves_nothing(deploy: Deploy) -> None:
+async def test_queue_is_empty_after_a_queued_client_leaves(deploy: Deploy) -> None:
     gateway = await deploy(1, 1, balance=BY_SECONDS, admission={"max_running_prefill": 1})
     gateway.prefillers[0].faults.add("hang_before_headers")
     async with gateway.asking(turn(1, 1)):

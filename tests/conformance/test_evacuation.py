@@ -1,5 +1,6 @@
-"""What a removed instance still works on goes on elsewhere, without a wrong character, when its time is over, and so
-does what an instance works on that says that it is leaving, at once.
+"""Evacuation: answers of a removed instance continue on another one when its time is over.
+
+An instance that announces its end by health checks with 503 is evacuated at once.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ async def remove(gateway: Deployment, engine: SimulatedEngine, **fields: Any) ->
     instance = {"type": engine.options.role, "instances": name_of(engine), **fields}
     async with gateway.session.post(gateway.url + "/instances/remove", json=instance) as response:
         assert response.status == 200
-        told: dict[str, Any] = await response.json()
-        return told
+        answer: dict[str, Any] = await response.json()
+        return answer
 
 
 async def instances(gateway: Deployment) -> dict[str, dict[str, Any]]:
@@ -46,7 +47,10 @@ async def instances(gateway: Deployment) -> dict[str, dict[str, Any]]:
 
 
 async def has_left(gateway: Deployment, engine: SimulatedEngine) -> None:
-    """Wait until it is an instance no more. The prober's round, which drops it, comes once in these deployments."""
+    """Wait until the engine is no longer an instance.
+
+    The prober's round, which drops it, runs once in these deployments.
+    """
     async with asyncio.timeout(60):
         while name_of(engine) in await instances(gateway):
             gateway.worker.prober.drop_drained()
@@ -57,28 +61,30 @@ async def answers_to(gateway: Deployment, *bodies: dict[str, Any]) -> list[async
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-async def test_running_answers_are_handed_over_and_then_it_leaves(deploy: Deploy, stream: bool) -> None:
-    gateway = await deploy(2, [slow(), slow(), slow()], resume={"max_attempts": 0})  # which are for failures
+async def test_running_answers_move_before_the_instance_leaves(deploy: Deploy, stream: bool) -> None:
+    gateway = await deploy(
+        2, [slow(), slow(), slow()], resume={"max_attempts": 0}
+    )  # limits resumes after failures only
     leaving = gateway.decoders[0]
     body = request(Api.CHAT, stream=stream, **LONG)
     asked = await answers_to(gateway, *[body] * 12)
     await leaving.wait_until(lambda state: state.live == 4)
-    told = await remove(gateway, leaving, evacuate_after=0)
-    assert told["message"] == f"Instances ['{name_of(leaving)}'] are isolated and waiting to be removed."
+    answer = await remove(gateway, leaving, evacuate_after=0)
+    assert answer["message"] == f"Instances ['{name_of(leaving)}'] are isolated and waiting to be removed."
     await has_left(gateway, leaving)
     assert not all(task.done() for task in asked)
     text = await answer_alone(body)
     for task in asked:
-        answer = await task
-        assert (answer.is_done, answer.text) == (True, text)
-    # What had no token yet is asked for again, and not resumed.
+        moved_answer = await task
+        assert (moved_answer.is_done, moved_answer.text) == (True, text)
+    # Answers without a token are retried, and not resumed.
     counts = [gateway.metrics(f"pdproxy_{name}_total") for name in ("resumes", "retries")]
     moved = [count for metric in counts for labels, count in metric.items() if "removed" in labels]
     assert sum(moved) == 4
     assert not gateway.metrics("pdproxy_instance_ejected_total")
 
 
-async def test_until_its_time_is_over_answers_may_end_by_themselves(deploy: Deploy) -> None:
+async def test_answers_may_finish_before_the_evacuation_time(deploy: Deploy) -> None:
     gateway = await deploy(1, [slow(), slow()])
     leaving = gateway.decoders[0]
     body = request(Api.CHAT, stream=True, max_tokens=40)
@@ -94,7 +100,7 @@ async def test_until_its_time_is_over_answers_may_end_by_themselves(deploy: Depl
     assert not gateway.metrics("pdproxy_resumes_total")
 
 
-async def test_the_time_may_be_changed_and_has_a_default(deploy: Deploy) -> None:
+async def test_evacuation_time_has_a_default_and_may_be_changed(deploy: Deploy) -> None:
     gateway = await deploy(1, [slow(), slow()], leaving={"evacuate_after_seconds": 0.0})
     leaving = gateway.decoders[0]
     body = request(Api.CHAT, stream=True, **LONG)
@@ -108,8 +114,8 @@ async def test_the_time_may_be_changed_and_has_a_default(deploy: Deploy) -> None
         assert (await task).text == await answer_alone(body)
 
 
-async def test_what_is_passed_through_ends_where_it_began(deploy: Deploy) -> None:
-    """Nobody else can go on with it, and it is over soon: so the instance leaves when it has ended."""
+async def test_passed_through_request_finishes_on_the_leaving_instance(deploy: Deploy) -> None:
+    """No other instance can continue it, and it is short. So the instance leaves after its end."""
     gateway = await deploy(2, 1)
     (leaving, _) = gateway.prefillers
     leaving.faults.add("slow_headers", path="/tokenize", seconds=0.3)
@@ -127,7 +133,7 @@ async def test_what_is_passed_through_ends_where_it_began(deploy: Deploy) -> Non
     assert not any(seen.path == "/tokenize" for seen in gateway.prefillers[1].requests)
 
 
-async def test_a_prefiller_leaves_while_answers_that_it_began_go_on(deploy: Deploy) -> None:
+async def test_prefiller_leaves_while_its_answers_continue(deploy: Deploy) -> None:
     gateway = await deploy(2, [slow(), slow()])
     leaving, other = gateway.prefillers
     body = request(Api.CHAT, stream=True, **LONG)
@@ -147,16 +153,14 @@ async def test_a_prefiller_leaves_while_answers_that_it_began_go_on(deploy: Depl
     assert other.state.finished >= 2
 
 
-async def test_nothing_is_taken_away_while_there_is_nobody_to_go_on(
-    deploy: Deploy, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_last_decoder_is_not_evacuated(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
     gateway = await deploy(1, [slow()])
     (last,) = gateway.decoders
     body = request(Api.CHAT, stream=True, max_tokens=60)
     (asked,) = await answers_to(gateway, body)
     await last.wait_until(lambda state: state.live == 1)
-    told = await remove(gateway, last, evacuate_after=0)
-    assert len(told["warnings"]) == 2  # it is the last one, and is configured
+    answer = await remove(gateway, last, evacuate_after=0)
+    assert len(answer["warnings"]) == 2  # it is the last one, and is configured
     assert (await asked).text == await answer_alone(body)
     await has_left(gateway, last)
     lines = [record.getMessage() for record in caplog.records if "evacuated" in record.getMessage()]
@@ -165,7 +169,7 @@ async def test_nothing_is_taken_away_while_there_is_nobody_to_go_on(
     ]
 
 
-async def test_no_more_is_taken_at_a_time_than_may_be_repeated(deploy: Deploy) -> None:
+async def test_evacuation_respects_the_retry_budget(deploy: Deploy) -> None:
     gateway = await deploy(1, [slow(), slow()], retry={"budget_share": 0.0, "budget_least": 1})
     leaving = gateway.decoders[0]
     body = request(Api.CHAT, stream=True, max_tokens=300)
@@ -180,7 +184,7 @@ async def test_no_more_is_taken_at_a_time_than_may_be_repeated(deploy: Deploy) -
     assert not gateway.metrics("pdproxy_retry_budget_exhausted_total")
 
 
-async def test_an_answer_that_cannot_be_resumed_ends_with_an_error(deploy: Deploy) -> None:
+async def test_evacuated_answer_ends_with_an_error_when_resume_is_off(deploy: Deploy) -> None:
     gateway = await deploy(1, [slow(), slow()], resume={"mode": "off"})
     leaving = gateway.decoders[0]
     asked = await answers_to(gateway, *[request(Api.CHAT, stream=True, **LONG)] * 2)
@@ -197,7 +201,7 @@ PROBED: dict[str, Any] = {"interval_seconds": 0.02, "changing_interval_seconds":
 
 @pytest.mark.parametrize("is_heeded", [True, False], ids=["evacuated", "left alone"])
 @pytest.mark.fault(93)
-async def test_an_engine_says_that_it_is_leaving(deploy: Deploy, is_heeded: bool) -> None:
+async def test_health_checks_with_503_evacuate_the_instance(deploy: Deploy, is_heeded: bool) -> None:
     gateway = await deploy(2, [slow(), slow()], health=PROBED, leaving={"evacuate_on_503": is_heeded})
     leaving, other = gateway.decoders
     body = request(Api.CHAT, stream=True, **LONG)
@@ -212,7 +216,7 @@ async def test_an_engine_says_that_it_is_leaving(deploy: Deploy, is_heeded: bool
     assert [(await task).text for task in asked] == [text] * 6
     assert other.state.finished == (6 if is_heeded else 3)
     assert not gateway.metrics("pdproxy_instance_ejected_total")
-    leaving.faults.clear()  # it stays, after all
+    leaving.faults.clear()  # the instance stays
     await until(lambda: not is_down(gateway, leaving), "its return")
     assert not gateway.worker.health.leaving
 
@@ -227,20 +231,20 @@ async def test_an_engine_says_that_it_is_leaving(deploy: Deploy, is_heeded: bool
     ids=["503 twice", "500", "no answer"],
 )
 @pytest.mark.fault(93)
-async def test_a_sick_or_busy_engine_does_not_say_that_it_leaves(
+async def test_other_health_check_failures_do_not_evacuate(
     deploy: Deploy, failure: str, fields: dict[str, Any], times: int | None
 ) -> None:
     gateway = await deploy(1, [slow(), slow()], health={**PROBED, "timeout_seconds": 0.5})
-    sick = gateway.decoders[0]
+    failing = gateway.decoders[0]
     body = request(Api.CHAT, stream=True, **LONG)
     asked = await answers_to(gateway, *[body] * 4)
-    await sick.wait_until(lambda state: state.live == 2)
-    sick.faults.add(failure, path="/health", times=times, **fields)
-    (fault,) = sick.faults.describe()
-    await until(lambda: sick.faults.describe()[0]["fired"] >= 2 if times else is_down(gateway, sick), f"{fault}")
+    await failing.wait_until(lambda state: state.live == 2)
+    failing.faults.add(failure, path="/health", times=times, **fields)
+    (fault,) = failing.faults.describe()
+    await until(lambda: failing.faults.describe()[0]["fired"] >= 2 if times else is_down(gateway, failing), f"{fault}")
     assert [(await task).text for task in asked] == [await answer_alone(body)] * 4
     assert not gateway.metrics("pdproxy_resumes_total")
-    assert sick.state.finished == 2
+    assert failing.state.finished == 2
 
 
 def is_down(gateway: Deployment, engine: SimulatedEngine) -> bool:
@@ -249,7 +253,7 @@ def is_down(gateway: Deployment, engine: SimulatedEngine) -> bool:
 
 
 @pytest.mark.parametrize("value", ["soon", -1, True, [], 1e300])
-async def test_a_time_that_is_none_is_refused(deploy: Deploy, value: object) -> None:
+async def test_invalid_evacuation_time_is_rejected(deploy: Deploy, value: object) -> None:
     gateway = await deploy(1, 1)
     instance = {"type": "decode", "instances": name_of(gateway.decoders[0]), "evacuate_after": value}
     async with gateway.session.post(gateway.url + "/instances/remove", json=instance) as response:

@@ -1,9 +1,9 @@
-"""Every connector, both endpoints, streamed and not, against every way in which an engine can fail.
+"""Every connector, both endpoints, streamed and not, with every failure of an engine.
 
-One line per case: which engines fail and how, what the client sees, how many requests prefillers and decoders see, and
-how much KV stays pinned because nobody can be told to let it go. Two engines of each role stand behind the gateway, and
-the request goes to the first of each. The outcomes are those of a gateway that does not go on with an answer that has
-begun; one that does saves those that are marked.
+Each row has the failing engines and the failure, the client's answer, the requests that prefillers and decoders get,
+and the KV caches that stay pinned because no engine could be asked to release them. Two engines of each role serve the
+gateway, and the request goes to the first of each. Outcomes are those without resume; with resume, the marked answers
+survive.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tests.conftest import Deploy
     from tests.deployment import Deployment
 
-# In the engine's own words, which no code of ours would choose.
+# An error body that the gateway itself never writes.
 ENGINE_SAYS = {
     "error": {"message": "nö – busy \\ tired", "type": "Own", "code": 1, "extra": [None, 1e3]},
     "object": "error",
@@ -41,7 +41,7 @@ MODES = ("restart-only", "exact")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a case comes to: requests that prefillers and decoders saw, and KV that stays behind."""
+    """Result of a case: requests that prefillers and decoders got, and KV caches that stay pinned."""
 
     prefills: int
     decodes: int
@@ -51,12 +51,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Answered(Outcome):
-    """The client gets the whole answer and never hears of the failure."""
+    """The client gets the whole answer without an error."""
 
 
 @dataclass(frozen=True)
 class Refused(Outcome):
-    """An HTTP error: with our `code`, or without one the engine's own, byte for byte."""
+    """An HTTP error: with the gateway's `code`, or without one the engine's own body, byte for byte."""
 
     _: KW_ONLY
     status: int
@@ -65,7 +65,7 @@ class Refused(Outcome):
 
 @dataclass(frozen=True)
 class Broken(Outcome):
-    """So many tokens, then an error event with our `code` or an engine's own, and a cut connection."""
+    """Some tokens, then an error event with the gateway's `code` or the engine's own, and a cut connection."""
 
     _: KW_ONLY
     code: str | int
@@ -74,21 +74,21 @@ class Broken(Outcome):
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the tables. The action "down" means that nobody listens where the engine was."""
+    """One row of the tables. The action "down" means that the engine's port is closed."""
 
     role: str
     which: str
-    """Which engines of the role fail: the first, or all."""
+    """Engines of the role that fail: the first, or all."""
     action: str
     stream: Outcome
     whole: Outcome
     short: str
-    """The timeouts that are short in this case."""
+    """Timeouts that are short in this case."""
     fields: Mapping[str, Any]
 
     @property
     def breaks_an_answer(self) -> bool:
-        """There are tokens by then: the gateway might go on with it."""
+        """Return whether the failure comes after the first tokens, so that the gateway may resume the answer."""
         return self.role == D and bool(self.fields.get("tokens"))
 
     def __str__(self) -> str:
@@ -107,7 +107,7 @@ def case(
     short: str = "",
     **fields: Any,
 ) -> Case:
-    """`whole`: what becomes of the answer when it is not streamed, where that differs."""
+    """Create a row. `whole`: outcome of an answer that is not streamed, if it differs."""
     if action == "refuse_status":
         fields["body"] = ENGINE_SAYS
     return Case(role, which, action, outcome, whole or outcome, short, fields)
@@ -201,23 +201,25 @@ SEQUENTIAL = [
     for name, traits in CONNECTOR_TRAITS.items()
     if name in CONNECTORS and (traits.has_prefill_first or not traits.takes_prefillers)
 ]
-"""The connectors that ask the decoder when the prefiller has answered. With the others both work at once, so it depends
-on who is faster how many requests each of them sees, and what has been prefilled when a decoder fails.
+"""Connectors that send to the decoder after the prefiller has answered.
+
+With the others, both engines work at once. So the number of requests of each engine, and what is prefilled when a
+decoder fails, depends on their speed.
 """
 
 WAITS_IN_VAIN = Refused(1, 1, status=504)
 
-# What goes wrong with a prefiller's answer when the decoder has the KV already.
+# Failures of a prefiller's answer that come after the decoder has the KV cache.
 TOO_LATE = ("lost_response", "invalid_json", "truncated_json", "hang_after_headers")
 
 
 def rows() -> Iterator[tuple[str, str, Case, str, Api]]:
-    """Connector, mode, case, how it is asked, and where."""
+    """Yield connector, mode, case, shape and endpoint of each row."""
     for connector in CONNECTORS:
         cases = PREFILL_FAILS + DECODE_FAILS
-        if connector == "plain":  # without prefillers, and nothing is loaded
+        if connector == "plain":  # there are no prefillers, and decoders load nothing
             cases = [one for one in DECODE_FAILS if one.action != "load_failure"]
-        if connector == "sglang_bootstrap":  # whose engines wait for memory
+        if connector == "sglang_bootstrap":  # its engines wait for memory instead
             cases = [one for one in cases if one.action != "recompute"]
         for mode, one, shape in product(MODES, cases, ("stream", "whole")):
             if mode == "restart-only" or connector in ("plain", "vllm_pull") or one.breaks_an_answer:
@@ -227,7 +229,7 @@ def rows() -> Iterator[tuple[str, str, Case, str, Api]]:
 
 
 def outcome(connector: str, failure: Case, mode: str, stream: bool, api: Api) -> Outcome:
-    """What a case comes to: an answer of which there are tokens survives if the gateway resumes it."""
+    """Return the outcome of a case. An answer with tokens survives if the gateway resumes it."""
     expected = failure.stream if stream else failure.whole
     tells_ids = connector != "sglang_bootstrap" or api is Api.COMPLETIONS
     if mode == "exact" and failure.breaks_an_answer and tells_ids:
@@ -237,21 +239,21 @@ def outcome(connector: str, failure: Case, mode: str, stream: bool, api: Api) ->
             return replace(expected, prefills=0, pinned=0)
         case "vllm_pull":
             return expected
-        case "vllm_store":  # whose prefillers keep nothing, and whose decoders can do without them
+        case "vllm_store":  # its prefillers pin nothing, and its decoders work without them
             return Answered(1, 1) if failure.action == "missing_kv_params" else replace(expected, pinned=0)
     if failure.action == "missing_kv_params":  # and the decoder waits
         return WAITS_IN_VAIN
     if isinstance(expected, Refused) and expected.status == 504:
-        return WAITS_IN_VAIN  # each for the other
+        return WAITS_IN_VAIN  # each engine waits for the other
     return expected
 
 
 def timeouts(connector: str, failure: Case) -> dict[str, Any]:
-    """Settings in which what hangs is given up soon."""
+    """Return settings with short timeouts for this case."""
     names = failure.short.split()
     if connector not in SEQUENTIAL and (names or failure.action == "missing_kv_params"):
         names = ["prefill", "handoff", "first_token", "answer", "idle"]
-    # They are those of the request behind it, too, which is to be answered on a busy machine.
+    # The next request uses these timeouts, too, and must succeed on a busy machine.
     seconds = 0.5 if connector in SEQUENTIAL else 1.0
     sections: dict[str, Any] = {"timeouts": {f"{name}_seconds": seconds for name in names}}
     layerwise = {"layerwise": {"callback_seconds": seconds}}
@@ -259,21 +261,26 @@ def timeouts(connector: str, failure: Case) -> dict[str, Any]:
 
 
 def wait_seconds(failure: Case) -> float:
-    """How long the gateway waits for engines, for a request or to release KV.
+    """Return the time that the gateway waits for engines, for a request or to release KV.
 
-    KV is released by engines that are well again, however long that takes on a busy machine. Requests wait only where
-    all engines of a role are gone or refuse.
+    Engines that work again release KV, which takes long on a busy machine. Requests wait only if all engines of a role
+    are down or refuse.
     """
     return 0.5 if failure.which == ALL and failure.action in ("down", "refuse_status") else 60.0
 
 
 def either_endpoint(row: tuple[object, ...]) -> set[Hashable]:
-    """As `all_of_one`, but the endpoints share: each meets every mode, failure and shape, though not all at once."""
+    """Return the features of a row like `all_of_one`, with cases shared between the endpoints.
+
+    Each endpoint meets every mode, failure and shape, though not every combination.
+    """
     return all_of_one(row[:-1]) | pairs(row)
 
 
 @pytest.mark.covering("connector mode failure shape api", rows(), either_endpoint)
-async def test_a_failing_engine(deploy: Deploy, connector: str, mode: str, failure: Case, shape: str, api: Api) -> None:
+async def test_outcome_of_a_failing_engine(
+    deploy: Deploy, connector: str, mode: str, failure: Case, shape: str, api: Api
+) -> None:
     stream = shape == "stream"
     gateway = await deploy(
         2,
@@ -290,7 +297,7 @@ async def test_a_failing_engine(deploy: Deploy, connector: str, mode: str, failu
     alone = await answer_alone(body)
     answer = await gateway.ask(body)
     if (failure.which, failure.action) != (ALL, "down"):
-        mend_engines(gateway)  # at once, so that what is released meets engines that are well
+        mend_engines(gateway)  # at once, so that releases reach working engines
 
     all_refused = is_refused_by_all(failure)
     if connector in SEQUENTIAL:
@@ -311,13 +318,13 @@ async def test_a_failing_engine(deploy: Deploy, connector: str, mode: str, failu
         assert all(requests <= attempts for requests in seen)
     if (failure.which, failure.action) != (ALL, "down"):
         answer = await gateway.ask(body)
-        while all_refused and answer.status == 503:  # it was asked for a moment ago, and was passed over
+        while all_refused and answer.status == 503:  # the engines refused a moment ago, and are passed over
             answer = await gateway.ask(body)
         assert (answer.is_done, answer.text) == (True, alone)
 
 
 def is_refused_by_all(failure: Case) -> bool:
-    """Whether all engines of a role refuse, so that requests wait in the queue."""
+    """Return whether all engines of a role refuse, so that requests wait in the queue."""
     return failure.which == ALL and failure.action == "refuse_status" and failure.fields.get("status") in (429, 503)
 
 
@@ -361,5 +368,5 @@ async def check(answer: Answer, expected: Outcome, text: str) -> None:
 
 
 def opens(event: Any) -> bool:
-    """The role chunk of a chat."""
+    """Return whether an event is the role chunk of a chat."""
     return event["choices"][0].get("delta", {}).get("role") is not None

@@ -1,4 +1,4 @@
-"""Engines that fail in ways that take more than one of them, or more than one request, to show."""
+"""Failures of engines that need several engines or requests to show."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from tests.conftest import Deploy
     from tests.deployment import Deployment
 
-# Health checks that notice at once who is back.
+# Health checks that soon find engines that are back.
 ATTENTIVE: dict[str, Any] = {"interval_seconds": 0.02, "changing_interval_seconds": 0.02, "rise": 1}
 
 
 @pytest.mark.fault(4)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_where_all_are_busy_a_client_is_told_when_the_first_one_is_not(deploy: Deploy, role: str) -> None:
+async def test_client_gets_the_shortest_retry_after_when_all_engines_are_busy(deploy: Deploy, role: str) -> None:
     gateway = await deploy(2, 2, admission={"wait_seconds": 0.5})
     body = {"error": {"message": "full", "type": "Own", "code": 503}}
     for engine, seconds in zip(engines_of(gateway, role), ("3", "9"), strict=True):
@@ -38,16 +38,16 @@ async def test_where_all_are_busy_a_client_is_told_when_the_first_one_is_not(dep
     assert (answer.status, answer.body) == (503, orjson.dumps(body))
     assert answer.headers["retry-after"] == "3"
     assert not gateway.metrics("pdproxy_instance_ejected_total")
-    gateway.expects_pinned = 2 if role == "decode" else 0  # nobody could be asked to release it
+    gateway.expects_pinned = 2 if role == "decode" else 0  # no engine could be asked to release it
 
 
 @pytest.mark.fault(7)
 @pytest.mark.parametrize("is_dead", [True, False], ids=["dead", "alive"])
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-async def test_kv_that_cannot_be_fetched_any_more_is_computed_elsewhere(
+async def test_unreachable_kv_cache_is_computed_by_another_prefiller(
     deploy: Deploy, stream: bool, is_dead: bool
 ) -> None:
-    # Where it says that its KV is, nobody listens.
+    # The address of its KV cache refuses connections.
     gone, other = SimulatedEngine(role="prefill", kv_host="127.0.0.2"), SimulatedEngine(role="prefill")
     if is_dead:
         gone.faults.add("reset_before_headers", path=Api.CHAT.path, skip=1)
@@ -58,11 +58,11 @@ async def test_kv_that_cannot_be_fetched_any_more_is_computed_elsewhere(
     assert answer.text == await answer_alone(body)
     assert (gone.state.finished, other.state.finished) == (1, 1)
     gateway.expects_pinned = 1
-    gateway.expects_inexact_pins = True  # a decoder was asked to release it, and did not say that it could not
+    gateway.expects_inexact_pins = True  # a decoder was asked to release it, and did not report the failure
 
 
 @pytest.mark.fault(14)
-async def test_events_that_are_no_json_pass_and_are_counted(deploy: Deploy) -> None:
+async def test_events_with_invalid_json_are_forwarded_and_counted(deploy: Deploy) -> None:
     events = [*map(text_event, "ab"), b"data: {not json\n\n", b"data: \xff\xfe\n\n", text_event("c", "stop")]
     engine = CannedEngine("both", event_stream([*events, b"data: [DONE]\n\n"]))
     gateway = await deploy(decoders=[engine], connector="plain")
@@ -76,7 +76,7 @@ async def test_events_that_are_no_json_pass_and_are_counted(deploy: Deploy) -> N
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("is_missed", [True, False], ids=["missed", "unnoticed"])
-async def test_requests_wait_while_all_of_a_role_are_restarting(
+async def test_requests_wait_while_all_engines_of_a_role_restart(
     deploy: Deploy, role: str, count: int, is_missed: bool
 ) -> None:
     gateway = await deploy(count, count, health=ATTENTIVE if is_missed else {}, admission={"wait_seconds": 60.0})
@@ -84,28 +84,28 @@ async def test_requests_wait_while_all_of_a_role_are_restarting(
     for engine in gone:
         await engine.kill()
     if is_missed:
-        await until(lambda: not all_serve(gateway, any), "the engines to be missed")
+        await until(lambda: not all_serve(gateway, any), "failed health checks")
     async with asyncio.TaskGroup() as group:
         asked = [group.create_task(gateway.ask(request(Api.CHAT, stream=bool(n % 2)))) for n in range(20)]
         await until(lambda: gateway.metrics("pdproxy_queued_requests") == {(): 20.0}, "all to wait")
         for engine in gone:
             await engine.restart()
-        if not is_missed:  # what the next health check would find
+        if not is_missed:  # like the next health check
             for backend in gateway.worker.pools.of(Role(role)).backends():
                 gateway.worker.health.on_probe(backend, True, "passed its health check")
     assert [task.result().status for task in asked] == [200] * 20
-    gateway.may_stay_pinned = 40  # prefilled, before the first decoder that refused a connection was known for it
+    gateway.may_stay_pinned = 40  # prefilled before the first refused connection to a decoder
     gateway.expects_inexact_pins = role == "decode"
 
 
 @pytest.mark.fault(35)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_no_more_requests_wait_for_a_restart_than_for_anything_else(deploy: Deploy, role: str) -> None:
+async def test_waiting_for_a_restart_respects_the_queue_limit(deploy: Deploy, role: str) -> None:
     gateway = await deploy(2, 2, health=ATTENTIVE, admission={"wait_seconds": 60.0, "max_waiting": 2})
     gone = engines_of(gateway, role)
     for engine in gone:
         await engine.kill()
-    await until(lambda: not all_serve(gateway, any), "the engines to be missed")
+    await until(lambda: not all_serve(gateway, any), "failed health checks")
     async with asyncio.TaskGroup() as group:
         asked = [group.create_task(gateway.ask(request(Api.CHAT))) for _ in range(2)]
         await until(lambda: gateway.metrics("pdproxy_queued_requests") == {(): 2.0}, "two to wait")
@@ -118,7 +118,7 @@ async def test_no_more_requests_wait_for_a_restart_than_for_anything_else(deploy
 
 @pytest.mark.fault(35)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_who_was_never_there_is_not_waited_for(deploy: Deploy, role: str) -> None:
+async def test_requests_do_not_wait_for_an_instance_that_was_never_healthy(deploy: Deploy, role: str) -> None:
     gateway = await deploy(1, 1, health=ATTENTIVE, admission={"wait_seconds": 60.0}, kv={"release": "never"})
     (there,) = engines_of(gateway, role)
     async with SimulatedEngine(role=role) as absent:
@@ -132,12 +132,12 @@ async def test_who_was_never_there_is_not_waited_for(deploy: Deploy, role: str) 
 
 @pytest.mark.fault(35)
 @pytest.mark.parametrize("is_missed", [True, False], ids=["missed", "unnoticed"])
-async def test_what_is_passed_through_waits_for_a_restart_of_its_role(deploy: Deploy, is_missed: bool) -> None:
+async def test_passed_through_requests_wait_for_a_restart_of_their_role(deploy: Deploy, is_missed: bool) -> None:
     gateway = await deploy(2, 1, health=ATTENTIVE if is_missed else {}, admission={"wait_seconds": 60.0})
     for engine in gateway.prefillers:
         await engine.kill()
     if is_missed:
-        await until(gateway.worker.pools.prefill.is_gone, "the engines to be missed")
+        await until(gateway.worker.pools.prefill.is_gone, "failed health checks")
 
     async def tokenize() -> int:
         body = {"model": "sim", "prompt": "Hello"}
@@ -150,14 +150,14 @@ async def test_what_is_passed_through_waits_for_a_restart_of_its_role(deploy: De
         await until(lambda: gateway.metrics("pdproxy_queued_requests") == {(): 10.0}, "all to wait")
         for engine in gateway.prefillers:
             await engine.restart()
-        if not is_missed:  # what the next health check would find
+        if not is_missed:  # like the next health check
             for backend in gateway.worker.pools.prefill.backends():
                 gateway.worker.health.on_probe(backend, True, "passed its health check")
     assert [task.result() for task in asked] == [200] * 10
 
 
 @pytest.mark.fault(35)
-async def test_what_is_passed_through_waits_for_nobody_else(deploy: Deploy) -> None:
+async def test_passed_through_requests_do_not_wait_for_the_other_role(deploy: Deploy) -> None:
     gateway = await deploy(1, 1, health=ATTENTIVE, admission={"wait_seconds": 0.2})
     await gateway.decoders[0].kill()
     await until(gateway.worker.pools.decode.is_gone, "the decoder to be missed")
@@ -172,8 +172,8 @@ async def test_what_is_passed_through_waits_for_nobody_else(deploy: Deploy) -> N
 
 
 @pytest.mark.fault(35)
-async def test_who_has_waited_for_a_restart_in_vain_is_not_prefilled_once_more(deploy: Deploy) -> None:
-    """The slower one joins the queue later, and is there when the decoder is given up."""
+async def test_request_is_not_prefilled_again_after_waiting_in_vain(deploy: Deploy) -> None:
+    """The slower request joins the queue later, and is there when the decoder is given up."""
     gateway = await deploy(1, 1, admission={"wait_seconds": 0.6}, kv={"release": "never"})
     gateway.prefillers[0].faults.add("slow_headers", seconds=0.3, times=1)
     await gateway.decoders[0].kill()
@@ -185,12 +185,12 @@ async def test_who_has_waited_for_a_restart_in_vain_is_not_prefilled_once_more(d
 
 @pytest.mark.fault(35)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_role_without_anybody_is_told_in_time_and_is_back_when_somebody_is(deploy: Deploy, role: str) -> None:
+async def test_role_without_engines_returns_503_until_they_are_back(deploy: Deploy, role: str) -> None:
     gateway = await deploy(2, 2, health={**ATTENTIVE, "fall": 1}, admission={"wait_seconds": 0.2})
     gone = engines_of(gateway, role)
     for engine in gone:
         await engine.kill()
-    await until(lambda: not all_serve(gateway, any), "the engines to be missed")
+    await until(lambda: not all_serve(gateway, any), "failed health checks")
     answer = await gateway.ask(request(Api.CHAT))
     assert (answer.status, answer.error["code"]) == (503, f"no_healthy_{role}")
     assert int(answer.headers["retry-after"]) >= 1
@@ -203,7 +203,7 @@ async def test_a_role_without_anybody_is_told_in_time_and_is_back_when_somebody_
 
 @pytest.mark.fault(36)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_the_only_engine_of_a_role_is_not_taken_out_for_requests_that_fail(deploy: Deploy, role: str) -> None:
+async def test_only_engine_of_a_role_is_not_ejected_for_failed_requests(deploy: Deploy, role: str) -> None:
     gateway = await deploy(1, 1, health={"eject_after": 1}, kv={"release": "never"})
     (engine,) = engines_of(gateway, role)
     engine.faults.add("refuse_status", status=500, times=10)
@@ -214,31 +214,31 @@ async def test_the_only_engine_of_a_role_is_not_taken_out_for_requests_that_fail
 
 
 NO_FINISH = {"index": 0, "text": "so far", "finish_reason": "abort"}
-IN_ITS_OWN_WORDS = {"error": {"message": "the engine is dead", "type": "Own", "code": 500}}
+ENGINE_ERROR = {"error": {"message": "the engine is dead", "type": "Own", "code": 500}}
 
 
 @pytest.mark.fault(52)
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-async def test_an_error_with_status_200_is_no_answer(deploy: Deploy, stream: bool) -> None:
-    engine = CannedEngine("both", event_stream([data(IN_ITS_OWN_WORDS)]) if stream else [json_answer(IN_ITS_OWN_WORDS)])
+async def test_error_event_with_status_200_is_an_error(deploy: Deploy, stream: bool) -> None:
+    engine = CannedEngine("both", event_stream([data(ENGINE_ERROR)]) if stream else [json_answer(ENGINE_ERROR)])
     gateway = await deploy(decoders=[engine], connector="plain", resume={"mode": "off"}, retry={"max_attempts": 1})
     answer = await gateway.ask(request(Api.COMPLETIONS, stream=stream))
     assert answer.status == (500 if stream else 502)
-    assert answer.error == (IN_ITS_OWN_WORDS["error"] if stream else answer.error)
+    assert answer.error == (ENGINE_ERROR["error"] if stream else answer.error)
     assert answer.error["message"]
 
 
 @pytest.mark.fault(53)
 @pytest.mark.parametrize("status", ["301 Moved", "302 Found", "307 Temporary Redirect"])
-async def test_engines_are_not_followed_elsewhere(deploy: Deploy, status: str) -> None:
-    elsewhere = CannedEngine("both", [json_answer({"choices": [NO_FINISH]})])
-    async with elsewhere:
-        engine = CannedEngine("both", [http(b"moved", f"{status}\r\nLocation: {elsewhere.url}/v1/completions")])
+async def test_redirects_of_engines_are_not_followed(deploy: Deploy, status: str) -> None:
+    other = CannedEngine("both", [json_answer({"choices": [NO_FINISH]})])
+    async with other:
+        engine = CannedEngine("both", [http(b"moved", f"{status}\r\nLocation: {other.url}/v1/completions")])
         gateway = await deploy(decoders=[engine], connector="plain")
         answer = await gateway.ask(request(Api.COMPLETIONS))
         assert (answer.status, answer.error["code"]) == (502, "decode_bad_answer")
         assert "location" not in answer.headers
-        assert not elsewhere.received
+        assert not other.received
 
 
 def text_event(text: str, finish_reason: str | None = None) -> bytes:
@@ -250,14 +250,14 @@ def engines_of(gateway: Deployment, role: str) -> list[Any]:
 
 
 def all_serve(gateway: Deployment, which: Any = all) -> bool:
-    """Whether all (or any) of each role's engines are given requests."""
+    """Return whether all (or any) engines of each role are eligible for requests."""
     pools = gateway.worker.pools
     return all(
         which(backend in pool.eligible() for backend in pool.backends()) for pool in (pools.prefill, pools.decode)
     )
 
 
-SIGNS_OF_LIFE = {
+EVENTS_WITHOUT_TOKENS = {
     "comments": b": ping\n\n",
     "events of another kind": b'event: ping\ndata: {"type":"ping"}\n\n',
     "events that are no json": b"data: ping\n\n",
@@ -267,7 +267,7 @@ SIGNS_OF_LIFE = {
 }
 
 
-def for_ever(piece: bytes, *first: bytes) -> Callable[[Received], Iterator[bytes]]:
+def endlessly(piece: bytes, *first: bytes) -> Callable[[Received], Iterator[bytes]]:
     def pieces(_: Received) -> Iterator[bytes]:
         head, *chunks = event_stream(first, is_whole=False)
         yield from (head, *chunks)
@@ -278,10 +278,10 @@ def for_ever(piece: bytes, *first: bytes) -> Callable[[Received], Iterator[bytes
 
 
 @pytest.mark.fault(69)
-@pytest.mark.parametrize("sign", SIGNS_OF_LIFE.values(), ids=SIGNS_OF_LIFE)
-async def test_signs_of_life_are_no_first_token(deploy: Deploy, sign: bytes) -> None:
-    engine = CannedEngine("both", for_ever(sign), pause_seconds=0.005)
-    # An empty chunk counts as the first one, from where the gaps are what is looked at.
+@pytest.mark.parametrize("sign", EVENTS_WITHOUT_TOKENS.values(), ids=EVENTS_WITHOUT_TOKENS)
+async def test_events_without_tokens_do_not_count_as_first_token(deploy: Deploy, sign: bytes) -> None:
+    engine = CannedEngine("both", endlessly(sign), pause_seconds=0.005)
+    # An empty chunk counts as the first token. From then on, the idle timeout applies.
     timeouts = {"first_token_seconds": 0.1, "idle_seconds": 0.1}
     gateway = await deploy(decoders=[engine], connector="plain", timeouts=timeouts)
     answer = await gateway.ask(request(Api.COMPLETIONS, stream=True))
@@ -290,10 +290,10 @@ async def test_signs_of_life_are_no_first_token(deploy: Deploy, sign: bytes) -> 
 
 @pytest.mark.fault(69)
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-@pytest.mark.parametrize("sign", SIGNS_OF_LIFE.values(), ids=SIGNS_OF_LIFE)
-async def test_signs_of_life_are_no_next_token(deploy: Deploy, sign: bytes, stream: bool) -> None:
-    engine = CannedEngine("both", for_ever(sign, text_event("a")), pause_seconds=0.005)
-    # An answer that is not streamed is read as a whole, whose deadline is the first one of both.
+@pytest.mark.parametrize("sign", EVENTS_WITHOUT_TOKENS.values(), ids=EVENTS_WITHOUT_TOKENS)
+async def test_events_without_tokens_do_not_reset_the_idle_timeout(deploy: Deploy, sign: bytes, stream: bool) -> None:
+    engine = CannedEngine("both", endlessly(sign, text_event("a")), pause_seconds=0.005)
+    # An answer that is not streamed has the earlier of the two deadlines.
     timeouts = {"answer_seconds": 0.5, "idle_seconds": 0.1}
     gateway = await deploy(decoders=[engine], connector="plain", timeouts=timeouts)
     answer = await gateway.ask(request(Api.COMPLETIONS, stream=stream))
@@ -307,7 +307,7 @@ def drip(_: Received) -> Iterator[bytes]:
 
 
 @pytest.mark.fault(69)
-async def test_a_prefillers_answer_that_drips_has_the_time_of_any_other(deploy: Deploy) -> None:
+async def test_dripping_prefill_answer_does_not_extend_its_timeout(deploy: Deploy) -> None:
     engine = CannedEngine("prefill", drip, pause_seconds=0.005)
     gateway = await deploy([engine], 1, timeouts={"prefill_seconds": 0.1, "prefill_seconds_per_1k_tokens": 0.0})
     answer = await gateway.ask(request(Api.CHAT))
@@ -315,7 +315,7 @@ async def test_a_prefillers_answer_that_drips_has_the_time_of_any_other(deploy: 
 
 
 @pytest.mark.fault(69)
-async def test_a_whole_answer_that_drips_has_the_time_of_any_other(deploy: Deploy) -> None:
+async def test_dripping_whole_answer_does_not_extend_its_timeout(deploy: Deploy) -> None:
     engine = CannedEngine("both", drip, pause_seconds=0.005)
     gateway = await deploy(
         decoders=[engine], connector="plain", timeouts={"answer_seconds": 0.1}, resume={"mode": "off"}
@@ -326,10 +326,8 @@ async def test_a_whole_answer_that_drips_has_the_time_of_any_other(deploy: Deplo
 
 @pytest.mark.fault(89)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_bootstrap_server_that_sglangs_decoders_do_not_reach_costs_an_attempt(
-    deploy: Deploy, stream: bool
-) -> None:
-    """They look for it for 14 s, and fail then; the prefiller waits for them even longer, unless it is told."""
+async def test_unreachable_bootstrap_server_costs_one_attempt(deploy: Deploy, stream: bool) -> None:
+    """The decoders try for 14 s, and then fail. The prefiller waits even longer unless it gets an abort."""
     async with SimulatedEngine(role="prefill", profile_name="sglang") as lost:
         stand_in = StandIn("prefill", port=lost.port, bootstrap_port=1)
         met = SimulatedEngine(role="prefill", profile_name="sglang")

@@ -1,4 +1,4 @@
-"""Many clients at once: what they may cost, and that each one gets its own answer."""
+"""Many concurrent clients: their memory, and the separation of their answers."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
 STALLED = 120
 
-# What a stream holds in the gateway while its client does not read: what the transport takes before it says that it is
-# full (64 KiB), and one read from the engine (256 KiB) in a bytes object or two. The kernel's buffers do not count.
+# Memory of a stream while its client does not read: the transport's buffer (64 KiB), and one read from the engine
+# (256 KiB) in up to two bytes objects. The kernel's buffers do not count.
 STALLED_STREAM_BYTES = 1024 * 1024
 
 
 @pytest.mark.fault(17)
-async def test_clients_that_do_not_read_cost_a_bounded_memory_each() -> None:
+async def test_memory_per_client_that_does_not_read_is_bounded() -> None:
     async with serving() as (engine, program, session):
         before = resident_bytes(program.pid)
         with ExitStack() as clients:
             for number in range(STALLED):
-                say_for_ever(engine)
+                answer_endlessly(engine)
                 clients.enter_context(silent_client(program.url))
                 await until(lambda expected=number + 2: len(engine.received) == expected, "the request")
             await held_back(engine)
@@ -54,20 +54,20 @@ async def test_clients_that_do_not_read_cost_a_bounded_memory_each() -> None:
 
 @asynccontextmanager
 async def serving() -> AsyncIterator[tuple[CannedEngine, Program, aiohttp.ClientSession]]:
-    """A gateway as a process of its own, in front of one engine, that has served a request."""
+    """Start a gateway process in front of one engine, and serve a request."""
     engine = CannedEngine("both")
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(engine)
         session = await stack.enter_async_context(aiohttp.ClientSession())
         options = ("--connector", "plain", "--decode", engine.url)
-        # What has been said of an answer is kept for the case that its decoder is lost, and is no buffer.
+        # With resume, the gateway keeps the text of each answer, which is no buffer.
         program = await stack.enter_async_context(gateway_program(*options, PROXY_RESUME__MODE="off"))
         await check_that_it_serves(session, program.url, engine)
         yield engine, program, session
 
 
-def say_for_ever(engine: CannedEngine) -> None:
-    """In large pieces: the kernel takes megabytes of them."""
+def answer_endlessly(engine: CannedEngine) -> None:
+    """Answer in large events, because the kernel buffers megabytes of them."""
     event = data(chunk("x" * 65_536))
     more = itertools.repeat(b"%x\r\n%b\r\n" % (len(event), event))
     engine.answer = itertools.chain(event_stream([event], is_whole=False), more)
@@ -79,7 +79,7 @@ async def check_that_it_serves(session: aiohttp.ClientSession, url: str, engine:
 
 
 def silent_client(url: str) -> socket.socket:
-    """Asks for a stream and reads nothing of it, with as little room as the system gives."""
+    """Request a stream without reading it, with the smallest receive buffer of the system."""
     body = orjson.dumps(request(Api.COMPLETIONS, stream=True))
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -89,7 +89,7 @@ def silent_client(url: str) -> socket.socket:
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory of a process that is in use."""
+    """Return the resident memory of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -98,7 +98,7 @@ IDLE_CONNECTION_BYTES = 32 * 1024
 
 
 @pytest.mark.fault(20)
-async def test_idle_connections_cost_little_and_are_in_nobodys_way() -> None:
+async def test_memory_per_idle_connection_is_small() -> None:
     async with serving() as (engine, program, session):
         before = resident_bytes(program.pid)
         with ExitStack() as clients:
@@ -111,7 +111,7 @@ async def test_idle_connections_cost_little_and_are_in_nobodys_way() -> None:
 
 
 @pytest.mark.fault(48)
-async def test_metrics_of_many_instances_are_as_many_times_those_of_one(deploy: Deploy) -> None:
+async def test_number_of_metrics_grows_linearly_with_instances(deploy: Deploy) -> None:
     engines = [[CannedEngine(role) for _ in range(16)] for role in ("prefill", "decode")]
     gateway = await deploy(*engines)
     async with gateway.session.get(gateway.url + "/metrics") as response:
@@ -128,8 +128,8 @@ AT_A_TIME = 100
 
 @pytest.mark.fault(50)
 @pytest.mark.parametrize("connector", CONNECTORS)
-async def test_no_client_gets_a_byte_of_anothers_answer_whatever_engines_do(deploy: Deploy, connector: str) -> None:
-    """Every prompt is one of its own, and so is every answer; engines are killed while hundreds are on their way."""
+async def test_clients_never_receive_bytes_of_other_answers(deploy: Deploy, connector: str) -> None:
+    """Every prompt and answer is unique. Engines are killed during hundreds of requests."""
     chance = random.Random(7)
     gateway = await deploy(3, 3, connector=connector, engine={"decode_step_ms": 0.3})
     bodies = [a_request(number, chance) for number in range(REQUESTS)]
@@ -145,7 +145,7 @@ async def test_no_client_gets_a_byte_of_anothers_answer_whatever_engines_do(depl
         check(answer, text)
 
     async def killer() -> None:
-        """Leaves one engine of each role, and time for its answers."""
+        """Kill all engines but one of each role, with time for their answers."""
         mortal = [*gateway.prefillers[:-1], *gateway.decoders[:-1]]
         chance.shuffle(mortal)
         for count, engine in enumerate(mortal, 1):
@@ -166,7 +166,7 @@ def a_request(number: int, chance: random.Random) -> dict[str, Any]:
 
 
 def check(answer: Answer, text: str) -> None:
-    """The whole answer, the beginning of it with an error, or an error."""
+    """Check for the whole answer, or its beginning with an error, or an error."""
     if answer.status == 200 and answer.is_done:
         assert answer.text == text
     else:
@@ -175,7 +175,7 @@ def check(answer: Answer, text: str) -> None:
 
 
 class Memory:
-    """As much of it in use as the test says."""
+    """Memory usage that the test sets."""
 
     used = 0.0
 
@@ -187,7 +187,7 @@ class Memory:
 
 
 @pytest.mark.fault(40)
-async def test_without_memory_new_requests_are_refused_until_there_is_some_again(deploy: Deploy) -> None:
+async def test_new_requests_are_rejected_while_memory_is_short(deploy: Deploy) -> None:
     gateway = await deploy()
     worker = gateway.worker
     memory = worker.monitor._memory = Memory()  # type: ignore[assignment]

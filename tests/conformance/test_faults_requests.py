@@ -1,4 +1,4 @@
-"""Requests that no sane client sends: a 400 or the engine's own answer, and nothing where it does not belong."""
+"""Invalid and extreme requests: a 400 or the engine's own answer, without effects on others."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NO_JSON = {
 
 @pytest.mark.fault(24)
 @pytest.mark.parametrize("body", NO_JSON.values(), ids=NO_JSON)
-async def test_what_is_no_json_object_is_refused_without_being_repeated(gateway: Deployment, body: bytes) -> None:
+async def test_invalid_json_is_rejected_without_quoting_it(gateway: Deployment, body: bytes) -> None:
     async with gateway.session.post(gateway.url + Api.COMPLETIONS.path, data=body) as response:
         error = (await response.json())["error"]
     assert (response.status, error["type"]) == (400, "invalid_request_error")
@@ -53,7 +53,7 @@ async def test_what_is_no_json_object_is_refused_without_being_repeated(gateway:
 
 
 @pytest.mark.fault(24)
-async def test_a_million_token_ids_are_the_engines_business(gateway: Deployment) -> None:
+async def test_a_million_token_ids_reach_the_engine(gateway: Deployment) -> None:
     body = orjson.dumps({**request(Api.COMPLETIONS), "prompt": [7] * 1_000_000})
     async with gateway.session.post(gateway.url + Api.COMPLETIONS.path, data=io.BytesIO(body)) as response:
         answer = await read(response)
@@ -61,7 +61,7 @@ async def test_a_million_token_ids_are_the_engines_business(gateway: Deployment)
 
 
 @pytest.mark.fault(24)
-async def test_a_body_nested_deeper_than_it_could_be_written_is_sent_on_as_it_is(deploy: Deploy) -> None:
+async def test_deeply_nested_body_is_forwarded_unchanged(deploy: Deploy) -> None:
     engine = CannedEngine("both", [json_answer({"choices": [{"index": 0, "text": "a", "finish_reason": "stop"}]})])
     gateway = await deploy(decoders=[engine], connector="plain", resume={"mode": "off"})
     nested = b"[ " * 900 + b"]" * 900
@@ -91,7 +91,7 @@ TOO_HEAVY = {
 
 @pytest.mark.parametrize("api", OPENAI_APIS)
 @pytest.mark.parametrize("body", TOO_HEAVY.values(), ids=TOO_HEAVY)
-async def test_a_body_that_would_hold_everybody_up_is_refused_before_it_is_read(
+async def test_body_with_too_many_elements_is_rejected_before_parsing(
     gateway: Deployment, body: bytes, api: Api, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -115,7 +115,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("fields", LARGE.values(), ids=LARGE)
-async def test_what_is_large_for_good_reason_is_sent_on_as_it_is(deploy: Deploy, fields: dict[str, Any]) -> None:
+async def test_large_but_simple_body_is_forwarded_unchanged(deploy: Deploy, fields: dict[str, Any]) -> None:
     engine = CannedEngine("both", [json_answer({"choices": [{"index": 0, "text": "a", "finish_reason": "stop"}]})])
     gateway = await deploy(decoders=[engine], connector="plain", resume={"mode": "off"})
     body = json.dumps({"model": "sim", **fields}).encode()
@@ -125,8 +125,8 @@ async def test_what_is_large_for_good_reason_is_sent_on_as_it_is(deploy: Deploy,
 
 
 @pytest.mark.parametrize("is_read", [True, False])
-async def test_memory_is_accounted_for_what_bodies_become(deploy: Deploy, is_read: bool) -> None:
-    """As far as anybody looks at them, and no longer than the request lasts."""
+async def test_memory_of_parsed_bodies_counts_as_buffered(deploy: Deploy, is_read: bool) -> None:
+    """Only parsed members count, and only while the request runs."""
     gateway = await deploy(admission={"max_buffered_bytes": 50_000_000 if is_read else 30_000_000})
     gateway.prefillers[0].faults.add("hang_before_headers")
     body = filled(b"[],", 200_000)[:-1] + ', "y": "🙂%s"}'.encode() % (b"y" * 1_000_000)
@@ -150,8 +150,8 @@ async def test_memory_is_accounted_for_what_bodies_become(deploy: Deploy, is_rea
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_engine_cannot_hold_everybody_up_either(deploy: Deploy, stream: bool) -> None:
-    """A whole answer is refused; an event is passed on unread, as one is that is no JSON."""
+async def test_engine_answer_with_too_many_elements_is_not_parsed(deploy: Deploy, stream: bool) -> None:
+    """A whole answer is an error. An event is forwarded unread, like an event with invalid JSON."""
     answer = {"choices": [{"index": 0, "text": "a", "finish_reason": "stop"}]}
     heavy = orjson.dumps(answer)[:-1] + b',"x":[' + b"[]," * 1_000_000 + b"0]}"
     done = b"data: " + orjson.dumps(answer) + b"\n\ndata: [DONE]\n\n"
@@ -194,8 +194,8 @@ FIELDS = (
 @pytest.mark.fault(25)
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("api", OPENAI_APIS)
-async def test_fields_of_any_type_are_no_failure_of_ours(deploy: Deploy, api: Api, stream: bool) -> None:
-    """What the gateway does not need it leaves to the engine, whose answer is as good as any here."""
+async def test_fields_of_any_type_never_cause_an_internal_error(deploy: Deploy, api: Api, stream: bool) -> None:
+    """Fields that the gateway does not need reach the engine, whose answer is passed on."""
     answer = b"HTTP/1.1 418 Odd\r\nContent-Type: text/plain\r\nContent-Length: 4\r\n\r\nnope"
     gateway = await deploy([CannedEngine("prefill", [answer])], [CannedEngine("decode", [answer])])
     for field in FIELDS:
@@ -214,7 +214,7 @@ async def test_fields_of_any_type_are_no_failure_of_ours(deploy: Deploy, api: Ap
     "given",
     [b"a b", b"a\tb", b'a"b', b"\xc3\xbc", b"\xff", b"x" * 129, b"x" * 8000, b"", b"a,b", b"{}", b"%0d%0aX-A: 1"],
 )
-async def test_an_odd_request_id_is_replaced_everywhere(
+async def test_invalid_request_id_is_replaced_everywhere(
     gateway: Deployment, given: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -230,7 +230,7 @@ async def test_an_odd_request_id_is_replaced_everywhere(
 
 @pytest.mark.fault(28)
 @pytest.mark.parametrize("given", [b"a\r\nX-A: 1", b"a\nX-A: 1", b"a\rX-A: 1", b"a\0b", b"x" * 65536])
-async def test_a_request_id_cannot_begin_another_header(gateway: Deployment, given: bytes) -> None:
+async def test_request_id_cannot_inject_a_header(gateway: Deployment, given: bytes) -> None:
     sent = raw_request(request(Api.CHAT), b"X-Request-Id: " + given, b"Connection: close")
     headers, _ = await exchange(gateway, sent)
     assert "x-a" not in headers
@@ -251,7 +251,7 @@ NOWHERE = [
 
 @pytest.mark.fault(29)
 @pytest.mark.parametrize("path", NOWHERE)
-async def test_what_is_no_route_reaches_no_engine(gateway: Deployment, path: str) -> None:
+async def test_unknown_route_reaches_no_engine(gateway: Deployment, path: str) -> None:
     sent = raw_request(request(Api.CHAT), b"Connection: close").replace(CHAT.encode(), path.encode(), 1)
     headers, body = await exchange(gateway, sent)
     assert headers["status"].startswith("HTTP/1.1 404")
@@ -261,7 +261,7 @@ async def test_what_is_no_route_reaches_no_engine(gateway: Deployment, path: str
 
 @pytest.mark.fault(29)
 @pytest.mark.parametrize("path", ["//v1/chat/completions", "/v1//chat/completions", "/v1/chat/completions/"])
-async def test_slashes_too_many_lead_to_our_own_route_and_to_no_engine(gateway: Deployment, path: str) -> None:
+async def test_superfluous_slashes_redirect_and_reach_no_engine(gateway: Deployment, path: str) -> None:
     sent = raw_request(request(Api.CHAT), b"Connection: close").replace(CHAT.encode(), path.encode(), 1)
     headers, _ = await exchange(gateway, sent)
     assert headers["status"].startswith("HTTP/1.1 307")
@@ -270,7 +270,7 @@ async def test_slashes_too_many_lead_to_our_own_route_and_to_no_engine(gateway: 
 
 
 @pytest.mark.fault(29)
-async def test_engines_are_where_the_configuration_says_whatever_a_client_says(gateway: Deployment) -> None:
+async def test_host_headers_of_clients_do_not_change_the_engine(gateway: Deployment) -> None:
     sent = raw_request(request(Api.CHAT), b"X-Forwarded-Host: evil", b"Connection: close")
     headers, _ = await exchange(gateway, sent.replace(b"Host: x", b"Host: evil"))
     assert headers["status"] == "HTTP/1.1 200 OK"
@@ -279,7 +279,7 @@ async def test_engines_are_where_the_configuration_says_whatever_a_client_says(g
 
 
 @pytest.mark.fault(46)
-async def test_odd_names_make_no_new_series(gateway: Deployment) -> None:
+async def test_invalid_names_create_no_metric_series(gateway: Deployment) -> None:
     async def odd(number: int) -> None:
         await gateway.ask(
             request(Api.CHAT, model=f"model-{number}", user=f"user-{number}"), x_request_id=f"id-{number}"
@@ -303,7 +303,7 @@ async def test_odd_names_make_no_new_series(gateway: Deployment) -> None:
 
 
 @pytest.mark.fault(51)
-async def test_an_http_10_client_sees_that_its_stream_broke_off(deploy: Deploy) -> None:
+async def test_http_10_client_gets_an_error_event_for_a_broken_stream(deploy: Deploy) -> None:
     gateway = await deploy(resume={"mode": "off"})
     gateway.decoders[0].faults.add("reset_after_tokens", tokens=3)
     body = request(Api.CHAT, stream=True)

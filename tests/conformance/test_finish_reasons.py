@@ -1,4 +1,4 @@
-"""Answers that end for another reason than those of a whole answer, in every API."""
+"""Answers with unusual finish reasons, in every API."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.asking import read
 from tests.canned import CannedEngine, data, event_stream, json_answer
-from tests.conformance.resuming import chat, completion, serving, uninterrupted, unlike
+from tests.conformance.resuming import chat, completion, difference, serving, uninterrupted
 
 if TYPE_CHECKING:
     from tests.asking import Answer
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 DONE = b"data: [DONE]\n\n"
 HEAD: dict[str, Any] = {"id": "x", "created": 1, "model": "m"}
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-ASK: dict[str, dict[str, Any]] = {
+BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
     "/v1/completions": {"prompt": "x"},
     "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9},
     "/v1/responses": {"input": "x"},
 }
-GIVEN_UP: list[Any] = ["abort", "error", {"type": "abort", "message": "Abort"}]
+ABORTED: list[Any] = ["abort", "error", {"type": "abort", "message": "Abort"}]
 EMPTY: list[Any] = ["", None, {}]
 UNKNOWN: list[Any] = ["eos", "paused", 7, True]
 
 
 def stream_of(reason: Any, *, is_chat: bool) -> list[bytes]:
-    """An engine's stream of two tokens that ends with this finish reason."""
+    """Return an engine's stream of two tokens with this finish reason."""
     if is_chat:
         deltas: list[dict[str, Any]] = [
             {"role": "assistant", "content": ""},
@@ -50,19 +50,19 @@ def stream_of(reason: Any, *, is_chat: bool) -> list[bytes]:
 
 
 def whole_of(reason: Any, *, is_chat: bool) -> list[bytes]:
-    """The same answer in one piece."""
+    """Return the same answer without streaming."""
     said = {"message": {"role": "assistant", "content": "so far"}} if is_chat else {"text": "so far"}
     return [json_answer({**HEAD, "choices": [{"index": 0, **said, "finish_reason": reason}], "usage": USAGE})]
 
 
 def events(answer: Answer) -> list[dict[str, Any]]:
-    """The data of all events, named or not, without `[DONE]`."""
+    """Return the data of all events, named or not, without `[DONE]`."""
     lines = [line[6:] for line in answer.body.split(b"\n") if line.startswith(b"data: {")]
     return list(map(orjson.loads, lines))
 
 
-async def asked(gateway: Deployment, path: str, **fields: Any) -> Answer:
-    body = orjson.dumps({"model": "m", **ASK[path], **fields})
+async def ask(gateway: Deployment, path: str, **fields: Any) -> Answer:
+    body = orjson.dumps({"model": "m", **BODIES[path], **fields})
     async with gateway.session.post(gateway.url + path, data=body) as response:
         return await read(response)
 
@@ -77,12 +77,12 @@ async def ending_with(deploy: Deploy, path: str, reason: Any, *, stream: bool, m
     gateway = await deploy(
         decoders=[CannedEngine("both", answer)], connector="plain", resume={"mode": mode, "repeat_up_to_tokens": 0}
     )
-    return await asked(gateway, path, stream=stream), gateway
+    return await ask(gateway, path, stream=stream), gateway
 
 
 @pytest.mark.fault(112)
-@pytest.mark.covering("path reason stream mode", product(ASK, GIVEN_UP, (True, False), ("off", "exact")))
-async def test_an_answer_that_is_given_up_everywhere_ends_in_an_error(
+@pytest.mark.covering("path reason stream mode", product(BODIES, ABORTED, (True, False), ("off", "exact")))
+async def test_answer_aborted_by_every_engine_ends_with_an_error(
     deploy: Deploy, path: str, reason: Any, stream: bool, mode: str
 ) -> None:
     answer, gateway = await ending_with(deploy, path, reason, stream=stream, mode=mode)
@@ -91,16 +91,14 @@ async def test_an_answer_that_is_given_up_everywhere_ends_in_an_error(
 
 
 @pytest.mark.fault(113)
-@pytest.mark.covering("path reason stream mode", product(ASK, EMPTY, (True, False), ("off", "exact")))
-async def test_an_empty_finish_reason_is_no_end(
-    deploy: Deploy, path: str, reason: Any, stream: bool, mode: str
-) -> None:
+@pytest.mark.covering("path reason stream mode", product(BODIES, EMPTY, (True, False), ("off", "exact")))
+async def test_empty_finish_reason_is_an_error(deploy: Deploy, path: str, reason: Any, stream: bool, mode: str) -> None:
     answer, _ = await ending_with(deploy, path, reason, stream=stream, mode=mode)
     check_error(answer, path, stream=stream)
 
 
 def check_error(answer: Answer, path: str, *, stream: bool) -> None:
-    """The client is told that the answer is not complete."""
+    """Check that the answer reports that it is not complete."""
     if stream:
         last = events(answer)[-1]
         assert DONE not in answer.body
@@ -112,8 +110,8 @@ def check_error(answer: Answer, path: str, *, stream: bool) -> None:
 
 
 @pytest.mark.fault(113)
-@pytest.mark.covering("path reason stream mode", product(ASK, UNKNOWN, (True, False), ("off", "exact")))
-async def test_an_unknown_finish_reason_is_no_success(
+@pytest.mark.covering("path reason stream mode", product(BODIES, UNKNOWN, (True, False), ("off", "exact")))
+async def test_unknown_finish_reason_is_not_reported_as_success(
     deploy: Deploy, path: str, reason: Any, stream: bool, mode: str
 ) -> None:
     answer, _ = await ending_with(deploy, path, reason, stream=stream, mode=mode)
@@ -133,19 +131,19 @@ async def test_an_unknown_finish_reason_is_no_success(
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("make", [chat, completion])
 @pytest.mark.parametrize("tokens", [0, 10])
-async def test_another_decoder_continues_an_answer_that_was_aborted(make: Any, tokens: int, stream: bool) -> None:
+async def test_another_decoder_continues_an_aborted_answer(make: Any, tokens: int, stream: bool) -> None:
     body = make(stream=stream)
     async with serving("v0.33") as gateway:
         gateway.decoders[0].faults.add("abort", tokens=tokens)
         gateway.expects_inexact_pins = not tokens
         answer = await gateway.ask(dict(body))
         assert answer.is_done
-        assert not unlike(answer.text, (await alone(body)))
+        assert not difference(answer.text, (await alone(body)))
         assert len(gateway.decoders[1].requests)
 
 
 async def alone(body: dict[str, Any]) -> str:
-    """The text of the same answer if nothing goes wrong."""
+    """Return the text of the same answer without faults."""
     got = await uninterrupted("v0.33", body)
     choice = got["choices"][0]
     return choice["content"] + choice["text"] if body["stream"] else choice.get("text") or choice["message"]["content"]

@@ -1,7 +1,7 @@
-"""Every connector, both endpoints, streamed and not: the client leaves, and the engines are let go at once.
+"""Clients that leave: every connector, both endpoints, streamed and not.
 
-What counts is the order of things: the engine sees its connection close because the client went, while the request
-would otherwise have lasted for ever. Nothing is tried again.
+The engine's connection must close soon after the client has left, although the request would run for ever. The request
+is not retried.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _has_generated(state: State) -> bool:
 
 @dataclass(frozen=True)
 class Phase:
-    """Where a request is when its client leaves. A fault keeps it there; `is_there` is seen at the engine."""
+    """The phase of a request when its client leaves. A fault keeps it there; `is_there` looks at the engine."""
 
     name: str
     role: str
@@ -50,11 +50,11 @@ class Phase:
     is_there: Callable[[State], bool] = _is_asked
     fields: Mapping[str, Any] = field(default_factory=dict)
     tokens: int = 0
-    """So many have reached the client of a stream."""
+    """Number of tokens that have reached the client of a stream."""
     is_alone: bool = False
-    """The prefiller does nothing meanwhile."""
+    """Whether the prefiller hangs, so that the decoder waits alone."""
     engine: Mapping[str, Any] = field(default_factory=dict)
-    """How the engines are set up."""
+    """Options of the engines."""
 
     def __str__(self) -> str:
         return self.name
@@ -82,15 +82,17 @@ def phases(connector: str) -> list[Phase]:
 
 
 def rows() -> Iterator[tuple[str, Phase, str, Api]]:
-    """Connector, phase, how it is asked, and where."""
+    """Yield connector, phase, shape and endpoint of each row."""
     for connector in CONNECTORS:
         yield from product([connector], phases(connector), ("stream", "whole"), OPENAI_APIS)
 
 
 @pytest.mark.covering("connector phase shape api", rows(), all_of_one)
-async def test_a_leaving_client(deploy: Deploy, connector: str, phase: Phase, shape: str, api: Api) -> None:
+async def test_leaving_client_frees_the_engines(
+    deploy: Deploy, connector: str, phase: Phase, shape: str, api: Api
+) -> None:
     stream = shape == "stream"
-    # Two of each, so that a second attempt would have somewhere to go.
+    # Two of each role, so that a second attempt would be possible.
     gateway = await deploy(2, 2, engine={"decode_step_ms": 1.0, **phase.engine}, connector=connector)
     engine = gateway.engines[0] if phase.role == "prefill" else gateway.decoders[0]
     if phase.is_alone:
@@ -111,7 +113,7 @@ async def test_a_leaving_client(deploy: Deploy, connector: str, phase: Phase, sh
         assert not generations(*gateway.decoders)
     assert all(len(generations(*engines)) <= 1 for engines in (gateway.prefillers, gateway.decoders))
     if connector == "mooncake_bootstrap":
-        # If the prefiller was done, its KV waits for a decoder, which fetches it when it was asked for that before.
+        # After the prefill, the KV cache waits for a decoder, which fetches it if it had the request already.
         gateway.may_stay_pinned = 1
         gateway.expects_inexact_pins = True
     ((term,),) = gateway.metrics("pdproxy_request_end_total")
@@ -124,8 +126,8 @@ async def test_a_leaving_client(deploy: Deploy, connector: str, phase: Phase, sh
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("waiting", ["prefill", "decode"])
-async def test_engines_that_do_not_notice_are_told(deploy: Deploy, waiting: str, stream: bool) -> None:
-    """SGLang looks for closed connections now and then only, and its partner would be waited for."""
+async def test_engine_that_ignores_closed_connections_gets_an_abort(deploy: Deploy, waiting: str, stream: bool) -> None:
+    """SGLang looks for closed connections only now and then, and would wait for its partner."""
     gateway = await deploy(connector="sglang_bootstrap")
     (prefiller,), (decoder,) = gateway.prefillers, gateway.decoders
     waits, hangs = (prefiller, decoder) if waiting == "prefill" else (decoder, prefiller)

@@ -1,4 +1,4 @@
-"""What only a prefiller knows and what only one engine can do: the prompt's log probabilities, and searches."""
+"""Requests without a handoff: log probabilities of the prompt, and beam searches."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ VLLM = sorted(CONNECTORS.keys() - {"plain", "sglang_bootstrap"})
 UNITS = {"prompts": 3, "samples": 4}
 
 
-async def of_one_engine(body: dict[str, Any], connector: str) -> Answer:
-    """What an engine answers that no gateway stands in front of."""
+async def answer_of_one_engine(body: dict[str, Any], connector: str) -> Answer:
+    """Return the answer of a single engine, without a gateway."""
     profile: dict[str, Any] = {"profile_name": "sglang"} if connector == "sglang_bootstrap" else {}
     async with SimulatedEngine(**profile) as engine, aiohttp.ClientSession() as session:
         return await ask(session, engine.url, body)
 
 
 def choices(answer: Answer) -> dict[int, list[Any]]:
-    """What is told of each choice, in its order: the streams of several choices may be mixed in any way."""
-    told: dict[int, list[Any]] = {}
+    """Return the parts of each choice in order, because streams may mix the choices in any way."""
+    parts: dict[int, list[Any]] = {}
     for payload in answer.events if answer.is_stream else [answer.json]:
         for choice in payload["choices"] if isinstance(payload, dict) else ():
-            told.setdefault(choice["index"], []).append(choice)
-    return told
+            parts.setdefault(choice["index"], []).append(choice)
+    return parts
 
 
 @pytest.mark.covering("connector kind shape", product(CONNECTORS, ECHOES, ("stream", "whole")))
-async def test_an_echoed_prompt_has_the_log_probabilities_of_one_engine(
+async def test_echoed_prompt_has_the_logprobs_of_a_single_engine(
     deploy: Deploy, connector: str, kind: str, shape: str
 ) -> None:
     stream = shape == "stream"
     gateway = await deploy(2, 2, connector=connector)
     body = ECHOES[kind] | ({"stream": True, "stream_options": {"include_usage": True}} if stream else {})
-    answer, alone = await gateway.ask(body), await of_one_engine(body, connector)
+    answer, alone = await gateway.ask(body), await answer_of_one_engine(body, connector)
     if body["max_tokens"] == 0 and connector == "sglang_bootstrap":
         assert (answer.status, answer.body) == (alone.status, alone.body) == (400, answer.body)
         return
@@ -82,13 +82,13 @@ async def test_an_echoed_prompt_has_the_log_probabilities_of_one_engine(
 
 @pytest.mark.parametrize("kind", PROMPT_LOGPROBS)
 @pytest.mark.parametrize("connector", ["plain", *VLLM])
-async def test_prompt_logprobs_are_those_of_one_engine(deploy: Deploy, connector: str, kind: str) -> None:
+async def test_prompt_logprobs_equal_those_of_a_single_engine(deploy: Deploy, connector: str, kind: str) -> None:
     gateway = await deploy(2, 2, connector=connector)
     body = PROMPT_LOGPROBS[kind]
-    answer, alone = (await gateway.ask(body)).json, (await of_one_engine(body, connector)).json
+    answer, alone = (await gateway.ask(body)).json, (await answer_of_one_engine(body, connector)).json
     assert answer["choices"] == alone["choices"]
-    told = answer.get("prompt_logprobs") or answer["choices"][0]["prompt_logprobs"]
-    assert None not in told[1:]
+    logprobs = answer.get("prompt_logprobs") or answer["choices"][0]["prompt_logprobs"]
+    assert None not in logprobs[1:]
     assert answer.get("prompt_logprobs") == alone.get("prompt_logprobs")
     if connector != "plain":
         assert generations(*gateway.decoders) == []
@@ -97,22 +97,24 @@ async def test_prompt_logprobs_are_those_of_one_engine(deploy: Deploy, connector
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("new_tokens", [0, 1])
 @pytest.mark.parametrize("prompt", ["Which river?", ["Which river?", "That one"]], ids=["one", "list"])
-async def test_input_logprobs_of_sglangs_own_api_need_no_decoder(
+async def test_input_logprobs_of_generate_need_no_decoder(
     deploy: Deploy, prompt: Any, new_tokens: int, stream: bool
 ) -> None:
     gateway = await deploy(2, 2, connector="sglang_bootstrap")
     body = {"text": prompt, "return_logprob": True, "logprob_start_len": 0, "stream": stream}
     body["sampling_params"] = {"max_new_tokens": new_tokens}
     async with SimulatedEngine(profile_name="sglang") as engine:
-        told = [await told_natively(gateway.session, url, body) for url in (gateway.url, engine.url)]
-    assert told[0] == told[1]
-    assert [len(meta["input_token_logprobs"]) for _, meta in told[0]] == ([12, 8] if isinstance(prompt, list) else [12])
+        answers = [await ask_generate(gateway.session, url, body) for url in (gateway.url, engine.url)]
+    assert answers[0] == answers[1]
+    assert [len(meta["input_token_logprobs"]) for _, meta in answers[0]] == (
+        [12, 8] if isinstance(prompt, list) else [12]
+    )
     assert not any(seen.path == "/generate" for engine in gateway.decoders for seen in engine.requests)
-    assert sum(seen.path == "/generate" for engine in gateway.prefillers for seen in engine.requests) == len(told[0])
+    assert sum(seen.path == "/generate" for engine in gateway.prefillers for seen in engine.requests) == len(answers[0])
 
 
-async def told_natively(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """The text, the tokens and what is told of them, for each prompt."""
+async def ask_generate(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """Return text, tokens and metadata for each prompt from `/generate`."""
     async with session.post(url + "/generate", data=orjson.dumps(body)) as response:
         answer = await read(response)
     assert answer.is_done
@@ -130,7 +132,7 @@ async def told_natively(session: aiohttp.ClientSession, url: str, body: dict[str
 
 @pytest.mark.parametrize("connector", VLLM)
 @pytest.mark.parametrize("fault", ["refuse_status", "reset_before_headers", "truncated_json"])
-async def test_what_one_prefiller_fails_to_do_another_does(deploy: Deploy, connector: str, fault: str) -> None:
+async def test_logprobs_are_retried_on_another_prefiller(deploy: Deploy, connector: str, fault: str) -> None:
     gateway = await deploy(2, 1, connector=connector)
     gateway.prefillers[0].faults.add(fault, path=Api.COMPLETIONS.path)
     answers = [await gateway.ask(ECHOES["one token"]) for _ in range(4)]
@@ -139,7 +141,7 @@ async def test_what_one_prefiller_fails_to_do_another_does(deploy: Deploy, conne
 
 
 @pytest.mark.parametrize("connector", [*VLLM, "sglang_bootstrap"])
-async def test_it_is_the_load_of_a_prefill_and_nothing_else(deploy: Deploy, connector: str) -> None:
+async def test_logprobs_count_as_load_of_the_prefiller_only(deploy: Deploy, connector: str) -> None:
     gateway = await deploy(connector=connector)
     gateway.prefillers[0].faults.add("hang_before_headers", path=Api.COMPLETIONS.path)
     board, pools = gateway.scoreboard, gateway.worker.pools
@@ -150,7 +152,7 @@ async def test_it_is_the_load_of_a_prefill_and_nothing_else(deploy: Deploy, conn
         assert board.requests(decoder.slot) == 0
 
 
-async def test_it_needs_no_decoder_that_works(deploy: Deploy) -> None:
+async def test_logprobs_need_no_healthy_decoder(deploy: Deploy) -> None:
     gateway = await deploy()
     await gateway.decoders[0].kill()
     assert (await gateway.ask(ECHOES["one token"])).status == 200
@@ -164,14 +166,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (request(Api.CHAT, prompt_logprobs=1, max_tokens=None), "prompt_logprobs"),
     (request(Api.CHAT, use_beam_search=True, n=2), "use_beam_search"),
     (request(Api.COMPLETIONS, best_of=3, n=2), "best_of"),
-    # A prefiller could, but would decode all the beams.
+    # A prefiller could serve this, but would decode all the beams.
     (request(Api.COMPLETIONS, best_of=3, max_tokens=1), "best_of"),
 ]
 
 
 @pytest.mark.parametrize(("body", "param"), REFUSED, ids=str)
 @pytest.mark.parametrize("connector", VLLM)
-async def test_what_no_hand_over_can_serve_is_refused(
+async def test_request_that_no_handoff_can_serve_is_rejected(
     deploy: Deploy, connector: str, body: dict[str, Any], param: str
 ) -> None:
     gateway = await deploy(connector=connector)
@@ -182,14 +184,14 @@ async def test_what_no_hand_over_can_serve_is_refused(
 
 @pytest.mark.parametrize(("body", "param"), REFUSED, ids=str)
 @pytest.mark.parametrize("connector", VLLM)
-async def test_or_a_decoder_serves_it_alone_where_the_settings_say_so(
+async def test_request_without_handoff_is_served_by_a_decoder_if_configured(
     deploy: Deploy, connector: str, body: dict[str, Any], param: str
 ) -> None:
     gateway = await deploy(connector=connector, kv={"on_unsupported": "local"})
-    answer, alone = await gateway.ask(body), await of_one_engine(body, connector)
+    answer, alone = await gateway.ask(body), await answer_of_one_engine(body, connector)
     assert answer.status == 200
     assert choices(answer) == choices(alone)
     assert generations(*gateway.prefillers) == []
-    if param in ("use_beam_search", "best_of"):  # a search is of all that it chooses from
+    if param in ("use_beam_search", "best_of"):  # a search gets the request unchanged
         (seen,) = generations(*gateway.decoders)
         assert seen.body == body

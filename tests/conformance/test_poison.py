@@ -1,7 +1,7 @@
-"""Poison: requests that break every engine they come to, beside others that must not notice much of it.
+"""Poison requests, which crash every engine that works on them, beside requests that must not fail.
 
-However a request is repeated, resumed, split or sent again, it costs two engines; and requests that every engine
-answers with 500 cost none. `-rP` prints what each case has cost.
+However a poison request is repeated, resumed, split or sent again, it crashes two engines. Requests that every engine
+answers with 500 eject none. `-rP` prints the figures of each case.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from tests.deployment import Deployment
 
 POISON = "poison"
-"""The member `user` of a poison request, which is part of every leg of it."""
+"""Value of the member `user` of poison requests, which every leg contains."""
 BYSTANDERS = 40
 PACE: dict[str, Any] = {"eos_after": 1000, "default_max_tokens": 1000, "decode_step_ms": 10.0}
 PATIENT: dict[str, Any] = {"deadline_seconds": 15.0}
 ROLE_OF = {"prefill": "prefill", "decode": "decode", "middle": "decode"}
-"""Where a request breaks engines: when it comes to a prefiller, to a decoder, or in the middle of its answer."""
+"""Places of the crash, with the crashing role: at a prefiller, at a decoder, or in the middle of the answer."""
 
 
 def poison(**fields: Any) -> dict[str, Any]:
     return request(Api.CHAT, "Tell me", **{"max_tokens": 200, "user": POISON, **fields})
 
 
-def laced(gateway: Deployment, place: str) -> Sequence[SimulatedEngine]:
-    """Make all engines of a role die of poison; those engines. What they had pinned goes with them."""
+def add_poison_fault(gateway: Deployment, place: str) -> Sequence[SimulatedEngine]:
+    """Make all engines of a role crash on poison requests, and return them. Their pinned KV is lost with them."""
     gateway.may_stay_pinned, gateway.expects_inexact_pins = 1000, True
     engines = gateway.prefillers if ROLE_OF[place] == "prefill" else gateway.decoders
     for engine in engines:
@@ -48,35 +48,35 @@ def laced(gateway: Deployment, place: str) -> Sequence[SimulatedEngine]:
     return engines
 
 
-async def insisting(gateway: Deployment, body: dict[str, Any], times: int = 3) -> list[Answer]:
-    """As clients do that send again what failed, whatever they are told."""
+async def ask_repeatedly(gateway: Deployment, body: dict[str, Any], times: int = 3) -> list[Answer]:
+    """Send a request again after failures, like clients that ignore the error."""
     return [await gateway.ask(body) for _ in range(times)]
 
 
 async def is_served(gateway: Deployment, number: int) -> bool:
-    """A bystander, streamed or not."""
+    """Return whether a bystander's request, streamed or not, is answered completely."""
     answer = await gateway.ask(request(Api.CHAT, f"Hello {number}", max_tokens=60, stream=number % 2 == 0))
     if not (answer.status == 200 and answer.is_done):
-        print(f"bystander {number} was told {answer.error}")
+        print(f"bystander {number} got {answer.error}")
     return answer.status == 200 and answer.is_done
 
 
 async def costs(gateway: Deployment, place: str, body: dict[str, Any]) -> tuple[int, int, list[Answer]]:
-    """Engines lost and bystanders whole, when a client insists on a poison request, and what the client got."""
-    engines = laced(gateway, place)
+    """Send a poison request repeatedly. Return crashed engines, complete bystanders, and the client's answers."""
+    engines = add_poison_fault(gateway, place)
     bystanders = [asyncio.create_task(is_served(gateway, number)) for number in range(BYSTANDERS)]
     await until(lambda: all(engine.state.live for engine in gateway.decoders), "the bystanders")
-    answers = await insisting(gateway, body)
+    answers = await ask_repeatedly(gateway, body)
     whole = sum(await asyncio.gather(*bystanders))
     lost = sum(not engine.is_running for engine in engines)
-    told = [answer.error["code"] if answer.error else answer.status for answer in answers]
-    print(f"{len(engines)=} {place=} stream={body.get('stream')} n={body.get('n')} {lost=} {whole=} {told=}")
+    codes = [answer.error["code"] if answer.error else answer.status for answer in answers]
+    print(f"{len(engines)=} {place=} stream={body.get('stream')} n={body.get('n')} {lost=} {whole=} {codes=}")
     return lost, whole, answers
 
 
 @pytest.mark.fault(55)
 @pytest.mark.covering("engines place shape n", product((6, 12), ROLE_OF, ("stream", "whole"), (1, 8)))
-async def test_a_poison_request_costs_two_engines_and_no_bystander(
+async def test_poison_request_crashes_two_engines_and_fails_no_other_request(
     deploy: Deploy, engines: int, place: str, shape: str, n: int
 ) -> None:
     stream = shape == "stream"
@@ -96,12 +96,10 @@ async def test_a_poison_request_costs_two_engines_and_no_bystander(
 
 @pytest.mark.fault(55)
 @pytest.mark.parametrize("kinds", [1, 4], ids=["copies", "different"])
-async def test_poison_requests_at_the_same_time_cost_two_engines_each_and_none_afterwards(
-    deploy: Deploy, kinds: int
-) -> None:
-    """Copies are not recognised as such before one of them has ended, so that they cost as much as different ones."""
+async def test_concurrent_poison_requests_crash_at_most_two_engines_each(deploy: Deploy, kinds: int) -> None:
+    """Copies are recognised only after one of them has ended, so until then they cost as much as different requests."""
     gateway = await deploy(2, 12, engine=PACE, resume=PATIENT)
-    engines = laced(gateway, "middle")
+    engines = add_poison_fault(gateway, "middle")
     bodies = [poison(stream=True, max_tokens=200 + number % kinds) for number in range(4)]
     for _ in range(2):
         answers = await asyncio.gather(*(gateway.ask(body) for body in bodies))
@@ -114,19 +112,23 @@ async def test_poison_requests_at_the_same_time_cost_two_engines_each_and_none_a
     "connector place mode",
     [row for row in product(CONNECTORS, ROLE_OF, ("exact", "restart-only")) if row[:2] != ("plain", "prefill")],
 )
-async def test_so_it_does_with_every_connector(deploy: Deploy, connector: str, place: str, mode: str) -> None:
+async def test_poison_request_crashes_at_most_two_engines_with_every_connector(
+    deploy: Deploy, connector: str, place: str, mode: str
+) -> None:
     gateway = await deploy(4, 6, engine=PACE, connector=connector, resume={"mode": mode, **PATIENT})
     lost, whole, _ = await costs(gateway, place, poison(stream=True))
     assert lost <= 2
-    if mode == "exact" and CONNECTOR_TRAITS[connector].engine != "SGLang":  # whose sampled chats do not go on
+    if mode == "exact" and CONNECTOR_TRAITS[connector].engine != "SGLang":  # its sampled chats are not resumed
         assert whole == BYSTANDERS
 
 
 @pytest.mark.fault(55)
-async def test_who_stops_it_says_so_once_with_the_engines(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+async def test_stopped_poison_request_is_logged_once_with_its_engines(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
     gateway = await deploy(1, 4, engine=PACE)
-    engines = laced(gateway, "decode")
-    await insisting(gateway, poison())
+    engines = add_poison_fault(gateway, "decode")
+    await ask_repeatedly(gateway, poison())
     [line] = [record for record in caplog.records if record.name == "proxy.flow.suspects"]
     gone = sorted(f"{engine.host}:{engine.port}" for engine in engines if not engine.is_running)
     assert line.levelname == "WARNING"
@@ -134,27 +136,27 @@ async def test_who_stops_it_says_so_once_with_the_engines(deploy: Deploy, caplog
 
 
 @pytest.mark.fault(55)
-async def test_engines_that_say_they_are_dead_before_they_die_count_too(deploy: Deploy) -> None:
-    """As vLLM's do: while its EngineCore is gone the API server answers 500 to all, and 503 to health checks."""
+async def test_engine_that_reports_its_death_counts_as_crashed(deploy: Deploy) -> None:
+    """While vLLM's EngineCore is dead, its API server answers 500 to all requests, and 503 to health checks."""
     gateway = await deploy(1, 6, engine=PACE)
     gateway.expects_inexact_pins, gateway.may_stay_pinned = True, 100
     for engine in gateway.decoders:
         engine.faults.add("error_event", tokens=3, user=POISON)
         engine.faults.add("refuse_status", path="/health", status=503)
-    await insisting(gateway, poison(stream=True))
+    await ask_repeatedly(gateway, poison(stream=True))
     assert sum(bool(generations(engine)) for engine in gateway.decoders) == 2
 
 
-# Who is innocent
+# Requests that are not poison
 
 
 @pytest.mark.fault(56)
-async def test_an_answer_outlives_one_engine_after_the_other(deploy: Deploy) -> None:
+async def test_answer_survives_crashes_if_engines_served_it_long_enough(deploy: Deploy) -> None:
     gateway = await deploy(1, 5, engine=PACE)
     gateway.expects_inexact_pins, gateway.may_stay_pinned = True, 10
     body = request(Api.CHAT, "Go on", max_tokens=600, stream=True)
     asking = asyncio.create_task(gateway.ask(body))
-    for tokens in (5, 150):  # the next engine serves it for longer than it takes to be cleared
+    for tokens in (5, 150):  # the next engine serves it long enough to clear it
         [engine] = await only_one_at_work(gateway)
         reached = engine.state.tokens_generated + tokens
         await engine.wait_until(lambda state, reached=reached: state.tokens_generated >= reached)
@@ -174,7 +176,7 @@ async def only_one_at_work(gateway: Deployment) -> list[SimulatedEngine]:
 
 
 @pytest.mark.fault(56)
-async def test_engines_that_were_not_shared_make_nobody_a_suspect(deploy: Deploy) -> None:
+async def test_unrelated_crashes_make_no_request_suspect(deploy: Deploy) -> None:
     gateway = await deploy(2, 6, engine=PACE)
     gateway.expects_inexact_pins, gateway.may_stay_pinned = True, 100
     bystanders = [asyncio.create_task(is_served(gateway, number)) for number in range(BYSTANDERS)]
@@ -185,7 +187,7 @@ async def test_engines_that_were_not_shared_make_nobody_a_suspect(deploy: Deploy
 
 
 @pytest.mark.fault(56)
-async def test_the_same_request_is_served_again_when_it_was_the_engines(deploy: Deploy) -> None:
+async def test_request_is_not_blamed_when_only_one_engine_crashed(deploy: Deploy) -> None:
     gateway = await deploy(1, 2, engine=PACE)
     gateway.expects_inexact_pins, gateway.may_stay_pinned = True, 10
     first, second = gateway.decoders
@@ -195,7 +197,7 @@ async def test_the_same_request_is_served_again_when_it_was_the_engines(deploy: 
     assert (refused.status, gateway.metrics("pdproxy_suspect_requests_total")) == (503, {})
     second.faults.clear()
     answer = await gateway.ask(poison())
-    while answer.status == 503:  # it is passed over for a moment
+    while answer.status == 503:  # the engine is passed over for a moment
         answer = await gateway.ask(poison())
     assert answer.status == 200
     assert gateway.worker.service._parts.suspects.memory.is_empty
@@ -207,8 +209,8 @@ def resumes(gateway: Deployment) -> float:
 
 @pytest.mark.fault(116)
 @pytest.mark.parametrize("copies", [False, True], ids=["different", "copies"])
-async def test_engines_that_die_one_after_the_other_make_nobody_poison(deploy: Deploy, copies: bool) -> None:
-    """Three of four decoders are killed while the answers of the one before are being continued."""
+async def test_successive_crashes_do_not_mark_requests_as_poison(deploy: Deploy, copies: bool) -> None:
+    """Three of four decoders are killed while the answers of the previous one are being resumed."""
     gateway = await deploy(2, 4, engine=PACE, resume=PATIENT, hearing_seconds=5.0)
     gateway.expects_inexact_pins, gateway.may_stay_pinned = True, 100
 
@@ -229,8 +231,8 @@ async def test_engines_that_die_one_after_the_other_make_nobody_poison(deploy: D
 
 
 @pytest.mark.fault(116)
-async def test_a_request_that_is_served_meanwhile_is_acquitted(deploy: Deploy) -> None:
-    """Both decoders that it was on died for another reason, as a copy of it shows."""
+async def test_suspect_request_is_cleared_when_a_copy_is_served(deploy: Deploy) -> None:
+    """Both decoders crashed for another reason, as the served copy shows."""
     gateway = await deploy(1, 3, engine=PACE, resume=PATIENT, hearing_seconds=12.0)
     gateway.expects_inexact_pins, gateway.may_stay_pinned = True, 10
     first, second, _ = gateway.decoders
@@ -248,7 +250,7 @@ async def test_a_request_that_is_served_meanwhile_is_acquitted(deploy: Deploy) -
 
 @pytest.mark.fault(57)
 @pytest.mark.parametrize("place", ["prefill", "decode"])
-async def test_requests_that_are_500_everywhere_eject_nobody(deploy: Deploy, place: str) -> None:
+async def test_requests_with_500_on_every_engine_eject_none(deploy: Deploy, place: str) -> None:
     gateway = await deploy(4, 4, kv={"release": "never"})
     gateway.may_stay_pinned, gateway.expects_inexact_pins = 10_000, True
     for engine in gateway.prefillers if place == "prefill" else gateway.decoders:
@@ -267,20 +269,20 @@ async def test_requests_that_are_500_everywhere_eject_nobody(deploy: Deploy, pla
 
 
 @pytest.mark.fault(57)
-async def test_two_sick_engines_are_ejected_all_the_same(deploy: Deploy) -> None:
+async def test_two_failing_engines_are_ejected(deploy: Deploy) -> None:
     gateway = await deploy(4, 1)
-    sick = gateway.prefillers[:2]
-    for engine in sick:
+    failing = gateway.prefillers[:2]
+    for engine in failing:
         engine.faults.add("refuse_status", status=500)
     while sum(gateway.metrics("pdproxy_instance_ejected_total").values()) < 2:
         await asyncio.gather(*(gateway.ask(request(Api.CHAT)) for _ in range(4)))
     ejected = {name for name, *_ in gateway.metrics("pdproxy_instance_ejected_total")}
-    assert ejected == {f"{engine.host}:{engine.port}" for engine in sick}
+    assert ejected == {f"{engine.host}:{engine.port}" for engine in failing}
 
 
 @pytest.mark.fault(55)
-async def test_an_answer_that_looks_for_a_decoder_does_not_prefill_all_the_time(deploy: Deploy) -> None:
-    """The only decoder is gone for good. It is looked for every so often, as it might come back."""
+async def test_prefills_are_limited_while_no_decoder_is_left(deploy: Deploy) -> None:
+    """The only decoder does not come back. The gateway tries a prefill only now and then."""
     gateway = await deploy(1, 1, resume={"deadline_seconds": 1.0})
     gateway.may_stay_pinned, gateway.expects_inexact_pins = 1000, True
     gateway.decoders[0].faults.add("kill", tokens=70)

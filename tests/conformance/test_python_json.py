@@ -1,4 +1,4 @@
-"""Requests that only Python's parser takes, which engines use: they reach the engines, with what stands in them."""
+"""Requests that only Python's JSON parser accepts reach the engines, which use that parser, unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tests.deployment import Deployment
 
 CUT = "cut \ud83d"
-ODD = {
+LONE_SURROGATES = {
     "first half": b"cut \\ud83d",
     "second half": b"\\ude00 cut",
     "capitals": b"\\uD83D and on",
@@ -30,20 +30,20 @@ ODD = {
     "beside others": '日 \\ud83d 🙂 "'.replace('"', '\\"').encode(),
 }
 LENGTHS = {"short": 0, "long": 20_000, "very long": 1_500_000}
-HANDED_OVER = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [1]}
+KV_PARAMETERS = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [1]}
 
 
 def answer(received: Received) -> list[bytes]:
-    """Any answer to a request, streamed if it is to be."""
+    """Return any answer to a request, streamed if the request asks for a stream."""
     choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
     if b'"stream":true' in received.body.replace(b" ", b""):
         last = b"data: " + orjson.dumps({"choices": [{**choice, "text": "a", "delta": {"content": "a"}}]}) + b"\n\n"
         return event_stream([last, b"data: [DONE]\n\n"])
     whole = {**choice, "text": "a", "message": {"role": "assistant", "content": "a"}}
-    return [json_answer({"choices": [whole], "kv_transfer_params": HANDED_OVER})]
+    return [json_answer({"choices": [whole], "kv_transfer_params": KV_PARAMETERS})]
 
 
-async def pair(deploy: Deploy, **sections: Any) -> tuple[CannedEngine, CannedEngine, Deployment]:
+async def deploy_pair(deploy: Deploy, **sections: Any) -> tuple[CannedEngine, CannedEngine, Deployment]:
     prefiller, decoder = CannedEngine("prefill", answer), CannedEngine("decode", answer)
     return prefiller, decoder, await deploy([prefiller], [decoder], connector="vllm_pull", **sections)
 
@@ -53,8 +53,8 @@ async def post(gateway: Deployment, path: str, body: bytes) -> Answer:
         return await read(response)
 
 
-def python(received: Received) -> Any:
-    """A body as engines read it."""
+def parse(received: Received) -> Any:
+    """Parse a body like an engine."""
     return json.loads(received.body)
 
 
@@ -62,11 +62,11 @@ def python(received: Received) -> Any:
 @pytest.mark.parametrize("is_fast", [True, False], ids=["fast", "slow"])
 @pytest.mark.parametrize("mode", ["exact", "off"])
 @pytest.mark.parametrize("stream", [b"true", b"false"])
-@pytest.mark.parametrize("written", ODD.values(), ids=ODD)
-async def test_half_a_surrogate_pair_reaches_both_engines_byte_for_byte(
+@pytest.mark.parametrize("written", LONE_SURROGATES.values(), ids=LONE_SURROGATES)
+async def test_lone_surrogate_reaches_both_engines_unchanged(
     deploy: Deploy, written: bytes, stream: bytes, mode: str, is_fast: bool
 ) -> None:
-    prefiller, decoder, gateway = await pair(deploy, resume={"mode": mode}, listen={"fast_path": is_fast})
+    prefiller, decoder, gateway = await deploy_pair(deploy, resume={"mode": mode}, listen={"fast_path": is_fast})
     content = b'"messages": [{"role": "user",  "content": "%b"}]' % written
     for member in (b"", b', "max_tokens": 4'):
         body = b'{"model": "sim", "stream": %b, %b%b}' % (stream, content, member)
@@ -77,28 +77,28 @@ async def test_half_a_surrogate_pair_reaches_both_engines_byte_for_byte(
 @pytest.mark.fault(122)
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("member", ["messages", "user", "\ud83d", "model"])
-async def test_a_body_of_any_length_may_have_it_in_any_member(deploy: Deploy, member: str, length: int) -> None:
-    prefiller, decoder, gateway = await pair(deploy)
+async def test_lone_surrogate_in_any_member_reaches_the_engines(deploy: Deploy, member: str, length: int) -> None:
+    prefiller, decoder, gateway = await deploy_pair(deploy)
     said = [{"role": "user", "content": "x" * length + (CUT if member == "messages" else "")}]
     body = {"model": "sim", "messages": said, **({} if member == "messages" else {member: CUT})}
     assert (await post(gateway, Api.CHAT.path, json.dumps(body).encode())).status == 200
     for engine in (prefiller, decoder):
         [received] = engine.received
-        assert {name: python(received)[name] for name in body} == body
+        assert {name: parse(received)[name] for name in body} == body
 
 
 @pytest.mark.fault(122)
-async def test_each_part_of_a_request_that_is_split_has_it(deploy: Deploy) -> None:
-    _, decoder, gateway = await pair(deploy, models={"aliases": ["other=sim"]})
+async def test_lone_surrogate_survives_splitting_a_request(deploy: Deploy) -> None:
+    _, decoder, gateway = await deploy_pair(deploy, models={"aliases": ["other=sim"]})
     body = {"model": "other", "prompt": ["a", CUT], "n": 2}
     assert (await post(gateway, Api.COMPLETIONS.path, json.dumps(body).encode())).status == 200
-    assert sorted(python(received)["prompt"] for received in decoder.received) == ["a", "a", CUT, CUT]
-    assert {python(received)["model"] for received in decoder.received} == {"sim"}
+    assert sorted(parse(received)["prompt"] for received in decoder.received) == ["a", "a", CUT, CUT]
+    assert {parse(received)["model"] for received in decoder.received} == {"sim"}
 
 
 @pytest.mark.fault(122)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_request_that_is_translated_has_it(deploy: Deploy, stream: bool) -> None:
+async def test_lone_surrogate_survives_translation(deploy: Deploy, stream: bool) -> None:
     use = {"type": "tool_use", "id": "a", "name": "find", "input": {CUT: CUT}}
     history = [
         {"role": "user", "content": [{"type": "text", "text": CUT}]},
@@ -110,31 +110,29 @@ async def test_a_request_that_is_translated_has_it(deploy: Deploy, stream: bool)
         (messages.PATH, messages.question(system=CUT, stream=stream) | {"messages": history}),
         (responses.PATH, responses.question(asked, instructions=CUT, stream=stream)),
     ):
-        prefiller, decoder, gateway = await pair(deploy)
+        prefiller, decoder, gateway = await deploy_pair(deploy)
         given = await post(gateway, path, json.dumps(body).encode())
         assert given.status == 200, given.body
         for engine in (prefiller, decoder):
-            said = python(engine.received[0])["messages"]
+            said = parse(engine.received[0])["messages"]
             assert [message.get("content") for message in said][:2] == [CUT, CUT]
             assert CUT in str(said[2:]) or "\\ud83d" in str(said[2:])
 
 
 @pytest.mark.fault(122)
-async def test_tokens_of_a_message_with_it_are_counted(deploy: Deploy) -> None:
+async def test_tokens_of_a_message_with_a_lone_surrogate_are_counted(deploy: Deploy) -> None:
     engine = CannedEngine("both", [json_answer({"count": 7})])
     gateway = await deploy(decoders=[engine], connector="plain")
     given = await post(gateway, messages.PATH + "/count_tokens", json.dumps(messages.question(CUT)).encode())
     assert (given.status, given.json) == (200, {"input_tokens": 7})
-    assert python(engine.received[0])["messages"][0]["content"] == CUT
+    assert parse(engine.received[0])["messages"][0]["content"] == CUT
 
 
 @pytest.mark.fault(122)
 @pytest.mark.parametrize("number", [b"NaN", b"-Infinity", b"1e999", b"9" * 400, b"-" + b"7" * 30])
 @pytest.mark.parametrize("length", [0, 20_000])
-async def test_numbers_that_only_python_reads_are_the_engines_business(
-    deploy: Deploy, number: bytes, length: int
-) -> None:
-    prefiller, decoder, gateway = await pair(deploy)
+async def test_numbers_outside_json_reach_the_engines(deploy: Deploy, number: bytes, length: int) -> None:
+    prefiller, decoder, gateway = await deploy_pair(deploy)
     said = b'"x": [%b], "temperature": %b' % (number, number)
     body = b'{"prompt": "%b", %b}' % (b"x" * length, said)
     assert (await post(gateway, Api.COMPLETIONS.path, body)).status == 200
@@ -145,10 +143,10 @@ async def test_numbers_that_only_python_reads_are_the_engines_business(
 @pytest.mark.parametrize("name", ["max_tokens", "n", "stream", "seed", "logprobs", "priority"])
 @pytest.mark.parametrize("number", [b"NaN", b"-Infinity", b"1e999", b"9" * 400, b"9" * 5000])
 @pytest.mark.parametrize("length", [0, 20_000])
-async def test_such_a_number_for_what_the_gateway_acts_on_is_no_failure(
+async def test_numbers_outside_json_in_known_fields_cause_no_error(
     deploy: Deploy, name: str, number: bytes, length: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _, _, gateway = await pair(deploy)
+    _, _, gateway = await deploy_pair(deploy)
     body = b'{"prompt": "%b", "%b": %b}' % (b"x" * length, name.encode(), number)
     given = await post(gateway, Api.COMPLETIONS.path, body)
     assert given.status in (200, 400)

@@ -26,7 +26,7 @@ ROLES = [
     for role in ("prefill", "decode")
     if (connector, role) != ("plain", "prefill")
 ]
-# Prompts may be computed for decoders that then refuse them.
+# Prompts may be computed for decoders that refuse them afterwards.
 STRICT: dict[str, Any] = {"budget_share": 0.0, "budget_least": 1, "budget_wait_seconds": 0.0, "max_attempts": 2}
 # The action of a fault, and its fields.
 REFUSALS: dict[str, dict[str, Any]] = {
@@ -46,12 +46,12 @@ def refuse(engine: SimulatedEngine, how: str) -> None:
     engine.faults.add(**REFUSALS[how])
 
 
-def asked(engine: SimulatedEngine) -> int:
+def request_count(engine: SimulatedEngine) -> int:
     return len(generations(engine))
 
 
-def refused(engine: SimulatedEngine) -> int:
-    """Requests that it answered 503 because its queue was full."""
+def refusal_count(engine: SimulatedEngine) -> int:
+    """Return the number of requests that the engine answered 503 because its queue was full."""
     return engine.state.refused
 
 
@@ -59,13 +59,13 @@ def refused(engine: SimulatedEngine) -> int:
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize(("connector", "role"), ROLES)
 @pytest.mark.parametrize("how", ["503", "429"])
-async def test_instances_that_refuse_cost_no_request(
+async def test_no_request_fails_when_some_instances_refuse(
     deploy: Deploy, how: str, connector: str, role: str, stream: bool
 ) -> None:
     gateway = await deploy(4, 4, connector=connector, retry=STRICT, admission={"wait_seconds": 60.0})
     gateway.may_stay_pinned, gateway.expects_inexact_pins = 100, True
-    bad = engines_of(gateway, role)[:2]
-    for engine in bad:
+    refusing = engines_of(gateway, role)[:2]
+    for engine in refusing:
         refuse(engine, how)
     body = request(Api.COMPLETIONS, stream=stream)
     alone = await answer_alone(body)
@@ -74,40 +74,40 @@ async def test_instances_that_refuse_cost_no_request(
         assert {(answer.status, answer.text) for answer in answers} == {(200, alone)}
     for _ in range(40):
         assert (await gateway.ask(body)).status == 200
-    # Those that came before the first refusal, and one each time that a back-off ends.
-    assert max(map(asked, bad)) <= 14
+    # The requests before the first refusal, and one at the end of each back-off.
+    assert max(map(request_count, refusing)) <= 14
 
 
 @pytest.mark.fault(104)
 @pytest.mark.parametrize("how", ["retired", "scaling", "paused"])
-async def test_instances_that_vllm_has_taken_out_of_service_cost_no_request(deploy: Deploy, how: str) -> None:
+async def test_no_request_fails_when_vllm_takes_instances_out_of_service(deploy: Deploy, how: str) -> None:
     gateway = await deploy(2, 4, retry=STRICT, admission={"wait_seconds": 60.0})
     gateway.may_stay_pinned, gateway.expects_inexact_pins = 100, True
     for engine in gateway.decoders[:3]:
         refuse(engine, how)
     for _ in range(30):
         assert (await gateway.ask(request(Api.CHAT))).is_done
-    assert max(map(asked, gateway.decoders[:3])) <= 8
+    assert max(map(request_count, gateway.decoders[:3])) <= 8
 
 
 @pytest.mark.fault(104)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_an_instance_that_goes_on_refusing_is_ejected_and_named(
+async def test_instance_that_keeps_refusing_is_ejected_and_logged(
     deploy: Deploy, role: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     gateway = await deploy(3, 3, admission={"wait_seconds": 60.0})
     gateway.may_stay_pinned, gateway.expects_inexact_pins = 100, True
-    bad = engines_of(gateway, role)[0]
-    refuse(bad, "503")
+    refusing = engines_of(gateway, role)[0]
+    refuse(refusing, "503")
     ejected = gateway.metrics("pdproxy_instance_ejected_total")
     while not ejected:
         assert (await gateway.ask(request(Api.CHAT))).is_done
         ejected = gateway.metrics("pdproxy_instance_ejected_total")
-    assert ejected == {(f"127.0.0.1:{bad.port}", "refuses", role): 1.0}
-    assert asked(bad) == 3
+    assert ejected == {(f"127.0.0.1:{refusing.port}", "refuses", role): 1.0}
+    assert request_count(refusing) == 3
     lines = [record.getMessage() for record in caplog.records if "is ejected" in record.getMessage()]
     assert len(lines) == 1
-    assert lines[0].startswith(f"{role} instance 127.0.0.1:{bad.port} is ejected: ")
+    assert lines[0].startswith(f"{role} instance 127.0.0.1:{refusing.port} is ejected: ")
     assert "answered with status 503, while others serve" in lines[0]
 
 
@@ -124,7 +124,9 @@ async def test_requests_wait_while_all_instances_of_a_role_refuse(
         refuse(engine, "503")
     body = request(Api.COMPLETIONS, stream=stream)
     waiting = [asyncio.create_task(gateway.ask(body)) for _ in range(4)]
-    await until(lambda: all(map(asked, engines)) and gateway.worker.service.admission.waiting, "the queue", 30.0)
+    await until(
+        lambda: all(map(request_count, engines)) and gateway.worker.service.admission.waiting, "the queue", 30.0
+    )
     for engine in engines:
         engine.faults.clear()
     alone = await answer_alone(body)
@@ -134,7 +136,7 @@ async def test_requests_wait_while_all_instances_of_a_role_refuse(
 
 
 @pytest.mark.fault(105)
-async def test_a_request_that_all_refuse_gets_the_engines_words_when_its_wait_is_over(deploy: Deploy) -> None:
+async def test_request_gets_the_refusal_when_its_wait_is_over(deploy: Deploy) -> None:
     gateway = await deploy(2, 2, admission={"wait_seconds": 0.05})
     for engine in gateway.prefillers:
         engine.faults.add("refuse_status", status=429, body={"error": {"message": "full"}})
@@ -153,7 +155,7 @@ QUESTIONS: dict[str, dict[str, Any]] = {
 
 
 async def ask_all(gateway: Deployment) -> list[tuple[str, Answer]]:
-    """What clients of all APIs get, streamed and not, with the path."""
+    """Return the path and the answer of a request to each API, streamed and not."""
     answers = []
     for path, body in QUESTIONS.items():
         for stream in (True, False):
@@ -167,11 +169,11 @@ async def ask_all(gateway: Deployment) -> list[tuple[str, Answer]]:
 @pytest.mark.parametrize("is_fast", [True, False], ids=["fast", "slow"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize(
-    ("status", "told", "expected"),
+    ("status", "retry_after", "expected"),
     [(429, "99999999999999", "3600"), (429, "7", "7"), (503, "-5", None), (503, None, None)],
 )
 async def test_without_retries_clients_get_the_refusal_at_once(
-    deploy: Deploy, status: int, told: str | None, expected: str | None, role: str, is_fast: bool
+    deploy: Deploy, status: int, retry_after: str | None, expected: str | None, role: str, is_fast: bool
 ) -> None:
     gateway = await deploy(
         1,
@@ -183,7 +185,7 @@ async def test_without_retries_clients_get_the_refusal_at_once(
     gateway.may_stay_pinned, gateway.expects_inexact_pins = 100, True
     (engine,) = engines_of(gateway, role)
     body = {"error": {"message": "I am full"}}
-    headers = {} if told is None else {"Retry-After": told}
+    headers = {} if retry_after is None else {"Retry-After": retry_after}
     engine.faults.add("refuse_status", status=status, body=body, headers=headers)
     answers = await ask_all(gateway) + await ask_all(gateway)
     for path, answer in answers:
@@ -193,7 +195,7 @@ async def test_without_retries_clients_get_the_refusal_at_once(
             assert answer.json == {"type": "error", "error": {"type": kind, "message": "I am full"}}
         else:
             assert answer.json == body
-    assert asked(engine) == len(answers)
+    assert request_count(engine) == len(answers)
     assert not gateway.metrics("pdproxy_queue_waits_total")
     engine.faults.clear()
     assert (await gateway.ask(request(Api.CHAT))).is_done
@@ -203,17 +205,19 @@ async def test_without_retries_clients_get_the_refusal_at_once(
 async def test_without_retries_requests_go_to_instances_that_do_not_refuse(deploy: Deploy) -> None:
     gateway = await deploy(1, 3, retry={**STRICT, "max_attempts": 1}, admission={"wait_seconds": 60.0})
     gateway.may_stay_pinned, gateway.expects_inexact_pins = 100, True
-    bad = gateway.decoders[0]
-    bad.faults.add("refuse_status", status=429, headers={"Retry-After": "30"})
+    refusing = gateway.decoders[0]
+    refusing.faults.add("refuse_status", status=429, headers={"Retry-After": "30"})
     statuses = [(await gateway.ask(request(Api.CHAT))).status for _ in range(20)]
-    assert statuses.count(429) == asked(bad) == 1
+    assert statuses.count(429) == request_count(refusing) == 1
     assert statuses.count(200) == 19
 
 
 @pytest.mark.fault(151)
 @pytest.mark.parametrize("is_fast", [True, False], ids=["fast", "slow"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_nothing_waits_for_instances_that_refuse_for_longer(deploy: Deploy, role: str, is_fast: bool) -> None:
+async def test_requests_do_not_wait_for_a_retry_after_beyond_their_limit(
+    deploy: Deploy, role: str, is_fast: bool
+) -> None:
     gateway = await deploy(2, 2, retry=STRICT, admission={"wait_seconds": 60.0}, listen={"fast_path": is_fast})
     gateway.may_stay_pinned, gateway.expects_inexact_pins = 100, True
     engines = engines_of(gateway, role)
@@ -222,21 +226,21 @@ async def test_nothing_waits_for_instances_that_refuse_for_longer(deploy: Deploy
         engine.faults.add("refuse_status", status=429, body=body, headers={"Retry-After": seconds})
     first = await gateway.ask(request(Api.CHAT))
     assert (first.status, first.headers["retry-after"], first.error["message"]) == (429, "700", "in a while")
-    # The engines are known by now, and are not asked.
+    # The gateway knows the refusals by now, and sends no request.
     later = await ask_all(gateway)
     for path, answer in later:
         assert answer.status == 503
         assert 690 < int(answer.headers["retry-after"]) <= 841
         kinds = {"/v1/messages": {"type": "overloaded_error"}}
         assert answer.json["error"].items() >= kinds.get(path, {"code": "all_refuse"}).items()
-    assert list(map(asked, engines)) == [1, 1]
+    assert list(map(request_count, engines)) == [1, 1]
     assert gateway.metrics("pdproxy_rejected_total") == {("all_refuse",): len(later)}
-    for engine in engines:  # so that decoders release what was computed for the first request
+    for engine in engines:  # so that decoders release the KV cache of the first request
         engine.faults.clear()
 
 
 @pytest.mark.fault(151)
-async def test_a_request_waits_if_one_instance_may_take_it_in_time(deploy: Deploy) -> None:
+async def test_request_waits_if_one_instance_recovers_in_time(deploy: Deploy) -> None:
     gateway = await deploy(1, 2, retry=STRICT, admission={"wait_seconds": 60.0})
     gateway.may_stay_pinned, gateway.expects_inexact_pins = 100, True
     for engine, seconds in zip(gateway.decoders, ("700", "1"), strict=True):
@@ -246,8 +250,8 @@ async def test_a_request_waits_if_one_instance_may_take_it_in_time(deploy: Deplo
 
 @pytest.mark.fault(106)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_engines_with_bounded_queues_serve_all_and_none_is_ejected(deploy: Deploy, role: str) -> None:
-    """Three times as many clients as all engines take at a time, and engines that begin when one is full."""
+async def test_engines_with_bounded_queues_serve_every_request(deploy: Deploy, role: str) -> None:
+    """There are three times as many clients as the engines take at once. Engines start when one is full."""
     bounded: dict[str, Any] = {"max_num_queued_reqs": 4, "decode_step_ms": 2.0, "prefill_ms_per_1k_tokens": 500.0}
     gateway = await deploy(
         2,
@@ -265,7 +269,7 @@ async def test_engines_with_bounded_queues_serve_all_and_none_is_ejected(deploy:
         for engine in engines:
             held.enter_context(engine.held(prefills=True))
         clients = [asyncio.create_task(client()) for _ in range(24)]
-        await until(lambda: any(map(refused, engines)), "a full engine")
+        await until(lambda: any(map(refusal_count, engines)), "a full engine")
     assert await asyncio.gather(*clients) == [[200] * 6] * 24
     assert not gateway.metrics("pdproxy_instance_ejected_total")
 
@@ -274,7 +278,7 @@ async def test_engines_with_bounded_queues_serve_all_and_none_is_ejected(deploy:
 @pytest.mark.parametrize("tokens", [0, 5])
 @pytest.mark.parametrize("action", ["retract", "exhaust_host_pool"])
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-async def test_a_decoder_of_sglang_that_lacks_memory_is_not_blamed(
+async def test_sglang_decoder_without_memory_is_not_ejected(
     deploy: Deploy, stream: bool, action: str, tokens: int
 ) -> None:
     gateway = await deploy(1, 2, connector="sglang_bootstrap", resume={"pressure_seconds": 60.0, "max_attempts": 3})
@@ -286,10 +290,10 @@ async def test_a_decoder_of_sglang_that_lacks_memory_is_not_blamed(
     while not short.state.faults_applied:
         answer = await gateway.ask(body)
         assert (answer.status, answer.text) == (200, alone)
-    seen = asked(short)
+    seen = request_count(short)
     for _ in range(4):
         assert (await gateway.ask(body)).status == 200
-    assert asked(short) == seen, "it gets nothing new for a while"
+    assert request_count(short) == seen, "it gets no new requests for a while"
     health = gateway.worker.pools.decode.health
     assert [health.of(backend).consecutive_failures for backend in gateway.worker.pools.decode.backends()] == [0, 0]
     causes = {labels for labels in gateway.metrics("pdproxy_instance_requests_total") if "recomputed" in labels}

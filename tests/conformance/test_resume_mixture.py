@@ -1,4 +1,4 @@
-"""Any request, broken off anywhere, once or twice, in any way: the client gets what it would have got without."""
+"""Random requests that break off once or twice: the client gets the answer without faults."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from tests.conformance.resuming import (
     PROFILES,
     chat,
     completion,
+    content_of,
+    difference,
     generated,
-    got,
     serving,
     story,
     text_of,
     thoughts,
     uninterrupted,
-    unlike,
 )
 
 TOKENS_IN_A_CHUNK = [{}, {}, {"tokens_per_step": 3}, {"stream_interval": 4}]
 
 
 class Fault(NamedTuple):
-    """The decoder breaks off behind so many tokens."""
+    """A fault of a decoder after a number of tokens."""
 
     action: str
     tokens: int
@@ -36,7 +36,7 @@ class Fault(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A request, how the engines are set up, and how the first decoder and then the second break off."""
+    """A request, the engines' options, and the faults of the first and the second decoder."""
 
     connector: str
     body: dict[str, Any]
@@ -59,16 +59,16 @@ def cases(draw: st.DrawFn, profile: str) -> Case:
         faults.append(Fault(action, draw(st.integers(action != "recompute", end)), {}))
     connector = draw(st.sampled_from(["vllm_pull", "vllm_pull", "vllm_pull", "plain"]))
     if connector == "plain":
-        body.pop("n", None)  # such an answer is not continued
+        body.pop("n", None)  # several choices of one engine are not resumed
     chats = draw(st.sampled_from(["auto", "auto", "completions"]))
     if connector == "plain" and "messages" in body and "chat_template_kwargs" not in body:
-        chats = "auto"  # a completion does not tell that engines count the reasoning of a chat that has none
+        chats = "auto"  # in a completion, engines do not report empty reasoning
     return Case(connector, body, draw(st.sampled_from(TOKENS_IN_A_CHUNK)), chats, faults)
 
 
 @st.composite
 def options(draw: st.DrawFn, profile: str, body: dict[str, Any], end: int) -> dict[str, Any]:
-    """What a client may ask for beside the answer."""
+    """Draw options of the request."""
     some = lambda: draw(st.integers(0, 3)) == 0  # noqa: E731 a coin that falls on its edge
     is_chat = "messages" in body
     asked: dict[str, Any] = {}
@@ -79,7 +79,7 @@ def options(draw: st.DrawFn, profile: str, body: dict[str, Any], end: int) -> di
         asked["return_token_ids"] = True
     if some():
         asked["n"] = 2
-    # Limits inside a call show how versions before 0.27 make up the end of its arguments.
+    # With limits inside a call, versions before 0.27 invent the end of its arguments.
     if some() and ("tools" not in body or profile in NATIVE):
         asked["max_tokens"] = draw(st.integers(1, end))
     if some() and (stop := draw(stops(body, end))):
@@ -87,10 +87,10 @@ def options(draw: st.DrawFn, profile: str, body: dict[str, Any], end: int) -> di
         asked["include_stop_str_in_output"] = some()
         if some():
             asked["min_tokens"] = draw(st.integers(0, asked.get("max_tokens", end)))
-    # Where text is held back for stop strings, offsets depend on the chunks before 0.33.
+    # Before 0.33, offsets depend on the chunks if text is held back for stop strings.
     if some() and (is_chat or "stop" not in asked or profile == "v0.33"):
         asked |= {"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 1}
-    # Whose token is reasoning, and is not to be told, only engines know.
+    # Only engines know which tokens are hidden reasoning.
     if some() and is_chat and not {"return_token_ids", "logprobs"} & set(asked):
         asked["include_reasoning"] = False
     return asked
@@ -98,8 +98,9 @@ def options(draw: st.DrawFn, profile: str, body: dict[str, Any], end: int) -> di
 
 @st.composite
 def stops(draw: st.DrawFn, body: dict[str, Any], end: int) -> str:
-    """Some of the answer's own text, or the beginning of a stop string. White space around it may be nobody's text, and
-    in tool calls only engines look for it.
+    """Draw a stop string: a part of the answer, or one that only begins like it.
+
+    It has no space at its ends, which may not be sent, and no part of a tool call, where only engines search.
     """
     ids = generated(body)
     begin = draw(st.integers(0, end - 1))
@@ -113,7 +114,7 @@ def stops(draw: st.DrawFn, body: dict[str, Any], end: int) -> str:
 @st.composite
 def first_fault(draw: st.DrawFn, end: int, *, may_end: bool) -> Fault:
     actions = ["recompute", "recompute", "error_event", "reset_after_tokens"]
-    if may_end:  # an answer that was complete before would have no usage
+    if may_end:  # a complete answer would have no usage
         actions.append("end_without_finish")
     action = draw(st.sampled_from(actions))
     fields: dict[str, Any] = {}
@@ -126,9 +127,9 @@ def first_fault(draw: st.DrawFn, end: int, *, may_end: bool) -> Fault:
 
 @pytest.mark.parametrize("profile", PROFILES)
 @given(data=st.data())
-# What fails is shown as it is: to make it smaller takes longer than a test may.
+# Failures are not shrunk, because that takes longer than the time limit of a test.
 @settings(max_examples=12, derandomize=True, deadline=None, phases=[Phase.generate])
-async def test_any_answer_goes_on(profile: str, data: st.DataObject) -> None:
+async def test_any_request_is_resumed_correctly(profile: str, data: st.DataObject) -> None:
     case = data.draw(cases(profile))
     setup: dict[str, Any] = {"connector": case.connector, "engine": case.engine}
     expected = await uninterrupted(profile, case.body, **setup)
@@ -136,4 +137,4 @@ async def test_any_answer_goes_on(profile: str, data: st.DataObject) -> None:
         for decoder, fault in zip(gateway.decoders, case.faults, strict=False):
             decoder.faults.add(fault.action, tokens=fault.tokens, times=1, **fault.fields)
         gateway.expects_inexact_pins = any(fault.tokens == 0 for fault in case.faults)
-        assert not unlike(got(await gateway.ask(case.body)), expected)
+        assert not difference(content_of(await gateway.ask(case.body)), expected)

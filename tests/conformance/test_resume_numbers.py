@@ -1,4 +1,4 @@
-"""Numbers in requests whose answers break off: the next engine is told what is left of them, however spelled."""
+"""Numbers in requests whose answers break off: the next engine gets the rest of each, in any spelling."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ LIMITS = [
 
 
 @pytest.mark.covering("name api spelled shape", LIMITS)
-async def test_an_answer_is_as_long_as_was_asked_for_however_that_was_spelled(
+async def test_resumed_answer_has_the_requested_length_in_any_spelling(
     deploy: Deploy, name: str, api: Api, spelled: object, shape: str
 ) -> None:
-    """Engines take such numbers, and what is left of them for another engine has to be told."""
+    """Engines accept these spellings, so the gateway must subtract from them."""
     stream = shape == "stream"
     gateway = await deploy(1, 2, resume={"repeat_up_to_tokens": 0})
     for decoder in gateway.decoders:
@@ -43,7 +43,7 @@ async def test_an_answer_is_as_long_as_was_asked_for_however_that_was_spelled(
     assert all(type(seen.body["min_tokens"]) is type(seen.body["seed"]) is int for seen in (first, *others))
 
 
-async def test_a_thinking_budget_that_is_none_stays_none(deploy: Deploy) -> None:
+async def test_unlimited_thinking_budget_stays_unlimited(deploy: Deploy) -> None:
     gateway = await deploy(1, 2)
     gateway.decoders[0].faults.add("reset_after_tokens", tokens=3, times=1)
     gateway.decoders[1].faults.add("reset_after_tokens", tokens=3, times=1)

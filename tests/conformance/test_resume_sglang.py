@@ -1,6 +1,6 @@
-"""SGLang's decoders fail wherever they can: completions go on from their token ids, greedy chats are told once more.
+"""Exact resume with SGLang: completions are resumed from their token ids, and greedy chats are replayed.
 
-As tests/conformance/test_resume.py, whose tables are of vLLM's versions.
+The tables of tests/conformance/test_resume.py are for vLLM's versions.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from tests.conformance.resuming import (
     WITH_USAGE,
     actions,
     after,
-    behind,
     chat,
     completion,
     differences,
     generated,
     in_character,
+    past,
     serving,
     story,
     text_of,
     thoughts,
 )
-from tests.conformance.test_resume import ERROR, MEDIA, REPEATED, SHORT, Row, check, check_that_the_client_is_told, rows
+from tests.conformance.test_resume import ERROR, MEDIA, RETRIED, SHORT, Row, check, check_resume_error, rows
 from tests.deployment import deployed, generations
 
 if TYPE_CHECKING:
@@ -41,20 +41,20 @@ COUNTED: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": T
 FAULTS = ("kill", "reset_after_tokens", "stall_after_tokens", "error_event", "end_without_finish")
 TOKENS = "completion_tokens"
 EVERYWHERE: dict[str, Any] = {**SGLANG, "fault": "error_event"}
-"""The fault behind which nobody looks whether the engine has gone down, for many places in a row."""
+"""A fault after which the gateway does not check whether the engine is down, for many places in a row."""
 
 
 def of_row(row: tuple[Row, str]) -> set[object]:
-    """The short suite runs every place with some fault, and every fault with every kind of answer."""
+    """Return the features of a row: the short suite covers every place, and every fault with every kind of answer."""
     return {(row[0].kind, row[0].where), (row[0].kind, row[0].fault)}
 
 
 def breaking(kind: str, body: Mapping[str, Any], *places: tuple[str, Any, str]) -> list[tuple[Row, str]]:
-    """Each place with each fault."""
+    """Return rows for each place with each fault."""
     return rows(kind, body, *[(*place, fault) for place, fault in product(places, FAULTS)], profiles=(NOW,))
 
 
-# At which place, and how
+# Places and faults
 
 BROKEN = [
     *breaking(
@@ -81,7 +81,7 @@ BROKEN = [
 
 
 @pytest.mark.covering("row profile", BROKEN, of_row)
-async def test_an_answer_goes_on_wherever_and_however_it_breaks_off(row: Row, profile: str) -> None:
+async def test_sglang_answer_is_resumed_at_any_place_after_any_fault(row: Row, profile: str) -> None:
     await check(profile, row, **SGLANG, **(SHORT if row.fault == "stall_after_tokens" else {}))
 
 
@@ -90,14 +90,14 @@ MATRIX: dict[str, tuple[dict[str, Any], range, str]] = {
     "whole-completion": (completion(max_tokens=100), range(64, 100), TOKENS),
     "greedy-chat": (story(**WITH_USAGE, **GREEDY), range(1, 137), "replay"),
 }
-"""Each kind of answer, behind each of these tokens."""
+"""Kinds of answers, each with the tokens after which it breaks off."""
 
 
 @pytest.mark.covering(
     "kind tokens", [(kind, n) for kind in MATRIX for n in MATRIX[kind][1]], lambda row: {row[0], row[1] % len(FAULTS)}
 )
-async def test_an_answer_goes_on_behind_every_token_and_once_more(kind: str, tokens: int) -> None:
-    """The faults take turns. Those that end no engine come twice, as long as there is something left to write."""
+async def test_sglang_answer_is_resumed_after_every_token_and_again(kind: str, tokens: int) -> None:
+    """The faults take turns. Those that stop no engine come twice if enough tokens are left."""
     body, places, does = MATRIX[kind]
     fault = FAULTS[tokens % len(FAULTS)]
     then = 1 + tokens % 9 if fault in ("error_event", "end_without_finish") else None
@@ -110,23 +110,23 @@ async def test_an_answer_goes_on_behind_every_token_and_once_more(kind: str, tok
 
 BEGUN = rows(
     *("completion", completion(**WITH_USAGE)),
-    *[("before the first token", after(0), REPEATED, fault) for fault in ("kill", "reset_after_tokens", "error_event")],
+    *[("before the first token", after(0), RETRIED, fault) for fault in ("kill", "reset_after_tokens", "error_event")],
     profiles=(NOW, OLD),
 )
 
 
 @pytest.mark.covering("row profile", BEGUN)
-async def test_an_answer_that_has_not_begun_is_asked_for_again(row: Row, profile: str) -> None:
+async def test_answer_without_a_token_is_retried(row: Row, profile: str) -> None:
     await check(profile, row, **SGLANG)
 
 
 @pytest.mark.parametrize(("fields", "step"), [({}, 1), (IDS, 4), ({"logprobs": 1}, 4)], ids=["text", "ids", "logprobs"])
-async def test_a_completion_goes_on_behind_every_token(fields: dict[str, Any], step: int) -> None:
+async def test_completion_is_resumed_after_every_token(fields: dict[str, Any], step: int) -> None:
     body = completion(**WITH_USAGE, **fields)
     assert not await differences(NOW, body, range(1, 40, step), **EVERYWHERE)
 
 
-async def test_a_greedy_chat_is_told_once_more_behind_every_token() -> None:
+async def test_greedy_chat_is_replayed_after_every_token() -> None:
     body = story(**WITH_USAGE, **GREEDY)
     places = range(1, len(generated(body)), 6)
     assert not await differences(NOW, body, places, **EVERYWHERE)
@@ -147,11 +147,11 @@ TWICE = rows(
 
 
 @pytest.mark.parametrize(("row", "profile"), TWICE, ids=str)
-async def test_an_answer_goes_on_twice(row: Row, profile: str) -> None:
+async def test_sglang_answer_is_resumed_twice(row: Row, profile: str) -> None:
     await check(profile, row, decoders=3, **SGLANG)
 
 
-# What was asked for
+# Options of requests
 
 LATE = after(30)
 OPTIONS = [
@@ -175,28 +175,28 @@ OPTIONS = [(row, NOW) for row, profile in OPTIONS if profile in (NOW, "v0.33")]
 
 
 @pytest.mark.parametrize(("row", "profile"), OPTIONS, ids=str)
-async def test_an_answer_goes_on_whatever_was_asked_for(row: Row, profile: str) -> None:
+async def test_sglang_answer_is_resumed_with_any_request_option(row: Row, profile: str) -> None:
     body = {name: value for name, value in row.body.items() if value is not None}
     await check(profile, Row(row.kind, body, row.where, row.place, row.does, "error_event"), **SGLANG)
 
 
 @pytest.mark.parametrize("engine", [{"tokens_per_step": 3}, {"stream_interval": 8}], ids=["steps", "intervals"])
-async def test_several_tokens_in_a_chunk_are_none_too_many(engine: dict[str, Any]) -> None:
-    """As SGLang's overlapped scheduler writes them."""
+async def test_chunks_of_several_tokens_are_counted_correctly(engine: dict[str, Any]) -> None:
+    """SGLang's overlapped scheduler writes such chunks."""
     body = completion(**WITH_USAGE)
     assert not await differences(NOW, body, range(1, 40, 2), engine=engine, **EVERYWHERE)
 
 
 @pytest.mark.parametrize("shows", [False, True])
-async def test_a_stop_string_counts_wherever_the_answer_breaks_off(shows: bool) -> None:
+async def test_stop_string_ends_the_answer_wherever_it_breaks(shows: bool) -> None:
     text = text_of(completion(), 0, 40)
     stop = text[18:27]
     body = completion(stream=True, stop=[stop, "never at all"], no_stop_trim=shows)
     assert not await differences(NOW, body, range(10, 28, 2), **EVERYWHERE)
 
 
-async def test_only_the_decoder_is_asked_for_token_ids_and_told_the_same_seed() -> None:
-    """The prefiller's answer would have the prompt's, and is read by nobody."""
+async def test_only_decoders_return_token_ids_and_keep_the_seed() -> None:
+    """The prefiller would return the ids of the prompt, which the gateway does not read."""
     async with serving(NOW, **SGLANG) as gateway:
         gateway.decoders[0].faults.add("kill", tokens=10)
         assert (await gateway.ask(completion(**WITH_USAGE, seed=7))).is_done
@@ -210,12 +210,12 @@ async def test_only_the_decoder_is_asked_for_token_ids_and_told_the_same_seed() 
         assert (len(decodes[1].body["prompt"]), decodes[1].body["max_tokens"]) == (21, 30)
 
 
-# What cannot go on
+# Answers that cannot be resumed
 
 PENALTY: dict[str, Any] = {"repetition_penalty": 1.1}
 CUT: tuple[Any, ...] = ("late", LATE, ERROR, "reset_after_tokens")
 AGAIN: tuple[Any, ...] = ("late", LATE, "replay", "reset_after_tokens")
-UNCONTINUED = [
+NOT_RESUMABLE = [
     *rows("penalty", completion(**WITH_USAGE, **PENALTY), CUT, profiles=(NOW,)),
     *rows("regex", completion(**WITH_USAGE, regex=".*"), CUT, profiles=(NOW,)),
     *rows("stop-regex", completion(**WITH_USAGE, stop_regex="never"), CUT, profiles=(NOW,)),
@@ -224,16 +224,16 @@ UNCONTINUED = [
 ]
 
 
-@pytest.mark.parametrize(("row", "profile"), UNCONTINUED, ids=str)
-async def test_what_would_become_another_answer_is_told_again_or_an_error(row: Row, profile: str) -> None:
+@pytest.mark.parametrize(("row", "profile"), NOT_RESUMABLE, ids=str)
+async def test_answer_that_would_change_is_replayed_or_fails(row: Row, profile: str) -> None:
     await check(profile, row, **SGLANG)
 
 
-async def test_the_error_says_why() -> None:
+async def test_resume_error_names_the_unsupported_option() -> None:
     async with serving(NOW, **SGLANG) as gateway:
         gateway.decoders[0].faults.add("kill", tokens=30)
         answer = await gateway.ask(completion(**WITH_USAGE, **PENALTY))
-        check_that_the_client_is_told(gateway, answer, "repetition_penalty")
+        check_resume_error(gateway, answer, "repetition_penalty")
 
 
 @pytest.mark.parametrize(
@@ -247,8 +247,8 @@ async def test_the_error_says_why() -> None:
     ],
     ids=["sampled", "seeded", "logprobs", "echo", "old"],
 )
-async def test_what_engines_do_not_tell_enough_of_is_not_watched(profile: str, body: dict[str, Any]) -> None:
-    """Streams of chats have no token ids, seeds mean nothing, and older engines ignore the question."""
+async def test_answers_without_enough_information_are_not_watched(profile: str, body: dict[str, Any]) -> None:
+    """Chat streams have no token ids, seeds have no effect, and older engines ignore the request for ids."""
     async with serving(profile, **SGLANG) as gateway:
         gateway.decoders[0].faults.add("kill", tokens=30)
         answer = await gateway.ask(body)
@@ -257,8 +257,8 @@ async def test_what_engines_do_not_tell_enough_of_is_not_watched(profile: str, b
         assert all("return_token_ids" not in seen.body for seen in generations(*gateway.engines))
 
 
-async def test_engines_of_several_versions_can_do_what_the_oldest_can() -> None:
-    """The next decoder might be the one that tells no ids."""
+async def test_mixed_versions_use_the_abilities_of_the_oldest() -> None:
+    """The next decoder may be the old one, which returns no ids."""
     decoders = [SimulatedEngine(role="decode", profile_name=profile) for profile in (NOW, OLD)]
     prefiller = SimulatedEngine(role="prefill", profile_name=NOW)
     async with deployed([prefiller], [*decoders], **SGLANG) as gateway:
@@ -267,7 +267,7 @@ async def test_engines_of_several_versions_can_do_what_the_oldest_can() -> None:
 
 
 @pytest.mark.parametrize("profile", [NOW, OLD])
-async def test_it_is_the_engines_that_count_and_not_the_connector(profile: str) -> None:
+async def test_resume_depends_on_the_engine_and_not_on_the_connector(profile: str) -> None:
     async with serving(profile, connector="plain") as gateway:
         gateway.decoders[0].faults.add("kill", tokens=10)
         answer = await gateway.ask(completion(**WITH_USAGE))
@@ -275,7 +275,7 @@ async def test_it_is_the_engines_that_count_and_not_the_connector(profile: str) 
         assert actions(gateway) == ([TOKENS] if profile == NOW else [])
 
 
-# Chats by ids, with engines that tell them in their streams
+# Chats with engines that stream token ids
 
 NEXT = "sglang-chat-ids"
 CHAT_TOKENS = "chat_tokens"
@@ -284,11 +284,11 @@ BY_IDS = [
         *("chat", story(**WITH_USAGE)),
         ("behind the first token", after(1), CHAT_TOKENS),
         ("in reasoning", after(20), CHAT_TOKENS),
-        ("at </think>", behind(THINK_END, 1), CHAT_TOKENS),
-        ("in content", behind(THINK_END, 10), CHAT_TOKENS),
-        ("in a character", in_character(behind(THINK_END, 1)), CHAT_TOKENS),
-        ("at a call", behind(CALL_BEGIN, 1), "roll_back"),
-        ("in its name", behind(CALL_BEGIN, 12), "roll_back"),
+        ("at </think>", past(THINK_END, 1), CHAT_TOKENS),
+        ("in content", past(THINK_END, 10), CHAT_TOKENS),
+        ("in a character", in_character(past(THINK_END, 1)), CHAT_TOKENS),
+        ("at a call", past(CALL_BEGIN, 1), "roll_back"),
+        ("in its name", past(CALL_BEGIN, 12), "roll_back"),
         profiles=(NEXT,),
     ),
     *rows(
@@ -304,29 +304,29 @@ BY_IDS = [
 
 
 @pytest.mark.parametrize(("row", "profile"), BY_IDS, ids=str)
-async def test_a_chat_goes_on_from_its_ids_where_its_stream_tells_them(row: Row, profile: str) -> None:
+async def test_chat_is_resumed_from_the_token_ids_of_its_stream(row: Row, profile: str) -> None:
     fault = "reset_after_tokens" if row.does == ERROR else "error_event"
     await check(profile, Row(row.kind, row.body, row.where, row.place, row.does, fault), **SGLANG)
 
 
-async def test_reasoning_goes_on_behind_every_token() -> None:
-    """The engine's parser is told where the answer is by what it has said so far."""
+async def test_reasoning_is_resumed_after_every_token() -> None:
+    """The engine's parser knows its position from the text so far."""
     assert not await differences(NEXT, thoughts(**WITH_USAGE), range(1, 90, 3), **EVERYWHERE)
 
 
-async def test_engines_are_asked_once_whether_chats_tell_ids() -> None:
-    """And not with a request of a client."""
-    for profile, tells in ((NOW, False), (NEXT, True), (OLD, False)):
+async def test_engines_are_probed_once_for_token_ids_in_chats() -> None:
+    """The gateway sends a probe, and not a client's request."""
+    for profile, has_ids in ((NOW, False), (NEXT, True), (OLD, False)):
         async with serving(profile, decoders=1, **SGLANG) as gateway:
             for _ in range(2):
                 assert (await gateway.ask(chat(**WITH_USAGE))).is_done
             [decoder] = gateway.decoders
-            asked = [seen for seen in decoder.requests if seen.body and seen.body.get("temperature") == -1]
-            assert len(asked) == (profile != OLD)
-            assert [seen.body.get("return_token_ids", False) for seen in generations(decoder)] == [tells] * 2
+            probes = [seen for seen in decoder.requests if seen.body and seen.body.get("temperature") == -1]
+            assert len(probes) == (profile != OLD)
+            assert [seen.body.get("return_token_ids", False) for seen in generations(decoder)] == [has_ids] * 2
 
 
-async def test_how_a_chat_goes_on() -> None:
+async def test_resumed_chat_continues_the_last_message() -> None:
     async with serving(NEXT, **SGLANG) as gateway:
         gateway.decoders[0].faults.add("error_event", tokens=60)
         assert (await gateway.ask(thoughts(**WITH_USAGE))).is_done
@@ -340,11 +340,11 @@ async def test_how_a_chat_goes_on() -> None:
         assert all("return_token_ids" not in seen.body for seen in generations(*gateway.prefillers))
 
 
-async def test_an_engine_that_renders_the_messages_anew_is_found_out() -> None:
-    """It does not know `input_ids`, which the prompt that it echoes tells."""
+async def test_sglang_engine_that_ignores_input_ids_is_detected() -> None:
+    """The engine does not support `input_ids`, as its echoed prompt shows."""
     async with serving(NEXT, decoders=3, **SGLANG) as gateway:
         gateway.decoders[0].faults.add("reset_after_tokens", tokens=60)
         for engine in gateway.engines:
             engine.faults.add("ignore_prompt_ids")
         answer = await gateway.ask(thoughts(**WITH_USAGE))
-        check_that_the_client_is_told(gateway, answer)
+        check_resume_error(gateway, answer)

@@ -1,4 +1,4 @@
-"""Chats of Kimi K2 that are asked of SGLang as completions, where operators say what they are sampled by."""
+"""Chats of Kimi K2 that SGLang gets as completions, because operators have configured their sampling."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tests.conformance.resuming import (
     WITH_USAGE,
     actions,
     after,
-    behind,
     chat,
+    content_of,
+    difference,
     generated,
-    got,
     in_character,
+    past,
     serving,
     story,
     text_of,
     thoughts,
     uninterrupted,
-    unlike,
 )
 from tests.conformance.test_resume import MEDIA
 from tests.deployment import deployed, generations
@@ -52,9 +52,9 @@ def sampled(profile: str = NOW, **options: Any) -> AbstractAsyncContextManager[D
     return serving(profile, **SAMPLED, **options)
 
 
-def of_client(answer: Answer) -> Any:
-    """What it got, without what the gateway names and SGLang's chats do not."""
-    said = got(answer)
+def client_content(answer: Answer) -> Any:
+    """Return the content of an answer without the members that only the gateway adds."""
+    said = content_of(answer)
     for choice in said["choices"].values():
         choice["members"] -= {"token_ids"}
     return said
@@ -65,14 +65,14 @@ def paths(gateway: Deployment) -> list[str]:
 
 
 @pytest.mark.parametrize("body", STREAMED.values(), ids=STREAMED)
-async def test_the_answer_is_that_of_the_chat(body: dict[str, Any]) -> None:
+async def test_chat_as_completion_has_the_answer_of_the_chat(body: dict[str, Any]) -> None:
     async with sampled(decoders=1) as gateway:
         answer = await gateway.ask(dict(body))
-        assert not unlike(of_client(answer), await uninterrupted(NOW, body, connector="sglang_bootstrap"))
+        assert not difference(client_content(answer), await uninterrupted(NOW, body, connector="sglang_bootstrap"))
         assert paths(gateway) == [COMPLETIONS]
 
 
-async def test_what_engines_are_asked_for() -> None:
+async def test_chat_as_completion_sends_the_configured_sampling() -> None:
     body = thoughts(**WITH_USAGE, top_p=0.5, top_k=None, logprobs=False, seed=7, stop=["never at all"])
     async with sampled(decoders=1) as gateway:
         assert (await gateway.ask(body)).is_done
@@ -98,7 +98,7 @@ async def test_what_engines_are_asked_for() -> None:
         assert "return_token_ids" not in prefill.body
 
 
-async def test_an_answer_without_a_limit_may_be_as_long_as_the_context() -> None:
+async def test_answer_without_a_limit_may_fill_the_context() -> None:
     body = {name: value for name, value in chat(**WITH_USAGE).items() if name != "max_tokens"}
     async with sampled(decoders=1, engine={"max_model_len": 500}) as gateway:
         assert (await gateway.ask(body)).is_done
@@ -106,7 +106,7 @@ async def test_an_answer_without_a_limit_may_be_as_long_as_the_context() -> None
         assert seen.body["max_tokens"] == 500 - len(render_chat(body))
 
 
-# They go on
+# Resume
 
 FAULTS = ("kill", "reset_after_tokens", "stall_after_tokens", "error_event", "end_without_finish")
 ROWS: Final[Mapping[str, tuple[dict[str, Any], Place, str]]] = {
@@ -114,8 +114,8 @@ ROWS: Final[Mapping[str, tuple[dict[str, Any], Place, str]]] = {
     "in reasoning": (STREAMED["story"], after(20), "raw_tokens"),
     "in a character": (STREAMED["story"], in_character(after(20)), "raw_tokens"),
     "in content": (STREAMED["story"], after(60), "raw_tokens"),
-    "in arguments": (STREAMED["story"], behind(ARGUMENT_BEGIN, 5), "suffix"),
-    "whole": (story(), behind(ARGUMENT_BEGIN, 5), "suffix"),
+    "in arguments": (STREAMED["story"], past(ARGUMENT_BEGIN, 5), "suffix"),
+    "whole": (story(), past(ARGUMENT_BEGIN, 5), "suffix"),
     "whole, early": (thoughts(), after(20), "restart"),
     "greedy": (thoughts(**WITH_USAGE, temperature=0), after(60), "raw_tokens"),
     "three": (thoughts(**WITH_USAGE, n=3), after(60), "raw_tokens"),
@@ -123,47 +123,49 @@ ROWS: Final[Mapping[str, tuple[dict[str, Any], Place, str]]] = {
 
 
 @pytest.mark.covering("row fault", [row for row in product(ROWS, FAULTS) if row != ("three", "kill")], values)
-async def test_it_goes_on(row: str, fault: str) -> None:
+async def test_chat_as_completion_is_resumed(row: str, fault: str) -> None:
     body, place, does = ROWS[row]
     async with sampled(decoders=1) as gateway:
-        expected = got(await gateway.ask(dict(body)))
+        expected = content_of(await gateway.ask(dict(body)))
     async with sampled(timeouts={"idle_seconds": 0.3}) as gateway:
         gateway.decoders[0].faults.add(fault, tokens=place(generated(body)), times=1)
-        assert not unlike(got(await gateway.ask(dict(body))), expected)
+        assert not difference(content_of(await gateway.ask(dict(body))), expected)
         assert set(actions(gateway)) == {does}
         assert set(paths(gateway)) == {COMPLETIONS}
 
 
-async def differing(body: Mapping[str, Any], places: Iterable[int], *, then: int | None = None) -> dict[int, str]:
-    """As `differences`: what is different if it breaks off behind so many tokens, and once more behind `then`."""
+async def chat_differences(
+    body: Mapping[str, Any], places: Iterable[int], *, then: int | None = None
+) -> dict[int, str]:
+    """Return the differences of an answer that breaks off at each of these places, and again after `then` tokens."""
     found = {}
     async with sampled(decoders=1, resume={"pressure_seconds": 0.0}) as gateway:
         [decoder] = gateway.decoders
-        expected = got(await gateway.ask(dict(body)))
+        expected = content_of(await gateway.ask(dict(body)))
         for place in places:
             await until(lambda: not gateway.worker.releaser.pending, "releases of KV")
             decoder.faults.clear()
             decoder.faults.add("error_event", tokens=place, times=1)
             if then is not None:
                 decoder.faults.add("error_event", tokens=then, times=1)
-            if wrong := unlike(got(await gateway.ask(dict(body))), expected):
+            if wrong := difference(content_of(await gateway.ask(dict(body))), expected):
                 found[place] = wrong
     return found
 
 
 @pytest.mark.covering("name then begin", product(STREAMED, (None, 3), range(21)), lambda row: pairs(row[:2]))
-async def test_it_goes_on_behind_every_token(name: str, then: int | None, begin: int) -> None:
+async def test_chat_as_completion_is_resumed_after_every_token(name: str, then: int | None, begin: int) -> None:
     body = STREAMED[name]
     places = range(1 + begin, min(body["max_tokens"], len(generated(body))), 21)
-    assert not await differing(body, places, then=then)
+    assert not await chat_differences(body, places, then=then)
 
 
-async def test_a_stop_string_counts_wherever_the_answer_breaks_off() -> None:
+async def test_stop_string_ends_the_answer_wherever_it_breaks() -> None:
     stop = text_of(chat(), 18, 27)
-    assert not await differing(chat(stream=True, stop=[stop]), range(10, 28, 2))
+    assert not await chat_differences(chat(stream=True, stop=[stop]), range(10, 28, 2))
 
 
-async def test_messages_and_responses_are_chats_too() -> None:
+async def test_messages_are_sent_as_completions() -> None:
     async with sampled(decoders=1) as gateway:
         body = {"model": "sim", "max_tokens": 40, "messages": [{"role": "user", "content": "What is it?"}]}
         async with gateway.session.post(f"{gateway.url}/v1/messages", json=body) as response:
@@ -171,7 +173,7 @@ async def test_messages_and_responses_are_chats_too() -> None:
         assert paths(gateway) == [COMPLETIONS]
 
 
-# What stays a chat
+# Requests that stay chats
 
 
 @pytest.mark.parametrize(
@@ -185,7 +187,7 @@ async def test_messages_and_responses_are_chats_too() -> None:
     ],
     ids=str,
 )
-async def test_what_could_not_go_on_stays_a_chat(fields: dict[str, Any]) -> None:
+async def test_chat_that_could_not_be_resumed_stays_a_chat(fields: dict[str, Any]) -> None:
     async with sampled(decoders=1) as gateway:
         body = {**chat(stream=True), **fields}
         assert (await gateway.ask(body)).status == 200
@@ -202,7 +204,7 @@ async def test_what_could_not_go_on_stays_a_chat(fields: dict[str, Any]) -> None
     ],
     ids=["old", "tools", "reasoning"],
 )
-async def test_where_engines_cannot_it_is_said_once(
+async def test_missing_engine_support_is_logged_once(
     profile: str, engine: dict[str, Any], body: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with sampled(profile, decoders=1, engine=engine) as gateway:
@@ -213,8 +215,8 @@ async def test_where_engines_cannot_it_is_said_once(
     assert why in said
 
 
-async def test_engines_render_a_bounded_number_at_a_time(caplog: pytest.LogCaptureFixture) -> None:
-    """Who asks has not been let in yet."""
+async def test_concurrent_renderings_are_limited(caplog: pytest.LogCaptureFixture) -> None:
+    """Requests are rendered before they are admitted."""
     many = 17
     async with sampled(decoders=1) as gateway:
         (prefiller,) = gateway.prefillers
@@ -225,21 +227,21 @@ async def test_engines_render_a_bounded_number_at_a_time(caplog: pytest.LogCaptu
 
         async with asyncio.TaskGroup() as group:
             waiting = [group.create_task(gateway.ask(chat(stream=True))) for _ in range(many - 1)]
-            await until(lambda: asked() == many - 1, "those that may ask")
+            await until(lambda: asked() == many - 1, "the allowed renderings")
             assert (await gateway.ask(chat(stream=True))).is_done
             for task in waiting:
                 task.cancel()
         assert asked() == many - 1
         assert paths(gateway) == [CHATS]
         prefiller.faults.clear()
-        await until(lambda: not gateway.worker.drain.in_flight, "them to be gone")
+        await until(lambda: not gateway.worker.drain.in_flight, "the end of the requests")
         assert (await gateway.ask(chat(stream=True))).is_done
         assert paths(gateway) == [CHATS, COMPLETIONS]
     assert "engines are rendering 16 other chats" in caplog.text
 
 
-async def test_a_wrong_chat_is_refused_in_the_engines_words() -> None:
-    """A tokenizer that does not answer leaves it a chat."""
+async def test_invalid_chat_gets_the_error_of_the_engine() -> None:
+    """Without an answer of the tokenizer, the request stays a chat."""
     async with sampled(decoders=1) as gateway:
         answer = await gateway.ask(chat(messages="no list"))
     async with serving(NOW, connector="sglang_bootstrap", decoders=1) as gateway:
@@ -247,7 +249,7 @@ async def test_a_wrong_chat_is_refused_in_the_engines_words() -> None:
     assert (answer.status, answer.json) == (expected.status, expected.json)
 
 
-async def test_other_engines_do_not_know_of_it() -> None:
+async def test_vllm_chats_stay_chats() -> None:
     async with deployed(
         [SimulatedEngine(role="prefill")], [SimulatedEngine(role="decode")], sglang=SAMPLED["sglang"]
     ) as gateway:
@@ -256,7 +258,7 @@ async def test_other_engines_do_not_know_of_it() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_it_is_the_engines_that_count_and_not_the_connector(stream: bool) -> None:
+async def test_resume_depends_on_the_engine_and_not_on_the_connector(stream: bool) -> None:
     options = {**SAMPLED, "connector": "plain"}
     async with serving(NOW, **options) as gateway:
         gateway.decoders[0].faults.add("kill", tokens=70)

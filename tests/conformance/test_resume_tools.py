@@ -1,6 +1,6 @@
-"""Reasoning and tool calls, broken off behind every single token: what the client puts together is the same.
+"""Reasoning and tool calls that break off after every token: the client assembles the same answer.
 
-For one version whose chats go on as completions, for one that takes token ids for a chat, and for one that could.
+The tests run with a version whose chats are resumed as completions, and with versions that take token ids for a chat.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from tests.conformance.resuming import (
     ENGINE,
     WITH_USAGE,
     actions,
+    content_of,
+    difference,
     differences,
     generated,
-    got,
     serving,
     story,
     thoughts,
     uninterrupted,
-    unlike,
 )
 
 HOW = [("v0.23", "auto"), ("v0.33", "auto"), ("v0.27", "completions")]
 
 
 @pytest.mark.parametrize(("profile", "chats"), HOW)
-async def test_tool_calls_are_whole_wherever_they_break_off(profile: str, chats: str) -> None:
+async def test_tool_calls_are_complete_wherever_they_break(profile: str, chats: str) -> None:
     body = story(**WITH_USAGE)
     expected = await uninterrupted(profile, body)
     calls = expected["choices"][0]["tool_calls"]
@@ -42,7 +42,7 @@ async def test_tool_calls_are_whole_wherever_they_break_off(profile: str, chats:
 
 
 @pytest.mark.parametrize(("profile", "chats"), HOW)
-async def test_a_call_that_may_not_be_told_is_not_wherever_the_answer_breaks_off(profile: str, chats: str) -> None:
+async def test_suppressed_parallel_call_stays_suppressed_after_a_resume(profile: str, chats: str) -> None:
     body = story(**WITH_USAGE, parallel_tool_calls=False)
     expected = await uninterrupted(profile, body)
     assert [call["id"] for call in expected["choices"][0]["tool_calls"]] == ["functions.find:0"]
@@ -50,8 +50,8 @@ async def test_a_call_that_may_not_be_told_is_not_wherever_the_answer_breaks_off
 
 
 @pytest.mark.parametrize("profile", ["v0.23", "v0.33"])
-async def test_a_document_is_whole_wherever_it_breaks_off(profile: str) -> None:
-    """It is bound to a grammar, which would begin anew: the same is generated again, and compared."""
+async def test_json_document_is_complete_wherever_it_breaks(profile: str) -> None:
+    """The document is bound to a grammar, which cannot start in its middle. So it is replayed and compared."""
     properties = {"names": {"type": "array", "minItems": 4, "items": {"type": "string"}}, "size": {"type": "integer"}}
     schema = {"type": "object", "properties": properties, "required": ["names", "size"]}
     form = {"type": "json_schema", "json_schema": {"name": "list", "schema": schema}}
@@ -64,7 +64,7 @@ async def test_a_document_is_whole_wherever_it_breaks_off(profile: str) -> None:
 
 
 @pytest.mark.parametrize(("profile", "chats"), HOW)
-async def test_reasoning_is_whole_wherever_it_breaks_off(profile: str, chats: str) -> None:
+async def test_reasoning_is_complete_wherever_it_breaks(profile: str, chats: str) -> None:
     body = thoughts("Go on", **WITH_USAGE, return_token_ids=True, max_tokens=60)
     assert (await uninterrupted(profile, body))["choices"][0]["reasoning"]
     assert not await differences(profile, body, range(60), chats=chats)
@@ -72,21 +72,21 @@ async def test_reasoning_is_whole_wherever_it_breaks_off(profile: str, chats: st
 
 @pytest.mark.parametrize(("profile", "chats"), HOW)
 @pytest.mark.parametrize("engine", [{"tokens_per_step": 3}, {"stream_interval": 8}], ids=["steps", "intervals"])
-async def test_several_tokens_in_a_chunk_are_none_too_many(profile: str, chats: str, engine: dict[str, Any]) -> None:
-    """As speculative decoding writes them, or an engine that streams now and then."""
+async def test_chunks_of_several_tokens_are_counted_correctly(profile: str, chats: str, engine: dict[str, Any]) -> None:
+    """Speculative decoding writes such chunks, and so does an engine with a stream interval."""
     body = story(**WITH_USAGE)
     assert not await differences(profile, body, range(1, len(generated(body)), 4), engine=engine, chats=chats)
 
 
 @pytest.mark.parametrize("profile", ["v0.18", "v0.30"])
-async def test_tool_calls_are_whole_though_they_break_off_twice(profile: str) -> None:
+async def test_tool_calls_are_complete_when_they_break_twice(profile: str) -> None:
     body = story(**WITH_USAGE)
     tools = range(60, len(generated(body)) - 15, 3)
     assert not await differences(profile, body, tools, then=13)
 
 
-async def test_one_that_has_not_told_yet_what_it_is_changes_nothing() -> None:
-    """The answer goes on as a completion then, but it was not that engine that began it."""
+async def test_engine_of_unknown_version_does_not_change_resumed_answers() -> None:
+    """While a version is unknown, answers are resumed as completions, although another engine began them."""
     body = story(**WITH_USAGE, max_tokens=100)  # which ends inside a call's id
     expected = await uninterrupted("v0.33", body)
     async with (
@@ -101,6 +101,6 @@ async def test_one_that_has_not_told_yet_what_it_is_changes_nothing() -> None:
         for place in (3, 42, 43, 60):
             decoder.faults.clear()
             decoder.faults.add("recompute", tokens=place, times=1)
-            assert not unlike(got(await gateway.ask(dict(body))), expected)
+            assert not difference(content_of(await gateway.ask(dict(body))), expected)
         assert actions(gateway) == ["raw_tokens"] * 4
         joining.cancel()

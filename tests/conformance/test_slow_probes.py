@@ -1,4 +1,4 @@
-"""Engines whose health route answers too late, because they work."""
+"""Engines whose health route answers too late because they are busy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def with_slow_health(deploy: Deploy, role: str, **options: Any) -> tuple[D
 
 @pytest.mark.fault(107)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_the_last_instance_serves_while_its_health_checks_time_out(deploy: Deploy, role: str) -> None:
+async def test_last_instance_serves_while_its_health_checks_time_out(deploy: Deploy, role: str) -> None:
     gateway, engine = await with_slow_health(deploy, role)
     begun = probes(engine)
     assert (await gateway.ask(request(Api.CHAT))).status == 200
@@ -54,7 +54,7 @@ async def test_the_last_instance_serves_while_its_health_checks_time_out(deploy:
 
 
 @pytest.mark.fault(107)
-async def test_the_last_instance_is_not_taken_down_in_the_middle_of_an_answer(deploy: Deploy) -> None:
+async def test_last_instance_stays_up_during_an_answer(deploy: Deploy) -> None:
     gateway, engine = await with_slow_health(deploy, "decode", decode_step_ms=20.0)
     begun = probes(engine)
     async with gateway.asking(request(Api.CHAT, stream=True, max_tokens=10_000)) as client:
@@ -66,7 +66,7 @@ async def test_the_last_instance_is_not_taken_down_in_the_middle_of_an_answer(de
 
 @pytest.mark.fault(108)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_requests_wait_for_a_role_that_is_only_slow_to_health_checks(deploy: Deploy, role: str) -> None:
+async def test_requests_wait_for_a_role_with_slow_health_checks(deploy: Deploy, role: str) -> None:
     gateway, engine = await with_slow_health(deploy, role)
     await until(lambda: state(gateway, role) is HealthState.DOWN, "the health checks", 30.0)
     assert await is_ready(gateway)
@@ -77,7 +77,7 @@ async def test_requests_wait_for_a_role_that_is_only_slow_to_health_checks(deplo
 
 
 @pytest.mark.fault(108)
-async def test_an_idle_instance_that_is_slow_to_health_checks_is_down_where_others_are_left(deploy: Deploy) -> None:
+async def test_idle_instance_with_slow_health_checks_is_down_if_others_serve(deploy: Deploy) -> None:
     gateway = await deploy(1, 2, health=PROBED)
     await until(lambda: state(gateway, "decode") is HealthState.UP, "the first health check")
     gateway.decoders[0].faults.add("hang_before_headers", path="/health")

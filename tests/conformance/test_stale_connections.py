@@ -1,4 +1,4 @@
-"""Connections to engines that are closed in the very moment in which they are used again."""
+"""Connections to engines that are closed in the moment in which they are used again."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ async def closing_reused(deploy: Deploy, engines: int, connector: str) -> Deploy
     gateway = await deploy(engines, engines, connector=connector)
     for engine in gateway.engines:
         engine.faults.add("close_reused")
-    gateway.expects_resent = connector == "plain"  # whose requests leave nothing behind
+    gateway.expects_resent = connector == "plain"  # its requests leave no KV cache behind
     gateway.may_stay_pinned = 4 * REQUESTS
-    gateway.expects_inexact_pins = True  # nor could decoders always be asked to release what was left
+    gateway.expects_inexact_pins = True  # nor could decoders always be asked to release KV
     return gateway
 
 
 @pytest.mark.fault(70)
 @pytest.mark.covering("connector shape engines", product(CONNECTORS, ("stream", "whole"), (1, 2)))
-async def test_no_request_fails_for_a_connection_that_was_closed_just_then(
+async def test_no_request_fails_on_a_connection_closed_at_reuse(
     deploy: Deploy, connector: str, shape: str, engines: int
 ) -> None:
     stream = shape == "stream"
@@ -49,8 +49,8 @@ async def test_no_request_fails_for_a_connection_that_was_closed_just_then(
 
 @pytest.mark.fault(70)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_an_engine_that_dies_of_a_request_is_not_asked_for_ever(deploy: Deploy, role: str) -> None:
-    """It looks the same on a connection that had served before."""
+async def test_request_that_crashes_its_engine_is_not_resent(deploy: Deploy, role: str) -> None:
+    """A crash looks like a closed connection if the connection has served before."""
     gateway = await deploy(1, 1, kv={"release": "never"})
     body = request(Api.CHAT)
     assert (await gateway.ask(body)).is_done
@@ -66,7 +66,7 @@ async def test_an_engine_that_dies_of_a_request_is_not_asked_for_ever(deploy: De
 
 @pytest.mark.fault(70)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_the_same_engine_is_asked_once_more_and_no_more(deploy: Deploy, role: str) -> None:
+async def test_request_is_resent_once_to_the_same_engine(deploy: Deploy, role: str) -> None:
     gateway = await deploy(1, 1, kv={"release": "never"})
     body = request(Api.CHAT)
     assert (await gateway.ask(body)).is_done

@@ -1,4 +1,4 @@
-"""Decoders that are stopped or hang in the middle of answers, without notice: clients get the same answers."""
+"""Decoders that stop or hang in the middle of answers: clients get the same answers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from tests.deployment import Deployment
 
 QUICK: dict[str, Any] = {"silence_seconds": 0.2}
-"""Silences are looked into soon: an engine that refuses connections after 50 ms."""
+"""Silences are checked soon: an engine that refuses connections after 50 ms."""
 PACE: dict[str, Any] = {"decode_step_ms": 5.0}
 HOW = ("silent", "abort", "core-dead")
 APIS = ("chat", "completions", "messages", "responses")
 
 
-async def asked(gateway: Deployment, api: str, *, stream: bool) -> Any:
-    """An answer of some hundred tokens, in a form that can be compared."""
+async def answer_of(gateway: Deployment, api: str, *, stream: bool) -> Any:
+    """Return an answer of some hundred tokens in a form that can be compared."""
     match api:
         case "messages":
             return messages.message(await messages.ask(gateway, messages.story(stream=stream)))
@@ -39,29 +39,31 @@ async def asked(gateway: Deployment, api: str, *, stream: bool) -> Any:
 
 
 async def serving_decoder(gateway: Deployment) -> SimulatedEngine:
-    """The decoder that has begun to write."""
+    """Return the decoder that has begun to generate."""
 
-    def found() -> list[SimulatedEngine]:
+    def busy() -> list[SimulatedEngine]:
         return [decoder for decoder in gateway.decoders if decoder.state.live and decoder.state.tokens_generated > 10]
 
-    await until(found, "tokens")
-    return found()[0]
+    await until(busy, "tokens")
+    return busy()[0]
 
 
 @pytest.mark.fault(114)
 @pytest.mark.covering("how api stream", product(HOW, APIS, (True, False)))
-async def test_a_decoder_that_stops_loses_no_answer(how: Any, api: str, stream: bool) -> None:
+async def test_no_answer_is_lost_when_a_decoder_stops(how: Any, api: str, stream: bool) -> None:
     async with serving("v0.33", engine=PACE, decoders=1) as gateway:
-        alone = await asked(gateway, api, stream=stream)
+        alone = await answer_of(gateway, api, stream=stream)
     async with serving("v0.33", engine=PACE, health=QUICK) as gateway:
-        asking = asyncio.create_task(asked(gateway, api, stream=stream))
+        asking = asyncio.create_task(answer_of(gateway, api, stream=stream))
         await (await serving_decoder(gateway)).stop(how)
         assert await asking == alone
 
 
 @pytest.mark.fault(114)
 @pytest.mark.covering("connector how stream", product(CONNECTORS, HOW, (True, False)))
-async def test_so_it_does_with_every_connector(deploy: Deploy, connector: str, how: Any, stream: bool) -> None:
+async def test_no_answer_is_lost_with_any_connector_when_a_decoder_stops(
+    deploy: Deploy, connector: str, how: Any, stream: bool
+) -> None:
     gateway = await deploy(
         2, 3, connector=connector, engine=PACE, health=QUICK, resume={"repeat_up_to_tokens": 0, "deadline_seconds": 5.0}
     )
@@ -77,8 +79,8 @@ async def test_so_it_does_with_every_connector(deploy: Deploy, connector: str, h
 
 @pytest.mark.fault(114)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_what_has_no_token_yet_is_repeated(stream: bool) -> None:
-    """The decoder is stopped before its first token, while nothing of it moves."""
+async def test_answer_without_a_token_is_repeated(stream: bool) -> None:
+    """The decoder is stopped before its first token, while it sends nothing."""
     body = request(Api.CHAT, stream=stream)
     async with serving("v0.33", health=QUICK) as gateway:
         gateway.expects_inexact_pins = True
@@ -96,12 +98,12 @@ async def test_what_has_no_token_yet_is_repeated(stream: bool) -> None:
 
 @pytest.mark.fault(115)
 @pytest.mark.covering("api stream", product(APIS, (True, False)))
-async def test_a_decoder_that_hangs_while_nobody_else_works_loses_no_answer(api: str, stream: bool) -> None:
+async def test_no_answer_is_lost_when_the_only_busy_decoder_hangs(api: str, stream: bool) -> None:
     async with serving("v0.33", engine=PACE, decoders=1) as gateway:
-        alone = await asked(gateway, api, stream=stream)
+        alone = await answer_of(gateway, api, stream=stream)
     async with serving("v0.33", engine=PACE, health=QUICK) as gateway:
         gateway.decoders[0].faults.add("stall_after_tokens", tokens=40)
-        answers = await asyncio.gather(*(asked(gateway, api, stream=stream) for _ in range(2)))
+        answers = await asyncio.gather(*(answer_of(gateway, api, stream=stream) for _ in range(2)))
         assert answers == [alone, alone]
         ((_, cause, role),) = gateway.metrics("pdproxy_instance_ejected_total")
         assert (cause, role) == ("stall", "decode")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from tests.asking import until
-from tests.conformance.resuming import serving, unlike
+from tests.conformance.resuming import difference, serving
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -38,7 +38,7 @@ async def differences(asking: Asking, profile: str, fault: str, places: Iterable
             decoder.faults.add(FAULTS[fault], tokens=place, times=1)
             gateway.expects_inexact_pins |= place == 0
             try:
-                if wrong := unlike(await asking(gateway), expected):
+                if wrong := difference(await asking(gateway), expected):
                     found[place] = wrong
             except AssertionError as wrong:
                 found[place] = str(wrong).partition("\n")[0]

@@ -37,7 +37,7 @@ def read_table() -> list[Row]:
 def evidence(
     rows: Iterable[Row], nodes: Iterable[str], marked: Mapping[int, Collection[str]]
 ) -> dict[int, frozenset[str]]:
-    """The tests that show each row, of all there are. `marked`: those that are marked with a number."""
+    """Return the tests that show each row. `nodes`: all tests. `marked`: tests with a marker, by row number."""
     nodes = list(nodes)
     return {
         row.number: frozenset(marked.get(row.number, ())).union(node for node in nodes if node.startswith(row.tests))
@@ -46,7 +46,7 @@ def evidence(
 
 
 def mistakes(rows: Sequence[Row], nodes: Iterable[str], marked: Mapping[int, Collection[str]]) -> list[str]:
-    """What in the table does not fit the tests there are."""
+    """Return the mismatches between the table and the existing tests."""
     nodes = list(nodes)
     numbers = {row.number for row in rows}
     shown = evidence(rows, nodes, marked)

@@ -76,12 +76,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _is_worker(config: pytest.Config) -> bool:
-    """Whether another process tells what this one has seen."""
+    """Return whether another process reports the results of this one."""
     return hasattr(config, "workerinput")
 
 
 def _is_whole(session: pytest.Session) -> bool:
-    """Whether every test of the suite was asked for, and none given up."""
+    """Return whether every test of the suite was selected, and none aborted."""
     option = session.config.option
     return (
         session.config.args_source is pytest.Config.ArgsSource.TESTPATHS

@@ -66,7 +66,7 @@ def test_tests_are_named_by_how_they_begin_or_marked() -> None:
         (Row(1, "f", "b", ("a::x",)), {2: {"c::z"}}, "c::z is marked with 2, which is no row"),
     ],
 )
-def test_what_does_not_fit_is_told(row: Row, marked: dict[int, set[str]], mistake: str) -> None:
+def test_mismatches_between_rows_and_tests_are_reported(row: Row, marked: dict[int, set[str]], mistake: str) -> None:
     assert mistakes([row], NODES, marked) == [mistake]
     assert mistakes(TWO, NODES, {3: {"c::z"}}) == []
 
@@ -143,7 +143,7 @@ def test_a_run_of_the_whole_suite_must_show_every_row(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text + code if name.endswith("test_it.py") else text)
     run = pytest_in(tmp_path, "-q", *arguments)
-    assert (said(run), run.returncode) == (lines, exit_code)
+    assert (table_lines(run), run.returncode) == (lines, exit_code)
 
 
 def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -157,6 +157,6 @@ def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def said(run: subprocess.CompletedProcess[str]) -> list[str]:
-    """The lines about the table."""
+def table_lines(run: subprocess.CompletedProcess[str]) -> list[str]:
+    """Return the lines about the table."""
     return [line for line in run.stdout.splitlines() if line.startswith("faults:")]

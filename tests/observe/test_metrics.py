@@ -1,4 +1,4 @@
-"""The exposition: names that Prometheus' own linter accepts, series that start at 0, and values from all workers."""
+"""The exposition: conventional names, series that start at 0, and values of all workers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class Gateway:
-    """Metrics that look at a balancer with one prefiller and one decoder."""
+    """Metrics of a balancer with one prefiller and one decoder."""
 
     def __init__(self) -> None:
         self.scoreboard = Scoreboard(slots=4)
@@ -85,7 +85,7 @@ def gateway() -> Gateway:
     return Gateway()
 
 
-def test_every_metric_has_a_good_name_and_a_help_text(gateway: Gateway) -> None:
+def test_metrics_have_conventional_names_and_help_texts(gateway: Gateway) -> None:
     for name, family in gateway.families().items():
         assert re.fullmatch(r"(pdproxy|process)_[a-z]+(_[a-z]+)*", name)
         assert family.documentation.endswith(".")
@@ -101,14 +101,14 @@ def test_every_metric_has_a_good_name_and_a_help_text(gateway: Gateway) -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
-def test_promtool_has_nothing_to_say(gateway: Gateway) -> None:
+def test_promtool_finds_no_problem(gateway: Gateway) -> None:
     with gateway.pools[Role.PREFILL].lease(PickRequest.of(Load(1, 2))):
         gateway.metrics.instance_requests_total.labels("prefill", "10.0.0.1:7100", "timeout").inc()
         found = subprocess.run(["promtool", "check", "metrics"], input=gateway.text(), capture_output=True, text=True)
     assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
 
 
-def test_openmetrics_is_given_to_whoever_asks_for_it(gateway: Gateway) -> None:
+def test_openmetrics_is_served_on_request(gateway: Gateway) -> None:
     body, content_type = gateway.metrics.render("application/openmetrics-text;version=1.0.0,text/plain;q=0.5")
     assert content_type.startswith("application/openmetrics-text; version=1.0.0")
     names = {family.name for family in openmetrics.text_string_to_metric_families(body.decode())}
@@ -120,7 +120,7 @@ def test_series_with_known_labels_start_at_zero(gateway: Gateway) -> None:
     for family in gateway.families().values():
         if family.type in ("counter", "histogram") and family.name.startswith("pdproxy_"):
             if family.name == "pdproxy_model_requests":
-                continue  # which models there are instances say
+                continue  # instances define the models
             assert family.samples, family.name
             assert {sample.value for sample in family.samples} == {0.0}
     assert gateway.value("pdproxy_request_end_total", term="--") == 0
@@ -128,21 +128,21 @@ def test_series_with_known_labels_start_at_zero(gateway: Gateway) -> None:
     assert gateway.value("pdproxy_instance_requests_total", role="decode", address="[fd00::1]:7200", result="ok") == 0
 
 
-def test_labels_use_the_words_of_the_rest_of_the_program() -> None:
+def test_label_values_equal_the_terms_of_the_program() -> None:
     assert tuple(stage.label for stage in Stage) == metrics.STAGES
     assert tuple(Role) == metrics.LEGS
     assert set(ROUTES) < set(metrics.APIS)
     assert get_args(Kv.model_fields["on_missing"].annotation) == metrics.MISSING_KV_ACTIONS
 
 
-def test_build_info_tells_the_version(gateway: Gateway) -> None:
+def test_build_info_has_the_version(gateway: Gateway) -> None:
     (sample,) = gateway.families()["pdproxy_build_info"].samples
     assert sample.labels["version"] == __version__
     assert sample.labels["compiled"] == ("true" if IS_COMPILED else "false")
     assert sample.value == 1
 
 
-def test_instances_show_health_and_load_of_the_moment(gateway: Gateway) -> None:
+def test_metrics_of_instances_show_current_health_and_load(gateway: Gateway) -> None:
     prefillers = gateway.pools[Role.PREFILL]
     (prefiller,) = prefillers.backends()
     labels = {"role": "prefill", "address": "10.0.0.1:7100"}
@@ -159,7 +159,7 @@ def test_instances_show_health_and_load_of_the_moment(gateway: Gateway) -> None:
     assert gateway.value("pdproxy_instance_inflight", **labels) == 0
 
 
-def test_instances_show_the_kv_that_stays_pinned(gateway: Gateway) -> None:
+def test_metrics_of_instances_show_pinned_kv(gateway: Gateway) -> None:
     (prefiller,) = gateway.pools[Role.PREFILL].backends()
     labels = {"role": "prefill", "address": "10.0.0.1:7100"}
     names = [f"pdproxy_instance_pinned_kv{name}" for name in ("", "_tokens", "_oldest_seconds")]
@@ -172,10 +172,10 @@ def test_instances_show_the_kv_that_stays_pinned(gateway: Gateway) -> None:
     assert 0 < oldest < time.monotonic() - pin.since
     gateway.pinned_kv.forget(prefiller)
     gateway.pinned_kv.pin(prefiller, 30, -1.0)
-    assert [gateway.value(name, **labels) for name in names] == [0, 0, 0], "what has expired is not shown"
+    assert [gateway.value(name, **labels) for name in names] == [0, 0, 0], "expired KV caches are not counted"
 
 
-def test_a_removed_instance_loses_its_series(gateway: Gateway) -> None:
+def test_removed_instance_loses_its_series(gateway: Gateway) -> None:
     gateway.metrics.instance_requests_total.labels("prefill", "10.0.0.1:7100", "ok").inc()
     assert "10.0.0.1:7100" in gateway.text()
     gateway.roster.remove(Role.PREFILL, "10.0.0.1", 7100)
@@ -185,7 +185,7 @@ def test_a_removed_instance_loses_its_series(gateway: Gateway) -> None:
     assert "[fd00::1]:7200" in gateway.text()
 
 
-def test_two_of_them_in_one_process_do_not_meet() -> None:
+def test_two_metrics_objects_in_one_process_are_independent() -> None:
     first, second = Gateway(), Gateway()
     first.metrics.kv_orphans_total.inc()
     assert (first.value("pdproxy_kv_orphans_total"), second.value("pdproxy_kv_orphans_total")) == (1, 0)
@@ -232,7 +232,7 @@ WORKERS = """
 """
 
 
-def test_any_worker_answers_for_all_of_them(tmp_path: Path) -> None:
+def test_one_worker_serves_the_metrics_of_all_workers(tmp_path: Path) -> None:
     script = [sys.executable, "-c", textwrap.dedent(WORKERS)]
     found = subprocess.run(script, env={"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}, capture_output=True, text=True)
     assert found.stderr == ""
@@ -249,10 +249,10 @@ def test_any_worker_answers_for_all_of_them(tmp_path: Path) -> None:
     assert found.stdout.count("pdproxy_build_info{") == 1
 
 
-def test_every_way_to_resume_has_its_series_from_the_beginning() -> None:
+def test_every_resume_action_has_an_initial_series() -> None:
     assert set(RESUME_ACTIONS) == {action.value for action in Action}
 
 
-def test_the_page_of_metrics_is_what_the_code_says() -> None:
+def test_metrics_page_is_up_to_date() -> None:
     stale = f"METRICS.md is stale; renew it: {metrics_page.COMMAND}"
     assert metrics_page.PAGE.read_text(encoding="utf-8") == metrics_page.page(), stale

@@ -1,4 +1,4 @@
-"""Listeners hear of a request's beginning and end, and who does not want to hear is not called."""
+"""Listeners get the beginning and the end of requests, and only the events that they override."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Ends(RequestListener):
-    """Wants to know of ends only."""
+    """Listens only to ends."""
 
     def __init__(self) -> None:
         self.ended: list[str] = []
@@ -39,7 +39,7 @@ class Ends(RequestListener):
 
 
 class Counter(RequestListener):
-    """Wants to know of beginnings only."""
+    """Listens only to beginnings."""
 
     def __init__(self) -> None:
         self.begun = 0
@@ -49,7 +49,7 @@ class Counter(RequestListener):
 
 
 class Mistaken(RequestListener):
-    """Fails whatever it hears of."""
+    """Raises an error in every method."""
 
     def request_began(self, record: RequestRecord, headers: Mapping[str, str]) -> None:
         raise RuntimeError("began")
@@ -62,7 +62,7 @@ class Mistaken(RequestListener):
 
 
 class Later:
-    """An event loop's `call_later`, whose time comes when told."""
+    """An event loop's `call_later`, whose calls the test runs."""
 
     def __init__(self) -> None:
         self.waiting: list[Callable[[], None]] = []
@@ -70,13 +70,13 @@ class Later:
     def __call__(self, seconds: float, call: Callable[[], None], **_: object) -> None:
         self.waiting.append(call)
 
-    def come(self) -> None:
+    def run(self) -> None:
         waiting, self.waiting = self.waiting, []
         for call in waiting:
             call()
 
 
-def test_a_listener_hears_only_what_it_listens_to() -> None:
+def test_listener_gets_only_the_events_that_it_overrides() -> None:
     ends, counter = Ends(), Counter()
     observers = Observers((ends, counter))
     record = observers.begin("chat", "r1")
@@ -85,18 +85,18 @@ def test_a_listener_hears_only_what_it_listens_to() -> None:
     assert (counter.begun, ends.ended) == (1, ["--"])
 
 
-def test_a_listener_that_fails_keeps_nothing_from_others(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_listener_does_not_affect_others(caplog: pytest.LogCaptureFixture) -> None:
     ends, counter = Ends(), Counter()
     observers = Observers((Mistaken(), ends, counter))
     record = observers.begin("chat", "r1")
     observers.end(record)
     assert (counter.begun, ends.ended) == (1, ["--"])
-    # One line for each thing that it heard of: `settle` came with the beginning, and with the end.
-    told = [record.getMessage().rpartition(".")[2] for record in caplog.records]
-    assert sorted(told) == ["request_began", "request_ended", "settle", "settle"]
+    # One line for each event: `settle` came with the beginning, and with the end.
+    methods = [record.getMessage().rpartition(".")[2] for record in caplog.records]
+    assert sorted(methods) == ["request_began", "request_ended", "settle", "settle"]
 
 
-def test_a_record_that_cannot_be_closed_keeps_no_other_from_being_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_record_that_cannot_be_closed_does_not_affect_others(caplog: pytest.LogCaptureFixture) -> None:
     ends, later = Ends(), Later()
     observers = Observers((ends,))
     with observers.in_batches(later):
@@ -109,7 +109,7 @@ def test_a_record_that_cannot_be_closed_keeps_no_other_from_being_told(caplog: p
     assert "bad" in caplog.text
 
 
-async def test_a_request_knows_the_stages_of_its_streamed_answer_when_it_is_over(deploy: Deploy) -> None:
+async def test_record_of_a_streamed_answer_has_its_stages(deploy: Deploy) -> None:
     deployment = await deploy(1, 1)
     ends = Ends()
     deployment.worker.observers.add(ends)
@@ -120,7 +120,7 @@ async def test_a_request_knows_the_stages_of_its_streamed_answer_when_it_is_over
     assert stages == [Stage.PREFILL, Stage.HANDOFF, Stage.FIRST_TOKEN, Stage.STREAM, None]
 
 
-def test_ends_wait_for_others_until_their_time_has_come_or_somebody_asks() -> None:
+def test_ends_are_reported_in_batches_or_at_a_settle() -> None:
     ends, later = Ends(), Later()
     observers = Observers((ends,))
     with observers.in_batches(later):
@@ -128,19 +128,19 @@ def test_ends_wait_for_others_until_their_time_has_come_or_somebody_asks() -> No
         observers.end(records[0])
         observers.end(records[1])
         assert (ends.ended, len(later.waiting)) == ([], 1)  # one call for all of them
-        later.come()
+        later.run()
         assert ends.ended == ["--"] * 2
         observers.end(records[2])
         observers.settle()
         assert ends.ended == ["--"] * 3
         observers.end(observers.begin("chat", "last"))
-    assert ends.ended == ["--"] * 4  # who leaves has told all
-    later.come()
+    assert ends.ended == ["--"] * 4  # leaving the context reports the rest
+    later.run()
     observers.end(observers.begin("chat", "after"))
     assert ends.ended == ["--"] * 5
 
 
-def test_many_ends_do_not_wait() -> None:
+def test_full_batch_is_reported_at_once() -> None:
     ends, later = Ends(), Later()
     observers = Observers((ends,))
     with observers.in_batches(later):
@@ -148,16 +148,16 @@ def test_many_ends_do_not_wait() -> None:
             assert len(later.waiting) == bool(number)
             observers.end(observers.begin("chat", str(number)))
         assert (ends.ended, len(later.waiting)) == ([], 2)
-        later.come()
+        later.run()
         assert len(ends.ended) == 128
 
 
-# --- what every worker tells ------------------------------------------------------------------------------------------
+# --- listeners of every worker ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def log(tmp_path: Path) -> Iterator[Path]:
-    """A log as a worker writes it, into this file."""
+    """Open a log file with the setup of a worker."""
     root, ours = logging.getLogger(), logging.getLogger("proxy")
     before = root.handlers[:], root.level, ours.level
     path = tmp_path / "log"
@@ -175,7 +175,7 @@ def ids(log: Path) -> list[str]:
     return [line.partition(" id=")[2].partition(" ")[0] for line in log.read_text().splitlines()]
 
 
-def test_a_line_that_comes_later_is_written_later(log: Path) -> None:
+def test_access_lines_stay_in_order_with_other_lines(log: Path) -> None:
     observers, later = Observers((AccessLog(),)), Later()
     logs.call_before_lines(observers.settle)
     with observers.in_batches(later):
@@ -187,11 +187,11 @@ def test_a_line_that_comes_later_is_written_later(log: Path) -> None:
         observers.end(observers.begin("chat", "r3"))
         logs.access_line({"id": "passed on", "code": 200})
         assert ids(log)[4:] == ["r3", '"passed']
-        later.come()
+        later.run()
         assert len(ids(log)) == 6
 
 
-def test_a_scrape_shows_what_has_ended_before_it() -> None:
+def test_scrape_includes_all_requests_that_have_ended() -> None:
     metrics, later = Metrics(), Later()
     observers = Observers((RequestMetrics(metrics, ("chat",)),))
     metrics.settle_first(observers.settle)
@@ -205,7 +205,7 @@ def test_a_scrape_shows_what_has_ended_before_it() -> None:
 
 
 def values(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
-    """The samples of a metric that are not zero, by their label values."""
+    """Return the samples of a metric that are not zero, by label values."""
     return {
         tuple(sample.labels.values()): sample.value
         for family in metrics.collect()
@@ -215,7 +215,7 @@ def values(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
 
 
 @given(st.lists(st.floats(min_value=0.0, max_value=4000.0)))
-def test_many_times_are_observed_as_one_by_one(times: list[float]) -> None:
+def test_observe_all_equals_single_observations(times: list[float]) -> None:
     at_once, singly = Metrics(), Metrics()
     at_once.queue_seconds.observe_all(times)
     for time in times:
@@ -226,7 +226,7 @@ def test_many_times_are_observed_as_one_by_one(times: list[float]) -> None:
     assert totals[0] == pytest.approx(totals[1])
 
 
-def test_times_between_tokens_are_counted_once_however_often_somebody_settles() -> None:
+def test_noted_times_are_counted_once_over_several_settles() -> None:
     metrics = Metrics()
     for seconds in (0.5, 0.25):
         metrics.inter_token_seconds.observe(seconds)

@@ -1,4 +1,4 @@
-"""What is kept of requests that are over: the latest of all workers, and those in trouble for longer."""
+"""Receipts of finished requests: the latest of all workers, and failed ones for longer."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 MIB = 1024 * 1024
 
 
-def anything(told: Mapping[str, Any]) -> bool:
+def anything(receipt: Mapping[str, Any]) -> bool:
     return True
 
 
 def ids(receipts: Receipts, limit: int = 1000) -> list[str]:
-    return [told["id"] for told in receipts.latest(anything, limit)]
+    return [receipt["id"] for receipt in receipts.latest(anything, limit)]
 
 
 def worker(receipts: Receipts, number: int = 0) -> Observers:
@@ -55,17 +55,17 @@ def broken(message: str = "gone") -> UpstreamError:
     return UpstreamError(Failure.BROKEN, Backend(Role.DECODE, "10.0.0.1", 80), message)
 
 
-def test_what_all_workers_served_is_read_in_the_order_of_its_end(clock: Clock) -> None:
+def test_receipts_of_all_workers_are_sorted_by_their_end(clock: Clock) -> None:
     receipts = Receipts(3, MIB)
     for number in range(30):
         clock.now += 1
         serve(worker(receipts, number % 3), f"r{number}", clock, broken() if number % 5 == 0 else None)
     assert ids(receipts) == [f"r{number}" for number in reversed(range(30))]
     assert ids(receipts, 4) == ["r29", "r28", "r27", "r26"]
-    assert [told["worker"] for told in receipts.latest(anything, 3)] == [2, 1, 0]
+    assert [receipt["worker"] for receipt in receipts.latest(anything, 3)] == [2, 1, 0]
 
 
-def test_those_in_trouble_outlive_the_others(clock: Clock) -> None:
+def test_receipts_of_failed_requests_are_kept_longer(clock: Clock) -> None:
     receipts = Receipts(1, 64 * 1024)
     observers = worker(receipts)
     serve(observers, "broken", clock, broken())
@@ -78,7 +78,7 @@ def test_those_in_trouble_outlive_the_others(clock: Clock) -> None:
     assert 20 < len(kept) < 500
 
 
-def test_what_a_dead_worker_has_written_is_read_and_its_successor_goes_on() -> None:
+def test_receipts_of_a_dead_worker_stay_beside_its_successors() -> None:
     receipts = Receipts(2, MIB)
     child = os.fork()
     if not child:
@@ -90,13 +90,13 @@ def test_what_a_dead_worker_has_written_is_read_and_its_successor_goes_on() -> N
 
 
 @pytest.mark.parametrize("size", [0, 100])
-def test_where_there_is_no_room_nothing_is_kept(size: int) -> None:
+def test_no_receipt_is_kept_without_memory(size: int) -> None:
     receipts = Receipts(1, size)
     serve(worker(receipts), "r")
     assert ids(receipts) == []
 
 
-def test_many_that_end_in_a_moment_are_all_kept() -> None:
+def test_receipts_of_one_batch_are_all_kept() -> None:
     receipts = Receipts(1, MIB)
     observers = worker(receipts)
     with observers.in_batches(lambda *_, **__: None):
@@ -105,21 +105,21 @@ def test_many_that_end_in_a_moment_are_all_kept() -> None:
     assert ids(receipts) == [f"r{number}" for number in reversed(range(100))]
 
 
-def test_no_secret_is_kept_and_text_of_any_length_and_kind() -> None:
+def test_texts_in_receipts_are_masked_cut_and_escaped() -> None:
     receipts = Receipts(1, MIB)
     observers = worker(receipts)
     record = observers.begin("chat", "r")
     record.model = "m\ud800" * 1000
     record.error = broken("a-secret-key \ud800" + "x" * 10_000)
     end(observers, record)
-    [told] = receipts.latest(anything, 1)
-    assert told["error"].startswith("*** \\ud800xx")
-    assert told["model"].startswith("m\\ud800m")
-    assert len(told["error"]) < 1000
-    assert told["backend"] == "10.0.0.1:80"
+    [receipt] = receipts.latest(anything, 1)
+    assert receipt["error"].startswith("*** \\ud800xx")
+    assert receipt["model"].startswith("m\\ud800m")
+    assert len(receipt["error"]) < 1000
+    assert receipt["backend"] == "10.0.0.1:80"
 
 
-def test_a_request_of_many_units_is_kept_with_the_first_of_its_attempts() -> None:
+def test_receipt_of_many_units_has_the_first_attempts() -> None:
     receipts = Receipts(1, MIB)
     observers = worker(receipts)
     record = observers.begin("chat", "r")
@@ -128,7 +128,7 @@ def test_a_request_of_many_units_is_kept_with_the_first_of_its_attempts() -> Non
         timeline.begin_attempt()
         timeline.begin_attempt()
     observers.end(record)
-    [told] = receipts.latest(anything, 1)
-    assert (told["units"], told["attempts"]) == (40, 80)
-    assert len(told["history"]) + told["attempts_left_out"] == 80
-    assert [attempt["unit"] for attempt in told["history"][:4]] == [0, 0, 1, 1]
+    [receipt] = receipts.latest(anything, 1)
+    assert (receipt["units"], receipt["attempts"]) == (40, 80)
+    assert len(receipt["history"]) + receipt["attempts_left_out"] == 80
+    assert [attempt["unit"] for attempt in receipt["history"][:4]] == [0, 0, 1, 1]

@@ -1,4 +1,4 @@
-"""What the access line and the metrics are told about a request."""
+"""Records of requests, and their access lines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def record(clock: Clock) -> RequestRecord:
 
 
 def line(record: RequestRecord) -> dict[str, object]:
-    """Its access line, as it ends now."""
+    """End the request now, and return its access line."""
     record.ended = record.clock()
     record.close()
     return access_line(record.facts)
@@ -44,7 +44,7 @@ def walk(timeline: Timeline, clock: Clock, *steps: tuple[Stage | None, float]) -
         clock.now += seconds
 
 
-def test_a_timeline_knows_how_long_each_stage_took(record: RequestRecord, clock: Clock) -> None:
+def test_timeline_measures_each_stage(record: RequestRecord, clock: Clock) -> None:
     timeline = record.timeline()
     walk(
         timeline,
@@ -64,7 +64,7 @@ def test_a_timeline_knows_how_long_each_stage_took(record: RequestRecord, clock:
     assert timeline.stage is Stage.STREAM
 
 
-def test_a_stage_that_is_entered_again_goes_on_counting(record: RequestRecord, clock: Clock) -> None:
+def test_time_of_a_repeated_stage_is_summed(record: RequestRecord, clock: Clock) -> None:
     timeline = record.timeline()
     walk(timeline, clock, (Stage.PREFILL, 1.0), (Stage.PREFILL, 2.0), (None, 0.0))
     assert timeline.seconds == {Stage.PREFILL: 3.0}
@@ -74,7 +74,7 @@ def test_a_stage_that_is_entered_again_goes_on_counting(record: RequestRecord, c
     st.lists(st.tuples(st.none() | st.sampled_from(Stage), st.integers(0, 1000))),
     st.dictionaries(st.sampled_from(Stage), st.integers(0, 1000)),
 )
-def test_what_was_spent_is_the_sum_of_all_stretches(steps: Marks, before: dict[Stage, float]) -> None:
+def test_seconds_of_a_stage_are_the_sum_of_its_visits(steps: Marks, before: dict[Stage, float]) -> None:
     spent = defaultdict(float, before)
     for (stage, entered), (_, left) in pairwise(steps):
         if stage is not None:
@@ -82,7 +82,7 @@ def test_what_was_spent_is_the_sum_of_all_stretches(steps: Marks, before: dict[S
     assert seconds_of(steps, before) == dict(spent)
 
 
-def test_a_new_attempt_starts_from_nothing(record: RequestRecord, clock: Clock) -> None:
+def test_new_attempt_is_empty(record: RequestRecord, clock: Clock) -> None:
     timeline = record.timeline()
     timeline.begin_attempt()
     timeline.prefiller, timeline.decoder = "p:1", "d:1"
@@ -98,7 +98,7 @@ def test_a_new_attempt_starts_from_nothing(record: RequestRecord, clock: Clock) 
     assert timeline.seconds == {Stage.PREFILL: 1.0}
 
 
-def test_an_attempt_that_goes_on_with_an_answer_goes_on_counting(record: RequestRecord, clock: Clock) -> None:
+def test_attempt_that_resumes_an_answer_adds_to_its_times(record: RequestRecord, clock: Clock) -> None:
     timeline = record.timeline()
     timeline.begin_attempt()
     walk(timeline, clock, (Stage.PREFILL, 5.0), (Stage.STREAM, 1.0), (None, 0.0))
@@ -109,7 +109,7 @@ def test_an_attempt_that_goes_on_with_an_answer_goes_on_counting(record: Request
     assert timeline.seconds == {Stage.PREFILL: 6.0, Stage.STREAM: 3.0}
 
 
-def test_the_wait_for_room_outlives_the_attempts(record: RequestRecord, clock: Clock) -> None:
+def test_queue_time_is_kept_over_attempts(record: RequestRecord, clock: Clock) -> None:
     timeline = record.timeline()
     walk(timeline, clock, (Stage.QUEUE, 4.0))
     timeline.leave()
@@ -119,7 +119,7 @@ def test_the_wait_for_room_outlives_the_attempts(record: RequestRecord, clock: C
     assert timeline.seconds == {Stage.QUEUE: 4.0}
 
 
-def test_an_attempt_that_begins_with_media_is_one_attempt(record: RequestRecord, clock: Clock) -> None:
+def test_encoding_and_prefill_are_one_attempt(record: RequestRecord, clock: Clock) -> None:
     timeline = record.timeline()
     for attempts in (1, 2):
         timeline.begin_encoding()
@@ -131,7 +131,7 @@ def test_an_attempt_that_begins_with_media_is_one_attempt(record: RequestRecord,
     assert line(record)["t_encode"] == 2.0
 
 
-def test_an_attempt_that_ends_between_media_and_backends_is_over(record: RequestRecord) -> None:
+def test_attempt_may_end_after_encoding(record: RequestRecord) -> None:
     timeline = record.timeline()
     timeline.begin_encoding()
     timeline.end_encoding()
@@ -140,7 +140,7 @@ def test_an_attempt_that_ends_between_media_and_backends_is_over(record: Request
     assert timeline.attempts == 2
 
 
-def test_what_engines_tell_of_the_prompt_of_a_resumed_answer_is_not_about_the_clients() -> None:
+def test_prompt_usage_of_a_resumed_answer_is_ignored() -> None:
     timeline = Timeline()
     timeline.usage.add_prompt({"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": 4}})
     timeline.usage.is_resumed = True
@@ -149,7 +149,7 @@ def test_what_engines_tell_of_the_prompt_of_a_resumed_answer_is_not_about_the_cl
     assert (timeline.usage.prompt_tokens, timeline.usage.cached_tokens, timeline.usage.completion_tokens) == (10, 4, 9)
 
 
-def test_the_access_line_counts_how_often_answers_were_taken_up_again(record: RequestRecord) -> None:
+def test_access_line_sums_the_resumes_of_its_units(record: RequestRecord) -> None:
     record.timeline().resumes = 2
     record.timeline().resumes = 1
     assert line(record)["resumes"] == 3
@@ -169,21 +169,21 @@ def test_the_access_line_counts_how_often_answers_were_taken_up_again(record: Re
         ([1], (None, None)),
     ],
 )
-def test_usage_is_taken_for_what_it_is(usage: Any, expected: tuple[int | None, int | None]) -> None:
+def test_only_valid_usage_is_recorded(usage: Any, expected: tuple[int | None, int | None]) -> None:
     timeline = Timeline()
     for take in (timeline.usage.add_prompt, timeline.usage.add_completion):
         take(usage)
     assert (timeline.usage.prompt_tokens, timeline.usage.completion_tokens) == expected
 
 
-def test_cached_tokens_are_taken_for_what_they_are() -> None:
+def test_only_valid_cached_tokens_are_recorded() -> None:
     for said, taken in ((7, 7), (0, 0), (-7, None), (2**64 - 7, None), (True, None), (7.0, None), (None, None)):
         usage = Timeline().usage
         assert usage.add_prompt({"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": said}}) == (10, taken)
         assert usage.cached_tokens == taken
 
 
-def test_a_usage_without_numbers_forgets_nothing() -> None:
+def test_usage_without_numbers_keeps_earlier_values() -> None:
     timeline = Timeline()
     for take in (timeline.usage.add_prompt, timeline.usage.add_completion):
         take({"prompt_tokens": 10, "completion_tokens": 3})
@@ -200,7 +200,7 @@ def test_only_the_first_token_counts(record: RequestRecord, clock: Clock) -> Non
     assert record.first_token_seconds == 1.5
 
 
-def test_a_request_is_where_its_slowest_unit_is(record: RequestRecord, clock: Clock) -> None:
+def test_stage_of_a_request_is_that_of_its_slowest_unit(record: RequestRecord, clock: Clock) -> None:
     assert record.stage is None
     walk(record.timeline(), clock, (Stage.STREAM, 0.0))
     walk(record.timeline(), clock, (Stage.HANDOFF, 0.0))
@@ -220,7 +220,7 @@ def test_tokens_are_summed_over_the_units(record: RequestRecord) -> None:
     assert (facts.prompt_tokens, facts.cached_tokens, facts.completion_tokens) == (30, 16, 7)
 
 
-def test_the_access_line_of_a_request_that_was_served(record: RequestRecord, clock: Clock) -> None:
+def test_access_line_of_a_complete_request(record: RequestRecord, clock: Clock) -> None:
     timeline = record.timeline()
     timeline.begin_attempt()
     timeline.prefiller, timeline.decoder, timeline.kv = "p:1", "d:1", "transferred"
@@ -260,38 +260,36 @@ def test_the_access_line_of_a_request_that_was_served(record: RequestRecord, clo
     }
 
 
-def test_the_access_line_of_several_units_has_the_longest_stages_and_all_attempts(
-    record: RequestRecord, clock: Clock
-) -> None:
+def test_access_line_of_several_units_has_the_longest_stages(record: RequestRecord, clock: Clock) -> None:
     for decoder, seconds in (("d:1", 1.0), ("d:2", 3.0)):
         timeline = record.timeline()
         timeline.begin_attempt()
         timeline.begin_attempt()
         timeline.decoder = decoder
         walk(timeline, clock, (Stage.STREAM, seconds), (None, 0.0))
-    told = line(record)
-    assert (told["d"], told["units"], told["attempts"], told["t_stream"]) == ("d:1", 2, 4, 3.0)
+    fields = line(record)
+    assert (fields["d"], fields["units"], fields["attempts"], fields["t_stream"]) == ("d:1", 2, 4, 3.0)
 
 
-def test_the_access_line_of_a_request_that_never_got_anywhere(record: RequestRecord) -> None:
+def test_access_line_of_a_request_without_an_instance(record: RequestRecord) -> None:
     record.error = NoBackendAvailable(Role.DECODE)
-    told = line(record)
-    assert (told["p"], told["d"], told["units"], told["attempts"], told["ttft"]) == ("-", "-", 0, 0, None)
-    assert (told["term"], told["code"]) == ("PR", 503)
-    assert told["error"] == "no healthy decode instance is available"
+    fields = line(record)
+    assert (fields["p"], fields["d"], fields["units"], fields["attempts"], fields["ttft"]) == ("-", "-", 0, 0, None)
+    assert (fields["term"], fields["code"]) == ("PR", 503)
+    assert fields["error"] == "no healthy decode instance is available"
 
 
-def test_an_error_without_a_message_for_clients_is_not_told(record: RequestRecord) -> None:
+def test_access_line_has_no_error_without_a_message_for_clients(record: RequestRecord) -> None:
     record.error = RuntimeError("my-secret-prompt")
     assert line(record)["error"] is None
 
 
 @pytest.mark.interpreted
-def test_all_that_is_noted_of_an_attempt_moves_out_with_it() -> None:
+def test_moved_attributes_are_all_attributes_of_an_attempt() -> None:
     assert set(OF_AN_ATTEMPT) == set(AttemptRecord.__annotations__)
 
 
 @pytest.mark.interpreted
-def test_facts_are_written_and_read_in_the_order_of_their_fields() -> None:
+def test_values_of_facts_are_in_the_order_of_their_names() -> None:
     facts: dict[str, Any] = {name: name for name in FACTS}
     assert values_of(AccessFacts(**facts)) == FACTS

@@ -92,7 +92,7 @@ def assemble(payloads: list[Any]) -> Answer:
 
 
 def assert_seamless(chunks: list[Any]) -> None:
-    """The chunks look as if one engine had written them all: one id, one role chunk, one finish reason, usage last."""
+    """Assert that one engine may have written all chunks: one id, one role chunk, one finish reason, usage last."""
     assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in chunks}) == 1
     assert [chunk for chunk in chunks if chunk.get("usage")] == chunks[-1:]
     by_choice: dict[int, list[Any]] = {}
@@ -106,20 +106,20 @@ def assert_seamless(chunks: list[Any]) -> None:
 
 
 def tokens_of(port: int, text: str) -> list[int]:
-    """The token ids of a text, without special tokens."""
+    """Return the token ids of a text, without special tokens."""
     with request(port, "/tokenize", {"prompt": text, "add_special_tokens": False}) as response:
         tokens: list[int] = json.load(response)["tokens"]
     return tokens
 
 
 def late_piece(text: str, share: float) -> str:
-    """A stop string of 12 characters that occurs first after this share (0 to 1) of the text."""
+    """Return a stop string of 12 characters that occurs first after this share (0 to 1) of the text."""
     pieces = ((start, text[start : start + 12]) for start in range(int(len(text) * share), len(text) - 20))
     return next(piece for start, piece in pieces if "\ufffd" not in piece and text.find(piece) == start)
 
 
 def difference(answer: Answer, expected: Answer) -> str:
-    """A sentence that says where two answers begin to differ, for the message of an assertion."""
+    """Return a sentence with the first difference of two answers, for the message of an assertion."""
     members = [
         (name, getattr(answer, name), getattr(expected, name)) for name in ("prompt_tokens", "completion_tokens")
     ]
@@ -149,7 +149,7 @@ def nearly_equal(one: Any, other: Any) -> bool:
 
 
 def _per_token(logprobs: Any) -> list[Any]:
-    """The log probabilities of a chat or a completion as one dictionary per token."""
+    """Return the log probabilities of a chat or a completion as one dictionary per token."""
     if not logprobs:
         return []
     if "content" in logprobs:
@@ -163,7 +163,7 @@ def _per_token(logprobs: Any) -> list[Any]:
 
 
 def events(response: http.client.HTTPResponse) -> Iterator[Any]:
-    """The payloads of a stream. Raises AssertionError if it does not end with `[DONE]`."""
+    """Yield the payloads of a stream. Raises AssertionError if it does not end with `[DONE]`."""
     for line in response:
         data = line.strip().removeprefix(b"data: ")
         if data == b"[DONE]":

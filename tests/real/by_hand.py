@@ -1,6 +1,6 @@
-"""Hand-overs without the gateway, in which a decoder is given the KV cache of another prompt than the one it is sent.
+"""Handoffs without the gateway, in which a decoder gets the KV cache of another prompt than its own.
 
-Its answer then shows which KV cache it was decoded on.
+Its answer then shows which KV cache it has used.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Foreign:
     """The KV cache of another prompt, for the decode leg of a prompt."""
 
     members: dict[str, Any]
-    """What the decode leg is sent beside the prompt."""
+    """Members of the decode leg beside the prompt."""
     seen: list[int]
-    """The prompt that the decoder then answers: the tokens whose KV cache it has, and those it computes."""
+    """Effective prompt of the decoder: the tokens of the KV cache, and the tokens that it computes."""
 
 
 def foreign_kv(cluster: Cluster, prompt: list[int], other: list[int]) -> AbstractContextManager[Foreign]:
-    """Prefill `other` so that a decoder asked for `prompt` uses its KV cache. Both have the same length."""
+    """Prefill `other` so that a decoder with the request for `prompt` uses its KV cache. Both have the same length."""
     by_stack: dict[str, Callable[[Cluster, list[int], list[int]], AbstractContextManager[Foreign]]] = {
         "nixl": _nixl,
         "mooncake": _mooncake,
@@ -73,7 +73,7 @@ def _mooncake(cluster: Cluster, prompt: list[int], other: list[int]) -> Iterator
 
 @contextmanager
 def _store(cluster: Cluster, prompt: list[int], other: list[int]) -> Iterator[Foreign]:
-    """The store has a directory for each prompt: the one of `other` takes the place of the one of `prompt`."""
+    """Replace the directory of `prompt` in the store by that of `other`."""
     store = cluster.engines.directory / "store"
 
     def stored(tokens: list[int]) -> Any:
@@ -92,7 +92,7 @@ def _store(cluster: Cluster, prompt: list[int], other: list[int]) -> Iterator[Fo
 
 @contextmanager
 def _sglang(cluster: Cluster, prompt: list[int], other: list[int]) -> Iterator[Foreign]:
-    """The prefill leg ends when the decoder has the whole KV cache and the first token."""
+    """Prefill until the decoder has the whole KV cache and the first token."""
     members = {
         "bootstrap_host": HOST,
         "bootstrap_port": cluster.prefillers[0].bootstrap_port,

@@ -1,4 +1,4 @@
-"""A gateway with its engines, and what their `/metrics` say."""
+"""A gateway with its engines, and their metrics."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from tests.real.programs import Program
     from tests.real.stacks import Stack
 
-# Longer than a prefiller keeps KV cache that nobody fetches: vLLM's lease is 30 s.
+# Longer than a prefiller keeps KV cache that is never fetched: vLLM's lease is 30 s.
 SETTLE_SECONDS = 90.0
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where decoders got the KV cache of prompts from, in tokens."""
+    """Sources of the KV cache of prompts in decoders, in tokens."""
 
     transferred: int
     computed: int
     cached: int
-    """In the decoder's prefix cache."""
+    """Found in the decoder's prefix cache."""
 
     def __sub__(self, other: Sources) -> Sources:
         return Sources(self.transferred - other.transferred, self.computed - other.computed, self.cached - other.cached)
@@ -50,7 +50,7 @@ class Cluster:
     decoders: list[Program]
     gateway: Program
     sources_before: Sources
-    """What the engines had counted when this gateway was started; they have served other gateways before."""
+    """Counts of the engines when this gateway started, because they have served other gateways before."""
     chats: str = "auto"
     """The gateway's option `resume.chats`."""
 
@@ -60,23 +60,23 @@ class Cluster:
 
     @property
     def single(self) -> Program:
-        """The engine that prefills and decodes by itself. Its answers are the expected ones."""
+        """Return the single engine, which prefills and decodes. Its answers are the expected ones."""
         return self.engines.single[0]
 
     def sources(self) -> Sources:
-        """The sum over all prompts that the decoders got since this gateway was started."""
+        """Return the sum over all prompts that the decoders got since this gateway was started."""
         return count_sources(self.stack, self.prefillers, self.decoders) - self.sources_before
 
     def running_requests(self) -> float:
-        """The number of requests that the engines are running or have queued."""
+        """Return the number of requests that the engines are running or have queued."""
         return self._engines_total(self.stack.family.request_gauges)
 
     def kv_in_use(self) -> float:
-        """KV cache in use: a share with vLLM, tokens with SGLang. Idle engines keep it for a decoder to fetch."""
+        """Return the KV cache in use, which idle engines keep for a decoder: a share with vLLM, tokens with SGLang."""
         return self._engines_total(self.stack.family.kv_gauges)
 
     def gateway_load(self) -> float:
-        """Requests and load that the gateway accounts for; 0 when it is idle."""
+        """Return the requests and load that the gateway accounts for; 0 when it is idle."""
         names = ("pdproxy_instance_inflight", "pdproxy_instance_load_tokens", "pdproxy_inflight_requests")
         return sum(total([self.gateway], name) for name in names)
 
@@ -94,7 +94,7 @@ class Cluster:
 
 
 def count_sources(stack: Stack, prefillers: Sequence[Program], decoders: Sequence[Program]) -> Sources:
-    """The sum over all prompts that these decoders got since they were started."""
+    """Return the sum over all prompts that these decoders got since they were started."""
     if stack.family is SGLANG:
         # SGLang's decoders do not count what they receive; its prefillers count what they send, in MiB.
         sent = total(prefillers, "sglang:kv_transfer_total_mb_sum", if_none=0)
@@ -108,7 +108,7 @@ def count_sources(stack: Stack, prefillers: Sequence[Program], decoders: Sequenc
 def total(
     programs: Iterable[Program], name: str, labels: Mapping[str, str] | None = None, *, if_none: float | None = None
 ) -> float:
-    """The sum of a metric's samples with these labels, over the programs.
+    """Return the sum of a metric's samples with these labels, over the programs.
 
     Raises AssertionError if there are no samples and no `if_none` to return instead.
     """

@@ -1,8 +1,9 @@
-"""Real engines for the tests in this directory, which only `scripts/test-real` runs: without PDPROXY_REAL_VENV, the
-virtual environment with vLLM, pytest does not collect them.
+"""Real engines for the tests in this directory, which only `scripts/test-real` runs.
+
+Pytest does not collect them without PDPROXY_REAL_VENV, the virtual environment with vLLM.
 
 Stacks run one after the other (`--stack` chooses), and the engines of each are started once. Tests of undisturbed
-answers come first, then those of interrupted ones; the longest are about vLLM's decoders and run with NIXL only.
+answers come first, then those of interrupted ones. The longest are about vLLM's decoders and run with NIXL only.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Machine:
         self._engines: Engines | None = None
 
     def engines(self, stack: Stack) -> Engines:
-        """The engines of this stack; those of another one are stopped first."""
+        """Return the engines of this stack, after stopping those of another one."""
         if self._engines is None or self._engines.stack is not stack:
             self.stop()
             directory = self._directory / stack.name
@@ -67,7 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _position(item: pytest.Item) -> tuple[int, int, str, int]:
-    """The key to sort by: stack, cluster, file and line. Tests of other clusters come last, in pytest's order."""
+    """Return the sort key: stack, cluster, file and line. Tests of other clusters come last, in pytest's order."""
     assert isinstance(item, pytest.Function)
     size = item.callspec.params.get("cluster")
     if not isinstance(size, Size):
@@ -77,7 +78,7 @@ def _position(item: pytest.Item) -> tuple[int, int, str, int]:
 
 
 def _stack(item: pytest.Item) -> Stack:
-    """The stack of a test: the parameter of `cluster` names it, and the other fixtures have one stack each."""
+    """Return the stack of a test: the parameter of `cluster` names it, and other fixtures have one stack each."""
     assert isinstance(item, pytest.Function)
     if "cluster" in item.fixturenames:
         size = item.callspec.params["cluster"]
@@ -139,5 +140,5 @@ def _cluster(engines: Engines, name: str, prefillers: int, decoders: int, chats:
 
 @pytest.fixture
 def show(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
-    """A function that adds what the test has seen to its line in the report."""
+    """Return a function that adds a text to the line of the test in the report."""
     return lambda text: record_property("seen", text)

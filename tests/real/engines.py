@@ -38,9 +38,9 @@ class Engines:
         self.prefillers: list[Program] = []
         self.decoders: list[Program] = []
         self.ports: Iterator[int] = free_ports()
-        """For engines and gateways alike, so that no port is used twice."""
+        """Ports of engines and gateways, so that no port is used twice."""
         self.orders = Orders(directory / "orders")
-        """With these, tests make a decoder end a request as `recomputed`."""
+        """Orders with which tests make a decoder end a request as `recomputed`."""
         self.directory = directory
         self._services: list[Program] = []
         self.run([Path(__file__).with_name("make_tiny_model.py"), self.model, *filter(None, [stack.model])])
@@ -62,7 +62,7 @@ class Engines:
         return done.stdout
 
     def need(self, prefillers: int, decoders: int) -> None:
-        """Start what is missing of so many engines and the single one, and wait until they are ready."""
+        """Start missing engines up to these numbers, and the single one, and wait until they are ready."""
         if self.stack.service and not self._services:
             self._start_service(self.stack.service)
         missing = [
@@ -74,7 +74,7 @@ class Engines:
             engine.wait_until_ready("/health")
 
     def stop(self) -> None:
-        """Stop all of them; `need` starts new ones."""
+        """Stop all engines; `need` starts new ones."""
         for programs in (self.single + self.prefillers + self.decoders, self._services):
             stop(programs)
         for programs in (self.single, self.prefillers, self.decoders, self._services):

@@ -16,13 +16,13 @@ BLOCK_SIZE: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What an engine is started with, in addition to its model."""
+    """Options of an engine, in addition to its model."""
 
     flags: Mapping[str, str] = field(default_factory=dict)
     """Values by name; a switch has an empty value."""
     environment: Mapping[str, str] = field(default_factory=dict)
     per_start: Callable[[], Mapping[str, str]] = dict
-    """More of the environment, made anew each time it is started."""
+    """Returns further variables of the environment at each start."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer, which can encode every text."""
+    """Create a byte-level BPE tokenizer, which can encode every text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -62,7 +62,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, *, thinks: bool) -> LlamaForCausalLM:
-    """A model with random weights. Greedy answers have the markers of reasoning only if it `thinks`."""
+    """Create a model with random weights. Greedy answers have the markers of reasoning only if it `thinks`."""
     torch.manual_seed(0)
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model = LlamaForCausalLM(

@@ -19,7 +19,7 @@ class Orders:
         directory.mkdir(exist_ok=True)
 
     def give(self, *after_tokens: int) -> None:
-        """Give one order per number: end the newest running request when it has so many output tokens.
+        """Give one order per number: end the newest running request when it has this number of output tokens.
 
         Raises AssertionError if orders are left.
         """
@@ -35,7 +35,10 @@ class Orders:
             (self._directory / name).unlink(missing_ok=True)
 
     def take(self, tokens: int) -> bool:
-        """Whether a request with so many output tokens must end now. The order is gone then, and the caller ends it."""
+        """Return whether a request with this number of output tokens must end now.
+
+        The order is then deleted, and the caller ends the request.
+        """
         for name in self.left()[:1]:
             if tokens >= int(name.partition("-")[2]):
                 try:

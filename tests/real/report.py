@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import pytest
 
     Show = Callable[[str], None]
-    """What the fixture `show` gives to a test: whatever it is called with stands in the line of that test."""
+    """Type of the fixture `show`, whose argument is printed in the line of the test."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,7 +33,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str]:
-    """Counts as pytest does, but prints no dots between our lines."""
+    """Count like pytest, but print no dots between the lines of the report."""
     if report.when == "call":
         return report.outcome, "", ""
     return ("error" if report.failed else ""), "", ""

@@ -21,24 +21,24 @@ if TYPE_CHECKING:
     from tests.real.families import Family
 
 Kind = Literal["single", "prefill", "decode"]
-"""A single engine, which prefills and decodes by itself, or one that was started as prefiller or decoder."""
+"""A single engine, which prefills and decodes, or one that was started as prefiller or decoder."""
 
 KV_BYTES_PER_TOKEN: Final = 2 * 2 * 2 * 32 * 4
-"""Of the tiny model: 2 layers, keys and values, 2 heads, 32 dimensions, 4 bytes per number."""
+"""KV cache of the tiny model: 2 layers, keys and values, 2 heads, 32 dimensions, 4 bytes per number."""
 
 _PROJECT: Final = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one engine is started."""
+    """Ports and directory of one engine."""
 
     kind: Kind
     port: int
     second_port: int
-    """For the server of its connector: NIXL's side channel, a bootstrap server, a store's RPC."""
+    """Port of its connector's server: NIXL's side channel, a bootstrap server, a store's RPC."""
     directory: Path
-    """For files that the engines of a stack share."""
+    """Directory of files that the engines of a stack share."""
 
     @property
     def store_config(self) -> Path:
@@ -60,8 +60,10 @@ def _blocks(prompt_tokens: int) -> int:
 
 
 def _example_blocks(prompt_tokens: int) -> int:
-    """Like `_blocks`, but nothing of a prompt that is one token longer than full blocks: the connector looks for one
-    token less than it stores (`align_to_block_size` in vLLM's example_connector.py).
+    """Return the transferred tokens of vLLM's example connector.
+
+    It is like `_blocks`, but transfers nothing of a prompt that is one token longer than full blocks. The connector
+    looks for one token less than it stores (`align_to_block_size` in vLLM's example_connector.py).
     """
     return _blocks(prompt_tokens) if (prompt_tokens - 1) % BLOCK_SIZE else 0
 
@@ -79,7 +81,7 @@ class Stack:
     sizes: tuple[tuple[int, int], ...] = ((1, 2),)
     """Numbers of prefillers and decoders; the tests run with each of these pairs."""
     flags: Mapping[str, str] = field(default_factory=dict)
-    """For all of its engines, the single one included."""
+    """Flags of all engines, including the single one."""
     model: str = ""
     """The kind of model that make_tiny_model.py makes; empty for its default."""
     service: Callable[[Place], Sequence[str]] | None = None
@@ -132,7 +134,7 @@ def _mooncake(place: Place) -> Options:
         _transfer_config(kv_connector="MooncakeConnector", kv_role=_role(place), kv_connector_extra_config=extra),
         {
             "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(place.second_port),
-            # Seconds that a prefiller keeps what nobody fetches, and a decoder waits for what nobody has (default 480).
+            # Time limit in seconds for a prefiller without a fetch, and for a decoder without a prefill (default 480).
             "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "12",
         },
         _mooncake_ports,

@@ -19,7 +19,7 @@ PROMPTS: list[Any] = [
     "Hi",
     "A proxy sends the prompt to a prefill engine and then to a decode engine.",
     "def main():\n    print('hello, world')\n    return 0\n",
-    "The quick brown fox jumps over the lazy dog, and then once more, but slowly. " * 12,
+    "The quick brown fox jumps over the lazy dog, and then again, but slowly. " * 12,
     "naïve café 日本語 🙂 Ωmega",
     list(range(20, 120)),
 ]
@@ -48,10 +48,12 @@ def test_greedy_chats_equal_those_of_a_single_engine(cluster: Cluster, show: Sho
 
 
 def test_streamed_greedy_chats_equal_those_of_a_single_engine(cluster: Cluster, show: Show) -> None:
-    told = token_ids_option(cluster, CHAT)
+    options = token_ids_option(cluster, CHAT)
     show(
         compare(
-            cluster, CHAT, [{"messages": talk, "max_completion_tokens": 24, "stream": True, **told} for talk in TALKS]
+            cluster,
+            CHAT,
+            [{"messages": talk, "max_completion_tokens": 24, "stream": True, **options} for talk in TALKS],
         )
     )
 
@@ -81,7 +83,7 @@ def test_samples_with_a_seed_equal_those_of_a_single_engine(cluster: Cluster, sh
 
 
 @pytest.mark.only("nixl", "mooncake", "store", "mooncake-store", "sglang")
-def test_greedy_samples_are_all_alike(cluster: Cluster, show: Show) -> None:
+def test_greedy_samples_are_equal(cluster: Cluster, show: Show) -> None:
     """Compared with one sample, because vLLM refuses greedy requests with n > 1, which `plain` does not split."""
     answers = []
     for path, prompt in ((COMPLETIONS, {"prompt": PROMPTS[1]}), (CHAT, {"messages": TALKS[1]})):
@@ -95,7 +97,7 @@ def test_greedy_samples_are_all_alike(cluster: Cluster, show: Show) -> None:
     show(summary(answers))
 
 
-def test_refusals_are_the_engines_own(cluster: Cluster, show: Show) -> None:
+def test_errors_are_those_of_the_engine(cluster: Cluster, show: Show) -> None:
     bodies: list[dict[str, Any]] = [
         {"prompt": "Hi", "max_tokens": 0},
         {"prompt": "Hi", "max_tokens": 5000},
@@ -130,8 +132,8 @@ def compare(cluster: Cluster, path: str, bodies: list[dict[str, Any]]) -> str:
 
 def summary(answers: list[Answer]) -> str:
     for answer in answers:
-        told = sum(len(choice.token_ids) for choice in answer.choices.values())
-        assert told in (answer.completion_tokens, 0)
+        count = sum(len(choice.token_ids) for choice in answer.choices.values())
+        assert count in (answer.completion_tokens, 0)
     choices = sum(len(answer.choices) for answer in answers)
     return f"{choices} answers, {sum(answer.completion_tokens for answer in answers)} tokens"
 

@@ -1,4 +1,4 @@
-"""Where decoders get the KV cache of prompts from, and that nothing is left of any request so far."""
+"""Sources of the KV cache of prompts in decoders, and the cleanup after all requests so far."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.real.report import Show
 
 
-def test_decoders_get_prompts_from_where_the_connector_says(cluster: Cluster, show: Show) -> None:
+def test_decoders_get_prompts_from_the_source_of_the_connector(cluster: Cluster, show: Show) -> None:
     """The prompts are new from their first block on, so that no decoder has any of them in its prefix cache."""
     before = cluster.sources()
     prompts = [f"{cluster.gateway.port} {length} " + "over the lazy dog " * length for length in (1, 5, 20, 60)]
@@ -35,9 +35,9 @@ def test_decoders_get_prompts_from_where_the_connector_says(cluster: Cluster, sh
 
 
 @pytest.mark.only("nixl", "mooncake", "sglang")
-def test_decoders_have_computed_hardly_any_prompt(cluster: Cluster, show: Show) -> None:
-    """Of all tests so far that used this gateway, and of a prompt of its own."""
-    ask(cluster.gateway.port, COMPLETIONS, prompt=f"{cluster.gateway.port} once more " + "over the lazy dog " * 20)
+def test_decoders_have_computed_hardly_any_prompt_tokens(cluster: Cluster, show: Show) -> None:
+    """The counts include all earlier tests with this gateway, and one new prompt."""
+    ask(cluster.gateway.port, COMPLETIONS, prompt=f"{cluster.gateway.port} again " + "over the lazy dog " * 20)
     wait_until(lambda: cluster.sources().transferred > 0, "the decoders have counted a prompt")
     sources = cluster.sources()
     assert sources.transferred > 100 * sources.computed
@@ -45,7 +45,7 @@ def test_decoders_have_computed_hardly_any_prompt(cluster: Cluster, show: Show) 
 
 
 @pytest.mark.only("nixl", "mooncake", "store", "sglang")
-def test_a_decoder_answers_on_the_kv_cache_that_it_was_given(cluster: Cluster, show: Show) -> None:
+def test_decoder_uses_the_kv_cache_that_it_was_given(cluster: Cluster, show: Show) -> None:
     """Without the gateway: a prompt that is given the KV cache of another gets the answer to the other."""
 
     def tokens(program: Program, prompt: list[int], **members: Any) -> list[int]:
@@ -60,7 +60,7 @@ def test_a_decoder_answers_on_the_kv_cache_that_it_was_given(cluster: Cluster, s
 
 
 @pytest.mark.only("nixl", "mooncake")
-def test_a_prefiller_keeps_blocks_until_a_decoder_has_them(cluster: Cluster, show: Show) -> None:
+def test_prefiller_keeps_blocks_until_a_decoder_has_them(cluster: Cluster, show: Show) -> None:
     """Without the gateway: the measure that the next test expects to be 0 is above 0 while blocks are kept."""
     wait_until(lambda: cluster.kv_in_use() == 0, "no KV cache is in use")
     _, prompt = new_prompts(cluster)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 SEED = 20
 TOKENS = 400
 MANY_TOKENS = 2500
-"""For SGLang, which is done with fewer before the kill arrives if the machine is busy."""
+"""Length of answers with SGLang, which finishes shorter ones before the kill arrives on a busy machine."""
 LAST_KILL = 250
 """The latest chunk to kill after: the decoder goes on writing until the kill arrives, and must not finish before."""
 
@@ -53,13 +53,14 @@ def test_no_client_notices_that_a_decoder_was_killed(resuming: Cluster, kills: i
 
 
 @pytest.mark.only("mooncake", "store", "mooncake-store", "plain")
-def test_another_decoder_goes_on(cluster: Cluster, show: Show) -> None:
+def test_another_decoder_continues_after_a_kill(cluster: Cluster, show: Show) -> None:
     show(kill_decoders(cluster, 4))
 
 
 def kill_decoders(cluster: Cluster, kills: int, make: Callable[[Random, int], dict[str, Any]] | None = None) -> str:
-    """Kill a decoder in each of so many answers, compare them with the single engine's, and return a summary. `make`
-    makes a request of its number; None: `random_body`.
+    """Kill a decoder in each answer, compare the answers with the single engine's, and return a summary.
+
+    `kills`: number of answers. `make`: creates the request of each number; None: `random_body`.
     """
     random = Random(SEED)
     before = resume_counts(cluster)
@@ -89,21 +90,21 @@ def kill_decoders(cluster: Cluster, kills: int, make: Callable[[Random, int], di
 
 @pytest.mark.only("sglang")
 @pytest.mark.timeout(3600)
-def test_completions_of_sglang_go_on(cluster: Cluster, show: Show) -> None:
-    """From their token ids, whether the client asked for them or not."""
+def test_completions_of_sglang_are_resumed_after_a_kill(cluster: Cluster, show: Show) -> None:
+    """They are resumed from their token ids, even if the client has not requested these."""
     show(kill_decoders(cluster, 20, random_completion))
 
 
 @pytest.mark.only("sglang")
 @pytest.mark.timeout(3600)
-def test_greedy_chats_of_sglang_are_told_again(cluster: Cluster, show: Show) -> None:
-    """Another decoder writes the whole answer, of which the client gets what it does not have."""
+def test_greedy_chats_of_sglang_are_replayed_after_a_kill(cluster: Cluster, show: Show) -> None:
+    """Another decoder writes the whole answer, and the client gets the missing part."""
     show(kill_decoders(cluster, 8, random_chat))
 
 
 @pytest.mark.only("sglang")
-def test_the_rest_of_an_answer_is_another_one_behind_another_token(cluster: Cluster, show: Show) -> None:
-    """The negative control, without the gateway: one wrong token at the break would show."""
+def test_rest_of_an_answer_differs_after_a_different_token(cluster: Cluster, show: Show) -> None:
+    """This is the negative control, without the gateway: one wrong token at the break would be visible."""
     body: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
     choice = _completed(cluster.single, {**body, "prompt": "What is decoded here?", "max_tokens": 200})
     ids, prompt = choice["token_ids"], choice["prompt_token_ids"]
@@ -123,8 +124,8 @@ def _completed(engine: Program, body: dict[str, Any]) -> Any:
 
 
 @pytest.mark.only("sglang")
-def test_an_answer_that_cannot_go_on_never_looks_complete(cluster: Cluster, show: Show) -> None:
-    """SGLang tells no token ids of chats, and a sampled one does not come again, so the client gets an error."""
+def test_answer_that_cannot_be_resumed_never_looks_complete(cluster: Cluster, show: Show) -> None:
+    """SGLang returns no token ids of chats, and a sampled answer cannot be repeated, so the client gets an error."""
     body = {**random_chat(Random(SEED), 0), "temperature": 1}
     with Kill(cluster, 50) as kill, pytest.raises(APIError) as error:
         streamed(cluster.gateway, body, kill.on_chunk)
@@ -134,7 +135,7 @@ def test_an_answer_that_cannot_go_on_never_looks_complete(cluster: Cluster, show
 
 
 @pytest.mark.only("nixl", "mooncake", "store", "mooncake-store", "sglang")
-def test_a_prefiller_that_was_killed(cluster: Cluster, show: Show) -> None:
+def test_killed_prefiller_does_not_interrupt_running_answers(cluster: Cluster, show: Show) -> None:
     """The answer being decoded continues. The next requests use another prefiller, or are refused if there is none."""
     bodies = [{"prompt": f"{cluster.gateway.port} {i}: what is prefilled?", "max_tokens": TOKENS} for i in range(6)]
     bodies = [{**body, "temperature": 0, "extra_body": {"ignore_eos": True}} for body in bodies]
@@ -152,10 +153,10 @@ def test_a_prefiller_that_was_killed(cluster: Cluster, show: Show) -> None:
 
 
 @pytest.mark.only("mooncake-store")
-def test_blocks_that_a_store_lost_with_an_engine_are_computed_again(cluster: Cluster, show: Show) -> None:
-    """Without the gateway: for 10 s Mooncake's master offers blocks that were in the memory of a killed prefiller.
+def test_blocks_lost_with_a_killed_engine_are_recomputed(cluster: Cluster, show: Show) -> None:
+    """Blocks in the memory of a killed prefiller are lost, without the gateway.
 
-    For so long vLLM 0.32 tries to load them, and then it computes them.
+    Mooncake's master offers them for 10 s. During that time, vLLM 0.32 tries to load them, and then computes them.
     """
     prompts = [f"{cluster.gateway.port} {i} is lost " + "over the lazy dog " * 20 for i in range(8)]
     prefiller, decoder = cluster.prefillers[0], cluster.decoders[0]
@@ -171,19 +172,19 @@ def test_blocks_that_a_store_lost_with_an_engine_are_computed_again(cluster: Clu
 
 
 @pytest.mark.only("mooncake", "store", "mooncake-store", "plain", "sglang")
-def test_nothing_is_left_of_what_was_killed(cluster: Cluster) -> None:
+def test_nothing_is_left_after_kills(cluster: Cluster) -> None:
     cluster.wait_until_nothing_is_left()
 
 
 def error_code_of(program: Program, body: dict[str, Any]) -> str:
-    """The error code that this request is refused with."""
+    """Return the error code of a rejected request."""
     with pytest.raises(APIError) as error:
         streamed(program, body)
     return f"{error.value.code}"
 
 
 class Kill:
-    """Kills an engine after so many chunks of an answer: the decoder that writes it, unless a `victim` is given.
+    """Kills an engine after a number of chunks: the decoder of the answer, unless a `victim` is given.
 
     Leaving the block starts the engine again, and waits until the gateway uses it.
     """
@@ -223,7 +224,7 @@ class Kill:
             self.victim.kill()
 
     def seam_seconds(self) -> float:
-        """Seconds from the kill to the first chunk of the other decoder, which is the chunk after the longest pause."""
+        """Return the seconds from the kill to the first chunk of the other decoder, which follows the longest pause."""
         arrivals = [self._killed_at, *self._arrivals[self.chunks :]]
         _, end = max(pairwise(arrivals), key=lambda pause: pause[1] - pause[0])
         return end - self._killed_at
@@ -236,7 +237,7 @@ class Kill:
 
 
 def random_body(random: Random, number: int) -> dict[str, Any]:
-    """The body of a chat or a completion, in turn, some of them with token ids in the answer."""
+    """Return the body of a chat or a completion, in turn, some of them with token ids in the answer."""
     text = f"{number}: a proxy sends the prompt to a prefill engine. " * random.randint(1, 10)
     prompt = {"prompt": text} if number % 2 else {"messages": [{"role": "user", "content": text}]}
     return {
@@ -248,24 +249,24 @@ def random_body(random: Random, number: int) -> dict[str, Any]:
 
 
 def random_completion(random: Random, number: int) -> dict[str, Any]:
-    """A completion, some of them with token ids in the answer."""
+    """Return the body of a completion, some of them with token ids in the answer."""
     text = f"{number}: a proxy sends the prompt to a prefill engine. " * random.randint(1, 10)
     extra = {"ignore_eos": True, "return_token_ids": number % 3 == 0}
     return {"prompt": text, "max_tokens": MANY_TOKENS, "temperature": 0, "extra_body": extra}
 
 
 def random_chat(random: Random, number: int) -> dict[str, Any]:
-    """A greedy chat."""
+    """Return the body of a greedy chat."""
     text = f"{number}: a proxy sends the prompt to a prefill engine. " * random.randint(1, 10)
     messages = [{"role": "user", "content": text}]
     return {"messages": messages, "max_tokens": MANY_TOKENS, "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
 def stopped(engine: Program, body: dict[str, Any], text: str) -> tuple[str, Answer]:
-    """A stop string that ends an answer late in this text, and the answer.
+    """Return a stop string that ends an answer late in this text, and the answer.
 
-    SGLang looks for one in as many of the last tokens as it has when it is tokenised, and one more (`tail_str` in
-    schedule_batch.py). A model that writes at random may spell it in more, and then the answer goes on.
+    SGLang searches for it in as many of the last tokens as its own tokens, and one more (`tail_str` in
+    schedule_batch.py). A random model may spell it in more tokens, and then the answer does not end.
     """
     for percent in range(80, 95, 2):
         stop = late_piece(text, percent / 100)

@@ -84,7 +84,7 @@ def test_input_logprobs_of_generate_equal_those_of_a_single_engine(
 
 
 def decoder_prompt_tokens(cluster: Cluster) -> float:
-    """The decoders' count of prompt tokens."""
+    """Return the decoders' count of prompt tokens."""
     return total(cluster.decoders, cluster.stack.family.prompt_tokens, if_none=0)
 
 

@@ -1,7 +1,7 @@
-"""Engines that do not fit each other or the gateway's connector: the gateway logs one warning for each misfit.
+"""Engines that are incompatible with each other or with the gateway's connector: one warning for each.
 
-Clients do not always get an error: engines without a connector, or with another one, serve as if all were well, but
-every prompt is computed twice.
+Clients do not always get an error. Engines without a connector, or with another one, serve normally, but every prompt
+is computed twice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tests.real.stacks import Kind
 
 # More tokens than MIN_STORED_TOKENS of handoff_verdicts.py: shorter prompts through a store are not judged.
-PROMPT = "over the lazy dog, once more, " * 90
+PROMPT = "over the lazy dog, and again, " * 90
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Misfit:
     connector: str
     """The connector that the gateway is configured with."""
     kind: str
-    """The kind of misfit that the gateway finds."""
+    """Kind of incompatibility that the gateway finds."""
     role: Literal["prefill", "decode"]
     """The role of the instance that the warning is about."""
     prefill: Kind = "prefill"
@@ -48,7 +48,7 @@ class Misfit:
     decode: Kind = "decode"
     """The engine that the gateway is given as decoder."""
     bootstrap: Literal["own", "nobody's", "another's"] = "own"
-    """Whose bootstrap port the gateway is given: `another's` is that of a second prefiller of the same gateway."""
+    """The configured bootstrap port. `another's` is that of a second prefiller, `nobody's` a closed port."""
     statuses: tuple[int, ...] = (200,)
     """The statuses that clients may get."""
 
@@ -145,7 +145,7 @@ MISFITS = [
     indirect=["cluster"],
     scope="session",
 )
-def test_a_misfit_is_warned_about_once(cluster: Cluster, misfit: Misfit, show: Show) -> None:
+def test_incompatible_engine_is_warned_about_once(cluster: Cluster, misfit: Misfit, show: Show) -> None:
     prefiller, decoder = engine_of(cluster, misfit.prefill), engine_of(cluster, misfit.decode)
     words: list[object] = ["--connector", misfit.connector, "--prefill", f"http://{HOST}:{prefiller.port}"]
     if misfit.bootstrap == "another's":
@@ -176,7 +176,7 @@ def test_a_misfit_is_warned_about_once(cluster: Cluster, misfit: Misfit, show: S
 
 
 @pytest.mark.only("nixl", "mooncake", "store", "sglang")
-def test_nothing_is_left_of_requests_to_misfits(cluster: Cluster) -> None:
+def test_nothing_is_left_after_requests_to_incompatible_engines(cluster: Cluster) -> None:
     cluster.wait_until_nothing_is_left()
 
 
@@ -205,7 +205,7 @@ class Client(Thread):
 
 
 def hints_about(gateway: Program, engine: Program) -> dict[str, str]:
-    """The misfits that this gateway lists for an engine: its hint by kind."""
+    """Return the hints that this gateway lists for an engine, by kind."""
     with request(gateway.port, "/instances") as response:
         instances = json.load(response)["instances"]
     (found,) = (instance for instance in instances if instance["address"] == f"{HOST}:{engine.port}")

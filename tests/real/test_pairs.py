@@ -1,4 +1,4 @@
-"""`pdproxy doctor` before real engines: nothing is found where they are well, and what does not fit is named."""
+"""`pdproxy doctor` with real engines: no findings for working engines, and one for an incompatible decoder."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from tests.real.programs import Program
     from tests.real.report import Show
 
-_CANARY_TOKENS = 600  # of four bytes each: with the tiny tokenizer there are more of them
+_CANARY_TOKENS = 600  # of four bytes each; the tiny tokenizer makes more tokens of them
 _SECONDS = 240.0
 
 
 def doctor(connector: str, prefillers: list[Program], decoders: list[Program]) -> list[dict[str, Any]]:
-    """Its findings."""
+    """Return the findings of the doctor."""
     flags = ("--json", "--canary-tokens", _CANARY_TOKENS, "--canary-seconds", 60, "--port", 0, "--connector", connector)
     command = [sys.executable, "-m", "proxy", "doctor", *map(str, (*flags, *endpoints(prefillers, decoders)))]
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PROXY_", "OPENAI_"))}
@@ -32,7 +32,7 @@ def doctor(connector: str, prefillers: list[Program], decoders: list[Program]) -
     return found
 
 
-def test_the_doctor_finds_nothing_in_engines_that_are_well(cluster: Cluster, show: Show) -> None:
+def test_doctor_finds_no_problem_in_working_engines(cluster: Cluster, show: Show) -> None:
     found = doctor(cluster.stack.connector, cluster.prefillers, cluster.decoders)
     assert [finding for finding in found if finding["severity"] in ("warning", "failure")] == []
     pairs = [finding for finding in found if finding["check"] == "kv"]
@@ -41,12 +41,12 @@ def test_the_doctor_finds_nothing_in_engines_that_are_well(cluster: Cluster, sho
 
 
 @pytest.mark.only("nixl", "mooncake", "store")
-def test_the_doctor_names_a_decoder_without_connector(cluster: Cluster, show: Show) -> None:
+def test_doctor_names_a_decoder_without_connector(cluster: Cluster, show: Show) -> None:
     found = doctor(cluster.stack.connector, cluster.prefillers, [cluster.single])
     (bad,) = [finding for finding in found if finding["severity"] == "failure"]
     assert bad["check"] == "kv_not_fetched"
     show(f"{bad['subject']} {bad['words']}")
 
 
-def test_nothing_is_left_of_canaries(cluster: Cluster) -> None:
+def test_nothing_is_left_after_canaries(cluster: Cluster) -> None:
     cluster.wait_until_nothing_is_left()

@@ -1,7 +1,6 @@
-"""Decoders that end requests as `recomputed`, like vLLM-Ascend's when they are short of KV cache, and whole answers all
-the same.
+"""Complete answers although decoders end requests as `recomputed`, like vLLM-Ascend without free KV cache.
 
-The first tests ask a decoder directly, to show what such an end looks like on the wire; the others ask the gateway.
+The first tests ask a decoder directly, to show such an end on the wire; the others ask the gateway.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ PROMPTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def no_order_is_left(resuming: Cluster) -> Iterator[None]:
-    """Every order was carried out; otherwise nothing was interrupted and the test has shown nothing."""
+    """Check that every order was carried out; otherwise nothing was interrupted, and the test has shown nothing."""
     yield
     left = resuming.engines.orders.left()
     resuming.engines.orders.withdraw()
@@ -48,8 +47,8 @@ def no_order_is_left(resuming: Cluster) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("resuming", ["auto"], indirect=True)
-def test_a_decoders_notice_in_a_stream(resuming: Cluster, show: Show) -> None:
-    """Without the gateway: the notice is a last chunk without tokens; vLLM 0.32 omits it if no token came before."""
+def test_stream_of_a_decoder_ends_with_its_recompute_notice(resuming: Cluster, show: Show) -> None:
+    """The notice is a last chunk without tokens. vLLM 0.32 omits it before the first token."""
     seen = []
     for path, tokens in product((CHAT, COMPLETIONS), (0, 1, 5)):
         resuming.engines.orders.give(tokens)
@@ -64,7 +63,7 @@ def test_a_decoders_notice_in_a_stream(resuming: Cluster, show: Show) -> None:
 
 
 @pytest.mark.parametrize("resuming", ["auto"], indirect=True)
-def test_a_decoders_notice_carries_the_text_it_held_back(resuming: Cluster, show: Show) -> None:
+def test_recompute_notice_contains_the_held_back_text(resuming: Cluster, show: Show) -> None:
     """Without the gateway: an engine holds back text that may begin a stop string until the request ends."""
     resuming.engines.orders.give(9)
     body = {**PROMPTS[COMPLETIONS], "max_tokens": TOKENS, "temperature": 0, "stream": True, "stop": ["never" * 10]}
@@ -76,7 +75,7 @@ def test_a_decoders_notice_carries_the_text_it_held_back(resuming: Cluster, show
 
 
 @pytest.mark.parametrize("resuming", ["auto"], indirect=True)
-def test_a_decoders_notice_in_a_whole_answer(resuming: Cluster) -> None:
+def test_whole_answer_of_a_decoder_has_its_recompute_notice(resuming: Cluster) -> None:
     for path, tokens in product((CHAT, COMPLETIONS), (0, 1, 5)):
         resuming.engines.orders.give(tokens)
         choice = ask(resuming.decoders[0].port, path, **PROMPTS[path], max_tokens=TOKENS).choices[0]
@@ -85,8 +84,8 @@ def test_a_decoders_notice_in_a_whole_answer(resuming: Cluster) -> None:
 
 
 @pytest.mark.parametrize("resuming", ["auto"], indirect=True)
-def test_an_engine_repeats_a_prompt_that_ends_inside_a_character(resuming: Cluster, show: Show) -> None:
-    """Why no answer is resumed inside a character: the detokenizer of vLLM 0.32 then shows the prompt's text again."""
+def test_engine_repeats_a_prompt_that_ends_inside_a_character(resuming: Cluster, show: Show) -> None:
+    """The detokenizer of vLLM 0.32 repeats the prompt's text then, so no answer is resumed inside a character."""
     port = resuming.single.port
     character = tokens_of(port, "\N{LATIN SMALL LETTER E WITH ACUTE}")
     assert len(character) == 2
@@ -97,7 +96,7 @@ def test_an_engine_repeats_a_prompt_that_ends_inside_a_character(resuming: Clust
     show(repr(answer.choices[0].text))
 
 
-def test_a_stream_may_be_recomputed_after_any_token(resuming: Cluster, show: Show) -> None:
+def test_stream_may_be_recomputed_after_any_token(resuming: Cluster, show: Show) -> None:
     differences = {}
     for path in sorted({path for path, _ in request_kinds(resuming)}):
         alone = ask(resuming.single.port, path, **PROMPTS[path], max_tokens=TOKENS)
@@ -111,20 +110,22 @@ def test_a_stream_may_be_recomputed_after_any_token(resuming: Cluster, show: Sho
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 17, 33, 64, 65, 70, TOKENS - 1])
-def test_a_whole_answer_may_be_recomputed(resuming: Cluster, tokens: int) -> None:
+def test_whole_answer_may_be_recomputed(resuming: Cluster, tokens: int) -> None:
     for path in sorted({path for path, _ in request_kinds(resuming)}):
         ask_interrupted(resuming, path, {"max_tokens": TOKENS}, tokens)
 
 
 @pytest.mark.parametrize("tokens", [(0, 0), (5, 0), (17, 9), (40, 1, 20)], ids=str)
-def test_an_answer_recomputed_again_and_again_is_whole(resuming: Cluster, tokens: tuple[int, ...], show: Show) -> None:
+def test_answer_that_is_recomputed_several_times_is_complete(
+    resuming: Cluster, tokens: tuple[int, ...], show: Show
+) -> None:
     for path, stream in request_kinds(resuming):
         ask_interrupted(resuming, path, {"max_tokens": TOKENS, "stream": stream}, *tokens)
     show(resumes(resuming))
 
 
 @pytest.mark.parametrize("before", range(6))
-def test_a_stop_string_is_found_across_the_seam(resuming: Cluster, before: int, show: Show) -> None:
+def test_stop_string_is_found_across_the_break(resuming: Cluster, before: int, show: Show) -> None:
     """The decoder ends the request `before` tokens before the one that completes the string.
 
     Tokens after the string may count: the decoder that goes on holds their text back until the string is complete.
@@ -153,7 +154,7 @@ def test_a_stop_string_is_found_across_the_seam(resuming: Cluster, before: int, 
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 50])
-def test_a_resumed_answer_has_all_its_log_probabilities(resuming: Cluster, tokens: int) -> None:
+def test_resumed_answer_has_all_its_log_probabilities(resuming: Cluster, tokens: int) -> None:
     for path, stream in request_kinds(resuming):
         wanted = {"logprobs": True, "top_logprobs": 2} if path == CHAT else {"logprobs": 2}
         body = {"max_tokens": TOKENS, "stream": stream, **wanted}
@@ -164,7 +165,7 @@ def test_a_resumed_answer_has_all_its_log_probabilities(resuming: Cluster, token
 
 
 @pytest.mark.parametrize("tokens", [0, 17])
-def test_samples_are_resumed_each_by_itself(resuming: Cluster, tokens: int) -> None:
+def test_samples_are_resumed_separately(resuming: Cluster, tokens: int) -> None:
     """Compared with one sample, because vLLM itself refuses greedy requests with n > 1."""
     for path, stream in request_kinds(resuming):
         alone = ask(resuming.single.port, path, **PROMPTS[path], max_tokens=TOKENS)
@@ -176,7 +177,7 @@ def test_samples_are_resumed_each_by_itself(resuming: Cluster, tokens: int) -> N
 
 @pytest.mark.parametrize("tokens", [0, 1, 17])
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_else_a_resumed_request_may_ask_for(resuming: Cluster, tokens: int, stream: bool) -> None:
+def test_other_options_of_resumed_requests_work(resuming: Cluster, tokens: int, stream: bool) -> None:
     """Options that mean something else for the rest of an answer, or whose results come with its beginning."""
     long: dict[str, Any] = {"max_tokens": TOKENS, "stream": stream}
     text = ask(resuming.single.port, COMPLETIONS, **PROMPTS[COMPLETIONS], **long).choices[0]
@@ -203,7 +204,7 @@ def test_what_else_a_resumed_request_may_ask_for(resuming: Cluster, tokens: int,
         ask_interrupted(resuming, CHAT, body, tokens)
 
 
-def test_a_resume_is_counted(resuming: Cluster, show: Show) -> None:
+def test_resume_is_counted(resuming: Cluster, show: Show) -> None:
     before = total([resuming.gateway], "pdproxy_resumed_tokens_total")
     answer, _ = ask_interrupted(resuming, CHAT, {"max_tokens": TOKENS, "stream": True}, 50)
     again = total([resuming.gateway], "pdproxy_resumed_tokens_total") - before
@@ -211,19 +212,22 @@ def test_a_resume_is_counted(resuming: Cluster, show: Show) -> None:
     show(f"{answer.prompt_tokens} tokens of the prompt and 50 of the answer, {again:.0f} computed again")
 
 
-def test_nothing_is_left_of_what_was_interrupted(resuming: Cluster, show: Show) -> None:
+def test_nothing_is_left_after_interruptions(resuming: Cluster, show: Show) -> None:
     resuming.wait_until_nothing_is_left()
     show(resumes(resuming))
 
 
 def request_kinds(cluster: Cluster) -> list[tuple[str, bool]]:
-    """Paths, each with and without streaming, that this gateway treats in a way of its own."""
+    """Return the paths that this gateway treats differently, each with and without streaming."""
     paths = (CHAT, COMPLETIONS) if cluster.chats == "auto" else (CHAT,)
     return list(product(paths, (True, False)))
 
 
 def ask_interrupted(cluster: Cluster, path: str, body: dict[str, Any], *after_tokens: int) -> tuple[Answer, Answer]:
-    """Ask the gateway while decoders end the request after so many tokens each, and the single engine; both answers."""
+    """Ask the gateway while decoders end the request, and the single engine; return both answers.
+
+    `after_tokens`: output tokens of each decoder before its end.
+    """
     body = {**PROMPTS[path], **body}
     alone = ask(cluster.single.port, path, **body)
     cluster.engines.orders.give(*after_tokens)
@@ -234,5 +238,5 @@ def ask_interrupted(cluster: Cluster, path: str, body: dict[str, Any], *after_to
 
 
 def resumes(cluster: Cluster) -> str:
-    """How many answers this gateway has resumed so far, for `show`."""
+    """Return the number of answers that this gateway has resumed so far, for `show`."""
     return f"{total([cluster.gateway], 'pdproxy_resumes_total'):.0f} resumes so far"

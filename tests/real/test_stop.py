@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 ANSWERS = 20
 TOKENS = 1500
 WRITTEN = 300
-"""How many tokens of each answer, on average, the decoder has written when it is stopped."""
+"""Average number of tokens of each answer that the decoder has generated when it is stopped."""
 
 
 def stop_server(program: Program) -> None:
@@ -53,7 +53,7 @@ def kill_core(program: Program) -> None:
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("stop", [stop_server, stop_core, kill_core])
 @pytest.mark.parametrize("resuming", ["auto"], indirect=True)
-def test_answers_of_a_decoder_that_is_stopped_are_continued(
+def test_answers_of_a_stopped_decoder_are_continued(
     resuming: Cluster, show: Show, stop: Callable[[Program], None]
 ) -> None:
     cluster = resuming
@@ -79,7 +79,7 @@ def interrupt(
     bodies: list[tuple[str, dict[str, Any]]],
     alone: list[Answer],
 ) -> str:
-    """Ask for all answers at once, stop a decoder in the middle of its own, and compare. Return what was seen."""
+    """Ask for all answers at once, stop a decoder in the middle of its answers, and compare. Return a summary."""
     before, times = resumes(cluster), [list[float]() for _ in bodies]
     tokens = written(cluster, victim)
     with ThreadPoolExecutor(len(bodies)) as pool:
@@ -106,7 +106,7 @@ def interrupt(
 
 
 def is_used_again(cluster: Cluster) -> bool:
-    """Whether the gateway uses all engines. An engine that failed many answers is tried with one request first."""
+    """Return whether the gateway uses all engines, after one request for an engine that failed many answers."""
     if cluster.all_are_up():
         return True
     ask(cluster.gateway.port, COMPLETIONS, prompt="Next", max_tokens=2)
@@ -114,7 +114,7 @@ def is_used_again(cluster: Cluster) -> bool:
 
 
 def body(number: int) -> tuple[str, dict[str, Any]]:
-    """Path and body of a request: a chat or a completion, streamed or not, in turn."""
+    """Return path and body of a request: a chat or a completion, streamed or not, in turn."""
     text = f"{number}: a proxy sends the prompt to a prefill engine. " * (1 + number % 5)
     prompt = {"prompt": text} if number % 2 else {"messages": [{"role": "user", "content": text}]}
     path = COMPLETIONS if number % 2 else CHAT
@@ -122,7 +122,7 @@ def body(number: int) -> tuple[str, dict[str, Any]]:
 
 
 def timed(port: int, path: str, fields: dict[str, Any], arrivals: list[float]) -> Answer:
-    """The answer to a request, as `ask` gives it; notes when each chunk arrived."""
+    """Return the answer to a request like `ask`, and note the arrival of each chunk."""
     if not fields["stream"]:
         return ask(port, path, **fields)
     asked = {"temperature": 0, "return_token_ids": True, **fields, "stream_options": {"include_usage": True}}
@@ -137,12 +137,12 @@ def timed(port: int, path: str, fields: dict[str, Any], arrivals: list[float]) -
 
 
 def written(cluster: Cluster, decoder: Program) -> float:
-    """Tokens that an engine has generated since it was started."""
+    """Return the tokens that an engine has generated since it was started."""
     return total([decoder], cluster.stack.family.generation_tokens, if_none=0)
 
 
 def running(cluster: Cluster, decoder: Program) -> float:
-    """Answers that an engine is writing."""
+    """Return the number of answers that an engine is generating."""
     return total([decoder], cluster.stack.family.request_gauges[0], if_none=0)
 
 

@@ -198,7 +198,7 @@ def test_translated_responses_have_the_prompt_that_the_engine_makes_of_them(
 
 
 def compare_prompts(cluster: Cluster, path: str, body: dict[str, Any], chat: dict[str, Any]) -> str:
-    """Assert that the engine makes the same prompt of a body and of its translation; returns its length in words."""
+    """Assert that the engine renders a body and its translation to the same prompt; return its length as text."""
     prompts = []
     for route, asked in ((path, body), (CHAT, chat)):
         with request(cluster.single.port, route + "/render", asked) as response:
@@ -226,7 +226,7 @@ def ask_both(cluster: Cluster, path: str, body: dict[str, Any]) -> dict[str, Any
 
 
 def _ask(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """What of an answer must be the same: neither ids, which are drawn, nor which tokens were cached."""
+    """Return the parts of an answer that must be equal: neither random ids nor counts of cached tokens."""
     with request(port, path, body) as response:
         if response.status != 200:
             raise AssertionError(f"status {response.status}: {response.read()!r}")
@@ -235,15 +235,15 @@ def _ask(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
         return _response(list(_events(response))[-1]["response"] if body["stream"] else json.load(response))
 
 
-def _message(told: dict[str, Any]) -> dict[str, Any]:
-    usage = told["usage"]
+def _message(answer: dict[str, Any]) -> dict[str, Any]:
+    usage = answer["usage"]
     prompt = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
     content = [
         {name: value for name, value in block.items() if name not in ("id", "signature") and value is not None}
-        for block in told["content"]
+        for block in answer["content"]
     ]
     return {
-        **{name: told.get(name) for name in ("type", "role", "model", "stop_reason", "stop_sequence")},
+        **{name: answer.get(name) for name in ("type", "role", "model", "stop_reason", "stop_sequence")},
         "content": content,
         "usage": {
             "input_tokens": sum(usage.get(name) or 0 for name in prompt),
@@ -253,7 +253,7 @@ def _message(told: dict[str, Any]) -> dict[str, Any]:
 
 
 def _message_of(events: Iterator[dict[str, Any]]) -> dict[str, Any]:
-    """The message of a stream, as Anthropic's SDK puts it together."""
+    """Return the message of a stream, assembled like in Anthropic's SDK."""
     message: dict[str, Any] = next(events)["message"]
     blocks: list[dict[str, Any]] = []
     written = ""
@@ -276,19 +276,19 @@ def _message_of(events: Iterator[dict[str, Any]]) -> dict[str, Any]:
     return {**message, "content": blocks}
 
 
-def _response(told: dict[str, Any]) -> dict[str, Any]:
+def _response(answer: dict[str, Any]) -> dict[str, Any]:
     output = []
-    for item in told["output"]:
+    for item in answer["output"]:
         kept = {name: item[name] for name in ("type", "role", "name") if name in item}
-        if "arguments" in item:  # vLLM writes those of a whole answer anew
+        if "arguments" in item:  # vLLM rewrites the arguments of a whole answer
             kept["arguments"] = json.loads(item["arguments"])
         texts = [part["text"] for part in item.get("content") or ()]
         output.append({**kept, "texts": texts})
     names = ("input_tokens", "output_tokens", "total_tokens")
     return {
-        **{name: told[name] for name in ("object", "model", "status", "incomplete_details")},
+        **{name: answer[name] for name in ("object", "model", "status", "incomplete_details")},
         "output": output,
-        "usage": {name: told["usage"][name] for name in names},
+        "usage": {name: answer["usage"][name] for name in names},
     }
 
 

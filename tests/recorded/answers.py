@@ -110,7 +110,7 @@ MANY: Final = ("batch", "two-prompts", "two-samples", "two-samples-with-usage")
 
 
 def openai(api: Api, **fields: Any) -> list[dict[str, Any]]:
-    """The bodies of one shape, streamed and not."""
+    """Return the bodies of one shape, streamed and not."""
     if api is Api.CHAT and "prompt" in fields:
         fields["messages"] = [{"role": "user", "content": fields.pop("prompt")}]
     whole = {name: value for name, value in fields.items() if name != "stream_options"}
@@ -167,7 +167,7 @@ async def models_are_known(gateway: Deployment) -> None:
 
 
 def written(*pieces: bytes) -> Any:
-    """An engine for both stages that answers with these pieces."""
+    """Return a function that creates one engine for both stages, which answers with these pieces."""
     return lambda: ([], [CannedEngine("both", pieces)])
 
 
@@ -183,7 +183,7 @@ CRLF: Final = [event.replace(b"\n", b"\r\n") for event in (*EVENTS, b"data: [DON
 
 
 def of_setups() -> Iterator[Conversation]:
-    """Settings and engines that change the way of a request."""
+    """Yield settings and engines that change the way of a request."""
     both = (STREAM, WHOLE)
     yield Conversation(name="paced", talk=asking(*both, *both), engine=PACED)
     yield Conversation(name="four-engines", talk=asking(*both * 2), prefillers=2, decoders=2)

@@ -282,7 +282,7 @@ def _metrics(gateway: Deployment) -> dict[str, float]:
 
 
 class _Names:
-    """Replaces ports by what they are, ids by their numbers, and times by words."""
+    """Replaces ports by the names of their servers, ids by numbers, and times by words."""
 
     def __init__(self, gateway: Deployment) -> None:
         self._ports = {gateway.url.rpartition(":")[2]: "gateway"}
@@ -295,14 +295,14 @@ class _Names:
         self._ids: dict[str, int] = {}
 
     def plain(self, text: str) -> str:
-        """The text with its ids."""
+        """Return the text with names for ports and random words, and with its ids."""
         text = self._port.sub(lambda found: self._ports[found[1]], text)
         for pattern, word in _RANDOM:
             text = pattern.sub(word, text)
         return text
 
     def ids(self, text: str) -> str:
-        """The text with numbers for its ids, in the order in which they come."""
+        """Return the text with numbers for its ids, in the order in which they come."""
         return _IDS.sub(self._id, text)
 
     def _id(self, found: re.Match[str]) -> str:

@@ -78,8 +78,10 @@ BODIES: Final[Mapping[str, tuple[str, str, dict[str, Any]]]] = {
 
 
 def failing(body: Mapping[str, Any], path: str, asked: str, faults: Sequence[tuple[str, Fault]]) -> Talk:
-    """Ask once, with the n-th fault of a role at its n-th engine, and then again without faults, unless that depends on
-    how soon: for some time engines that refused get no request. `asked`: the engines' path for such a request.
+    """Ask with the n-th fault of a role at its n-th engine, and then again without faults.
+
+    The second request is left out if its course depends on time: engines that refused get no request for a while.
+    `asked`: the engines' path for such a request.
     """
 
     async def talk(clients: Clients) -> None:
@@ -159,7 +161,7 @@ def in_the_middle() -> Iterator[Conversation]:
 
 
 def stale(role: str, form: str) -> Conversation:
-    """The engine closes an idle connection just when it is used again."""
+    """Close an idle connection of the engine just when it is used again."""
 
     async def talk(clients: Clients) -> None:
         engines = clients.gateway.prefillers if role == "prefill" else clients.gateway.decoders

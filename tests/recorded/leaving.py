@@ -57,7 +57,7 @@ def ending(body: str, phase: str, how: str) -> Talk:
 
 
 async def occupied(clients: Clients) -> Line:
-    """The connection of a client whose answer takes all that the decoder can do, until it leaves."""
+    """Connect a client whose answer occupies the decoder until it leaves."""
     clients.gateway.decoders[0].faults.add("stall_after_tokens", times=1, tokens=1)
     line = await clients.connect()
     line.send(ENDLESS)

@@ -81,7 +81,7 @@ def with_keys(gateway: Deployment) -> None:
 
 
 def with_slow_decoders(gateway: Deployment) -> None:
-    """Where both engines of a pair refuse, the answer of the first one ends the request of the other."""
+    """Delay decoders, because the first refusal of a pair ends the request of the other engine."""
     for engine in gateway.decoders:
         engine.faults.add("slow_headers", path="/", seconds=0.1)
 

@@ -1,4 +1,4 @@
-"""Every payload to the gateway itself and through every proxy: `scripts/test-smuggling`."""
+"""Send every payload directly and through every proxy: `scripts/test-smuggling`."""
 
 from __future__ import annotations
 
@@ -26,43 +26,44 @@ if TYPE_CHECKING:
     from tests.smuggling.payloads import Payload
 
 DIRECT: Final = "direct"
-BEHIND: Final = "behind one"
-"""To the gateway itself, on a connection on which it has read a plain request."""
-SLOW_ROAD: Final = "no fast path"
-"""To a gateway without the fast path."""
-WITHOUT_PROXY: Final = frozenset((DIRECT, BEHIND, SLOW_ROAD))
+SECOND_REQUEST: Final = "behind one"
+"""Sent to the gateway on a connection that has served a plain request."""
+NO_FAST_PATH: Final = "no fast path"
+"""Sent to a gateway without the fast path."""
+WITHOUT_PROXY: Final = frozenset((DIRECT, SECOND_REQUEST, NO_FAST_PATH))
 _QUIET_SECONDS: Final = 0.3
 _STATUS: Final = re.compile(rb"HTTP/1\.[01] ([2-5]\d\d)")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one payload came to on one way."""
+    """Result of one payload on one way."""
 
     statuses: tuple[int, ...]
-    """Of the answers that the client got."""
+    """Status of each answer to the client."""
     served: tuple[str, ...]
-    """Who the requests that the engine saw said they were from."""
+    """User that each request at the engine names."""
     forwarded: int
-    """Requests that the proxy says it sent."""
+    """Number of requests that the proxy has marked as its own."""
     answered: int
-    """Answers that the gateway gave it."""
+    """Number of answers from the gateway to the proxy."""
     victim: str
-    """Whose answer somebody else got right behind it, on a connection of its own: "its own", or ""."""
+    """User in the answer to the next client, on another connection: "its own", or "" without an answer."""
 
     def __str__(self) -> str:
         return " ".join(map(str, self.statuses)) or "-"
 
 
 def echo(received: Received) -> Iterable[bytes]:
-    """An answer that says whose request it is for."""
+    """Return an answer that names the user of the request."""
     user = orjson.loads(received.body).get("user")
     return [json_answer({"choices": [{"index": 0, "text": user, "finish_reason": "stop"}]})]
 
 
 async def exchange(port: int, raw: bytes, quiet_seconds: float = _QUIET_SECONDS, first: bytes = b"") -> bytes:
-    """Write these bytes on one connection, and read until it is closed or nothing comes any more. `first`: a request
-    that is answered before.
+    """Write bytes on one connection, and read until it is closed or silent.
+
+    `first`: a request that is answered before.
     """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     received = bytearray()
@@ -81,53 +82,53 @@ async def exchange(port: int, raw: bytes, quiet_seconds: float = _QUIET_SECONDS,
 async def try_out(
     payload: Payload, front: HttpListener, engine: CannedEngine, number: int, quiet_seconds: float = _QUIET_SECONDS
 ) -> Outcome:
-    """Send a payload one way, and then somebody else's request, which is told by its number."""
+    """Send a payload one way, and then the request of another client, which its number identifies."""
     front.take()
     seen = len(engine.received)
     answers = await exchange(front.port, payload.raw, quiet_seconds, front.first)
     up, down = front.take()
     served = tuple(orjson.loads(one.body).get("user") for one in engine.received[seen + bool(front.first) :])
     victim = f"victim-{number}"
-    theirs = b""
-    for _ in range(2):  # the connection that a proxy takes may just have been closed
-        theirs = await exchange(front.port, request(victim, CLOSE), quiet_seconds)
-        if b" 200 OK" in theirs:
+    victim_answer = b""
+    for _ in range(2):  # the proxy's connection may have been closed just before
+        victim_answer = await exchange(front.port, request(victim, CLOSE), quiet_seconds)
+        if b" 200 OK" in victim_answer:
             break
-    told = re.search(rb'"text":"([^"]*)"', theirs)
-    whose = told[1].decode() if told else ""
+    match = re.search(rb'"text":"([^"]*)"', victim_answer)
+    received_user = match[1].decode() if match else ""
     return Outcome(
         tuple(int(status) for status in _STATUS.findall(answers)),
         served,
         len(re.findall(MARK.encode(), up, re.IGNORECASE)),
         len(_STATUS.findall(down)),
-        "its own" if whose == victim else whose,
+        "its own" if received_user == victim else received_user,
     )
 
 
 def disagreements(payload: Payload, way: str, outcome: Outcome) -> list[str]:
-    """What must not be so."""
-    found = []
+    """Return the violated conditions as sentences."""
+    problems = []
     if outcome.victim != "its own":
-        found.append(f"somebody else got {f'the answer to {outcome.victim}' if outcome.victim else 'no answer'}")
+        problems.append(f"another client got {f'the answer to {outcome.victim}' if outcome.victim else 'no answer'}")
     if outcome.statuses.count(200) != len(outcome.served):
-        found.append(f"{outcome.statuses.count(200)} good answers to {len(outcome.served)} requests at the engine")
+        problems.append(f"{outcome.statuses.count(200)} good answers to {len(outcome.served)} requests at the engine")
     if way in WITHOUT_PROXY:
         if payload.served is not None and outcome.served != payload.served:
-            found.append(f"the engine saw {outcome.served or 'nothing'} instead of {payload.served or 'nothing'}")
+            problems.append(f"the engine saw {outcome.served or 'nothing'} instead of {payload.served or 'nothing'}")
         if INNER in outcome.served:
-            found.append("a hidden request was found")
+            problems.append("a hidden request was found")
         if payload.served == () and not all(status >= 400 for status in outcome.statuses):
-            found.append("it was not refused")
-        return found
+            problems.append("it was not refused")
+        return problems
     if outcome.answered > outcome.forwarded:
-        found.append(f"{outcome.answered} answers of the gateway to {outcome.forwarded} requests")
+        problems.append(f"{outcome.answered} answers of the gateway to {outcome.forwarded} requests")
     if len(outcome.served) > outcome.forwarded:
-        found.append(f"{len(outcome.served)} requests at the engine, and {outcome.forwarded} were sent")
-    return found
+        problems.append(f"{len(outcome.served)} requests at the engine, and {outcome.forwarded} were sent")
+    return problems
 
 
 def second_opinion(raw: bytes) -> str:
-    """How many requests h11 finds in these bytes; with an exclamation mark if it does not like what comes then."""
+    """Return the number of requests that h11 finds in the bytes, with an exclamation mark if an error follows."""
     count = 0
     connection = h11.Connection(h11.SERVER, max_incomplete_event_size=1 << 20)
     connection.receive_data(raw)
@@ -147,7 +148,7 @@ def second_opinion(raw: bytes) -> str:
 
 async def main(names: Sequence[str]) -> int:
     payloads = [payload for payload in PAYLOADS if not names or any(name in payload.name for name in names)]
-    found: list[str] = []
+    problems: list[str] = []
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(CannedEngine("both", echo))
         options = ("--connector", "plain", "--decode", engine.url)
@@ -158,8 +159,8 @@ async def main(names: Sequence[str]) -> int:
         )
         ways = [
             HttpListener(DIRECT, port),
-            HttpListener(BEHIND, port, first=request("first")),
-            HttpListener(SLOW_ROAD, int(slow_road.url.rpartition(":")[2])),
+            HttpListener(SECOND_REQUEST, port, first=request("first")),
+            HttpListener(NO_FAST_PATH, int(slow_road.url.rpartition(":")[2])),
         ]
         for name in FRONTS:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"pdproxy-{name}-")))
@@ -171,16 +172,16 @@ async def main(names: Sequence[str]) -> int:
             cells = []
             for way, outcome in zip(ways, outcomes, strict=True):
                 wrong = disagreements(payload, way.name, outcome)
-                found += [f"{payload.name}, {way.name}: {sentence}" for sentence in wrong]
+                problems += [f"{payload.name}, {way.name}: {sentence}" for sentence in wrong]
                 cells.append(f"{outcome} {'!!' * bool(wrong)}")
             print(
                 f"{payload.name:{width}}  {second_opinion(payload.raw):4} "
                 + " ".join(f"{cell:13}" for cell in cells).rstrip(),
                 flush=True,
             )
-    print(*found, sep="\n")
-    print(f"{len(payloads)} payloads on {len(ways)} ways: {len(found)} disagreements")
-    return 1 if found else 0
+    print(*problems, sep="\n")
+    print(f"{len(payloads)} payloads on {len(ways)} ways: {len(problems)} disagreements")
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""Real proxies on loopback in front of the gateway, each as lenient as it can be made.
+"""Real proxies on loopback in front of the gateway, as lenient as their settings allow.
 
-They mark every request that they send with a header that no client can know: as many as there are, they mean to have
-sent.
+They mark every request that they send with a header that no client knows. The marks count their requests.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ FRONTS: Final = {
 
 @dataclass
 class Line:
-    """What went over one connection between a front and the gateway."""
+    """Bytes of one connection between a proxy and the gateway."""
 
     up: bytearray = field(default_factory=bytearray)
     down: bytearray = field(default_factory=bytearray)
@@ -97,13 +96,13 @@ class Line:
 
 @dataclass
 class HttpListener:
-    """A way to the gateway: its port, and all that a proxy sent that way. Without a proxy there is nothing to see."""
+    """A way to the gateway: its port, and the bytes that a proxy sent. Without a proxy, no bytes are recorded."""
 
     name: str
     port: int
     lines: list[Line] = field(default_factory=list)
     first: bytes = b""
-    """A request that nobody can misunderstand, which goes before on the same connection."""
+    """An unambiguous request that is sent before, on the same connection."""
 
     def watch(self) -> Line:
         line = Line()
@@ -111,7 +110,7 @@ class HttpListener:
         return line
 
     def take(self) -> tuple[bytes, bytes]:
-        """What has gone up and down since it was last asked."""
+        """Return the bytes up and down since the last call."""
         up, down = (b"".join(bytes(getattr(line, way)) for line in self.lines) for way in ("up", "down"))
         for line in self.lines:
             line.up.clear()
@@ -120,13 +119,13 @@ class HttpListener:
 
 
 def missing() -> list[str]:
-    """The proxies that are not installed."""
+    """Return the proxies that are not installed."""
     return [name for name in FRONTS if not shutil.which(name)]
 
 
 @asynccontextmanager
 async def running(name: str, gateway_port: int, folder: Path) -> AsyncIterator[HttpListener]:
-    """Start a proxy in front of the gateway; it ends with the block."""
+    """Run a proxy in front of the gateway inside this context."""
     text, words = FRONTS[name]
     front = HttpListener(name, _free_port())
     async with ToxicProxy("127.0.0.1", gateway_port, watch=front.watch) as tap:

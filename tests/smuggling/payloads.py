@@ -1,4 +1,4 @@
-"""The bytes that are sent, and what becomes of them without a proxy in between."""
+"""The payloads: bytes of one connection, and the requests that the gateway serves without a proxy."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import orjson
 
 PATH: Final = b"/v1/completions"
 OUTER, INNER = "outer", "inner"
-"""Who a request says that it is from: one that the client meant to send, one that hides in another."""
+"""Users that requests name: of a request that the client means to send, and of one that hides in another."""
 
 
 @dataclass(frozen=True)
 class Payload:
-    """What a client writes on one connection. `served` are the requests that the gateway has an engine answer when it
-    gets these bytes itself, by who they say they are from; () for bytes that must be refused. None: whatever it does is
-    right, as long as it is the same at both ends.
+    """Bytes that a client writes on one connection.
+
+    `served`: users of the requests that the gateway serves if it gets these bytes directly; () if it must reject them;
+    None: it may do either, if both ends agree.
     """
 
     name: str
@@ -35,7 +36,7 @@ def head(
 
 
 def request(user: str, *lines: bytes) -> bytes:
-    """A request that nobody can misunderstand."""
+    """Return an unambiguous request."""
     body = content(user)
     return head(b"Content-Length: %d" % len(body), *lines) + body
 
@@ -58,7 +59,7 @@ def _length_of(body: bytes) -> bytes:
 def _whole(
     name: str, *lines: bytes, body: bytes = BODY, served: tuple[str, ...] | None = (), **options: Any
 ) -> Payload:
-    """One request with these header lines, and a body of this form."""
+    """Create a payload of one request with these header lines and this body."""
     return Payload(name, head(*lines, CLOSE, **options) + body, served)
 
 
@@ -79,7 +80,7 @@ SANE: Final = [
     _whole("white space around a length", b"Content-Length: \t %d \t" % len(BODY), served=ONE),
     _whole("names in any case", b"cONTENT-lENGTH: %d" % len(BODY), served=ONE),
     _whole("codings in any case", b"Transfer-Encoding: ChuNKed", body=chunked(BODY), served=ONE),
-    _whole("expects to be told to go on", LENGTH, b"Expect: 100-continue", served=ONE),
+    _whole("expects a continuation", LENGTH, b"Expect: 100-continue", served=ONE),
     Payload("an empty line before", b"\r\n" + request(OUTER, CLOSE), None),
     Payload("an empty line between", request(OUTER) + b"\r\n" + request(OUTER, CLOSE), None),
     Payload("an empty line behind", request(OUTER, CLOSE) + b"\r\n", ONE),
@@ -263,7 +264,7 @@ MEANINGS: Final = [
         body=BODY + HIDDEN,
         served=None,
     ),
-    _whole("expects what nobody knows", LENGTH, b"Expect: the-unexpected", served=None),
+    _whole("expects an unknown thing", LENGTH, b"Expect: the-unexpected", served=None),
     _whole("expects twice", LENGTH, b"Expect: 100-continue", b"Expect: 100-continue", served=None),
     Payload(
         "expects, and hides a request in its body",

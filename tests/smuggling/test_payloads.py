@@ -1,4 +1,4 @@
-"""Every payload to the gateway itself; with proxies in front of it, scripts/test-smuggling sends them."""
+"""Every payload, sent to the gateway directly. scripts/test-smuggling sends them through proxies."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from yarl import URL
 
 from tests.canned import CannedEngine
 from tests.smuggling.__main__ import (
-    BEHIND,
     DIRECT,
-    SLOW_ROAD,
+    NO_FAST_PATH,
+    SECOND_REQUEST,
     WITHOUT_PROXY,
     Outcome,
     disagreements,
@@ -31,7 +31,7 @@ GROUPS = {
     "sane": SANE,
     "lengths": LENGTHS,
     "codings": CODINGS,
-    "chunks": [payload for payload in CHUNKS if payload.name != "no end"],  # which waits for more
+    "chunks": [payload for payload in CHUNKS if payload.name != "no end"],  # it waits for more bytes
     "lines": LINES,
     "meanings": MEANINGS,
 }
@@ -40,31 +40,31 @@ GROUPS = {
 @pytest.mark.fault(26)
 @pytest.mark.parametrize("way", sorted(WITHOUT_PROXY))
 @pytest.mark.parametrize("group", GROUPS)
-async def test_what_could_be_read_in_two_ways_is_refused_and_that_in_one_line(
+async def test_ambiguous_requests_are_rejected_with_one_log_line(
     deploy: Deploy, group: str, way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     engine = CannedEngine("both", echo)
-    listen = {"fast_path": way != SLOW_ROAD}
+    listen = {"fast_path": way != NO_FAST_PATH}
     gateway = await deploy(decoders=[engine], connector="plain", resume={"mode": "off"}, listen=listen)
-    first = request("first") if way == BEHIND else b""
+    first = request("first") if way == SECOND_REQUEST else b""
     front = HttpListener(way, URL(gateway.url).port or 0, first=first)
-    found = []
+    problems = []
     for number, payload in enumerate(GROUPS[group]):
         caplog.clear()
         outcome = await try_out(payload, front, engine, number, quiet_seconds=5.0)
-        await gateway.worker.drain.idle()  # which an answer's reader may be ahead of
-        found += [f"{payload.name}: {sentence}" for sentence in disagreements(payload, way, outcome)]
+        await gateway.worker.drain.idle()  # the client may read the answer before the request has ended
+        problems += [f"{payload.name}: {sentence}" for sentence in disagreements(payload, way, outcome)]
         lines = [
             record for record in caplog.records if record.name.startswith("proxy.") and record.levelno >= logging.INFO
         ]
-        if len(lines) > len(outcome.statuses) + 1 + bool(first):  # one for each answer, one for somebody else's request
-            found.append(f"{payload.name}: {len(lines)} lines for {len(outcome.statuses)} answers")
+        if len(lines) > len(outcome.statuses) + 1 + bool(first):  # one per answer, and one for the other client
+            problems.append(f"{payload.name}: {len(lines)} lines for {len(outcome.statuses)} answers")
         assert all(record.levelno == logging.INFO for record in lines)
-    assert found == []
+    assert problems == []
 
 
-# How that is judged
+# Disagreements
 
 REFUSED = Payload("refused", b"", ())
 
@@ -86,9 +86,9 @@ REFUSED = Payload("refused", b"", ())
             "nginx",
             ["1 good answers to 2 requests at the engine", "2 requests at the engine, and 1 were sent"],
         ),
-        (Outcome((200,), (OUTER,), 1, 1, INNER), "nginx", ["somebody else got the answer to inner"]),
-        (Outcome((400,), (), 1, 1, ""), "nginx", ["somebody else got no answer"]),
+        (Outcome((200,), (OUTER,), 1, 1, INNER), "nginx", ["another client got the answer to inner"]),
+        (Outcome((400,), (), 1, 1, ""), "nginx", ["another client got no answer"]),
     ],
 )
-def test_what_must_not_be_is_told(outcome: Outcome, way: str, sentences: Sequence[str]) -> None:
+def test_disagreements_are_reported(outcome: Outcome, way: str, sentences: Sequence[str]) -> None:
     assert disagreements(REFUSED, way, outcome) == sentences

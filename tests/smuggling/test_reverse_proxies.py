@@ -1,6 +1,6 @@
-"""Reverse proxies that run beside the gateway, as OPERATING.md sets them up and as they come.
+"""Reverse proxies beside the gateway, with the configuration of OPERATING.md and with a default one.
 
-The proxies run as another user, as their packages have them do.
+The proxies run as another user, like their packages.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
 """
 _CADDY: Final = "{{\nadmin off\nauto_https off\n}}\n{text}\n"
 
-# What is around the page's text, and the words that start the proxy.
+# The frame of each configuration, and the arguments of the proxy.
 PROXIES: Final = {
     "nginx": (_NGINX, ("-c", "{file}", "-p", "{folder}")),
     "haproxy": ("{text}\n", ("-db", "-f", "{file}")),
     "caddy": (_CADDY, ("run", "--adapter", "caddyfile", "--config", "{file}")),
 }
 
-# The shortest text with which each passes on everything.
+# The shortest configuration with which each proxy forwards everything.
 STOCK: Final = {
     "nginx": "server { listen 8080; location / { proxy_pass http://127.0.0.1:1999; } }",
     "haproxy": "listen all\n mode http\n bind :8080\n timeout connect 5s\n timeout client 50s\n timeout server 50s\n"
@@ -74,8 +74,8 @@ pytestmark = [
 ]
 
 
-def of_the_page() -> dict[str, str]:
-    """The texts of OPERATING.md, by proxy."""
+def documented_configurations() -> dict[str, str]:
+    """Return the configurations in OPERATING.md, by proxy."""
     _, _, rest = OPERATING.read_text(encoding="utf-8").partition("\n## Behind a reverse proxy\n")
     blocks = re.findall(
         r"^<!-- not run: tests/smuggling/.*\n\n((?:    .*\n)+)", rest.partition("\n## ")[0], re.MULTILINE
@@ -85,14 +85,14 @@ def of_the_page() -> dict[str, str]:
 
 @asynccontextmanager
 async def proxy(name: str, text: str, target: Program) -> AsyncIterator[str]:
-    """Run a proxy with this text, in front of this gateway instead of the one that the text names; gives its URL."""
+    """Run a proxy with this configuration in front of this gateway. Yields its URL."""
     around, words = PROXIES[name]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     text = text.replace("127.0.0.1:1999", target.url.removeprefix("http://"))
     text = text.replace(":8080", f"127.0.0.1:{port}" if name == "haproxy" else f":{port}")
     text = text.replace("listen 8080", f"listen 127.0.0.1:{port}")
-    with tempfile_of_user() as folder:
+    with directory_of_user() as folder:
         file = folder / "config"
         file.write_text(around.format(folder=folder, text=text))
         process = subprocess.Popen(  # noqa: ASYNC220 uvloop starts nothing as another user
@@ -112,8 +112,8 @@ async def proxy(name: str, text: str, target: Program) -> AsyncIterator[str]:
 
 
 @contextmanager
-def tempfile_of_user() -> Iterator[Path]:
-    """A directory that the proxies' user may write."""
+def directory_of_user() -> Iterator[Path]:
+    """Create a directory that the proxies' user may write."""
     with tempfile.TemporaryDirectory(prefix="pdproxy-") as folder:
         os.chown(folder, USER, USER)
         yield Path(folder)
@@ -141,31 +141,31 @@ async def program(decoder: SimulatedEngine) -> AsyncIterator[Program]:
 
 
 async def disable(session: aiohttp.ClientSession, url: str, decoder: SimulatedEngine) -> tuple[int, str]:
-    """Ask for the only decoder to be disabled; the status and the answer."""
+    """Request to disable the only decoder. Return the status and the answer."""
     instance = {"type": "decode", "instances": f"127.0.0.1:{decoder.port}"}
     async with session.post(f"{url}/instances/disable", json=instance) as response:
         return response.status, await response.text()
 
 
 @pytest.mark.fault(141)
-async def test_a_stock_proxy_of_another_user_cannot_administer(
+async def test_default_proxy_of_another_user_cannot_administer(
     name: str, program: Program, decoder: SimulatedEngine
 ) -> None:
     async with aiohttp.ClientSession() as session, proxy(name, STOCK[name], program) as url:
-        status, told = await disable(session, url, decoder)
+        status, answer = await disable(session, url, decoder)
         assert status == 403
-        assert "admin_key_not_configured" in told
+        assert "admin_key_not_configured" in answer
         for path in ("/instances", "/admin/config", "/admin/requests/recent"):
             async with session.get(url + path) as response:
                 assert response.status == 403
         for path in ("/readyz", "/metrics", "/healthcheck"):
             async with session.get(url + path) as response:
                 assert response.status == 200
-        status, _ = await disable(session, program.url, decoder)  # the operator who started the gateway
+        status, _ = await disable(session, program.url, decoder)  # like the operator who started the gateway
         assert status == 200
 
 
-async def test_trust_local_lets_a_proxy_administer_unless_a_header_tells(name: str, decoder: SimulatedEngine) -> None:
+async def test_trust_local_lets_a_proxy_administer_without_its_header(name: str, decoder: SimulatedEngine) -> None:
     engines = ("--connector", "plain", "--decode", decoder.url)
     async with (
         gateway(*engines, PROXY_ADMIN__TRUST_LOCAL="true") as trusting,
@@ -174,19 +174,19 @@ async def test_trust_local_lets_a_proxy_administer_unless_a_header_tells(name: s
     ):
         await trusting.says("every program on this host may administer")
         status, _ = await disable(session, url, decoder)
-        assert status == (403 if name == "caddy" else 200)  # which adds X-Forwarded-For
+        assert status == (403 if name == "caddy" else 200)  # Caddy adds X-Forwarded-For
 
 
-async def test_a_proxy_set_up_as_the_page_says_streams_and_passes_on_clients_only(
+async def test_documented_proxy_streams_and_forwards_client_routes_only(
     name: str, program: Program, decoder: SimulatedEngine
 ) -> None:
     decoder.faults.add("stall_after_tokens", tokens=3)
-    async with aiohttp.ClientSession() as session, proxy(name, of_the_page()[name], program) as url:
+    async with aiohttp.ClientSession() as session, proxy(name, documented_configurations()[name], program) as url:
         body = request(Api.CHAT, max_tokens=20, stream=True)
         async with session.post(url + Api.CHAT.path, json=body) as response:
             assert response.status == 200
             events = 0
-            while events < 3:  # which come although no more follow
+            while events < 3:  # events arrive without waiting for more
                 events += (await response.content.readline()).startswith(b"data: ")
         status, _ = await disable(session, url, decoder)
         assert status == 404
@@ -198,10 +198,10 @@ async def test_a_proxy_set_up_as_the_page_says_streams_and_passes_on_clients_onl
                 assert response.status == 200
 
 
-async def test_a_client_that_leaves_such_a_proxy_ends_its_answer(
+async def test_client_that_leaves_a_documented_proxy_ends_its_answer(
     name: str, program: Program, decoder: SimulatedEngine
 ) -> None:
-    async with aiohttp.ClientSession() as session, proxy(name, of_the_page()[name], program) as url:
+    async with aiohttp.ClientSession() as session, proxy(name, documented_configurations()[name], program) as url:
         body = request(Api.CHAT, max_tokens=50_000, ignore_eos=True, stream=True)
         async with session.post(url + Api.CHAT.path, json=body) as response:
             await response.content.readline()

@@ -1,4 +1,4 @@
-"""One line per record, whatever is in it and whoever reads it; every line names its request."""
+"""Log lines: their format, secrets, limits for similar lines, and slow readers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def logging_as_before() -> Iterator[None]:
 
 
 class File:
-    """A file that is logged to, until the end of the test."""
+    """A log file that is open until the end of the test."""
 
     opened: ClassVar[list[IO[str]]] = []
 
@@ -88,7 +88,7 @@ class File:
         return list(map(json.loads, self.lines))
 
 
-# --- what a line looks like ------------------------------------------------------------------------------------------
+# --- formats ----------------------------------------------------------------------------------------------------------
 
 
 def test_text_begins_with_time_level_and_logger() -> None:
@@ -110,7 +110,7 @@ def test_json_is_one_object_per_line() -> None:
     assert second.items() >= {"id": "r1", "code": 200, "dur": 0.25, "p": None, "stream": True}.items()
 
 
-def test_auto_means_text_on_a_terminal_and_json_elsewhere() -> None:
+def test_auto_format_is_text_on_a_terminal_and_json_otherwise() -> None:
     file = File("auto")
     logger.info("hello")
     assert file.objects[0]["message"] == "hello"
@@ -119,7 +119,7 @@ def test_auto_means_text_on_a_terminal_and_json_elsewhere() -> None:
         logs.setup(Log(format="auto"), stream)
         logger.info("hello")
         assert reader.read(1000).endswith(b" INFO proxy.somewhere hello\r\n")
-        assert os.get_blocking(terminal)  # for the shell that has it, too
+        assert os.get_blocking(terminal)  # the shell shares this flag
 
 
 def test_an_access_line_has_one_word_per_field() -> None:
@@ -128,7 +128,7 @@ def test_an_access_line_has_one_word_per_field() -> None:
     assert file.text.endswith(" request id=r1 p=- dur=0.123 code=200 stream=false term=--\n")
 
 
-def test_the_level_is_the_one_configured_and_libraries_only_warn() -> None:
+def test_configured_level_applies_and_libraries_only_warn() -> None:
     file = File("text", level="WARNING")
     logger.info("unseen")
     logs.access_line({"id": "unseen"})
@@ -140,7 +140,7 @@ def test_the_level_is_the_one_configured_and_libraries_only_warn() -> None:
     assert [line.split(" ", 3)[3] for line in file.lines] == ["seen", "seen, too"]
 
 
-def test_setting_up_again_does_not_write_twice() -> None:
+def test_second_setup_does_not_duplicate_lines() -> None:
     File("text")
     file = File("text")
     logger.info("once")
@@ -160,7 +160,7 @@ def test_lines_of_a_request_carry_its_id_once(format: str) -> None:
     assert [line.count("r-42") for line in file.lines] == [1, 1, 0]
 
 
-def test_a_wrong_log_call_costs_its_line_and_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
+def test_invalid_log_call_is_reported_in_its_line(capfd: pytest.CaptureFixture[str]) -> None:
     file = File("text")
     logger.info("%d tokens", "many")
     logger.info("and on")
@@ -170,7 +170,7 @@ def test_a_wrong_log_call_costs_its_line_and_nothing_else(capfd: pytest.CaptureF
     assert capfd.readouterr().err == ""
 
 
-def test_whoever_logs_after_the_end_is_not_heard_and_does_not_fail() -> None:
+def test_logging_after_close_writes_nothing_and_does_not_fail() -> None:
     file = File("text")
     (handler,) = logging.getLogger().handlers
     handler.close()  # as Python does when it ends
@@ -179,13 +179,13 @@ def test_whoever_logs_after_the_end_is_not_heard_and_does_not_fail() -> None:
     assert file.text == ""
 
 
-# --- what nobody can put into a line ---------------------------------------------------------------------------------
+# --- hostile values ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("format", FORMATS)
 @settings(deadline=None)
 @given(value=st.text(st.characters(codec=None)))
-def test_no_value_can_break_its_line(format: str, value: str) -> None:
+def test_any_value_stays_in_one_line(format: str, value: str) -> None:
     file = File(format)
     logger.warning("refused %s", value)
     logs.access_line({"id": "r1", "model": value, "code": 200})
@@ -203,7 +203,7 @@ def test_no_value_can_break_its_line(format: str, value: str) -> None:
         st.text(st.characters(codec=None)) | st.floats() | st.integers() | st.none() | st.just(MASKED) | st.just(LONG),
     )
 )
-def test_the_line_of_a_request_is_the_same_however_it_is_made(fields: dict[str, object]) -> None:
+def test_fast_access_line_equals_the_formatted_one(fields: dict[str, object]) -> None:
     formatter = JsonFormatter(Redaction())
     line = formatter.request(1_700_000_000.25, fields)
     assert line == LineFormatter.request(formatter, 1_700_000_000.25, fields)
@@ -213,7 +213,7 @@ def test_the_line_of_a_request_is_the_same_however_it_is_made(fields: dict[str, 
 
 @settings(deadline=None)
 @given(value=st.text(st.characters(codec=None)))
-def test_a_text_field_can_be_read_back(value: str) -> None:
+def test_text_field_can_be_parsed(value: str) -> None:
     file = File("text")
     logs.access_line({"model": value})
     written = file.text.split(" model=", 1)[1].removesuffix("\n")
@@ -225,12 +225,12 @@ def test_a_text_field_can_be_read_back(value: str) -> None:
     "hostile",
     ["\u2028", "\u2029", "\x85", "\x1b[2J\x1b[31m", "\x9b2J", "\ud800", "\udfff\ud83d", "\x00", "\u202e", "\r\n"],
 )
-def test_what_a_terminal_or_a_line_reader_would_obey_is_escaped(format: str, hostile: str) -> None:
+def test_control_characters_are_escaped(format: str, hostile: str) -> None:
     file = File(format)
     logger.warning("refused %s", hostile)
     logs.access_line({"id": "r1", "error": hostile})
     library.warning(hostile)
-    assert len(file.text.splitlines()) == 3  # which knows more line ends than \n
+    assert len(file.text.splitlines()) == 3  # splitlines knows more line ends than \n
     assert all(line.isprintable() for line in file.lines)
 
 
@@ -248,18 +248,18 @@ def test_a_long_value_is_cut(format: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_long_exception_shows_where_it_came_from_and_what_it_was(format: str) -> None:
+def test_long_exception_shows_its_origin_and_its_message(format: str) -> None:
     file = File(format)
     try:
-        raise ValueError("a" * 65536 + "at last") from None  # without what compiled code has handled before
+        raise ValueError("a" * 65536 + "at last") from None  # without the context of compiled code
     except ValueError:
         logger.exception("failed")
     assert len(file.text) < 1.1 * MAX_TRACEBACK_CHARS
-    assert "in test_a_long_exception_shows_where_it_came_from_and_what_it_was" in file.text
+    assert "in test_long_exception_shows_its_origin_and_its_message" in file.text
     assert "at last" in file.text
 
 
-def test_an_exceptions_text_cannot_look_like_a_record() -> None:
+def test_text_of_an_exception_cannot_look_like_a_record() -> None:
     file = File("text")
     try:
         raise ValueError("first\n2026-01-31T12:00:00.000Z INFO proxy.access request id=forged\x1b[2K")
@@ -279,7 +279,7 @@ def test_a_traceback_is_a_member_of_its_json_line() -> None:
     assert file.objects[0]["traceback"].endswith("ValueError: oops\n\ud800")
 
 
-# --- secrets ---------------------------------------------------------------------------------------------------------
+# --- secrets ----------------------------------------------------------------------------------------------------------
 
 SECRETS = ('pass"word\\é', "password-of-the-admin", "password", "short")
 
@@ -322,7 +322,7 @@ def test_no_secret_is_written(format: str, secret: str, masked: str) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shown", range(MAX_VALUE_CHARS - 10, MAX_VALUE_CHARS + 2))
-def test_a_cut_leaves_no_piece_of_a_secret(format: str, shown: int) -> None:
+def test_cut_value_has_no_part_of_a_secret(format: str, shown: int) -> None:
     file = File(format, secrets=SECRETS)
     value = "x" * shown + "password-of-the-admin" + "y" * MAX_VALUE_CHARS
     logger.warning("%s", value)
@@ -331,7 +331,7 @@ def test_a_cut_leaves_no_piece_of_a_secret(format: str, shown: int) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_cut_traceback_has_no_piece_of_a_secret(format: str) -> None:
+def test_cut_traceback_has_no_part_of_a_secret(format: str) -> None:
     file = File(format, secrets=SECRETS)
     try:
         raise ValueError("x" * MAX_TRACEBACK_CHARS + "password-of-the-admin" + "y" * (MAX_TRACEBACK_CHARS // 2 - 5))
@@ -341,14 +341,14 @@ def test_a_cut_traceback_has_no_piece_of_a_secret(format: str) -> None:
     assert "adminy" not in file.text
 
 
-# --- floods ----------------------------------------------------------------------------------------------------------
+# --- floods -----------------------------------------------------------------------------------------------------------
 
 
 def refusal(code: int = 400, term: str = "PR") -> None:
     logs.access_line({"id": "r1", "code": code, "term": term, "error": "the body is not JSON"})
 
 
-def test_ten_thousand_bad_requests_are_few_lines(clock: Clock) -> None:
+def test_ten_thousand_invalid_requests_write_few_lines(clock: Clock) -> None:
     file = File("json", clock=clock)
     for _ in range(10_000):
         refusal()
@@ -360,7 +360,7 @@ def test_ten_thousand_bad_requests_are_few_lines(clock: Clock) -> None:
     assert sum(line.get("suppressed", 0) for line in file.objects) == logs.lost().suppressed
 
 
-def test_after_a_burst_so_many_lines_per_second_pass(clock: Clock) -> None:
+def test_lines_pass_at_a_fixed_rate_after_a_burst(clock: Clock) -> None:
     file = File("text", clock=clock)
     for _ in range(2 * BURST_LINES):
         refusal()
@@ -377,7 +377,7 @@ def test_after_a_burst_so_many_lines_per_second_pass(clock: Clock) -> None:
     assert len(file.lines) == 2 * BURST_LINES + 10
 
 
-def test_lines_left_out_are_told_after_a_second_if_no_other_comes(clock: Clock) -> None:
+def test_number_of_suppressed_lines_is_logged_after_a_second(clock: Clock) -> None:
     file = File("json", clock=clock)
     for number in range(BURST_LINES + 7):
         refusal(413, "PR")
@@ -412,7 +412,7 @@ def test_lines_left_out_are_told_after_a_second_if_no_other_comes(clock: Clock) 
         ({"instance": "-", "code": 404}, BURST_LINES),
     ],
 )
-def test_only_requests_that_no_engine_was_asked_about_are_left_out(
+def test_only_lines_of_requests_without_an_engine_are_suppressed(
     clock: Clock, fields: dict[str, object], lines: int
 ) -> None:
     file = File("json", clock=clock)
@@ -421,7 +421,7 @@ def test_only_requests_that_no_engine_was_asked_about_are_left_out(
     assert len(file.lines) == lines
 
 
-def test_each_kind_of_line_has_a_limit_of_its_own(clock: Clock) -> None:
+def test_each_kind_of_line_has_its_limit(clock: Clock) -> None:
     file = File("json", clock=clock)
     for number in range(100):
         refusal(400)
@@ -440,12 +440,12 @@ def test_some_lines_are_always_written(clock: Clock) -> None:
     assert len(file.lines) == 100
 
 
-# --- who reads it ----------------------------------------------------------------------------------------------------
+# --- readers of the log -----------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def pipe() -> Iterator[tuple[int, IO[str]]]:
-    """A pipe: where to read from without waiting, and where to write."""
+    """Open a pipe. Yields its end for non-blocking reads, and its end for writes."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     with open(writer, "w") as stream:
@@ -456,7 +456,7 @@ def pipe() -> Iterator[tuple[int, IO[str]]]:
 
 
 def read(fd: int, most: int = 1 << 24) -> bytes:
-    """What is there, if there is something."""
+    """Return the available bytes without waiting."""
     try:
         return os.read(fd, most)
     except BlockingIOError:
@@ -464,7 +464,7 @@ def read(fd: int, most: int = 1 << 24) -> bytes:
 
 
 def read_all(fd: int) -> list[dict[str, Any]]:
-    """The lines that come when somebody begins to read."""
+    """Read the pipe to its end, and return its lines."""
     received = b""
     while piece := read(fd):
         received += piece
@@ -473,15 +473,17 @@ def read_all(fd: int) -> list[dict[str, Any]]:
     return list(map(json.loads, received.splitlines()))
 
 
-def test_a_pipe_that_nobody_reads_holds_nobody_up() -> None:
+def test_unread_pipe_never_blocks_the_writer() -> None:
     with pipe() as (reader, stream):
         logs.setup(Log(format="json"), stream)
         for number in range(10_000):
             logs.access_line({"id": number, "padding": "x" * 500})
-        assert os.get_blocking(stream.fileno())  # for everybody else who has it
+        assert os.get_blocking(stream.fileno())  # other users of the description share this flag
         dropped = logs.lost().dropped
         *lines, notice = read_all(reader)
-        assert [line["id"] for line in lines] == list(range(10_000 - dropped))  # the oldest, in order, all whole
+        assert [line["id"] for line in lines] == list(
+            range(10_000 - dropped)
+        )  # the oldest lines, in order and complete
         assert sum(len(json.dumps(line)) for line in lines) > MAX_KEPT_BYTES
         assert (notice["logger"], notice["level"], notice["dropped"]) == ("proxy.logs", "WARNING", dropped)
         logs.access_line({"id": "after"})
@@ -489,7 +491,7 @@ def test_a_pipe_that_nobody_reads_holds_nobody_up() -> None:
         assert logs.lost().dropped == dropped
 
 
-def test_as_soon_as_somebody_reads_no_more_lines_are_dropped() -> None:
+def test_no_line_is_dropped_after_the_pipe_was_read() -> None:
     with pipe() as (reader, stream):
         writer = LineWriter(stream.fileno(), max_kept_bytes=100)
         while not writer.dropped:
@@ -502,7 +504,7 @@ def test_as_soon_as_somebody_reads_no_more_lines_are_dropped() -> None:
         writer.close()
 
 
-def test_the_word_of_lost_lines_belongs_to_no_request() -> None:
+def test_notice_of_dropped_lines_has_no_request_id() -> None:
     with pipe() as (reader, stream):
         logs.setup(Log(format="json"), stream)
         token = logs.request_id.set("r-42")
@@ -556,7 +558,7 @@ def test_lines_of_several_processes_do_not_mix() -> None:
     assert len(set(ids)) == len(ids)
 
 
-def test_a_reader_that_leaves_costs_lines_and_one_that_comes_back_is_told(tmp_path: Path) -> None:
+def test_returning_reader_gets_the_number_of_dropped_lines(tmp_path: Path) -> None:
     path = tmp_path / "log"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -577,12 +579,12 @@ def test_a_reader_that_leaves_costs_lines_and_one_that_comes_back_is_told(tmp_pa
         os.close(reader)
 
 
-def test_a_pipe_that_cannot_be_opened_anew_is_asked_before_each_write(tmp_path: Path) -> None:
+def test_pipe_that_cannot_be_reopened_is_polled_before_each_write(tmp_path: Path) -> None:
     path = tmp_path / "log"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with open(path, "w") as stream:
-        os.close(reader)  # the kernel opens no pipe for writing that nobody reads
+        os.close(reader)  # the kernel refuses to open a pipe without a reader
         logs.setup(Log(format="json"), stream)
         logger.info("lost")
         reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -595,7 +597,7 @@ def test_a_pipe_that_cannot_be_opened_anew_is_asked_before_each_write(tmp_path: 
         os.close(reader)
 
 
-def test_a_socket_that_nobody_reads_holds_nobody_up() -> None:
+def test_unread_socket_never_blocks_the_writer() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, ours.makefile("w") as stream:
         theirs.setblocking(False)
@@ -612,7 +614,7 @@ def test_a_socket_that_nobody_reads_holds_nobody_up() -> None:
         assert logs.lost().dropped == dropped + 1
 
 
-def test_a_full_disk_costs_lines_and_nothing_else() -> None:
+def test_full_disk_only_drops_lines() -> None:
     with open("/dev/full", "w") as stream:
         logs.setup(Log(format="json"), stream)
         for _ in range(5):
@@ -621,7 +623,7 @@ def test_a_full_disk_costs_lines_and_nothing_else() -> None:
         assert logs.lost().dropped == 5
 
 
-def test_a_line_that_a_full_disk_cut_off_is_finished_before_the_next(tmp_path: Path) -> None:
+def test_partly_written_line_is_finished_before_the_next(tmp_path: Path) -> None:
     path = tmp_path / "log"
     code = """if True:
         import resource
@@ -641,10 +643,8 @@ def test_a_line_that_a_full_disk_cut_off_is_finished_before_the_next(tmp_path: P
     assert dropped == 1
 
 
-@pytest.mark.parametrize(("closed", "heard"), [((1,), True), ((1, 2), False)])
-def test_without_standard_output_the_log_goes_to_standard_error_if_there_is_one(
-    closed: tuple[int, ...], heard: bool
-) -> None:
+@pytest.mark.parametrize(("closed", "is_logged"), [((1,), True), ((1, 2), False)])
+def test_log_goes_to_stderr_without_stdout(closed: tuple[int, ...], is_logged: bool) -> None:
     code = """if True:
         import logging
         from proxy.observe import logs
@@ -664,10 +664,10 @@ def test_without_standard_output_the_log_goes_to_standard_error_if_there_is_one(
         stderr=subprocess.PIPE,
         check=True,
     )
-    assert (b"hello" in done.stderr) == heard
+    assert (b"hello" in done.stderr) == is_logged
 
 
-def test_a_forked_process_leaves_to_the_other_what_that_one_has_kept() -> None:
+def test_forked_process_does_not_write_kept_lines_of_its_parent() -> None:
     with pipe() as (reader, stream):
         fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)
         logs.setup(Log(format="json"), stream)

@@ -68,12 +68,12 @@ class Received:
 
 @dataclass
 class Collector:
-    """Keeps what it takes. What it takes has arrived whole: so has a trace with the span of its request."""
+    """Keeps the spans that it accepts. A trace has arrived completely when the span of its request has."""
 
     url: str = ""
     received: list[Received] = field(default_factory=list)
     answers: list[int] = field(default_factory=list)
-    """The statuses of the next answers; 200 when there are none left."""
+    """Statuses of the next answers; 200 if none are left."""
     headers: list[dict[str, str]] = field(default_factory=list)
 
     async def take(self, request: web.Request) -> web.Response:
@@ -93,26 +93,26 @@ class Collector:
 
     @property
     def requests(self) -> list[Received]:
-        """The spans of requests."""
+        """Return the spans of requests."""
         return [span for span in self.received if span.kind == "server"]
 
     async def has(self, requests: int) -> None:
-        """Wait for the spans of so many requests."""
+        """Wait for the spans of this number of requests."""
         await until(lambda: len(self.requests) >= requests, f"the spans of {requests} requests")
 
     def below(self, parent: Received) -> list[Received]:
-        """Its children, in the order of their beginnings."""
+        """Return the children of a span, in the order of their start."""
         found = [span for span in self.received if span.parent_id == parent.id and span.trace_id == parent.trace_id]
         return sorted(found, key=lambda one: one.span.start_time_unix_nano)
 
     def tree(self, parent: Received) -> list[Any]:
-        """Names below a span: each with those below it, if there are any."""
+        """Return the names below a span, each with those below it."""
         return [(span.name, below) if (below := self.tree(span)) else span.name for span in self.below(parent)]
 
 
 @asynccontextmanager
 async def collecting(port: int = 0) -> AsyncIterator[Collector]:
-    """A collector that listens until the end of the block."""
+    """Run a collector inside this context."""
     collector = Collector()
     app = web.Application()
     app.add_routes([web.post("/v1/traces", collector.take)])

@@ -1,4 +1,4 @@
-"""A collector that is gone, slow or refuses is a line of the log, and nothing to any request."""
+"""Failures of the trace collector: one log line, and no effect on requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.observe.tracing.collector import Collector
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "collector" in record.getMessage()]
 
 
@@ -26,31 +26,31 @@ async def refusals(collector: Collector, count: int) -> None:
     await until(lambda: len(collector.headers) >= count, f"{count} refusals")
 
 
-async def test_a_collector_that_is_gone_is_told_once_and_its_return_too(
+async def test_lost_collector_and_its_return_are_logged_once(
     deploy: Deploy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.1")
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # is not asked
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # must not be used
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     gateway = await deploy(tracing={"endpoint": f"http://127.0.0.1:{port}/v1/traces"})
     with caplog.at_level("INFO", "proxy.tracing"):
         for _ in range(3):
             assert (await gateway.ask(request(Api.CHAT))).status == 200
-        await until(lambda: told(caplog), "word of the collector")
+        await until(lambda: messages(caplog), "the log line about the collector")
         assert (await gateway.ask(request(Api.CHAT))).status == 200
         async with collecting(port) as collector:
             while not collector.requests:
                 assert (await gateway.ask(request(Api.CHAT))).status == 200
-            await until(lambda: len(told(caplog)) == 2, "word of its return")
-    lost, back = told(caplog)
+            await until(lambda: len(messages(caplog)) == 2, "the log line about its return")
+    lost, back = messages(caplog)
     assert f"127.0.0.1:{port} does not take traces" in lost
     assert "takes traces again" in back
 
 
 @pytest.mark.parametrize("status", [400, 503])
-async def test_a_collector_that_refuses_is_told_once(
+async def test_collector_that_refuses_spans_is_logged_once(
     deploy: Deploy, collector: Collector, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.1")
@@ -60,15 +60,15 @@ async def test_a_collector_that_refuses_is_told_once(
         for times in (1, 2, 3):
             assert (await gateway.ask(request(Api.CHAT))).status == 200
             await refusals(collector, times)
-        await until(lambda: told(caplog), "word of the collector")
-    assert len(told(caplog)) == 1
+        await until(lambda: messages(caplog), "the log line about the collector")
+    assert len(messages(caplog)) == 1
 
 
-async def test_a_collector_that_never_answers_holds_up_no_request_and_no_end(
+async def test_silent_collector_delays_neither_requests_nor_the_end(
     deploy: Deploy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")  # of the thread that is left behind
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")  # for the abandoned thread
     monkeypatch.setattr("proxy.observe.collector._FLUSH_SECONDS", 0.05)
     connected = asyncio.Event()
     held = []
@@ -88,23 +88,21 @@ async def test_a_collector_that_never_answers_holds_up_no_request_and_no_end(
             writer.close()
 
 
-async def test_a_mistake_of_the_sdk_is_told_as_well(
+async def test_error_of_the_sdk_is_logged(
     deploy: Deploy, collector: Collector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def raises(*_: object) -> None:
-        raise ValueError("what was that?")
+        raise ValueError("invalid span")
 
     monkeypatch.setattr("opentelemetry.exporter.otlp.proto.http.trace_exporter.OTLPSpanExporter.export", raises)
     gateway = await deploy(tracing={"endpoint": f"{collector.url}/v1/traces"})
     with caplog.at_level("INFO", "proxy.tracing"):
         assert (await gateway.ask(request(Api.CHAT))).status == 200
-        await until(lambda: told(caplog), "word of the mistake")
-    assert "ValueError: what was that?" in told(caplog)[0]
+        await until(lambda: messages(caplog), "the log line about the error")
+    assert "ValueError: invalid span" in messages(caplog)[0]
 
 
-async def test_the_event_loop_waits_less_for_other_threads_while_there_is_one(
-    deploy: Deploy, collector: Collector
-) -> None:
+async def test_switch_interval_is_shorter_while_spans_are_exported(deploy: Deploy, collector: Collector) -> None:
     before = sys.getswitchinterval()
     gateway = await deploy(tracing={"endpoint": f"{collector.url}/v1/traces"})
     assert sys.getswitchinterval() < before
@@ -112,7 +110,7 @@ async def test_the_event_loop_waits_less_for_other_threads_while_there_is_one(
     assert sys.getswitchinterval() == before
 
 
-async def test_the_sdks_own_variables_count(
+async def test_variables_of_the_sdk_apply(
     deploy: Deploy, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (
@@ -128,7 +126,7 @@ async def test_the_sdks_own_variables_count(
     await gateway.ask(request(Api.CHAT), traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
     await collector.has(1)
     await gateway.end()
-    (root,) = collector.requests  # the other one was not sampled
+    (root,) = collector.requests  # the other request was not sampled
     resource = root.resource
     assert resource["service.name"] == "my-gateway"
     assert (resource["deployment.environment.name"], resource["service.version"]) == ("staging", "mine")
@@ -136,7 +134,7 @@ async def test_the_sdks_own_variables_count(
     assert collector.headers[0]["content-encoding"] == "gzip"
 
 
-async def test_what_is_left_is_sent_at_the_end(
+async def test_remaining_spans_are_sent_at_the_end(
     deploy: Deploy, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")
