@@ -18,6 +18,7 @@ from proxy.balancer.handoff_verdicts import (
 from proxy.balancer.shared.scoreboard import HandoffCount
 from proxy.wire.exposition import PromptTokens
 
+TRANSFERRED, COMPUTED, UNKNOWN = HandoffVerdict
 BEFORE = PromptTokens(1000.0, 500.0, 200.0)
 
 
@@ -28,27 +29,15 @@ def grown(transferred: float = 0, computed: float = 0, cached: float = 0) -> Pro
 @pytest.mark.parametrize(
     ("after", "sent", "verdict"),
     [
-        (grown(transferred=400), HandoffCount(4, 400), HandoffVerdict.TRANSFERRED),
-        (grown(transferred=1, computed=400), HandoffCount(4, 400), HandoffVerdict.TRANSFERRED),
-        (grown(computed=400), HandoffCount(4, 400), HandoffVerdict.COMPUTED),
-        (
-            grown(computed=50, cached=350),
-            HandoffCount(4, 400),
-            HandoffVerdict.COMPUTED,
-        ),  # some of it in its prefix cache
-        (
-            grown(computed=2000),
-            HandoffCount(4, 400),
-            HandoffVerdict.COMPUTED,
-        ),  # estimated too low, or others compute there
+        (grown(transferred=400), HandoffCount(4, 400), TRANSFERRED),
+        (grown(transferred=1, computed=400), HandoffCount(4, 400), TRANSFERRED),
+        (grown(computed=400), HandoffCount(4, 400), COMPUTED),
+        (grown(computed=50, cached=350), HandoffCount(4, 400), COMPUTED),  # some of it in its prefix cache
+        (grown(computed=2000), HandoffCount(4, 400), COMPUTED),  # estimated too low, or others compute there
         (grown(computed=200), HandoffCount(2, 200), None),  # too few
-        (grown(), HandoffCount(9, 900), HandoffVerdict.UNKNOWN),  # the counters do not grow
-        (PromptTokens(0, 50, 0), HandoffCount(9, 900), HandoffVerdict.UNKNOWN),  # the engine was restarted
-        (
-            PromptTokens(1000, 400, 900),
-            HandoffCount(9, 900),
-            HandoffVerdict.UNKNOWN,
-        ),  # another one behind the same address
+        (grown(), HandoffCount(9, 900), UNKNOWN),  # the counters do not grow
+        (PromptTokens(0, 50, 0), HandoffCount(9, 900), UNKNOWN),  # the engine was restarted
+        (PromptTokens(1000, 400, 900), HandoffCount(9, 900), UNKNOWN),  # another one behind the same address
     ],
 )
 def test_verdict_on_a_decoder_that_pulls_kv(
@@ -60,12 +49,12 @@ def test_verdict_on_a_decoder_that_pulls_kv(
 @pytest.mark.parametrize(
     ("after", "sent", "verdict"),
     [
-        (grown(transferred=1024, computed=3), HandoffCount(4, 4096), HandoffVerdict.TRANSFERRED),
-        (grown(computed=4000), HandoffCount(4, 4096), HandoffVerdict.COMPUTED),
-        (grown(computed=2100, cached=2000), HandoffCount(4, 4096), HandoffVerdict.COMPUTED),
-        (grown(computed=100, cached=4000), HandoffCount(4, 4096), HandoffVerdict.UNKNOWN),  # it had the rest itself
-        (grown(computed=4 * 4096), HandoffCount(4, 4096), HandoffVerdict.COMPUTED),  # estimated too low
-        (grown(computed=4 * 4096 + 1), HandoffCount(4, 4096), HandoffVerdict.UNKNOWN),  # others have it compute, too
+        (grown(transferred=1024, computed=3), HandoffCount(4, 4096), TRANSFERRED),
+        (grown(computed=4000), HandoffCount(4, 4096), COMPUTED),
+        (grown(computed=2100, cached=2000), HandoffCount(4, 4096), COMPUTED),
+        (grown(computed=100, cached=4000), HandoffCount(4, 4096), UNKNOWN),  # it had the rest itself
+        (grown(computed=4 * 4096), HandoffCount(4, 4096), COMPUTED),  # estimated too low
+        (grown(computed=4 * 4096 + 1), HandoffCount(4, 4096), UNKNOWN),  # others have it compute, too
         (grown(computed=4000), HandoffCount(2, 4096), None),
     ],
 )
@@ -77,8 +66,8 @@ def test_verdict_on_a_decoder_that_reads_a_store(
 
 def test_first_reading_has_no_verdict_on_earlier_handoffs() -> None:
     watch = CounterWatch(from_store=False)
-    assert watch.read(BEFORE, HandoffCount(7, 700)) == (HandoffVerdict.UNKNOWN, 7)
-    assert watch.read(grown(computed=300), HandoffCount(10, 1000)) == (HandoffVerdict.COMPUTED, 3)
+    assert watch.read(BEFORE, HandoffCount(7, 700)) == (UNKNOWN, 7)
+    assert watch.read(grown(computed=300), HandoffCount(10, 1000)) == (COMPUTED, 3)
 
 
 def test_handoffs_accumulate_until_there_are_enough_for_a_verdict() -> None:
@@ -86,16 +75,16 @@ def test_handoffs_accumulate_until_there_are_enough_for_a_verdict() -> None:
     watch.read(BEFORE, HandoffCount())
     assert watch.read(grown(computed=100), HandoffCount(1, 100)) is None
     assert watch.read(grown(computed=200), HandoffCount(2, 200)) is None
-    assert watch.read(grown(computed=300), HandoffCount(3, 300)) == (HandoffVerdict.COMPUTED, 3)
-    assert watch.read(grown(computed=300, transferred=90), HandoffCount(4, 400)) == (HandoffVerdict.TRANSFERRED, 1)
+    assert watch.read(grown(computed=300), HandoffCount(3, 300)) == (COMPUTED, 3)
+    assert watch.read(grown(computed=300, transferred=90), HandoffCount(4, 400)) == (TRANSFERRED, 1)
 
 
 def test_verdict_is_unknown_without_counters_or_after_a_worker_died() -> None:
     watch = CounterWatch(from_store=False)
     watch.read(BEFORE, HandoffCount(10, 1000))
-    assert watch.read(None, HandoffCount(20, 2000)) == (HandoffVerdict.UNKNOWN, 10)
-    assert watch.read(BEFORE, HandoffCount(25, 2500)) == (HandoffVerdict.UNKNOWN, 5)
-    assert watch.read(grown(computed=9000), HandoffCount(15, 1500)) == (HandoffVerdict.UNKNOWN, 0)
+    assert watch.read(None, HandoffCount(20, 2000)) == (UNKNOWN, 10)
+    assert watch.read(BEFORE, HandoffCount(25, 2500)) == (UNKNOWN, 5)
+    assert watch.read(grown(computed=9000), HandoffCount(15, 1500)) == (UNKNOWN, 0)
 
 
 # Pairs
@@ -156,7 +145,7 @@ def test_bad_pair_is_found_when_its_handoffs_alternate_with_another_pair() -> No
         found |= decoder.read() or {}
         decoder.serve(1, fetches=False)
         found |= decoder.read() or {}
-    assert found == {0: HandoffVerdict.TRANSFERRED, 1: HandoffVerdict.COMPUTED}
+    assert found == {0: TRANSFERRED, 1: COMPUTED}
 
 
 def test_no_verdict_on_pairs_whose_handoffs_are_always_mixed() -> None:
@@ -170,7 +159,7 @@ def test_no_verdict_on_pairs_whose_handoffs_are_always_mixed() -> None:
 
 def test_verdict_on_all_pairs_of_a_decoder_changes_in_one_reading() -> None:
     decoder = Decoder()
-    for fetches, verdict in ((False, HandoffVerdict.COMPUTED), (True, HandoffVerdict.TRANSFERRED)):
+    for fetches, verdict in ((False, COMPUTED), (True, TRANSFERRED)):
         for _ in range(3):
             decoder.serve(0, fetches=fetches)
             decoder.serve(1, fetches=fetches)
@@ -190,7 +179,7 @@ def test_evidence_from_before_an_engine_restart_is_dropped() -> None:
         decoder.serve(1, fetches=False)
     assert decoder.read() == {}
     decoder.serve(1, fetches=False)
-    assert decoder.read() == {1: HandoffVerdict.COMPUTED}
+    assert decoder.read() == {1: COMPUTED}
 
 
 def test_evidence_is_dropped_when_a_dead_workers_counts_are_lost() -> None:
@@ -216,7 +205,7 @@ def test_evidence_is_dropped_when_an_engine_reports_no_counters() -> None:
     assert decoder.read() is None
     for _ in range(3):
         decoder.serve(1, fetches=False)
-    assert decoder.read() == {1: HandoffVerdict.COMPUTED}
+    assert decoder.read() == {1: COMPUTED}
 
 
 def test_evidence_of_the_previous_prefiller_in_a_lane_is_dropped() -> None:
@@ -274,18 +263,18 @@ def totals(expired: int = 0, orphans: int = 0, **sent: int) -> Totals:
     [
         (10.0, totals(d=9), "", None),  # leases of these may still expire
         (40.0, totals(expired=2, d=9), "", None),  # a few
-        (40.0, totals(expired=3, d=9), "", (HandoffVerdict.COMPUTED, 3)),
-        (40.0, totals(expired=9, d=9), "", (HandoffVerdict.COMPUTED, 9)),
+        (40.0, totals(expired=3, d=9), "", (COMPUTED, 3)),
+        (40.0, totals(expired=9, d=9), "", (COMPUTED, 9)),
         (40.0, totals(expired=3, d=90), "", None),
-        (60.0, totals(expired=3, d=90), "", (HandoffVerdict.TRANSFERRED, 3)),
-        (60.0, totals(d=9), "", (HandoffVerdict.TRANSFERRED, 0)),
+        (60.0, totals(expired=3, d=90), "", (TRANSFERRED, 3)),
+        (60.0, totals(d=9), "", (TRANSFERRED, 0)),
         (60.0, totals(d=2), "", None),  # too few to say
         (59.0, totals(d=9), "", None),
         (40.0, totals(expired=9, orphans=9, d=9), "", None),  # this gateway knows of them
-        (40.0, totals(expired=9, orphans=5, d=9), "", (HandoffVerdict.COMPUTED, 4)),
+        (40.0, totals(expired=9, orphans=5, d=9), "", (COMPUTED, 4)),
         (40.0, totals(expired=9, d=9), "d", None),  # the decoder explains it
         (40.0, totals(expired=9, orphans=9, d=9, e=9), "d", None),  # and this gateway counts them as orphans
-        (40.0, totals(expired=15, orphans=9, d=9, e=9), "d", (HandoffVerdict.COMPUTED, 6)),
+        (40.0, totals(expired=15, orphans=9, d=9, e=9), "d", (COMPUTED, 6)),
         (40.0, totals(expired=50, d=9), "", None),  # other clients use the prefiller
         (40.0, None, "", None),
     ],
@@ -301,20 +290,20 @@ def test_verdict_on_expired_leases(
 def test_expired_leases_of_the_previous_window_count() -> None:
     first = watch()
     assert first.read(0.0, totals(d=1), (), LEASE) is None
-    assert first.read(60.0, totals(d=5), (), LEASE) == (HandoffVerdict.TRANSFERRED, 0)
-    assert first.read(70.0, totals(expired=4, d=5), (), LEASE) == (HandoffVerdict.COMPUTED, 4)
+    assert first.read(60.0, totals(d=5), (), LEASE) == (TRANSFERRED, 0)
+    assert first.read(70.0, totals(expired=4, d=5), (), LEASE) == (COMPUTED, 4)
 
 
 def test_time_without_handoffs_does_not_count_for_expiries() -> None:
     idle = watch()
     assert idle.read(600.0, totals(), (), LEASE) is None
     assert idle.read(900.0, totals(d=5), (), LEASE) is None
-    assert idle.read(960.0, totals(d=5), (), LEASE) == (HandoffVerdict.TRANSFERRED, 0)
+    assert idle.read(960.0, totals(d=5), (), LEASE) == (TRANSFERRED, 0)
 
 
 def test_no_verdict_on_expiries_after_counters_were_reset() -> None:
     one = watch(expired=40, d=40)
     assert one.read(60.0, totals(expired=3, d=45), (), LEASE) is None
     assert one.read(61.0, totals(expired=3, d=50), (), LEASE) is None
-    assert one.read(90.0, totals(expired=8, d=50), (), LEASE) == (HandoffVerdict.COMPUTED, 5)
+    assert one.read(90.0, totals(expired=8, d=50), (), LEASE) == (COMPUTED, 5)
     assert one.read(91.0, totals(expired=9, d=20), (), LEASE) is None

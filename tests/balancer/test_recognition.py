@@ -13,6 +13,7 @@ from proxy.common.backend import Role
 from proxy.settings import SettingsError
 
 P, D = Role.PREFILL, Role.DECODE
+CONNECTOR, ROLE = IncompatibilityKind.CONNECTOR, IncompatibilityKind.ROLE
 NAMES: dict[str, Any] = {P: "10.0.0.1:7100", D: "10.0.0.3:7100"}
 
 
@@ -191,22 +192,22 @@ def test_malformed_server_info_of_vllm_is_ignored(info: Any) -> None:
 @pytest.mark.parametrize(
     ("engine", "connector", "kind", "words"),
     [
-        (vllm(P), "sglang_bootstrap", IncompatibilityKind.CONNECTOR, "is vLLM"),
-        (sglang(D), "mooncake_bootstrap", IncompatibilityKind.CONNECTOR, "use sglang_bootstrap, or auto"),
-        (sglang(P, "null"), "sglang_bootstrap", IncompatibilityKind.ROLE, "without --disaggregation-mode"),
-        (sglang(D, "decode"), "plain", IncompatibilityKind.ROLE, "must do both stages"),
-        (vllm(D, "NixlConnector"), "mooncake_bootstrap", IncompatibilityKind.CONNECTOR, "runs NixlConnector"),
-        (vllm(P, "MooncakeConnector"), "vllm_store", IncompatibilityKind.CONNECTOR, "use mooncake_bootstrap, or auto"),
+        (vllm(P), "sglang_bootstrap", CONNECTOR, "is vLLM"),
+        (sglang(D), "mooncake_bootstrap", CONNECTOR, "use sglang_bootstrap, or auto"),
+        (sglang(P, "null"), "sglang_bootstrap", ROLE, "without --disaggregation-mode"),
+        (sglang(D, "decode"), "plain", ROLE, "must do both stages"),
+        (vllm(D, "NixlConnector"), "mooncake_bootstrap", CONNECTOR, "runs NixlConnector"),
+        (vllm(P, "MooncakeConnector"), "vllm_store", CONNECTOR, "use mooncake_bootstrap, or auto"),
         (
             vllm(P, "MooncakeConnector", kv_role="kv_consumer"),
             "mooncake_bootstrap",
-            IncompatibilityKind.ROLE,
+            ROLE,
             "as a prefiller",
         ),
         (
             said(D, "d:1", models("vllm"), {"vllm_config": {"kv_transfer_config": None}}),
             "vllm_pull",
-            IncompatibilityKind.CONNECTOR,
+            CONNECTOR,
             "without a --kv-transfer-config",
         ),
     ],
