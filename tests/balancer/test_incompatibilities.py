@@ -70,9 +70,7 @@ def test_findings_of_an_instance_that_has_left_are_dropped(incompatibilities: In
     assert (incompatibilities.of(D), incompatibilities.verdict(D)) == ((), HandoffVerdict.UNKNOWN)
 
 
-def test_verdict_on_a_pair_may_differ_from_that_on_its_decoder(
-    incompatibilities: Incompatibilities,
-) -> None:
+def test_verdict_on_a_pair_may_differ_from_that_on_its_decoder(incompatibilities: Incompatibilities) -> None:
     other = Backend(Role.PREFILL, "10.0.0.3", 7100)
     incompatibilities.judge(D, HandoffVerdict.TRANSFERRED, {P.name: HandoffVerdict.COMPUTED})
     assert incompatibilities.verdict(D, P) is HandoffVerdict.COMPUTED
@@ -113,9 +111,7 @@ class Monitored:
         self.changes.append((backend, kind, hint is not None))
 
 
-def test_prefiller_is_reported_after_three_answers_without_kv_parameters(
-    incompatibilities: Incompatibilities,
-) -> None:
+def test_prefiller_is_reported_after_three_answers_without_kv_parameters(incompatibilities: Incompatibilities) -> None:
     monitored = Monitored(incompatibilities)
     for has_params in (False, False, True, False, False):
         monitored.compatibility.note_prefill(P, has_params)

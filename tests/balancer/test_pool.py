@@ -217,12 +217,7 @@ class TwoWorkers:
         roster = Roster([], [("d", port) for port in range(3)], scoreboard)
         self.pools = [
             make_pool(
-                Role.DECODE,
-                roster,
-                scoreboard,
-                row=scoreboard.row(worker),
-                clock=lambda: self.now,
-                back_offs=back_offs,
+                Role.DECODE, roster, scoreboard, row=scoreboard.row(worker), clock=lambda: self.now, back_offs=back_offs
             )
             for worker in range(2)
         ]

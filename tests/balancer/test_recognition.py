@@ -148,10 +148,7 @@ def test_one_engine_with_a_transfer_config_is_enough() -> None:
                 "combine it with NixlConnector in a MultiConnector, or use connector plain"
             ),
         ),
-        (
-            [vllm(P, "MoRIIOConnector"), vllm(D)],
-            "10.0.0.1:7100 has MoRIIOConnector, " + UNSERVED,
-        ),
+        ([vllm(P, "MoRIIOConnector"), vllm(D)], "10.0.0.1:7100 has MoRIIOConnector, " + UNSERVED),
         (
             [vllm(P, "NixlConnector", "MooncakeLayerwiseConnector"), vllm(D)],
             "10.0.0.1:7100 has NixlConnector and MooncakeLayerwiseConnector, " + UNSERVED,
@@ -198,12 +195,7 @@ def test_malformed_server_info_of_vllm_is_ignored(info: Any) -> None:
         (sglang(D, "decode"), "plain", ROLE, "must do both stages"),
         (vllm(D, "NixlConnector"), "mooncake_bootstrap", CONNECTOR, "runs NixlConnector"),
         (vllm(P, "MooncakeConnector"), "vllm_store", CONNECTOR, "use mooncake_bootstrap, or auto"),
-        (
-            vllm(P, "MooncakeConnector", kv_role="kv_consumer"),
-            "mooncake_bootstrap",
-            ROLE,
-            "as a prefiller",
-        ),
+        (vllm(P, "MooncakeConnector", kv_role="kv_consumer"), "mooncake_bootstrap", ROLE, "as a prefiller"),
         (
             said(D, "d:1", models("vllm"), {"vllm_config": {"kv_transfer_config": None}}),
             "vllm_pull",
