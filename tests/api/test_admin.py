@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 READY_ROUTES = ["/readyz", "/health", "/healthz", "/ping"]
 
 
-async def test_alive_says_nothing_about_engines(gateway: Gateway) -> None:
+async def test_livez_does_not_depend_on_engines(gateway: Gateway) -> None:
     client = await client_of(gateway, is_draining=True)
     async with client.get("/livez") as answer:
         assert (answer.status, await answer.json()) == (200, {"status": "ok"})
 
 
 @pytest.mark.parametrize("path", READY_ROUTES)
-async def test_ready_means_that_each_role_has_somebody_confirmed(gateway: Gateway, path: str) -> None:
+async def test_gateway_is_ready_when_each_role_has_a_confirmed_instance(gateway: Gateway, path: str) -> None:
     client = await client_of(gateway)
     await gateway.engine(Role.DECODE)
     gateway.roster.add(Backend(Role.PREFILL, "10.0.0.1", 1))  # nobody has asked it yet
@@ -45,7 +45,7 @@ async def test_ready_means_that_each_role_has_somebody_confirmed(gateway: Gatewa
         assert answer.status == 200
 
 
-async def test_only_the_roles_in_use_count_for_readiness(gateway: Gateway) -> None:
+async def test_only_roles_of_the_connector_count_for_readiness(gateway: Gateway) -> None:
     client = await client_of(gateway, roles=[Role.DECODE])
     await gateway.engine(Role.DECODE)
     async with client.get("/readyz") as answer:
@@ -61,7 +61,7 @@ async def test_a_draining_gateway_is_not_ready(gateway: Gateway, path: str) -> N
         assert (await answer.json())["error"]["code"] == "draining"
 
 
-async def test_healthcheck_is_the_reference_programs(gateway: Gateway) -> None:
+async def test_healthcheck_equals_that_of_the_reference_proxy(gateway: Gateway) -> None:
     await gateway.engine(Role.PREFILL)
     await gateway.engine(Role.DECODE)
     await gateway.engine(Role.DECODE)
@@ -79,19 +79,19 @@ async def test_healthcheck_is_the_reference_programs(gateway: Gateway) -> None:
             }
 
 
-async def test_healthcheck_without_prefillers(gateway: Gateway) -> None:
+async def test_healthcheck_reports_no_prefillers_with_connector_plain(gateway: Gateway) -> None:
     client = await client_of(gateway, roles=[Role.DECODE])
     async with client.get("/healthcheck") as answer:
         assert (await answer.json())["prefill_instances"] == 0
 
 
-async def test_version(gateway: Gateway) -> None:
+async def test_version_is_that_of_the_package(gateway: Gateway) -> None:
     client = await client_of(gateway)
     async with client.get("/version") as answer:
         assert await answer.json() == {"version": __version__}
 
 
-async def test_metrics_come_in_the_format_asked_for(gateway: Gateway) -> None:
+async def test_metrics_have_the_requested_format(gateway: Gateway) -> None:
     client = await client_of(gateway)
     async with client.get("/metrics") as answer:
         assert answer.headers["Content-Type"].startswith("text/plain")
@@ -121,7 +121,7 @@ class Patient:
         yield GaugeMetricFamily("patient", "Came in time.", value=1)
 
 
-async def test_a_scrape_holds_up_nobody_but_the_next_scrape(gateway: Gateway) -> None:
+async def test_scrape_delays_only_the_next_scrape(gateway: Gateway) -> None:
     client, patient = await client_of(gateway), Patient()
     gateway.metrics._registry.register(patient)
 
@@ -149,7 +149,7 @@ async def test_a_scrape_holds_up_nobody_but_the_next_scrape(gateway: Gateway) ->
 
 
 @pytest.mark.parametrize("is_dry_run", [False, True])
-async def test_a_reload_tells_what_it_has_changed(gateway: Gateway, is_dry_run: bool) -> None:
+async def test_reload_reports_its_changes(gateway: Gateway, is_dry_run: bool) -> None:
     async def reload(by: str, *, is_dry_run: bool = False) -> ConfigChange:
         asked.append(is_dry_run)
         return ConfigChange(("decode", "timeouts.idle_seconds"), ("10.0.0.2:1",), ("10.0.0.1:1",))
@@ -166,7 +166,7 @@ async def test_a_reload_tells_what_it_has_changed(gateway: Gateway, is_dry_run: 
     assert asked == [is_dry_run]
 
 
-async def test_a_reload_that_is_refused_tells_why(gateway: Gateway) -> None:
+async def test_rejected_reload_reports_the_reason(gateway: Gateway) -> None:
     async def reload(by: str, *, is_dry_run: bool = False) -> ConfigChange:
         raise SettingsError("my.yaml: workers must be a number, not 'many'")
 

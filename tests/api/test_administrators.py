@@ -30,7 +30,7 @@ ROUTES = [("GET", "/instances"), ("GET", "/admin/config"), *(("POST", path) for 
 @pytest.mark.fault(58)
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "gateway.internal"])
-async def test_on_a_listener_that_others_reach_administration_takes_a_key(
+async def test_admin_key_is_required_on_a_reachable_listener(
     gateway: Gateway, method: str, path: str, host: str
 ) -> None:
     client = await client_of(gateway, listens_on=host)
@@ -49,7 +49,7 @@ async def test_on_a_listener_that_others_reach_administration_takes_a_key(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "localhost", "::1", "::ffff:127.0.0.1"])
-async def test_on_a_listener_of_this_host_alone_it_takes_none(gateway: Gateway, host: str) -> None:
+async def test_admin_key_is_optional_on_a_loopback_listener(gateway: Gateway, host: str) -> None:
     client = await client_of(gateway, listens_on=host)
     async with client.get("/instances") as answer:
         assert answer.status == 200
@@ -66,7 +66,7 @@ async def test_on_a_listener_of_this_host_alone_it_takes_none(gateway: Gateway, 
         *("X-Azure-FDID", "X-Amzn-Trace-Id", "CDN-Loop", "Origin", "Referer", "Sec-Fetch-Site", "Sec-Fetch-Mode"),
     ],
 )
-async def test_a_request_made_for_somebody_else_is_not_local(
+async def test_request_with_a_forwarding_header_is_not_local(
     gateway: Gateway, method: str, path: str, name: str
 ) -> None:
     client = await client_of(gateway)
@@ -93,7 +93,7 @@ async def test_a_request_made_for_somebody_else_is_not_local(
         ("GET", "/instances", {"Sec-Fetch-Site": "same-origin", "X-Forwarded-For": "10.0.0.1"}, 403),
     ],
 )
-async def test_without_a_key_this_listeners_own_page_may_look_and_change_nothing(
+async def test_status_page_may_read_but_not_change_without_a_key(
     gateway: Gateway, method: str, path: str, headers: Mapping[str, str], status: int
 ) -> None:
     client = await client_of(gateway)
@@ -111,14 +111,14 @@ async def test_without_a_key_this_listeners_own_page_may_look_and_change_nothing
         *((host, 403) for host in ("10.0.0.1:1999", "[fd00::1]:1999", "0.0.0.0:1999", "127.1", "", "[", ":", "[::1")),
     ],
 )
-async def test_a_name_that_is_not_this_hosts_own_is_not_local(gateway: Gateway, host: str, status: int) -> None:
+async def test_request_with_a_foreign_host_header_is_not_local(gateway: Gateway, host: str, status: int) -> None:
     client = await client_of(gateway)  # a browser that was given this address for a name of its page sends the name
     async with client.get("/instances", headers={"Host": host}) as answer:
         assert answer.status == status
 
 
 @pytest.mark.parametrize("name", ["X-Request-Id", "traceparent", "User-Agent", "Authorization", "X-Forward"])
-async def test_what_programs_send_by_themselves_is_no_sign_of_others(gateway: Gateway, name: str) -> None:
+async def test_default_headers_of_programs_are_local(gateway: Gateway, name: str) -> None:
     client = await client_of(gateway)
     async with client.get("/instances", headers={name: "a"}) as answer:
         assert answer.status == 200
@@ -138,7 +138,7 @@ async def test_what_programs_send_by_themselves_is_no_sign_of_others(gateway: Ga
         (None, 403),
     ],
 )
-async def test_without_a_key_only_this_host_administers(gateway: Gateway, peer: object, status: int) -> None:
+async def test_only_this_host_may_administer_without_a_key(gateway: Gateway, peer: object, status: int) -> None:
     class Transport(asyncio.Transport):
         def get_extra_info(self, name: str, default: Any = None) -> Any:
             return peer if name == "peername" else default
@@ -154,7 +154,7 @@ async def test_without_a_key_only_this_host_administers(gateway: Gateway, peer: 
 
 @pytest.mark.fault(141)
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-async def test_without_a_key_the_connection_must_be_of_this_user(gateway: Gateway, method: str, path: str) -> None:
+async def test_only_this_user_may_administer_without_a_key(gateway: Gateway, method: str, path: str) -> None:
     class Transport(asyncio.Transport):
         def get_extra_info(self, name: str, default: Any = None) -> Any:
             return {"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)}.get(name, default)
@@ -191,7 +191,7 @@ async def test_without_a_key_the_connection_must_be_of_this_user(gateway: Gatewa
         ({"X-Admin-Key": "k-1 "}, True),  # HTTP strips the space
     ],
 )
-async def test_with_a_key_everybody_needs_it(
+async def test_admin_key_is_required_from_all_when_configured(
     gateway: Gateway, path: str, headers: Mapping[str, str], accept: bool
 ) -> None:
     client = await client_of(gateway, admin_key="k-1")
@@ -203,21 +203,21 @@ async def test_with_a_key_everybody_needs_it(
             assert (await answer.json())["error"]["code"] == "admin_key_required"
 
 
-async def test_looking_needs_no_key(gateway: Gateway) -> None:
+async def test_metrics_and_probes_need_no_key(gateway: Gateway) -> None:
     client = await client_of(gateway, admin_key="k-1")
     for path in ("/livez", "/healthcheck", "/version", "/metrics"):
         async with client.get(path, headers={"X-Forwarded-For": "10.0.0.1"}) as answer:
             assert answer.status == 200
 
 
-async def test_a_change_is_not_made_by_looking(gateway: Gateway) -> None:
+async def test_get_does_not_change_anything(gateway: Gateway) -> None:
     client = await client_of(gateway)
     for path in CHANGES:
         async with client.get(path) as answer:
             assert answer.status == 405
 
 
-async def test_the_key_never_shows(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+async def test_admin_key_is_never_shown(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
     client = await client_of(gateway, admin_key="canary")
     told = []
     for path in CHANGES:
@@ -226,7 +226,7 @@ async def test_the_key_never_shows(gateway: Gateway, caplog: pytest.LogCaptureFi
     assert "canar" not in "".join(told) + caplog.text
 
 
-async def test_only_so_many_changes_are_made_at_a_time(gateway: Gateway) -> None:
+async def test_changes_at_a_time_are_limited(gateway: Gateway) -> None:
     begun, go_on = 0, asyncio.Event()
 
     async def reload(by: str, *, is_dry_run: bool = False) -> ConfigChange:
@@ -249,7 +249,7 @@ async def test_only_so_many_changes_are_made_at_a_time(gateway: Gateway) -> None
         assert answer.status == 200
 
 
-async def test_every_change_is_one_line_with_its_author(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+async def test_every_change_is_one_log_line_with_its_author(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
     authors = []
 
     async def reload(by: str, *, is_dry_run: bool = False) -> ConfigChange:

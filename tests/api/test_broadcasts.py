@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 
 
-async def test_resetting_the_prefix_cache_reaches_every_engine(gateway: Gateway) -> None:
+async def test_reset_of_the_prefix_cache_reaches_every_engine(gateway: Gateway) -> None:
     engines = [await gateway.engine(role) for role in 2 * (Role.PREFILL, Role.DECODE)]
     keys = gateway.keys("s3cret", [(HOST, engines[0].port)])
     client = await client_of(gateway, keys=keys)
@@ -36,7 +36,7 @@ async def test_resetting_the_prefix_cache_reaches_every_engine(gateway: Gateway)
 
 
 @pytest.mark.parametrize("path", ["/flush_cache", "/reset_prefix_cache"])
-async def test_engines_of_sglang_are_told_in_their_words(gateway: Gateway, path: str) -> None:
+async def test_sglang_engines_get_their_own_path(gateway: Gateway, path: str) -> None:
     engine = await gateway.engine(Role.PREFILL)
     client = await client_of(gateway, cache_path="/flush_cache")
     async with client.post(f"{path}?timeout=60") as answer:
@@ -45,7 +45,7 @@ async def test_engines_of_sglang_are_told_in_their_words(gateway: Gateway, path:
     assert (asked.method, asked.path, asked.query) == ("POST", "/flush_cache", "timeout=60")
 
 
-async def test_a_cache_is_not_emptied_by_looking_and_not_by_other_engines_words(gateway: Gateway) -> None:
+async def test_get_and_paths_of_other_engines_do_not_empty_a_cache(gateway: Gateway) -> None:
     engine = await gateway.engine(Role.PREFILL)
     for cache_path, method, path, status in [
         ("/flush_cache", "GET", "/flush_cache", 405),
@@ -57,7 +57,7 @@ async def test_a_cache_is_not_emptied_by_looking_and_not_by_other_engines_words(
     assert engine.asked == []
 
 
-async def test_engines_that_did_not_reset_are_named(gateway: Gateway) -> None:
+async def test_engines_that_failed_to_reset_are_named(gateway: Gateway) -> None:
     await gateway.engine(Role.PREFILL)
     old = await gateway.engine(Role.DECODE, _refuse)
     port = unused_port()
@@ -95,7 +95,7 @@ async def test_engines_without_a_profiler_are_named(gateway: Gateway) -> None:
 @pytest.mark.parametrize(
     "path", ["/sleep", "/wake_up", "/release_memory_occupation", "/resume_memory_occupation", "/reset_prefix_cache"]
 )
-async def test_engines_may_be_told_by_role_or_by_name(gateway: Gateway, path: str) -> None:
+async def test_engines_may_be_selected_by_role_or_name(gateway: Gateway, path: str) -> None:
     prefiller, *decoders = [await gateway.engine(role) for role in (Role.PREFILL, Role.DECODE, Role.DECODE)]
     client = await client_of(gateway)
     for query in ("role=decode&level=1", f"instance={prefiller.name}&level=1&instance={decoders[0].name}"):
@@ -109,7 +109,7 @@ async def test_engines_may_be_told_by_role_or_by_name(gateway: Gateway, path: st
     ("query", "param"),
     [("role=decoder", "role"), ("instance=d:1", "instance"), ("role=decode&instance={}", "instance")],
 )
-async def test_a_name_that_no_instance_has_is_refused(gateway: Gateway, query: str, param: str) -> None:
+async def test_unknown_instance_is_rejected(gateway: Gateway, query: str, param: str) -> None:
     engines = [await gateway.engine(role) for role in (Role.PREFILL, Role.DECODE)]
     client = await client_of(gateway)
     async with client.post(f"/sleep?{query.format(engines[0].name)}") as answer:
@@ -124,7 +124,7 @@ async def test_a_name_that_no_instance_has_is_refused(gateway: Gateway, query: s
         ("/release_memory_occupation", "/resume_memory_occupation", {"json": {"tags": ["weights"]}}),
     ],
 )
-async def test_who_sleeps_gets_no_requests_until_it_has_woken_up(
+async def test_sleeping_instance_gets_no_requests(
     gateway: Gateway, sleep: str, wake: str, some: dict[str, Any]
 ) -> None:
     decoders = [await gateway.engine(role) for role in (Role.DECODE, Role.DECODE)]
@@ -143,7 +143,7 @@ async def test_who_sleeps_gets_no_requests_until_it_has_woken_up(
         assert (answer.status, able()) == (200, 2)
 
 
-async def test_who_has_requests_is_disabled_and_told_to_sleep_when_they_have_ended(gateway: Gateway) -> None:
+async def test_busy_instance_is_disabled_before_it_sleeps(gateway: Gateway) -> None:
     decoder = await gateway.engine(Role.DECODE)
     client = await client_of(gateway)
     with gateway.pools[Role.DECODE].lease(PickRequest.of(Load(compute=1))):
@@ -157,7 +157,7 @@ async def test_who_has_requests_is_disabled_and_told_to_sleep_when_they_have_end
     assert [asked.path for asked in decoder.asked] == ["/sleep"]
 
 
-async def test_who_refuses_to_sleep_serves_as_before(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+async def test_instance_that_rejects_sleep_serves_as_before(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
     decoder = await gateway.engine(Role.DECODE, _refuse)
     client = await client_of(gateway)
     for is_disabled in (False, True):
@@ -175,7 +175,7 @@ async def test_who_refuses_to_sleep_serves_as_before(gateway: Gateway, caplog: p
     ]
 
 
-async def test_who_was_told_to_sleep_while_it_was_busy_and_then_refuses_is_named_as_disabled(gateway: Gateway) -> None:
+async def test_busy_instance_that_later_rejects_sleep_stays_disabled(gateway: Gateway) -> None:
     decoder = await gateway.engine(Role.DECODE, _refuse)
     client = await client_of(gateway)
     with gateway.pools[Role.DECODE].lease(PickRequest.of(Load(compute=1))):

@@ -35,7 +35,7 @@ def allowed(told: CIMultiDictProxy[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("origin", LISTED["cors_origins"])
-async def test_a_page_of_a_configured_origin_may_send_requests_and_read_answers(deploy: Deploy, origin: str) -> None:
+async def test_page_of_a_configured_origin_may_send_and_read(deploy: Deploy, origin: str) -> None:
     gateway = await deploy(listen=LISTED)
     status, told = await headers(gateway, "OPTIONS", CHAT, Origin=origin, **ASKING)
     assert (status, told["Access-Control-Allow-Origin"], told["Vary"]) == (204, origin, "Origin")
@@ -51,14 +51,14 @@ async def test_a_page_of_a_configured_origin_may_send_requests_and_read_answers(
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/sim", "/v1/models/none", "/", "/v1/embeddings", "/readyz"])
-async def test_so_it_may_at_all_of_clients_routes_and_errors_too(deploy: Deploy, path: str) -> None:
+async def test_configured_origin_may_use_all_client_routes_and_read_errors(deploy: Deploy, path: str) -> None:
     gateway = await deploy(listen=LISTED)
     _, told = await headers(gateway, "GET", path, Origin=PAGE)
     assert told["Access-Control-Allow-Origin"] == PAGE
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example.com", "https://chat.example.com.evil", "null", PAGE + ":1"])
-async def test_other_pages_may_not(deploy: Deploy, origin: str) -> None:
+async def test_page_of_another_origin_may_not_read(deploy: Deploy, origin: str) -> None:
     gateway = await deploy(listen=LISTED)
     status, told = await headers(gateway, "OPTIONS", CHAT, Origin=origin, **ASKING)
     assert (status, allowed(told)) == (405, [])
@@ -66,14 +66,14 @@ async def test_other_pages_may_not(deploy: Deploy, origin: str) -> None:
     assert (status, allowed(told), told["Vary"]) == (200, [], "Origin")
 
 
-async def test_nobody_may_by_default(deploy: Deploy) -> None:
+async def test_no_origin_is_allowed_by_default(deploy: Deploy) -> None:
     gateway = await deploy()
     for method, status in (("OPTIONS", 405), ("GET", 200)):
         answered, told = await headers(gateway, method, "/v1/models", Origin=PAGE, **ASKING)
         assert (answered, allowed(told), "Vary" in told) == (status, [], False)
 
 
-async def test_everybody_may_where_a_star_says_so(deploy: Deploy) -> None:
+async def test_star_allows_all_origins(deploy: Deploy) -> None:
     gateway = await deploy(listen={"cors_origins": ["*"]})
     status, told = await headers(gateway, "OPTIONS", CHAT, Origin="null", **ASKING)
     assert (status, told["Access-Control-Allow-Origin"]) == (204, "*")
@@ -83,7 +83,7 @@ async def test_everybody_may_where_a_star_says_so(deploy: Deploy) -> None:
 
 @pytest.mark.parametrize("path", ["/admin/reload", "/instances/add", "/instances/remove", "/instances", "/metrics"])
 @pytest.mark.parametrize("method", ["OPTIONS", "GET", "POST"])
-async def test_no_page_ever_reaches_administration(deploy: Deploy, method: str, path: str) -> None:
+async def test_no_page_may_use_administration(deploy: Deploy, method: str, path: str) -> None:
     gateway = await deploy(listen={"cors_origins": ["*"]})
     status, told = await headers(gateway, method, path, Origin=PAGE, **ASKING)
     assert allowed(told) == []
@@ -91,7 +91,7 @@ async def test_no_page_ever_reaches_administration(deploy: Deploy, method: str, 
 
 
 @pytest.mark.parametrize("names", ["a/b", "a" * 3000, "a;b", "<a>"])
-async def test_names_of_headers_that_are_none_are_not_allowed(deploy: Deploy, names: str) -> None:
+async def test_invalid_header_names_are_not_allowed(deploy: Deploy, names: str) -> None:
     gateway = await deploy(listen=LISTED)
     asking = ASKING | {"Access-Control-Request-Headers": names}
     status, told = await headers(gateway, "OPTIONS", CHAT, Origin=PAGE, **asking)

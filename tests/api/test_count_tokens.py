@@ -31,7 +31,7 @@ def of(body: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "body", [question(), question(system="Be brief.", tools=TOOLS), story(), question([{"type": "text", "text": "é"}])]
 )
-async def test_it_is_what_the_message_is_charged(deploy: Deploy, body: dict[str, Any]) -> None:
+async def test_count_equals_the_usage_of_the_message(deploy: Deploy, body: dict[str, Any]) -> None:
     gateway = await deploy()
     usage = message(await ask(gateway, {**body, "max_tokens": 1}))["usage"]
     answer = await ask(gateway, of(body), path=PATH)
@@ -41,7 +41,7 @@ async def test_it_is_what_the_message_is_charged(deploy: Deploy, body: dict[str,
 
 
 @pytest.mark.parametrize("tools", [[], [*RESPONSE_TOOLS, {"type": "web_search"}]])
-async def test_a_response_is_counted_as_it_is_charged(deploy: Deploy, tools: list[Any]) -> None:
+async def test_count_equals_the_usage_of_the_response(deploy: Deploy, tools: list[Any]) -> None:
     gateway = await deploy()
     body = {"model": "sim", "input": "What is it?", "instructions": "Be brief.", "tools": tools}
     usage = response(await ask(gateway, {**body, "max_output_tokens": 1}, path=RESPONSES))["usage"]
@@ -54,7 +54,7 @@ async def test_a_response_is_counted_as_it_is_charged(deploy: Deploy, tools: lis
     assert (refused.status, refused.json["error"]["param"]) == (400, "previous_response_id")
 
 
-async def test_a_document_is_counted_as_the_note_that_it_becomes(deploy: Deploy) -> None:
+async def test_document_counts_as_its_replacement_note(deploy: Deploy) -> None:
     gateway = await deploy()
     pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0xLjQK"}}
     body = question([{"type": "text", "text": "See:"}, pdf])
@@ -77,9 +77,7 @@ async def test_a_document_is_counted_as_the_note_that_it_becomes(deploy: Deploy)
         (json_answer([1]), 502, "did not count the tokens"),
     ],
 )
-async def test_an_engine_that_cannot_count_is_the_reason(
-    deploy: Deploy, answered: bytes, status: int, words: str
-) -> None:
+async def test_engine_that_cannot_count_is_reported(deploy: Deploy, answered: bytes, status: int, words: str) -> None:
     """Its instance is healthy, so it would be wrong to say that there is none."""
     gateway = await deploy([CannedEngine("prefill", [answered])], [CannedEngine("decode", [answered])])
     answer = await ask(gateway, of(question()), path=PATH)
@@ -87,14 +85,14 @@ async def test_an_engine_that_cannot_count_is_the_reason(
     assert words in answer.json["error"]["message"]
 
 
-async def test_an_engine_of_the_other_role_is_asked_too(deploy: Deploy) -> None:
+async def test_engine_of_the_other_role_is_queried_too(deploy: Deploy) -> None:
     broken = http(b"{}", "500 Error")
     gateway = await deploy([CannedEngine("prefill", [broken])], [CannedEngine("decode", [json_answer({"count": 42})])])
     answer = await ask(gateway, of(question()), path=PATH)
     assert (answer.status, answer.json) == (200, {"input_tokens": 42})
 
 
-async def test_sglang_counts_by_itself(deploy: Deploy) -> None:
+async def test_sglang_counts_by_tokenize(deploy: Deploy) -> None:
     """Before 0.5.12 its tokenizer takes no chats."""
     engines = [SimulatedEngine(role=role, profile_name="sglang-0.5.11") for role in ("prefill", "decode")]
     gateway = await deploy(engines[:1], engines[1:], connector="sglang_bootstrap")
@@ -105,7 +103,7 @@ async def test_sglang_counts_by_itself(deploy: Deploy) -> None:
     assert asked == ["/tokenize", PATH] or not asked
 
 
-async def test_an_old_sglang_without_a_tokenizer_route_counts_by_itself(deploy: Deploy) -> None:
+async def test_old_sglang_counts_by_its_own_route(deploy: Deploy) -> None:
     def answer(asked: Received) -> list[bytes]:
         if asked.path == PATH:
             return [json_answer({"input_tokens": 42})]
@@ -118,7 +116,7 @@ async def test_an_old_sglang_without_a_tokenizer_route_counts_by_itself(deploy: 
 
 
 @pytest.mark.parametrize("answers", [1, 2])
-async def test_another_engine_is_asked_where_one_is_lost(deploy: Deploy, answers: int) -> None:
+async def test_another_engine_is_queried_when_one_is_lost(deploy: Deploy, answers: int) -> None:
     gateway = await deploy(2, 1)
     for prefiller in gateway.prefillers[: 3 - answers]:
         await prefiller.kill()
@@ -138,7 +136,7 @@ async def test_another_engine_is_asked_where_one_is_lost(deploy: Deploy, answers
         (of(question("x" * 5000)), {"X_Api_Key": "mine"}, 413, "request_too_large"),
     ],
 )
-async def test_it_is_refused_in_anthropics_words(
+async def test_error_of_a_count_has_anthropics_form(
     deploy: Deploy, body: Any, headers: dict[str, str], status: int, kind: str
 ) -> None:
     gateway = await deploy(1, 1, listen={"max_body_bytes": 4096})
@@ -148,7 +146,7 @@ async def test_it_is_refused_in_anthropics_words(
     assert (answer.status, answer.json["error"]["type"]) == (status, kind)
 
 
-async def test_aliases_hold_for_it(deploy: Deploy) -> None:
+async def test_count_resolves_aliases(deploy: Deploy) -> None:
     gateway = await deploy(models={"aliases": ["claude-*=sim"]})
     assert (await ask(gateway, of(question(model="claude-opus-5")), path=PATH)).status == 200
     [seen] = [seen for seen in gateway.prefillers[0].requests if seen.path == "/tokenize"]
@@ -156,7 +154,7 @@ async def test_aliases_hold_for_it(deploy: Deploy) -> None:
 
 
 @pytest.mark.parametrize("path", [PATH, f"{RESPONSES}/input_tokens", "/v1/models", "/tokenize", "/v1/embeddings"])
-async def test_the_limits_of_a_key_hold_for_every_question_to_engines(deploy: Deploy, path: str) -> None:
+async def test_limits_of_a_key_apply_to_all_queries_of_engines(deploy: Deploy, path: str) -> None:
     gateway = await deploy(1, 1)
     key = ClientKey(name="me", key_sha256=hashlib.sha256(b"mine").hexdigest(), requests_per_minute=2)
     gateway.worker.apply(replace(gateway.worker.current, client_keys=(key,), slots={"me": 0}))
@@ -167,7 +165,7 @@ async def test_the_limits_of_a_key_hold_for_every_question_to_engines(deploy: De
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_anthropics_clients_find_the_id_of_a_request(deploy: Deploy, stream: bool) -> None:
+async def test_anthropic_clients_get_the_request_id(deploy: Deploy, stream: bool) -> None:
     gateway = await deploy(1, 1)
     good, bad = question(stream=stream), {"messages": 7}
     for path, body, status in (

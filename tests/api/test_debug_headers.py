@@ -24,7 +24,7 @@ def timing(headers: Mapping[str, str]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_who_may_administer_is_told_what_is_known_with_the_head(deploy: Deploy, stream: bool) -> None:
+async def test_administrator_gets_debug_headers(deploy: Deploy, stream: bool) -> None:
     gateway = await deploy(1, 1, auth=KEY)
     asked = {"X_PDProxy_Debug": "1", "X_Admin_Key": "an-admin-key", "X_Request_Id": "mine"}
     answer = await gateway.ask(request(Api.CHAT, stream=stream), **asked)
@@ -41,7 +41,7 @@ async def test_who_may_administer_is_told_what_is_known_with_the_head(deploy: De
     assert not any("admin" in str(seen.headers).lower() for engine in gateway.engines for seen in engine.requests)
 
 
-async def test_an_error_is_told_of_too(deploy: Deploy) -> None:
+async def test_error_has_debug_headers(deploy: Deploy) -> None:
     gateway = await deploy(1, 1)
     gateway.prefillers[0].faults.add("refuse_status", status=400)
     answer = await gateway.ask(request(Api.CHAT), X_PDProxy_Debug="1")
@@ -60,7 +60,7 @@ async def test_an_error_is_told_of_too(deploy: Deploy) -> None:
         ({}, {}),
     ],
 )
-async def test_strangers_and_those_who_do_not_ask_get_the_same_answer_without(
+async def test_other_clients_get_no_debug_headers(
     deploy: Deploy, auth: dict[str, str], headers: dict[str, str]
 ) -> None:
     gateway = await deploy(1, 1, auth=auth)

@@ -58,7 +58,7 @@ async def test_the_sdk_streams(sdk: AsyncOpenAI) -> None:
     assert "".join(parts) == await answer_alone(request(Api.CHAT))
 
 
-async def test_the_sdk_notices_nothing_when_a_decoder_is_lost(sdk: AsyncOpenAI, deployment: Deployment) -> None:
+async def test_the_sdk_gets_a_complete_answer_when_a_decoder_is_lost(sdk: AsyncOpenAI, deployment: Deployment) -> None:
     deployment.decoders[0].faults.add("reset_after_tokens", tokens=3, times=1)
     stream = await sdk.chat.completions.create(model="sim", messages=MESSAGES, max_tokens=8, stream=True)
     parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
@@ -76,14 +76,14 @@ async def test_the_sdk_raises_when_a_stream_breaks(deploy: Deploy) -> None:
             await anext(stream)
 
 
-async def test_the_sdk_raises_what_the_engine_said(sdk: AsyncOpenAI) -> None:
+async def test_the_sdk_raises_the_error_of_the_engine(sdk: AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         await sdk.chat.completions.create(model="nonsense", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
         await sdk.completions.create(model="sim", prompt="x" * 140_000)
 
 
-async def test_the_sdk_does_not_repeat_what_cannot_get_better(sdk: AsyncOpenAI, deployment: Deployment) -> None:
+async def test_the_sdk_does_not_retry_permanent_errors(sdk: AsyncOpenAI, deployment: Deployment) -> None:
     deployment.prefillers[0].faults.add("reset_before_headers")
     with pytest.raises(openai.InternalServerError):
         await sdk.chat.completions.create(model="sim", messages=MESSAGES)
@@ -109,7 +109,7 @@ NO_REQUESTS = [
 
 
 @pytest.mark.parametrize("body", NO_REQUESTS)
-async def test_what_is_no_request_reaches_no_engine(deployment: Deployment, body: bytes) -> None:
+async def test_invalid_request_reaches_no_engine(deployment: Deployment, body: bytes) -> None:
     async with deployment.session.post(deployment.url + Api.CHAT.path, data=body) as response:
         error = (await response.json())["error"]
     assert response.status == 400
@@ -118,7 +118,7 @@ async def test_what_is_no_request_reaches_no_engine(deployment: Deployment, body
     assert generations(*deployment.engines) == []
 
 
-async def test_a_request_that_is_too_large_is_refused(deploy: Deploy) -> None:
+async def test_too_large_request_is_rejected(deploy: Deploy) -> None:
     deployment = await deploy(listen={"max_body_bytes": 1000})
     answer = await deployment.ask(request(Api.CHAT, "x" * 2000))
     assert (answer.status, answer.error["code"]) == (413, "request_too_large")
@@ -126,7 +126,7 @@ async def test_a_request_that_is_too_large_is_refused(deploy: Deploy) -> None:
     assert answer.error["message"] == sentence
 
 
-async def test_other_methods_are_refused(deployment: Deployment) -> None:
+async def test_other_methods_are_rejected(deployment: Deployment) -> None:
     async with deployment.session.get(deployment.url + Api.CHAT.path) as response:
         assert response.status == 405
         assert (await response.json())["error"]["code"] == "method_not_allowed"
@@ -196,7 +196,9 @@ async def test_neither_prompts_nor_answers_nor_keys_are_logged(
     assert said not in records
 
 
-async def test_a_request_has_one_line_that_tells_its_way(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+async def test_access_log_has_one_line_with_the_way_of_a_request(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     deployment = await deploy()
     await deployment.ask(request(Api.CHAT, stream=True), x_request_id="mine")
@@ -208,9 +210,7 @@ async def test_a_request_has_one_line_that_tells_its_way(deploy: Deploy, caplog:
     assert all(line[name] > 0 for name in ("t_prefill", "t_handoff", "t_first_token", "ttft", "dur", "tokens_in"))
 
 
-async def test_the_line_tells_who_waited_for_room_and_who_did_so_in_vain(
-    deploy: Deploy, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_access_log_shows_the_wait_for_room(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     limits = {"max_running_decode": 1, "max_waiting": 2, "wait_seconds": 0.3}
     deployment = await deploy(1, 1, admission=limits, engine={"decode_step_ms": 20.0})
@@ -233,7 +233,7 @@ async def test_the_line_tells_who_waited_for_room_and_who_did_so_in_vain(
     assert deployment.metrics("pdproxy_rejected_total") == {("queue_timeout",): 1}
 
 
-async def test_a_resume_has_one_line_that_tells_why_and_how(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+async def test_resume_has_one_log_line_with_cause_and_action(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     deployment = await deploy(1, 2)
     lost, _ = deployment.decoders
@@ -266,7 +266,7 @@ ACCOUNTS = [
 
 
 @pytest.mark.parametrize(("who", "how", "stream", "term", "status"), ACCOUNTS)
-async def test_a_failure_is_accounted_to_its_stage(
+async def test_failure_is_attributed_to_its_stage(
     deploy: Deploy, who: str, how: str, stream: bool, term: str, status: int
 ) -> None:
     names = ("prefill",) if who == "prefiller" else ("handoff", "first_token", "answer")

@@ -65,7 +65,7 @@ async def test_an_instance_has_a_weight(gateway: Gateway) -> None:
     assert await memberships(client) == [("enabled", 30, None)]
 
 
-async def test_who_disables_the_last_one_is_warned(gateway: Gateway) -> None:
+async def test_disabling_the_last_instance_warns(gateway: Gateway) -> None:
     one, two = await gateway.engine(Role.DECODE), await gateway.engine(Role.DECODE)
     client = await client_of(gateway)
     _, told = await change(client, "disable", type="decode", instances=one.name)
@@ -78,7 +78,7 @@ async def test_who_disables_the_last_one_is_warned(gateway: Gateway) -> None:
 
 
 @pytest.mark.parametrize("what", ["enable", "disable", "weight"])
-async def test_what_is_not_there_or_drains_is_told(gateway: Gateway, what: str) -> None:
+async def test_missing_and_draining_instances_are_reported(gateway: Gateway, what: str) -> None:
     here, drains = await gateway.engine(Role.DECODE), await gateway.engine(Role.DECODE)
     client = await client_of(gateway)
     with gateway.pools[Role.DECODE].lease(PickRequest.of(Load(), avoid=gateway.pools[Role.DECODE].backends()[:1])):
@@ -99,7 +99,7 @@ async def test_what_is_not_there_or_drains_is_told(gateway: Gateway, what: str) 
         ("weight", {"type": "decode", "weight": 1}, {"membership": "enabled", "weight": 1}),
     ],
 )
-async def test_a_dry_run_says_what_would_happen_and_changes_nothing(
+async def test_dry_run_reports_the_effect_and_changes_nothing(
     gateway: Gateway, what: str, fields: dict[str, Any], becomes: dict[str, object]
 ) -> None:
     engine = await gateway.engine(Role.DECODE)
@@ -116,7 +116,7 @@ async def test_a_dry_run_says_what_would_happen_and_changes_nothing(
     assert (told["changes"], told["warnings"]) == (would["changes"], would["warnings"])
 
 
-async def test_a_dry_run_is_refused_where_the_change_would_be(gateway: Gateway) -> None:
+async def test_dry_run_of_an_invalid_change_is_rejected(gateway: Gateway) -> None:
     engine = await gateway.engine(Role.DECODE)
     client = await client_of(gateway)
     refused = [
@@ -127,7 +127,7 @@ async def test_a_dry_run_is_refused_where_the_change_would_be(gateway: Gateway) 
 
 
 @pytest.mark.parametrize("weight", [None, 0, 101, 1.5, "50", True])
-async def test_a_weight_that_is_none_is_refused(gateway: Gateway, weight: object) -> None:
+async def test_invalid_weight_is_rejected(gateway: Gateway, weight: object) -> None:
     engine = await gateway.engine(Role.DECODE)
     client = await client_of(gateway)
     status, told = await change(client, "weight", type="decode", instances=engine.name, weight=weight)
@@ -135,7 +135,7 @@ async def test_a_weight_that_is_none_is_refused(gateway: Gateway, weight: object
     assert await memberships(client) == [("enabled", 100, None)]
 
 
-async def test_a_dry_run_that_is_neither_is_refused(gateway: Gateway) -> None:
+async def test_invalid_dry_run_is_rejected(gateway: Gateway) -> None:
     engine = await gateway.engine(Role.DECODE)
     client = await client_of(gateway)
     status, told = await change(client, "disable?dry_run=maybe", type="decode", instances=engine.name)

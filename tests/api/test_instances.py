@@ -35,7 +35,7 @@ async def shown(client: Client) -> list[dict[str, Any]]:
         return told
 
 
-async def test_all_instances_are_shown_with_what_is_known_of_them(gateway: Gateway) -> None:
+async def test_all_instances_are_shown_with_their_details(gateway: Gateway) -> None:
     prefiller = await gateway.engine(Role.PREFILL)
     decoder = await gateway.engine(Role.DECODE)
     gateway.health.note_facts(gateway.pools[Role.DECODE].backends()[0], EngineFacts((0, 23), 4096, 16))
@@ -119,7 +119,7 @@ async def test_instances_are_shown_until_they_are_gone(gateway: Gateway) -> None
     assert [one["address"] for one in await shown(client)] == [absent.name, f"{HOST}:1"]
 
 
-async def test_an_added_instance_waits_until_it_answers(gateway: Gateway) -> None:
+async def test_added_instance_waits_for_its_health_check(gateway: Gateway) -> None:
     arrived, go_on = asyncio.Event(), asyncio.Event()
 
     async def load_model(request: web.Request) -> web.Response:
@@ -157,7 +157,7 @@ async def test_an_added_instance_waits_until_it_answers(gateway: Gateway) -> Non
     assert told["current_decode_instances"] == [engine.name]
 
 
-async def test_what_an_added_instance_serves_may_be_said(gateway: Gateway) -> None:
+async def test_models_of_an_added_instance_may_be_given(gateway: Gateway) -> None:
     engine = await gateway.engine(None)
     client = await client_of(gateway)
     status, _ = await change(client, "add", type="decode", instances=f"{engine.name} model=x")
@@ -185,7 +185,7 @@ async def test_an_idle_instance_is_removed_at_once(gateway: Gateway) -> None:
     assert told["current_prefill_instances"] == []
 
 
-async def test_a_busy_instance_leaves_when_its_own_requests_end(gateway: Gateway) -> None:
+async def test_busy_instance_is_removed_after_its_last_request(gateway: Gateway) -> None:
     busy = await gateway.engine(Role.PREFILL)
     client = await client_of(gateway)
     with gateway.pools[Role.PREFILL].lease(PickRequest.of(Load())):
@@ -200,7 +200,7 @@ async def test_a_busy_instance_leaves_when_its_own_requests_end(gateway: Gateway
 
 
 @pytest.mark.fault(60)
-async def test_who_removes_what_is_not_there_is_told(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+async def test_removing_a_missing_instance_is_reported(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
     here, stays = await gateway.engine(Role.DECODE), await gateway.engine(Role.DECODE)
     prefiller = await gateway.engine(Role.PREFILL)
     client = await client_of(gateway)
@@ -215,7 +215,7 @@ async def test_who_removes_what_is_not_there_is_told(gateway: Gateway, caplog: p
 
 
 @pytest.mark.fault(60)
-async def test_who_removes_the_last_one_is_warned(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+async def test_removing_the_last_instance_warns(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
     one, last = await gateway.engine(Role.PREFILL), await gateway.engine(Role.PREFILL)
     client = await client_of(gateway)
     _, told = await change(client, "remove", type="prefill", instances=one.name)
@@ -228,7 +228,7 @@ async def test_who_removes_the_last_one_is_warned(gateway: Gateway, caplog: pyte
     assert line.levelname == "WARNING"
 
 
-async def test_who_removes_what_is_configured_is_told_that_it_returns(gateway: Gateway) -> None:
+async def test_removing_a_configured_instance_warns(gateway: Gateway) -> None:
     configured, added, stays = [await gateway.engine(Role.DECODE) for _ in range(3)]
     settings = Settings.model_validate({"decode": [f"localhost:{configured.port}", stays.name]})
     client = await client_of(gateway, settings=settings)
@@ -311,7 +311,7 @@ async def test_an_ipv6_endpoint_is_written_in_brackets(gateway: Gateway) -> None
         ("prefill", None),
     ],
 )
-async def test_anything_but_a_role_and_endpoints_is_refused(gateway: Gateway, body: object, param: str | None) -> None:
+async def test_invalid_change_is_rejected(gateway: Gateway, body: object, param: str | None) -> None:
     client = await client_of(gateway)
     for what in ("add", "remove"):
         async with client.post(f"/instances/{what}", json=body) as answer:
@@ -321,7 +321,7 @@ async def test_anything_but_a_role_and_endpoints_is_refused(gateway: Gateway, bo
     assert gateway.joiner.joining(Role.PREFILL) == []
 
 
-async def test_a_body_that_is_no_json_is_refused(gateway: Gateway) -> None:
+async def test_invalid_json_is_rejected(gateway: Gateway) -> None:
     client = await client_of(gateway)
     async with client.post("/instances/add", data=b"type=prefill") as answer:
         assert answer.status == 400
@@ -336,7 +336,7 @@ async def test_an_endpoint_cannot_take_the_other_role(gateway: Gateway) -> None:
     assert told["error"]["message"] == f"{engine.name} is already a prefill instance"
 
 
-async def test_a_role_that_the_connector_does_not_use_is_refused(gateway: Gateway) -> None:
+async def test_unused_role_is_rejected(gateway: Gateway) -> None:
     client = await client_of(gateway, roles=[Role.DECODE])
     status, told = await change(client, "add", type="prefill", instances="h:1")
     assert (status, told["error"]["param"]) == (400, "type")
@@ -352,7 +352,7 @@ async def test_an_added_instance_may_be_given_the_engine_key(gateway: Gateway) -
     assert (status, told["error"]["param"]) == (400, "send_key")
 
 
-async def test_one_that_is_there_takes_what_is_said_of_it_when_it_is_added_again(gateway: Gateway) -> None:
+async def test_adding_an_instance_again_updates_its_details(gateway: Gateway) -> None:
     engine = await gateway.engine(Role.PREFILL)
     client = await client_of(gateway)
     was: dict[str, object] = {"bootstrap_port": None, "models": [], "send_key": False}
@@ -368,7 +368,7 @@ async def test_one_that_is_there_takes_what_is_said_of_it_when_it_is_added_again
     assert (backend.bootstrap_port, backend.models, backend.trusted) == (8998, ("x",), True)
 
 
-async def test_who_says_something_else_of_one_that_waits_is_told_that_it_does_not_count(gateway: Gateway) -> None:
+async def test_other_details_of_a_joining_instance_are_ignored_with_a_warning(gateway: Gateway) -> None:
     async def never(request: web.Request) -> web.Response:
         await asyncio.Event().wait()
         raise AssertionError("unreachable")
@@ -414,7 +414,7 @@ async def names(gateway: Gateway) -> AsyncIterator[Names]:
         *("metadata", "world", "nowhere"),
     ],
 )
-async def test_an_instance_may_not_be_just_anywhere(gateway: Gateway, names: Names, host: str) -> None:
+async def test_instance_outside_the_allowed_networks_is_rejected(gateway: Gateway, names: Names, host: str) -> None:
     client = await client_of(gateway, names=names)
     status, told = await change(client, "add", type="decode", instances=[f"{HOST}:1", f"{host}:80"])
     assert (status, told["error"]["code"], told["error"]["param"]) == (400, "address_not_allowed", "instances")
@@ -424,14 +424,14 @@ async def test_an_instance_may_not_be_just_anywhere(gateway: Gateway, names: Nam
 
 
 @pytest.mark.parametrize("host", ["inside", "10.1.2.3", "[fd00::1]", "100.64.0.1"])
-async def test_an_instance_may_be_in_the_networks_that_are_named(gateway: Gateway, names: Names, host: str) -> None:
+async def test_instance_in_an_allowed_network_is_added(gateway: Gateway, names: Names, host: str) -> None:
     client = await client_of(gateway, names=names)
     status, told = await change(client, "add", type="decode", instances=f"{host}:80")
     assert (status, told["joining_decode_instances"]) == (200, [f"{host}:80"])
 
 
 @pytest.mark.parametrize("path", ["/instances/add", "/instances/remove"])
-async def test_a_long_body_is_refused(gateway: Gateway, path: str) -> None:
+async def test_long_body_is_rejected(gateway: Gateway, path: str) -> None:
     client = await client_of(gateway)
     async with client.post(path, data=b" " * (64 * 1024 + 1)) as answer:
         assert answer.status == 413

@@ -98,18 +98,18 @@ async def gateway(clock: Clock) -> AsyncIterator[Gateway]:
     assert gateway.usage.in_flight(0) == 0
 
 
-async def test_without_keys_everybody_is_served_and_engines_see_the_clients_credential(gateway: Gateway) -> None:
+async def test_engines_get_the_clients_credential_when_there_are_no_keys(gateway: Gateway) -> None:
     assert await gateway.ask("anything") == "hi"
     assert (gateway.served, gateway.credentials) == (["-"], ["Bearer anything"])
 
 
-async def test_with_a_key_a_client_is_served_under_its_name_and_engines_never_see_the_key(gateway: Gateway) -> None:
+async def test_engines_never_get_a_client_key(gateway: Gateway) -> None:
     gateway.configure(a={})
     assert await gateway.ask("sk-a") == "hi"
     assert (gateway.served, gateway.credentials) == (["a"], [None])
 
 
-async def test_a_key_is_not_passed_on_either_when_keys_go_out_of_use_meanwhile(gateway: Gateway) -> None:
+async def test_key_is_not_passed_on_when_keys_are_removed_during_the_request(gateway: Gateway) -> None:
     gateway.configure(a={})
     gateway.go_on.clear()
     async with asyncio.TaskGroup() as group:
@@ -120,14 +120,14 @@ async def test_a_key_is_not_passed_on_either_when_keys_go_out_of_use_meanwhile(g
     assert gateway.credentials == [None]
 
 
-async def test_nothing_is_passed_on_of_a_request_that_nobody_has_identified(gateway: Gateway) -> None:
+async def test_no_credential_of_an_unidentified_request_is_passed_on(gateway: Gateway) -> None:
     request = make_mocked_request("POST", PATH, {"Authorization": "Bearer sk-a"})
     assert gateway.keys.credential(request) is None
     gateway.keys.identify(request)
     assert gateway.keys.credential(request) == "Bearer sk-a"
 
 
-def test_a_key_shown_as_anthropics_clients_do_is_passed_on_as_engines_read_it(clock: Clock) -> None:
+def test_x_api_key_is_passed_on_as_a_bearer_token(clock: Clock) -> None:
     gateway = Gateway(clock)
     request = make_mocked_request("POST", "/v1/messages", headers={"X-Api-Key": "sk-a"})
     gateway.keys.identify(request)
@@ -173,7 +173,7 @@ async def test_the_sdk_raises_rate_limit_error_for_one_request_too_many_at_a_tim
 @pytest.mark.parametrize(
     ("header", "status"), [("X-Api-Key: sk-a", 200), ("X-Api-Key: sk-b", 401), ("X-Other: 1", 401)]
 )
-async def test_a_client_is_refused_before_its_body_is_read(gateway: Gateway, header: str, status: int) -> None:
+async def test_client_is_rejected_before_its_body_is_read(gateway: Gateway, header: str, status: int) -> None:
     gateway.configure(a={})
     async with AsyncExitStack() as stack:
         reader, writer = await asyncio.open_connection(HOST, gateway.port)

@@ -36,17 +36,17 @@ ALIASES = {"aliases": ["gpt-5=sim", "claude-*=sim"]}
         ("a=b", "c"),
     ],
 )
-def test_the_first_that_fits_counts_and_served_names_are_themselves(name: str, served: str) -> None:
+def test_first_matching_alias_counts_and_served_names_stay(name: str, served: str) -> None:
     names = ModelNames(["claude-haiku-*=small", "claude-*=kimi", "gpt-5=kimi", "claude-exact=exact", "a=b=c", "*=kimi"])
     assert names.served(name) == served
 
 
-def test_without_aliases_every_name_is_itself() -> None:
+def test_names_stay_without_aliases() -> None:
     assert ModelNames(()).served("anything") == "anything"
 
 
 @pytest.mark.parametrize("aliases", ["kimi", ["=kimi"], ["gpt="], [7]])
-def test_what_is_no_alias_is_refused(aliases: Any) -> None:
+def test_invalid_alias_is_rejected(aliases: Any) -> None:
     with pytest.raises(ValidationError, match="name=served name"):
         Settings.model_validate({"models": {"aliases": aliases}})
 
@@ -55,7 +55,7 @@ def test_what_is_no_alias_is_refused(aliases: Any) -> None:
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("api", [Api.CHAT, Api.COMPLETIONS])
 @pytest.mark.parametrize("mode", ["exact", "off"])
-async def test_an_answer_has_the_name_that_was_asked_for(
+async def test_answer_has_the_requested_model_name(
     deploy: Deploy, api: Api, samples: int, stream: bool, mode: str
 ) -> None:
     gateway = await deploy(models=ALIASES, resume={"mode": mode, "repeat_up_to_tokens": 0})
@@ -75,14 +75,14 @@ def _models(answer: Answer) -> set[str]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_other_dialects_say_it_too(deploy: Deploy, stream: bool) -> None:
+async def test_answers_of_other_dialects_have_the_requested_model_name(deploy: Deploy, stream: bool) -> None:
     gateway = await deploy(models=ALIASES)
     asked = {"model": "claude-opus-5", "stream": stream}
     assert messages.message(await messages.ask(gateway, messages.question(**asked)))["model"] == "claude-opus-5"
     assert responses.response(await responses.ask(gateway, responses.question(**asked)))["model"] == "claude-opus-5"
 
 
-async def test_an_answer_goes_on_under_its_name(deploy: Deploy) -> None:
+async def test_resumed_answer_keeps_its_model_name(deploy: Deploy) -> None:
     """Where the tokenizer is asked, too."""
     gateway = await deploy(1, 2, models=ALIASES, resume={"repeat_up_to_tokens": 0})
     for decoder in gateway.decoders:
@@ -93,7 +93,7 @@ async def test_an_answer_goes_on_under_its_name(deploy: Deploy) -> None:
     assert sum(gateway.metrics("pdproxy_resumes_total").values()) == 1
 
 
-async def test_names_that_can_be_listed_are(deploy: Deploy) -> None:
+async def test_aliases_without_wildcards_are_listed(deploy: Deploy) -> None:
     gateway = await deploy(models=ALIASES)
     listed = (await _get(gateway, "/v1/models")).json["data"]
     assert [model["id"] for model in listed] == ["sim", "gpt-5"]
@@ -110,7 +110,7 @@ async def _get(gateway: Deployment, path: str) -> Answer:
 @pytest.mark.parametrize(
     "path", [path for group in ("tokenizer", "pooling") for method, path in ROUTES[group] if method == "POST"]
 )
-async def test_what_is_passed_through_has_the_name_that_engines_serve(deploy: Deploy, path: str) -> None:
+async def test_passed_through_request_has_the_engines_model_name(deploy: Deploy, path: str) -> None:
     prefillers = [SimulatedEngine(role="prefill", model=name) for name in ("sim", "small")]
     decoders = [SimulatedEngine(role="decode", model=name) for name in ("sim", "small")]
     gateway = await deploy(prefillers, decoders, models={"aliases": ["text-*=small"]})
@@ -122,7 +122,7 @@ async def test_what_is_passed_through_has_the_name_that_engines_serve(deploy: De
     assert seen in prefillers[1].requests
 
 
-async def test_a_body_that_is_no_json_passes_as_it_is(deploy: Deploy) -> None:
+async def test_invalid_json_is_passed_through_unchanged(deploy: Deploy) -> None:
     gateway = await deploy(1, 1, models=ALIASES)
     async with gateway.session.post(gateway.url + "/tokenize", data=b'{"model": "gpt-5", "prompt": ') as answer:
         assert answer.status in (400, 422)

@@ -70,7 +70,7 @@ async def test_models_of_all_engines_are_merged_by_id(gateway: Gateway) -> None:
 
 
 @pytest.mark.parametrize("name", ["kimi", "moonshotai/Kimi-K2", "a b", "lora@1:x"])
-async def test_one_model_is_told_by_its_name(gateway: Gateway, name: str) -> None:
+async def test_model_is_shown_by_its_name(gateway: Gateway, name: str) -> None:
     await gateway.engine(Role.PREFILL, serving({"id": "other"}))
     await gateway.engine(Role.DECODE, serving({"id": name, "root": "/models"}))
     client = await client_of(gateway)
@@ -80,7 +80,7 @@ async def test_one_model_is_told_by_its_name(gateway: Gateway, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["gpt-4o", "kim", "kimi/", "%00", "x" * 5000])
-async def test_a_model_that_nobody_serves_is_a_404_as_openais(gateway: Gateway, name: str) -> None:
+async def test_unknown_model_is_a_404_in_openais_form(gateway: Gateway, name: str) -> None:
     await gateway.engine(Role.PREFILL, serving({"id": "kimi"}))
     client = await client_of(gateway)
     async with client.get(URL(f"/v1/models/{name}", encoded=True)) as answer:
@@ -120,7 +120,7 @@ async def test_an_unhealthy_engine_is_not_asked(gateway: Gateway) -> None:
     assert down.asked == []
 
 
-async def test_nobody_left_is_a_503(gateway: Gateway) -> None:
+async def test_no_engine_left_is_a_503(gateway: Gateway) -> None:
     client = await client_of(gateway)
     for _ in range(2):
         async with client.get("/v1/models") as answer:
@@ -130,14 +130,14 @@ async def test_nobody_left_is_a_503(gateway: Gateway) -> None:
         await gateway.engine(Role.DECODE, saying(500))  # and one that fails is not better
 
 
-async def test_a_refused_credential_is_told_in_the_engines_words(gateway: Gateway) -> None:
+async def test_error_for_a_wrong_credential_is_passed_on(gateway: Gateway) -> None:
     await gateway.engine(Role.PREFILL, saying(401, b'{"error":"Unauthorized"}'))
     client = await client_of(gateway)
     async with client.get("/v1/models") as answer:
         assert (answer.status, await answer.read()) == (401, b'{"error":"Unauthorized"}')
 
 
-async def test_an_answer_is_kept_for_a_moment_but_not_for_other_credentials(gateway: Gateway) -> None:
+async def test_list_is_cached_briefly_but_not_for_other_credentials(gateway: Gateway) -> None:
     engine = await gateway.engine(Role.DECODE, serving({"id": "kimi"}))
     client = await client_of(gateway)
     for credential in ("Bearer a", "Bearer a", "Bearer b"):
@@ -146,7 +146,7 @@ async def test_an_answer_is_kept_for_a_moment_but_not_for_other_credentials(gate
     assert [asked.headers["authorization"] for asked in engine.asked] == ["Bearer a", "Bearer b"]
 
 
-async def test_the_engine_key_takes_the_place_of_the_clients(gateway: Gateway) -> None:
+async def test_engine_key_replaces_the_clients_credential(gateway: Gateway) -> None:
     ours = await gateway.engine(Role.DECODE, serving({"id": "kimi"}))
     added = await gateway.engine(Role.DECODE, serving({"id": "kimi"}))
     client = await client_of(gateway, "s3cret", ours.port)
@@ -156,7 +156,7 @@ async def test_the_engine_key_takes_the_place_of_the_clients(gateway: Gateway) -
     assert "authorization" not in added.asked[0].headers
 
 
-async def test_a_silent_engine_does_not_hold_up_the_others(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_engine_does_not_delay_the_others(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proxy.api.models._TIMEOUT_SECONDS", 0.05)
 
     async def wait(request: web.Request) -> web.Response:
@@ -177,11 +177,11 @@ async def test_a_silent_engine_does_not_hold_up_the_others(gateway: Gateway, mon
         assert (await answer.json())["data"] == [{"id": "kimi"}]
 
 
-def test_no_engine_is_waited_for_longer_than_a_client_waits() -> None:
+def test_wait_for_an_engine_is_limited() -> None:
     assert models._TIMEOUT_SECONDS < 5
 
 
-async def test_a_client_shows_its_key_and_engines_do_not_see_it(gateway: Gateway) -> None:
+async def test_client_key_is_required_and_not_passed_on(gateway: Gateway) -> None:
     engine = await gateway.engine(Role.DECODE, serving({"id": "kimi"}))
     callers = ApiKeys(KeyUsage())
     digest = hashlib.sha256(b"client").hexdigest()

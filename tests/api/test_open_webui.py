@@ -37,7 +37,9 @@ TITLE = {"model": "sim", "messages": [*QUESTION[:1], {"role": "user", "content":
 
 
 @pytest.mark.parametrize("headers", [OF_THE_SERVER, OF_THE_PAGE], ids=["server", "page"])
-async def test_it_lists_models_streams_a_chat_and_gives_it_a_title(deploy: Deploy, headers: Mapping[str, str]) -> None:
+async def test_open_webui_lists_models_streams_a_chat_and_gets_a_title(
+    deploy: Deploy, headers: Mapping[str, str]
+) -> None:
     gateway = await deploy(listen={"cors_origins": [PAGE]})
     base = f"{gateway.url}/v1"
     async with gateway.session.get(f"{base}/models", headers=headers) as response:
@@ -54,7 +56,7 @@ async def test_it_lists_models_streams_a_chat_and_gives_it_a_title(deploy: Deplo
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("POST", "/v1/chat/completions")])
-async def test_the_browser_lets_its_page_ask(deploy: Deploy, method: str, path: str) -> None:
+async def test_browser_allows_requests_of_the_open_webui_page(deploy: Deploy, method: str, path: str) -> None:
     gateway = await deploy(listen={"cors_origins": [PAGE]})
     asking = {
         "Origin": PAGE,

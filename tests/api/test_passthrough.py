@@ -116,7 +116,7 @@ async def test_only_listed_request_headers_go_out(gateway: Gateway) -> None:
     assert asked.query == ""
 
 
-async def test_answer_headers_come_back_without_those_about_the_connection(gateway: Gateway) -> None:
+async def test_answer_headers_are_passed_on_except_connection_headers(gateway: Gateway) -> None:
     async def answer(request: web.Request) -> web.Response:
         headers = {
             "Content-Type": "application/json",
@@ -140,7 +140,7 @@ async def test_answer_headers_come_back_without_those_about_the_connection(gatew
         assert got.headers["X-Request-Id"] != "engines"
 
 
-async def test_the_engine_key_or_the_clients_own_goes_along(gateway: Gateway) -> None:
+async def test_engine_key_or_the_clients_credential_is_sent(gateway: Gateway) -> None:
     prefiller = await gateway.engine(Role.PREFILL)
     keys = gateway.keys("s3cret", [("127.0.0.1", prefiller.port)])
     for client in (await client_of(gateway, keys=keys), await client_of(gateway)):
@@ -149,7 +149,7 @@ async def test_the_engine_key_or_the_clients_own_goes_along(gateway: Gateway) ->
     assert [asked.headers["authorization"] for asked in prefiller.asked] == ["Bearer s3cret", "Bearer client"]
 
 
-async def test_an_answer_streams_through_as_it_comes(gateway: Gateway) -> None:
+async def test_answer_is_streamed_as_it_arrives(gateway: Gateway) -> None:
     go_on = asyncio.Event()
 
     async def stream(request: web.Request) -> web.StreamResponse:
@@ -195,7 +195,7 @@ async def test_a_redirect_is_not_followed(gateway: Gateway) -> None:
         assert (await answer.json())["error"]["code"] == "prefill_bad_answer"
 
 
-async def test_no_connection_is_tried_once_more_elsewhere(gateway: Gateway) -> None:
+async def test_refused_connection_is_retried_on_another_engine(gateway: Gateway) -> None:
     gateway.add(Role.PREFILL, "127.0.0.1", unused_port())
     prefiller = await gateway.engine(Role.PREFILL, echo)
     client = await client_of(gateway)
@@ -206,7 +206,7 @@ async def test_no_connection_is_tried_once_more_elsewhere(gateway: Gateway) -> N
     assert 'pdproxy_retries_total{reason="connect",stage="prefill"} 2.0' in gateway.metric_lines()
 
 
-async def test_no_connection_to_anybody_is_a_503(gateway: Gateway) -> None:
+async def test_no_connection_to_any_engine_is_a_503(gateway: Gateway) -> None:
     port = unused_port()
     gateway.add(Role.DECODE, "127.0.0.1", port)
     client = await client_of(gateway, role=Role.DECODE)
@@ -242,7 +242,9 @@ RETRIED = {
 
 
 @pytest.mark.parametrize(("answer", "reason"), RETRIED.values(), ids=RETRIED)
-async def test_what_another_engine_may_do_is_tried_there(gateway: Gateway, answer: Answer, reason: str) -> None:
+async def test_request_is_retried_when_another_engine_may_serve_it(
+    gateway: Gateway, answer: Answer, reason: str
+) -> None:
     failing = await gateway.engine(Role.PREFILL, answer)
     well = await gateway.engine(Role.PREFILL, echo)
     client = await client_of(gateway)
@@ -253,7 +255,7 @@ async def test_what_another_engine_may_do_is_tried_there(gateway: Gateway, answe
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422])
-async def test_what_every_engine_refuses_is_not_tried_elsewhere(gateway: Gateway, status: int) -> None:
+async def test_client_error_is_not_retried(gateway: Gateway, status: int) -> None:
     engines = [await gateway.engine(Role.PREFILL, saying(status)) for _ in range(2)]
     client = await client_of(gateway)
     async with client.post("/tokenize") as answer:
@@ -262,7 +264,7 @@ async def test_what_every_engine_refuses_is_not_tried_elsewhere(gateway: Gateway
 
 
 @pytest.mark.parametrize(("status", "asked"), [(429, 4), (503, 4), (500, 2)])
-async def test_the_last_engines_words_are_passed_on(gateway: Gateway, status: int, asked: int) -> None:
+async def test_error_of_the_last_engine_is_passed_on(gateway: Gateway, status: int, asked: int) -> None:
     engines = [await gateway.engine(Role.PREFILL, saying(status)) for _ in range(4)]
     client = await client_of(gateway)
     async with client.post("/tokenize") as answer:
@@ -270,7 +272,7 @@ async def test_the_last_engines_words_are_passed_on(gateway: Gateway, status: in
     assert sum(len(engine.asked) for engine in engines) == asked
 
 
-async def test_retries_have_a_budget(gateway: Gateway) -> None:
+async def test_retries_need_a_permit_of_the_budget(gateway: Gateway) -> None:
     engines = [await gateway.engine(Role.PREFILL, saying(500)) for _ in range(2)]
     client = await client_of(gateway, retry={"budget_share": 0.0, "budget_least": 1, "budget_wait_seconds": 0.0})
     entered, go_on = asyncio.Event(), asyncio.Event()
@@ -291,7 +293,7 @@ async def test_retries_have_a_budget(gateway: Gateway) -> None:
     (await first).release()
 
 
-async def test_nobody_healthy_is_a_503(gateway: Gateway) -> None:
+async def test_no_healthy_engine_is_a_503(gateway: Gateway) -> None:
     client = await client_of(gateway)
     async with client.post("/tokenize") as answer:
         assert answer.status == 503
@@ -312,7 +314,7 @@ async def test_an_engine_that_is_silent_for_too_long_is_a_504(gateway: Gateway) 
 
 
 @pytest.mark.fault(69)
-async def test_an_answer_that_drips_has_the_time_of_any_other(gateway: Gateway) -> None:
+async def test_slow_answer_has_the_usual_deadline(gateway: Gateway) -> None:
     async def drip(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
@@ -331,7 +333,7 @@ async def test_an_answer_that_drips_has_the_time_of_any_other(gateway: Gateway) 
     assert 'pdproxy_streams_broken_total{reason="broken",side="engine"} 1.0' in gateway.metric_lines()
 
 
-async def test_a_client_that_takes_its_time_takes_none_of_the_engines(gateway: Gateway) -> None:
+async def test_slow_client_does_not_shorten_the_engines_deadline(gateway: Gateway) -> None:
     size = 64 * 2**20  # more than the buffers in between hold
 
     async def pour(request: web.Request) -> web.Response:
@@ -349,7 +351,7 @@ async def test_a_client_that_takes_its_time_takes_none_of_the_engines(gateway: G
         assert len(await answer.read()) == size
 
 
-async def test_an_answer_that_breaks_off_is_cut_and_not_ended(gateway: Gateway) -> None:
+async def test_broken_answer_is_cut_without_an_end_mark(gateway: Gateway) -> None:
     async def break_off(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
@@ -369,7 +371,7 @@ async def test_an_answer_that_breaks_off_is_cut_and_not_ended(gateway: Gateway) 
     assert any('result="broken"' in line for line in lines)
 
 
-async def test_a_client_that_leaves_frees_the_engine(gateway: Gateway) -> None:
+async def test_client_that_disconnects_frees_the_engine(gateway: Gateway) -> None:
     entered, left = asyncio.Event(), asyncio.Event()
 
     async def wait(request: web.Request) -> web.Response:
@@ -395,7 +397,7 @@ async def test_a_client_that_leaves_frees_the_engine(gateway: Gateway) -> None:
     assert gateway.health.of(backend).consecutive_failures == 0
 
 
-async def test_a_client_that_takes_nothing_is_cut_off(gateway: Gateway) -> None:
+async def test_client_that_does_not_read_is_disconnected(gateway: Gateway) -> None:
     async def pour(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
@@ -424,7 +426,7 @@ async def test_a_body_that_is_too_large_reaches_no_engine(gateway: Gateway) -> N
     assert 'pdproxy_rejected_total{reason="too_large"} 1.0' in gateway.metric_lines()
 
 
-async def test_a_body_that_is_compressed_is_refused(gateway: Gateway) -> None:
+async def test_compressed_body_is_rejected(gateway: Gateway) -> None:
     prefiller = await gateway.engine(Role.PREFILL)
     client = await client_of(gateway)
     async with client.post("/tokenize", data=b"x", headers={"Content-Encoding": "gzip"}) as answer:
@@ -438,7 +440,7 @@ async def pieces(*parts: bytes) -> AsyncIterator[bytes]:
         yield part
 
 
-async def test_bodies_that_are_held_have_a_bound(gateway: Gateway) -> None:
+async def test_held_bodies_are_limited(gateway: Gateway) -> None:
     entered, go_on = asyncio.Event(), asyncio.Event()
 
     async def wait(request: web.Request) -> web.Response:
@@ -460,9 +462,7 @@ async def test_bodies_that_are_held_have_a_bound(gateway: Gateway) -> None:
         assert answer.status == 200
 
 
-async def test_a_client_shows_its_key_and_engines_do_not_see_it(
-    gateway: Gateway, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_client_key_is_required_and_not_passed_on(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     prefiller = await gateway.engine(Role.PREFILL)
     callers = ApiKeys(KeyUsage())
@@ -478,7 +478,7 @@ async def test_a_client_shows_its_key_and_engines_do_not_see_it(
     assert [(line["key"], line["code"]) for line in lines] == [("-", 401), ("team", 200)]
 
 
-async def test_an_answer_has_a_bound(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_answer_size_is_limited(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proxy.api.passthrough.MAX_ANSWER_BYTES", 10)
 
     async def pour(request: web.Request) -> web.StreamResponse:
@@ -503,7 +503,7 @@ async def test_an_answer_has_a_bound(gateway: Gateway, monkeypatch: pytest.Monke
         assert (answer.status, await answer.read()) == (200, b"x" * 10)
 
 
-async def test_an_engines_reasons_have_a_bound(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_error_body_size_is_limited(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proxy.api.passthrough._MAX_REFUSAL_BYTES", 10)
     await gateway.engine(Role.PREFILL, saying(400, b"x" * 11))
     client = await client_of(gateway)
@@ -511,7 +511,7 @@ async def test_an_engines_reasons_have_a_bound(gateway: Gateway, monkeypatch: py
         assert (answer.status, (await answer.json())["error"]["code"]) == (502, "prefill_broken")
 
 
-async def test_settings_can_change(gateway: Gateway) -> None:
+async def test_changed_settings_apply_to_new_requests(gateway: Gateway) -> None:
     await gateway.engine(Role.PREFILL, echo)
     settings = Settings()
     keys = KeyAuth(ApiKeys(KeyUsage()))
@@ -526,7 +526,7 @@ async def test_settings_can_change(gateway: Gateway) -> None:
             assert answer.status == status
 
 
-async def test_each_request_is_one_access_line_without_content(
+async def test_each_request_has_one_access_log_line_without_content(
     gateway: Gateway, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

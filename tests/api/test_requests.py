@@ -30,7 +30,7 @@ async def recent(gateway: Deployment, **query: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_request_is_found_by_its_id_and_by_what_engines_call_it(deploy: Deploy, stream: bool) -> None:
+async def test_request_is_found_by_its_id_and_engine_id(deploy: Deploy, stream: bool) -> None:
     gateway = await deploy(2, 2)
     await gateway.ask(request(Api.CHAT, "Say nothing", stream=stream), x_request_id="mine")
     await gateway.ask(request(Api.CHAT), x_request_id="another")
@@ -52,7 +52,7 @@ async def test_a_request_is_found_by_its_id_and_by_what_engines_call_it(deploy: 
     assert error["code"] == "request_not_kept"
 
 
-async def test_an_answer_that_was_continued_shows_each_attempt(deploy: Deploy) -> None:
+async def test_resumed_answer_shows_each_attempt(deploy: Deploy) -> None:
     gateway = await deploy(1, 2)
     for decoder in gateway.decoders:
         decoder.faults.add("reset_after_tokens", tokens=3, times=1)
@@ -72,7 +72,7 @@ async def test_an_answer_that_was_continued_shows_each_attempt(deploy: Deploy) -
     assert {attempt["d_id"] for attempt in told["history"]} == set(sent)
 
 
-async def test_the_latest_are_listed_by_what_an_operator_asks_for(deploy: Deploy) -> None:
+async def test_latest_requests_are_listed_by_filters(deploy: Deploy) -> None:
     gateway = await deploy(1, 1)
     await gateway.ask(request(Api.CHAT), x_request_id="well")
     gateway.prefillers[0].faults.add("refuse_status", status=400, times=1)
@@ -108,18 +108,18 @@ async def test_the_latest_are_listed_by_what_an_operator_asks_for(deploy: Deploy
         (ONE, {"instance": "127.0.0.1:1"}),
     ],
 )
-async def test_a_question_that_is_none_is_refused(deploy: Deploy, path: str, query: dict[str, str]) -> None:
+async def test_invalid_query_is_rejected(deploy: Deploy, path: str, query: dict[str, str]) -> None:
     gateway = await deploy(1, 1)
     assert (await get(gateway, path, 400, **query))["code"] == "invalid_request"
 
 
-async def test_strangers_learn_nothing(deploy: Deploy) -> None:
+async def test_requests_are_shown_to_administrators_only(deploy: Deploy) -> None:
     gateway = await deploy(1, 1, auth={"admin_key": "an-admin-key"})
     for path in (RECENT, ONE):
         assert (await get(gateway, path, 401))["code"] == "admin_key_required"
 
 
-async def test_neither_prompt_nor_answer_is_kept(deploy: Deploy) -> None:
+async def test_neither_prompt_nor_answer_is_stored(deploy: Deploy) -> None:
     gateway = await deploy(1, 1)
     answer = await gateway.ask(request(Api.CHAT, "Nobody may read this", stream=True))
     async with gateway.session.get(gateway.url + RECENT) as response:
@@ -129,7 +129,7 @@ async def test_neither_prompt_nor_answer_is_kept(deploy: Deploy) -> None:
     assert len(told) < 2000
 
 
-async def test_it_is_told_why_instances_were_chosen(deploy: Deploy) -> None:
+async def test_request_shows_why_instances_were_chosen(deploy: Deploy) -> None:
     gateway = await deploy(2, 1)
     long = "A long question about everything. " * 200
     for name in ("cold", "warm"):
@@ -149,7 +149,7 @@ async def test_it_is_told_why_instances_were_chosen(deploy: Deploy) -> None:
     assert counted["only_candidate", "decode"] == 2
 
 
-async def test_a_prefill_that_was_asked_for_twice_is_found_by_either_id(deploy: Deploy) -> None:
+async def test_repeated_prefill_is_found_by_either_engine_id(deploy: Deploy) -> None:
     gateway = await deploy(2, 1)
     for engine in gateway.prefillers:
         engine.faults.add("missing_kv_params", times=1)
@@ -164,7 +164,7 @@ async def test_a_prefill_that_was_asked_for_twice_is_found_by_either_id(deploy: 
     assert len(await recent(gateway, instance=left["instance"])) == 1
 
 
-async def test_a_decoder_that_refused_the_connection_is_told_beside_the_one_that_answered(deploy: Deploy) -> None:
+async def test_request_shows_the_decoder_that_refused_the_connection(deploy: Deploy) -> None:
     gateway = await deploy(1, 2)
     gone, other = (f"127.0.0.1:{engine.port}" for engine in gateway.decoders)
     await gateway.decoders[0].kill()
@@ -176,7 +176,7 @@ async def test_a_decoder_that_refused_the_connection_is_told_beside_the_one_that
     assert attempt["choices"]["decode"]["reason"] == "only_candidate"
 
 
-async def test_of_many_candidates_the_nearest_are_told(deploy: Deploy) -> None:
+async def test_request_shows_only_the_best_candidates(deploy: Deploy) -> None:
     gateway = await deploy(1, 11)
     await gateway.ask(request(Api.CHAT))
     [told] = await recent(gateway)

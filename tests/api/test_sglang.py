@@ -90,7 +90,7 @@ async def test_clients_see_every_engine_and_none_of_its_secrets(gateway: Gateway
     assert 'pdproxy_requests_total{api="sglang",code="200"} 1.0' in gateway.metric_lines()
 
 
-async def test_loads_are_those_of_all_ranks_numbered_through(gateway: Gateway) -> None:
+async def test_loads_of_all_ranks_are_numbered_consecutively(gateway: Gateway) -> None:
     def loads(timestamp: str, *tokens: int) -> dict[str, Any]:
         ranks = [{"dp_rank": rank, "num_total_tokens": held} for rank, held in enumerate(tokens)]
         return {"timestamp": timestamp, "version": "0.5.23", "loads": ranks}
@@ -113,7 +113,7 @@ async def test_loads_are_those_of_all_ranks_numbered_through(gateway: Gateway) -
 
 
 @pytest.mark.parametrize("query", ["format=prometheus", "dp_rank=1", "x=1"])
-async def test_what_only_one_engine_could_answer_is_refused(gateway: Gateway, query: str) -> None:
+async def test_query_for_a_single_engine_is_rejected(gateway: Gateway, query: str) -> None:
     client = await client_of(gateway)
     async with client.get(f"/v1/loads?{query}") as answer:
         assert answer.status == 400
@@ -135,7 +135,7 @@ async def test_one_broken_engine_does_not_matter(gateway: Gateway, path: str, br
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_without_an_answer_of_each_role_it_is_a_503(gateway: Gateway, path: str) -> None:
+async def test_no_answer_of_a_role_is_a_503(gateway: Gateway, path: str) -> None:
     await engine(gateway, Role.PREFILL, server_info=info(Role.PREFILL), v1_loads={"loads": []})
     client = await client_of(gateway)
     for _ in range(2):
@@ -146,7 +146,7 @@ async def test_without_an_answer_of_each_role_it_is_a_503(gateway: Gateway, path
         await engine(gateway, Role.DECODE, server_info=500, v1_loads=500)
 
 
-async def test_what_engines_refuse_is_told_with_their_status(gateway: Gateway) -> None:
+async def test_error_of_engines_is_passed_on_with_its_status(gateway: Gateway) -> None:
     await engine(gateway, Role.PREFILL, server_info=401)
     client = await client_of(gateway)
     async with client.get("/server_info") as answer:
@@ -154,7 +154,7 @@ async def test_what_engines_refuse_is_told_with_their_status(gateway: Gateway) -
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_client_shows_its_key_and_engines_do_not_see_it(gateway: Gateway, path: str) -> None:
+async def test_client_key_is_required_and_not_passed_on(gateway: Gateway, path: str) -> None:
     engines = [await engine(gateway, role, server_info=info(role), v1_loads={"loads": []}) for role in gateway.pools]
     callers = ApiKeys(KeyUsage())
     digest = hashlib.sha256(b"client").hexdigest()
@@ -166,7 +166,7 @@ async def test_a_client_shows_its_key_and_engines_do_not_see_it(gateway: Gateway
     assert all("authorization" not in one.asked[0].headers for one in engines)
 
 
-async def test_it_generates_when_every_role_has_an_engine_that_does(gateway: Gateway) -> None:
+async def test_health_generate_is_ok_when_every_role_is_ready(gateway: Gateway) -> None:
     client = await client_of(gateway)
     prefiller = await gateway.engine(Role.PREFILL)
     async with client.get("/health_generate") as answer:
@@ -180,7 +180,7 @@ async def test_it_generates_when_every_role_has_an_engine_that_does(gateway: Gat
 @pytest.mark.parametrize(
     "path", ["/abort_request", "/update_weights_from_disk", "/set_internal_state", "/pause_generation"]
 )
-async def test_what_administers_engines_is_out_of_reach(gateway: Gateway, path: str) -> None:
+async def test_administrative_routes_of_engines_are_not_served(gateway: Gateway, path: str) -> None:
     client = await client_of(gateway)
     for method in ("GET", "POST"):
         async with client.request(method, path) as answer:

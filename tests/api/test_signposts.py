@@ -25,7 +25,7 @@ async def get(gateway: Deployment, path: str, method: str = "GET") -> Answer:
         return await read(response)
 
 
-async def test_the_root_tells_what_there_is(deploy: Deploy) -> None:
+async def test_root_lists_the_routes(deploy: Deploy) -> None:
     told = (await get(await deploy(), "/")).json
     assert (told["service"], told["version"]) == ("pdproxy", __version__)
     assert {"POST " + CHAT, "GET /v1/models/{model}", "POST /v1/rerank", "GET /readyz"} <= set(told["routes"])
@@ -57,7 +57,7 @@ MEANT = [
 
 
 @pytest.mark.parametrize(("path", "meant"), list(zip(MEANT[::2], MEANT[1::2], strict=True)))
-async def test_a_route_that_is_nearly_one_is_named(deploy: Deploy, path: str, meant: str) -> None:
+async def test_mistyped_path_gets_a_hint(deploy: Deploy, path: str, meant: str) -> None:
     answer = await get(await deploy(), path, "POST")
     assert (answer.status, answer.error["code"]) == (404, "not_found")
     assert answer.error["message"] == f"there is no route {path} on this gateway; did you mean {meant}?"
@@ -78,14 +78,14 @@ async def test_a_route_that_is_nearly_one_is_named(deploy: Deploy, path: str, me
         ("/instance/add", "GET / lists"),
     ],
 )
-async def test_what_is_not_served_is_said(deploy: Deploy, path: str, words: str) -> None:
+async def test_unsupported_path_gets_a_hint(deploy: Deploy, path: str, words: str) -> None:
     answer = await get(await deploy(), path, "POST")
     assert answer.status == 404
     assert words in answer.error["message"]
     assert "instances" not in answer.error["message"]
 
 
-async def test_sglangs_own_api_is_not_denied_where_it_is_served(deploy: Deploy) -> None:
+async def test_sglang_path_gets_no_hint_when_it_is_served(deploy: Deploy) -> None:
     gateway = await deploy(connector="sglang_bootstrap")
     assert (await get(gateway, "/v1/generate", "POST")).error["message"].endswith("did you mean /generate?")
 
@@ -100,14 +100,14 @@ async def test_sglangs_own_api_is_not_denied_where_it_is_served(deploy: Deploy) 
         ("/readyz/", "/readyz"),
     ],
 )
-async def test_slashes_that_are_too_many_are_taken_out(deploy: Deploy, path: str, there: str) -> None:
+async def test_path_with_too_many_slashes_is_redirected(deploy: Deploy, path: str, there: str) -> None:
     """By a redirect that keeps method and body, as engines do it."""
     answer = await get(await deploy(), path, "POST")
     assert (answer.status, answer.headers["location"], answer.body) == (307, there, b"")
 
 
 @pytest.mark.parametrize("path", ["/admin/reload/", "//instances/add", "/instances//remove", "//metrics"])
-async def test_but_not_on_the_way_to_administration(deploy: Deploy, path: str) -> None:
+async def test_administrative_path_is_not_redirected(deploy: Deploy, path: str) -> None:
     """What stands in front may have rules for these paths."""
     answer = await get(await deploy(), path, "POST")
     assert answer.status == 404
@@ -117,27 +117,27 @@ async def test_but_not_on_the_way_to_administration(deploy: Deploy, path: str) -
 @pytest.mark.parametrize(
     "path", ["/%3Cscript%3E", "/%0d%0aX:%20y", "/%C3%A9vil", "/%00", "/\\evil.example.com", "/https://evil.example.com"]
 )
-async def test_a_path_that_could_mean_something_elsewhere_is_not_quoted(deploy: Deploy, path: str) -> None:
+async def test_path_with_special_characters_is_not_quoted(deploy: Deploy, path: str) -> None:
     answer = await get(await deploy(), path)
     assert answer.status == 404
     assert answer.error["message"] == "there is no such route on this gateway; GET / lists the routes"
 
 
 @pytest.mark.parametrize("length", [200, 7000])
-async def test_of_a_long_path_the_beginning_is_quoted(deploy: Deploy, length: int) -> None:
+async def test_long_path_is_quoted_in_part(deploy: Deploy, length: int) -> None:
     answer = await get(await deploy(), "/" + "x" * length)
     assert answer.status == 404
     assert answer.error["message"].startswith(f"there is no route /{'x' * 99} on this gateway; ")
 
 
-async def test_a_query_goes_along_only_as_it_came(deploy: Deploy) -> None:
+async def test_redirect_keeps_the_raw_query(deploy: Deploy) -> None:
     answer = await get(await deploy(), "/v1/models/?" + "a=%0d%0aX:%20y&" * 500)
     assert answer.status == 307
     assert len(answer.headers["location"]) < 1100
     assert "x" not in answer.headers
 
 
-async def test_a_redirect_leads_there(deploy: Deploy) -> None:
+async def test_redirect_leads_to_the_route(deploy: Deploy) -> None:
     gateway = await deploy()
     body = {"model": "sim", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
     async with gateway.session.post(gateway.url + "//v1/chat/completions/", json=body) as response:

@@ -124,5 +124,5 @@ def test_connection_that_its_program_has_closed_has_no_owner(is_reset: bool) -> 
             )
 
 
-def test_addresses_that_are_none_are_not_local() -> None:
+def test_invalid_addresses_are_not_local() -> None:
     assert objection(("", 0), ("", 0)) == "the system does not report which user opened the connection"

@@ -29,7 +29,7 @@ def hash_of(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-async def test_a_browser_may_run_what_the_page_has_and_nothing_else(gateway: Gateway) -> None:
+async def test_browser_may_run_only_the_scripts_of_the_page(gateway: Gateway) -> None:
     client = await gateway.serve(StatusPage().routes())
     async with client.get("/") as answer:
         page, headers = await answer.text(), answer.headers
@@ -53,7 +53,7 @@ async def test_a_browser_may_run_what_the_page_has_and_nothing_else(gateway: Gat
     assert (headers["X-Frame-Options"], headers["Cache-Control"]) == ("DENY", "no-store")
 
 
-async def test_all_of_it_is_in_one_document(gateway: Gateway) -> None:
+async def test_status_page_is_one_document(gateway: Gateway) -> None:
     client = await gateway.serve(StatusPage().routes())
     async with client.get("/") as answer:
         page = await answer.text()
@@ -63,13 +63,13 @@ async def test_all_of_it_is_in_one_document(gateway: Gateway) -> None:
     assert re.findall(r"@import|url\(|\sstyle=|\son[a-z]+=", page.partition("<script>")[0]) == []
 
 
-def test_nothing_is_made_of_text_but_text() -> None:
+def test_scripts_create_no_markup_from_text() -> None:
     markup = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|setHTML|DOMParser|eval\(|new Function|srcdoc"
     assert re.findall(markup, SCRIPTS) == []
     assert set(re.findall(r"(?:local|session)Storage", SCRIPTS)) == {"sessionStorage"}
 
 
-async def test_on_the_clients_listener_browsers_get_it_and_programs_the_routes(deploy: Deploy) -> None:
+async def test_browsers_get_the_status_page_and_programs_the_routes(deploy: Deploy) -> None:
     gateway = await deploy()
     for accept, kind in (
         (BROWSERS, "text/html"),

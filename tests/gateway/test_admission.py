@@ -177,7 +177,7 @@ async def gate(clock: Clock) -> AsyncIterator[Gate]:
 # Letting in
 
 
-async def test_who_finds_room_does_not_wait(gate: Gate) -> None:
+async def test_unit_does_not_wait_when_there_is_room(gate: Gate) -> None:
     gate.places = 1
     coroutine = gate.admission.admit("-").__aenter__()
     with pytest.raises(StopIteration):
@@ -186,7 +186,7 @@ async def test_who_finds_room_does_not_wait(gate: Gate) -> None:
     gate.admission._running.clear()
 
 
-async def test_who_finds_none_waits_until_there_is_some(gate: Gate) -> None:
+async def test_unit_waits_until_there_is_room(gate: Gate) -> None:
     gate.places = 1
     first, second = await gate.arrive("-", "-")
     assert (first.is_in, second.is_in, gate.admission.waiting) == (True, False, 1)
@@ -195,7 +195,7 @@ async def test_who_finds_none_waits_until_there_is_some(gate: Gate) -> None:
     assert (second.is_in, gate.admission.waiting) == (True, 0)
 
 
-async def test_nobody_overtakes_those_who_wait(gate: Gate) -> None:
+async def test_new_unit_does_not_overtake_queued_units(gate: Gate) -> None:
     (first,) = await gate.arrive("-")
     gate.places = 1
     second = gate.unit()  # finds room, but somebody is before it
@@ -205,7 +205,7 @@ async def test_nobody_overtakes_those_who_wait(gate: Gate) -> None:
 
 
 @pytest.mark.fault(54)
-async def test_a_free_place_wakes_one_and_not_all(gate: Gate) -> None:
+async def test_free_place_wakes_one_unit(gate: Gate) -> None:
     await gate.arrive(*["-"] * 100)
     before = gate.asked
     for _ in range(10):
@@ -216,20 +216,20 @@ async def test_a_free_place_wakes_one_and_not_all(gate: Gate) -> None:
     assert gate.asked - before == 3
 
 
-async def test_several_free_places_go_to_several(gate: Gate) -> None:
+async def test_several_free_places_go_to_several_units(gate: Gate) -> None:
     units = await gate.arrive(*["-"] * 5)
     await gate.open(3)
     assert gate.admitted == units[:3]
 
 
-async def test_room_that_nobody_told_of_is_found_all_the_same(gate: Gate) -> None:
+async def test_room_without_notification_is_found(gate: Gate) -> None:
     (unit,) = await gate.arrive("-")
     gate.places = 1  # in another worker
     while not unit.is_in:  # noqa: ASYNC110 - being let in has no event
         await asyncio.sleep(0)
 
 
-async def test_who_was_woken_and_found_nothing_stays_in_front(gate: Gate) -> None:
+async def test_woken_unit_that_finds_no_room_keeps_its_place(gate: Gate) -> None:
     first, _ = await gate.arrive("-", "-")
     gate.places = 1
     gate.admission.notify()
@@ -245,7 +245,7 @@ async def test_who_was_woken_and_found_nothing_stays_in_front(gate: Gate) -> Non
 # Leaving the queue
 
 
-async def test_a_woken_waiter_that_is_cancelled_passes_its_turn_on(gate: Gate) -> None:
+async def test_cancelled_unit_passes_its_turn_on(gate: Gate) -> None:
     first, second = await gate.arrive("-", "-")
     gate.places = 1
     gate.admission.notify()
@@ -256,7 +256,7 @@ async def test_a_woken_waiter_that_is_cancelled_passes_its_turn_on(gate: Gate) -
     assert (first.task.cancelled(), second.is_in) == (True, True)
 
 
-async def test_a_waiter_that_is_cancelled_as_its_turn_comes_passes_it_on(gate: Gate) -> None:
+async def test_unit_cancelled_at_its_turn_passes_it_on(gate: Gate) -> None:
     first, second = await gate.arrive("-", "-")
     gate.places = 1
     gate.admission.notify()
@@ -265,7 +265,7 @@ async def test_a_waiter_that_is_cancelled_as_its_turn_comes_passes_it_on(gate: G
     assert (first.task.cancelled(), second.is_in) == (True, True)
 
 
-async def test_a_waiter_that_is_cancelled_is_gone(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancelled_unit_leaves_the_queue(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proxy.gateway.admission._CHECK_SECONDS", 3600.0)  # the timer is not replaced meanwhile
     (first,) = await gate.arrive("-")
     timer = gate.admission._timer
@@ -279,7 +279,7 @@ async def test_a_waiter_that_is_cancelled_is_gone(gate: Gate, monkeypatch: pytes
     assert timer.cancelled()
 
 
-async def test_who_has_waited_too_long_is_refused_and_told_when_to_come_back(gate: Gate) -> None:
+async def test_unit_that_waited_too_long_is_rejected_with_retry_after(gate: Gate) -> None:
     gate.limit(wait_seconds=10)
     (early,) = await gate.arrive("-")
     gate.clock.now += 6
@@ -295,7 +295,7 @@ async def test_who_has_waited_too_long_is_refused_and_told_when_to_come_back(gat
     assert late.is_in
 
 
-async def test_who_has_waited_for_a_restart_is_told_that_there_is_nobody(gate: Gate) -> None:
+async def test_unit_that_waited_for_a_restart_gets_no_backend_available(gate: Gate) -> None:
     gate.absent = Role.DECODE
     (unit,) = await gate.arrive("-")
     gate.clock.now += 60
@@ -306,7 +306,7 @@ async def test_who_has_waited_for_a_restart_is_told_that_there_is_nobody(gate: G
     assert 1 <= refused.value.retry_after_seconds <= 2
 
 
-async def test_who_would_wait_in_vain_for_instances_that_refuse_is_refused(gate: Gate) -> None:
+async def test_unit_is_rejected_when_instances_reject_for_longer_than_it_may_wait(gate: Gate) -> None:
     gate.limit(wait_seconds=10)
     start = gate.clock.now
     (early,) = await gate.arrive("-")
@@ -333,14 +333,14 @@ async def test_who_would_wait_in_vain_for_instances_that_refuse_is_refused(gate:
     assert newcomer.is_in
 
 
-async def test_a_shorter_wait_holds_for_those_who_wait_already(gate: Gate) -> None:
+async def test_shorter_wait_applies_to_queued_units(gate: Gate) -> None:
     (unit,) = await gate.arrive("-")
     gate.clock.now += 5
     gate.limit(wait_seconds=1)
     assert (await unit.refusal()).code == "queue_timeout"
 
 
-async def test_further_units_of_a_request_wait_as_long_as_it_takes(gate: Gate) -> None:
+async def test_further_units_of_a_request_wait_without_limit(gate: Gate) -> None:
     gate.limit(wait_seconds=1, max_waiting=1)
     (request,) = await gate.arrive("-")
     further = await gate.arrive("-", "-", patient=True)
@@ -352,7 +352,7 @@ async def test_further_units_of_a_request_wait_as_long_as_it_takes(gate: Gate) -
 
 
 @pytest.mark.parametrize("how", ["end", "cancel", "fail"])
-async def test_whatever_ends_a_unit_it_runs_no_more(gate: Gate, how: str) -> None:
+async def test_unit_is_not_counted_after_any_end(gate: Gate, how: str) -> None:
     gate.places = 1
 
     async def work() -> None:
@@ -375,7 +375,7 @@ async def test_whatever_ends_a_unit_it_runs_no_more(gate: Gate, how: str) -> Non
 # A full queue
 
 
-async def test_a_full_queue_refuses_and_says_so_before_the_body_is_read(gate: Gate) -> None:
+async def test_full_queue_rejects_before_the_body_is_read(gate: Gate) -> None:
     gate.limit(max_waiting=2)
     await gate.arrive("-")
     gate.admission.check("-")
@@ -392,7 +392,7 @@ async def test_a_full_queue_refuses_and_says_so_before_the_body_is_read(gate: Ga
     gate.admission.check("-")
 
 
-async def test_without_a_queue_whoever_finds_no_room_is_refused(gate: Gate) -> None:
+async def test_unit_without_room_is_rejected_when_there_is_no_queue(gate: Gate) -> None:
     gate.limit(max_waiting=0)
     gate.places = 1
     gate.admission.check("-")
@@ -406,13 +406,13 @@ async def test_without_a_queue_whoever_finds_no_room_is_refused(gate: Gate) -> N
 
 
 @pytest.mark.fault(54)
-async def test_those_refused_together_do_not_return_together(gate: Gate) -> None:
+async def test_retry_after_differs_between_rejected_units(gate: Gate) -> None:
     gate.limit(max_waiting=0)
     waits = {(await unit.refusal()).retry_after_seconds for unit in await gate.arrive(*["-"] * 20)}
     assert len(waits) > 1
 
 
-async def test_in_a_full_queue_the_youngest_of_the_greediest_gives_way(gate: Gate) -> None:
+async def test_full_queue_rejects_the_last_unit_of_the_key_with_most(gate: Gate) -> None:
     gate.limit(max_waiting=4)
     greedy = await gate.arrive("greedy", "greedy", "greedy")
     further = await gate.arrive("greedy", patient=True)
@@ -430,7 +430,7 @@ async def test_in_a_full_queue_the_youngest_of_the_greediest_gives_way(gate: Gat
         gate.admission.check("modest")
 
 
-async def test_one_that_gives_way_as_its_turn_comes_passes_it_on(gate: Gate) -> None:
+async def test_unit_rejected_at_its_turn_passes_it_on(gate: Gate) -> None:
     gate.limit(max_waiting=1)
     (greedy,) = await gate.arrive("greedy")
     gate.places = 1
@@ -444,7 +444,7 @@ async def test_one_that_gives_way_as_its_turn_comes_passes_it_on(gate: Gate) -> 
 # Turns
 
 
-async def test_a_caller_with_a_thousand_waiting_delays_another_by_one_service_at_most(gate: Gate) -> None:
+async def test_key_with_1000_queued_units_delays_another_by_one_service(gate: Gate) -> None:
     gate.places = 2
     await gate.arrive(*["greedy"] * 1002)
     (single,) = await gate.arrive("single")
@@ -454,7 +454,7 @@ async def test_a_caller_with_a_thousand_waiting_delays_another_by_one_service_at
     assert single in gate.admitted[2:4]
 
 
-async def test_turns_go_to_the_caller_with_least_running_then_to_the_one_that_has_waited_longest(gate: Gate) -> None:
+async def test_turns_go_to_the_key_with_least_running_then_longest_wait(gate: Gate) -> None:
     gate.places = 2
     await gate.arrive("a", "a")  # these run
     await gate.arrive("a", "b", "b", "c", "b", "c", "d")
@@ -464,14 +464,14 @@ async def test_turns_go_to_the_caller_with_least_running_then_to_the_one_that_ha
     assert gate.served() == "b c d b c a b"
 
 
-async def test_a_callers_own_units_come_in_the_order_of_their_arrival(gate: Gate) -> None:
+async def test_units_of_a_key_go_in_the_order_of_arrival(gate: Gate) -> None:
     units = await gate.arrive(*"aabab")
     await gate.open(5)
     assert [unit for unit in gate.admitted if unit.key == "a"] == [unit for unit in units if unit.key == "a"]
     assert gate.served() == "a b a b a"
 
 
-async def test_who_comes_and_goes_does_not_overtake_who_stays(gate: Gate) -> None:
+async def test_key_with_short_visits_does_not_overtake_waiting_keys(gate: Gate) -> None:
     await gate.arrive("stays", "stays")
     for _ in range(3):
         (unit,) = await gate.arrive("comes")
@@ -484,7 +484,7 @@ async def test_who_comes_and_goes_does_not_overtake_who_stays(gate: Gate) -> Non
 # What it tells
 
 
-async def test_only_those_who_waited_are_in_the_histogram(gate: Gate) -> None:
+async def test_histogram_has_only_units_that_waited(gate: Gate) -> None:
     gate.places = 1
     (first,) = await gate.arrive("-")
     assert gate.queue_seconds() == (0, 0)
@@ -500,7 +500,7 @@ async def test_only_those_who_waited_are_in_the_histogram(gate: Gate) -> None:
 # Bodies
 
 
-async def test_bodies_are_held_as_long_as_all_of_them_fit(gate: Gate) -> None:
+async def test_bodies_are_held_while_all_of_them_fit(gate: Gate) -> None:
     gate.limit(max_buffered_bytes=100)
     with gate.admission.buffers.hold(60):
         with gate.admission.buffers.hold(40):
@@ -512,7 +512,7 @@ async def test_bodies_are_held_as_long_as_all_of_them_fit(gate: Gate) -> None:
     assert gate.admission.buffers.held_bytes == 0
 
 
-async def test_a_body_alone_fits_however_long_it_is(gate: Gate) -> None:
+async def test_single_body_of_any_length_fits(gate: Gate) -> None:
     gate.limit(max_buffered_bytes=100)
     with gate.admission.buffers.hold(1000) as held:
         held.resize(2000)
@@ -521,7 +521,7 @@ async def test_a_body_alone_fits_however_long_it_is(gate: Gate) -> None:
         assert gate.admission.buffers.held_bytes == 2000
 
 
-async def test_a_body_of_unknown_length_is_counted_as_it_comes(gate: Gate) -> None:
+async def test_body_of_unknown_length_is_counted_as_it_arrives(gate: Gate) -> None:
     gate.limit(max_buffered_bytes=100)
     with gate.admission.buffers.hold(50), gate.admission.buffers.hold(0) as held:
         held.resize(50)
@@ -540,7 +540,7 @@ async def test_a_body_of_unknown_length_is_counted_as_it_comes(gate: Gate) -> No
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 80)), max_size=30))
-def test_whatever_is_held_is_given_back(changes: list[tuple[int, int]]) -> None:
+def test_all_held_bytes_are_released(changes: list[tuple[int, int]]) -> None:
     gate = Gate(Clock())
     gate.limit(max_buffered_bytes=100)
     with ExitStack() as stack:
@@ -741,7 +741,7 @@ _EVENTS = st.sampled_from(["arrive", "further", "leave", "cancel", "notify", "sh
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(_EVENTS, st.integers(0, 100), st.integers(0, 3)), max_size=60))
-def test_however_events_fall_between_a_wake_up_and_its_run_no_turn_is_lost(events: list[tuple[str, int, int]]) -> None:
+def test_no_turn_is_lost_by_events_between_wake_up_and_run(events: list[tuple[str, int, int]]) -> None:
     """`turns` of the loop pass after each event: with none or one, the woken unit has not run when the next comes."""
 
     async def play() -> None:
@@ -787,7 +787,7 @@ def test_however_events_fall_between_a_wake_up_and_its_run_no_turn_is_lost(event
 # Several queues
 
 
-async def test_of_two_queues_the_one_whose_next_came_first_is_served_first() -> None:
+async def test_queue_with_the_earlier_unit_is_served_first() -> None:
     fronts, clock = QueueHeads(2), Clock()
     one, other = (Gate(clock, fronts.of_worker(number)) for number in range(2))
     (first,) = await one.arrive("-")
@@ -808,7 +808,7 @@ async def test_of_two_queues_the_one_whose_next_came_first_is_served_first() -> 
         await unit.leave()
 
 
-async def test_room_that_the_first_of_another_queue_does_not_want_is_taken_after_a_moment() -> None:
+async def test_room_unused_by_another_queue_is_taken_after_a_moment() -> None:
     fronts, clock = QueueHeads(2), Clock()
     one, other = (Gate(clock, fronts.of_worker(number)) for number in range(2))
     (first,) = await one.arrive("-")

@@ -67,7 +67,7 @@ def host(clock: Clock) -> Host:
 # Who it is
 
 
-def test_without_keys_everybody_is_the_same_and_nothing_is_counted(host: Host) -> None:
+def test_clients_are_anonymous_and_not_counted_without_keys(host: Host) -> None:
     api_keys = host.workers[0]
     assert not api_keys.have_keys
     for authorization in (None, "Bearer whatever"):
@@ -80,9 +80,7 @@ def test_without_keys_everybody_is_the_same_and_nothing_is_counted(host: Host) -
     ("authorization", "x_api_key"),
     [("Bearer sk-a", None), ("bearer  sk-a ", None), (None, "sk-a"), ("Basic YTph", "sk-a"), ("Bearer sk-a", "sk-b")],
 )
-def test_a_client_shows_its_key_as_a_bearer_token_or_as_x_api_key(
-    host: Host, authorization: str | None, x_api_key: str | None
-) -> None:
+def test_key_may_be_a_bearer_token_or_x_api_key(host: Host, authorization: str | None, x_api_key: str | None) -> None:
     host.configure(key("a"), key("b"))
     assert host.workers[0].identify(authorization, x_api_key).name == "a"
 
@@ -96,7 +94,7 @@ def test_a_client_shows_its_key_as_a_bearer_token_or_as_x_api_key(
         ("Bearer " + hashlib.sha256(b"sk-a").hexdigest(), None),
     ],
 )
-def test_any_other_client_is_refused(host: Host, authorization: str | None, x_api_key: str | None) -> None:
+def test_client_without_a_valid_key_is_rejected(host: Host, authorization: str | None, x_api_key: str | None) -> None:
     host.configure(key("a"))
     with pytest.raises(Unauthorized) as refused:
         host.workers[0].identify(authorization, x_api_key)
@@ -104,7 +102,7 @@ def test_any_other_client_is_refused(host: Host, authorization: str | None, x_ap
     assert "sk-" not in refused.value.message
 
 
-def test_a_removed_key_is_refused_and_its_requests_go_on(host: Host) -> None:
+def test_removed_key_is_rejected_while_its_requests_continue(host: Host) -> None:
     host.configure(key("a"), key("b"))
     with host.workers[0].enter(host.key("a")):
         host.configure(key("b"))
@@ -113,7 +111,7 @@ def test_a_removed_key_is_refused_and_its_requests_go_on(host: Host) -> None:
     assert not any(host.usage.in_flight(slot) for slot in range(4))
 
 
-def test_a_key_that_changed_is_known_by_the_new_one_only(host: Host) -> None:
+def test_changed_key_replaces_the_old_one(host: Host) -> None:
     host.configure(key("a", "sk-old"))
     assert host.workers[0].identify("Bearer sk-old", None).name == "a"
     host.configure(key("a", "sk-new"))
@@ -135,7 +133,7 @@ def test_requests_in_flight_are_limited_over_all_workers(host: Host) -> None:
     host.ask("a")
 
 
-def test_whatever_ends_a_request_it_is_in_flight_no_more(host: Host) -> None:
+def test_request_is_not_in_flight_after_any_end(host: Host) -> None:
     host.configure(key("a", max_concurrent=1))
 
     def fail() -> None:
@@ -154,7 +152,7 @@ def test_a_request_that_is_never_entered_counts_nothing(host: Host) -> None:
     assert not any(host.usage._cells)
 
 
-def test_what_a_dead_worker_had_in_flight_is_gone_but_not_what_it_had_used(host: Host) -> None:
+def test_dead_workers_requests_are_not_in_flight_but_used(host: Host) -> None:
     host.configure(key("a", max_concurrent=1, requests_per_minute=2))
     host.workers[1].enter(host.key("a", 1)).__enter__()
     assert host.refusal("a").code == "key_concurrency"
@@ -195,7 +193,7 @@ def test_requests_per_minute_are_limited_over_all_workers(host: Host) -> None:
     host.ask("b")
 
 
-def test_a_refused_request_was_not_used(host: Host) -> None:
+def test_rejected_request_is_not_counted(host: Host) -> None:
     host.configure(key("a", requests_per_minute=2, max_concurrent=1))
     with host.workers[0].enter(host.key("a")):
         host.refusal("a")
@@ -223,7 +221,7 @@ def test_a_refused_request_was_not_used(host: Host) -> None:
         (1, 1_000_000, 0, 0, 60_000),
     ],
 )
-def test_the_window_slides_as_if_the_last_minutes_requests_had_come_evenly(
+def test_window_slides_as_if_requests_of_the_last_minute_came_evenly(
     host: Host, limit: int, previous: int, current: int, elapsed_seconds: int, wait_ms: int
 ) -> None:
     host.configure(key("a"))
@@ -252,9 +250,7 @@ def test_a_minute_before_last_is_forgotten(host: Host) -> None:
     limit=st.integers(1, 20),
     arrivals=st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 1)), min_size=1, max_size=60),
 )
-def test_who_waits_as_long_as_told_is_let_in_and_not_a_millisecond_sooner(
-    limit: int, arrivals: list[tuple[int, int]]
-) -> None:
+def test_request_is_admitted_exactly_after_retry_after(limit: int, arrivals: list[tuple[int, int]]) -> None:
     """The model knows when each request was let in, and applies the formula to it in exact numbers."""
     clock = Clock()
     host = Host(clock)
@@ -313,19 +309,19 @@ def test_limits_may_change_while_usage_stays(host: Host) -> None:
         ("", {"a": 0}, {}),
     ],
 )
-def test_a_kept_key_keeps_its_slot_and_a_new_one_gets_the_lowest_free(
+def test_key_keeps_its_slot_and_new_key_gets_the_lowest_free(
     names: str, before: dict[str, int], slots: dict[str, int]
 ) -> None:
     assert assign_slots(names, before, 4) == slots
 
 
-def test_more_keys_than_slots_are_refused() -> None:
+def test_more_keys_than_slots_are_rejected() -> None:
     with pytest.raises(ValueError, match="there are 5 client keys, but 4 is the limit"):
         assign_slots("abcde", {}, 4)
 
 
 @given(st.lists(st.sets(st.sampled_from("abcdefgh"), max_size=5), max_size=10))
-def test_however_keys_come_and_go_no_two_share_a_slot(generations: list[set[str]]) -> None:
+def test_keys_never_share_a_slot(generations: list[set[str]]) -> None:
     slots: dict[str, int] = {}
     for names in generations:
         before, slots = slots, assign_slots(sorted(names), slots, 5)
@@ -335,7 +331,7 @@ def test_however_keys_come_and_go_no_two_share_a_slot(generations: list[set[str]
         assert all(slots[name] == before[name] for name in names & set(before))
 
 
-def test_what_other_gateways_have_let_in_counts_and_is_not_told_as_ones_own() -> None:
+def test_requests_of_other_gateways_count_but_are_not_own_usage() -> None:
     usage = KeyUsage(workers=2, slots=2, guests=1)
     for worker in range(2):
         usage.row(worker).add(1, 1)

@@ -43,7 +43,7 @@ async def answered(deploy: Deploy, decoded: bytes) -> Answer:
     return await gateway.ask(request(Api.COMPLETIONS))
 
 
-async def test_only_what_the_gateway_knows_better_is_changed(deploy: Deploy) -> None:
+async def test_only_corrected_members_of_an_answer_are_changed(deploy: Deploy) -> None:
     text = b'"choices" : [{"index":0,"text":"\\u00fc\\/","finish_reason":"stop","x":1e2}],"created":1.0'
     usage = b'"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":8}}'
     answer = await answered(
@@ -69,7 +69,7 @@ NO_ANSWERS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("body", "code"), NO_ANSWERS)
-async def test_what_is_no_answer_is_an_error(deploy: Deploy, body: bytes, code: str) -> None:
+async def test_invalid_answer_is_an_error(deploy: Deploy, body: bytes, code: str) -> None:
     answer = await answered(deploy, http(body))
     assert (answer.status, answer.error["code"]) == (502, code)
     assert answer.headers["x-should-retry"] == "false"
@@ -92,7 +92,7 @@ async def test_a_redirect_is_not_followed(deploy: Deploy) -> None:
         ("image/svg+xml", "text/plain"),
     ],
 )
-async def test_an_engines_error_keeps_its_body_and_is_no_page(
+async def test_error_of_an_engine_keeps_its_body_and_is_not_html(
     deploy: Deploy, kind: str, passed_on: str, charset: str
 ) -> None:
     body = b"<h1>the context is too long</h1>"
@@ -109,7 +109,7 @@ KEY = 's3cret-engine-"key"'
     ("refusing", "stream"), [("decode in its stream", True), *product(("prefill", "decode"), (True, False))]
 )
 @pytest.mark.parametrize("api", [*OPENAI_APIS, "messages", "responses"])
-async def test_an_engines_refusal_does_not_quote_the_gateways_key(
+async def test_rejection_of_an_engine_does_not_contain_the_engine_key(
     deploy: Deploy, refusing: str, api: Api | str, stream: bool
 ) -> None:
     quoted = {"error": {"message": f"bad header Authorization: Bearer {KEY}", "code": 422}}
@@ -135,7 +135,7 @@ FOREIGN: dict[str, dict[str, Any]] = {
 }
 
 
-async def test_a_busy_engine_says_itself_when_to_come_again(deploy: Deploy) -> None:
+async def test_retry_after_of_a_busy_engine_is_passed_on(deploy: Deploy) -> None:
     busy = b"HTTP/1.1 429 Busy\r\nRetry-After: 7\r\nContent-Length: 4\r\n\r\nbusy"
     answer = await answered(deploy, busy)
     assert (answer.status, answer.body, answer.headers["retry-after"]) == (429, b"busy", "7")
@@ -185,7 +185,7 @@ def comparable(answer: Any) -> list[tuple[str, Any]]:
     "what how steps profile",
     [row for row in product(ASKED, SHOWN, STEPS, VERSIONS) if _is_watched(ASKED[row[0]] | SHOWN[row[1]])],
 )
-async def test_an_answer_out_of_a_stream_is_that_of_an_engine(what: str, how: str, steps: str, profile: str) -> None:
+async def test_assembled_answer_equals_that_of_an_engine(what: str, how: str, steps: str, profile: str) -> None:
     asked, shown = ASKED[what], SHOWN[how]
     body = asked | ({**shown, "logprobs": 2} if "logprobs" in shown and "prompt" in asked else shown)
     async with (
@@ -202,9 +202,7 @@ async def test_an_answer_out_of_a_stream_is_that_of_an_engine(what: str, how: st
 
 @pytest.mark.parametrize("profile", ["v0.18", "v0.33"])
 @pytest.mark.parametrize("api", OPENAI_APIS)
-async def test_whole_answers_of_the_gateway_have_the_members_of_an_engines(
-    deploy: Deploy, api: Api, profile: str
-) -> None:
+async def test_assembled_answer_has_the_members_of_an_engines_answer(deploy: Deploy, api: Api, profile: str) -> None:
     gateway = await deploy(1, 1, engine={"profile_name": profile}, resume={"repeat_up_to_tokens": 0})
     # Profiles tell what they are once they have passed a health check.
     pool = gateway.worker.pools.decode
@@ -219,7 +217,7 @@ async def test_whole_answers_of_the_gateway_have_the_members_of_an_engines(
 
 
 @pytest.mark.parametrize("is_fast", [True, False], ids=["fast", "slow"])
-async def test_an_answer_that_is_to_tell_routed_experts_is_the_engines_own(deploy: Deploy, is_fast: bool) -> None:
+async def test_answer_with_routed_experts_is_not_assembled(deploy: Deploy, is_fast: bool) -> None:
     told = json_answer({"choices": [{**CHOICE, "routed_experts": "AAEC"}], "metrics": {"queue_time_ms": 1.5}})
     prefiller, decoder = CannedEngine("prefill", [json_answer(PREFILLED)]), CannedEngine("decode", [told])
     gateway = await deploy([prefiller], [decoder], resume={"repeat_up_to_tokens": 0}, listen={"fast_path": is_fast})
@@ -229,7 +227,7 @@ async def test_an_answer_that_is_to_tell_routed_experts_is_the_engines_own(deplo
     assert not orjson.loads(decoder.received[0].body).get("stream")
 
 
-def test_metrics_of_a_part_are_not_those_of_a_resumed_answer() -> None:
+def test_resumed_answer_has_no_metrics_of_its_parts() -> None:
     whole = Assembly(has_routed_experts=True)
     delivery = Delivery(call_of(request(Api.CHAT)), is_observed=True, whole=whole)
     take(delivery, data(_told(7, "a")))
@@ -247,7 +245,7 @@ def test_metrics_of_a_part_are_not_those_of_a_resumed_answer() -> None:
     assert (values["metrics"], values["choices"][0]["message"]["content"]) == (None, "ac")
 
 
-async def test_a_tool_call_that_ends_anywhere_is_told_as_an_engine_tells_it() -> None:
+async def test_incomplete_tool_call_equals_that_of_an_engine() -> None:
     """But for the reason: `length`, as in a stream. Of a whole answer an engine says `tool_calls` all the same."""
     async with SimulatedEngine(profile_name="v0.33", **ENGINE) as engine, aiohttp.ClientSession() as session:
         for max_tokens in range(1, 60):
@@ -260,14 +258,14 @@ async def test_a_tool_call_that_ends_anywhere_is_told_as_an_engine_tells_it() ->
 
 
 @pytest.mark.parametrize("api", OPENAI_APIS)
-async def test_an_answer_of_nothing_out_of_a_stream_is_that_of_an_engine(api: Api) -> None:
+async def test_assembled_empty_answer_equals_that_of_an_engine(api: Api) -> None:
     async with SimulatedEngine(first_token_eos=True, **ENGINE) as engine, aiohttp.ClientSession() as session:
         expected = await ask(session, engine.url, request(api))
         stream = await ask(session, engine.url, orjson.loads(joined(VLLM.observed(call_of(request(api))).body({}))))
     assert comparable(put_together(request(api), stream.body)) == comparable(expected.json)
 
 
-def test_what_was_generated_twice_is_told_once() -> None:
+def test_tokens_generated_twice_appear_once() -> None:
     """Log probabilities as well as ids: those behind the kept ones come again."""
     whole = Assembly()
     body = request(Api.CHAT, logprobs=True)
@@ -281,7 +279,7 @@ def test_what_was_generated_twice_is_told_once() -> None:
     assert (choice["message"]["content"], choice["finish_reason"]) == ("ac", "stop")
 
 
-def test_an_answer_that_began_anew_has_nothing_of_the_first_try() -> None:
+def test_restarted_answer_has_nothing_of_the_first_attempt() -> None:
     whole = Assembly()
     delivery = Delivery(call_of(request(Api.CHAT, logprobs=True)), is_observed=True, whole=whole)
     take(delivery, data(_told(7, "a")))

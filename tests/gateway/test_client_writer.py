@@ -46,7 +46,7 @@ async def test_an_http_10_client_gets_a_stream_without_chunks(gateway: Deploymen
 
 
 @pytest.mark.parametrize("breaks_off", [False, True])
-async def test_the_end_of_a_stream_without_chunks_is_that_of_the_connection(deploy: Deploy, breaks_off: bool) -> None:
+async def test_stream_without_chunks_ends_with_the_connection(deploy: Deploy, breaks_off: bool) -> None:
     """Whatever a client of HTTP/1.0 asks for: it could not tell otherwise where the answer ends."""
     gateway = await deploy(resume={"mode": "off"}, listen={"keepalive_seconds": 3600.0})
     if breaks_off:
@@ -57,7 +57,7 @@ async def test_the_end_of_a_stream_without_chunks_is_that_of_the_connection(depl
     assert answer.endswith(b"data: [DONE]\n\n") is not breaks_off
 
 
-async def test_a_whole_answer_of_http_10_leaves_the_connection_open_for_those_who_ask_for_that(
+async def test_http_10_connection_stays_open_after_a_whole_answer_on_request(
     gateway: Deployment,
 ) -> None:
     whole = raw_request(request(Api.CHAT), b"Connection: keep-alive", version=b"1.0")
@@ -82,7 +82,7 @@ class Connection:
         return False
 
 
-async def test_a_writer_writes_no_empty_chunk() -> None:
+async def test_writer_writes_no_empty_chunk() -> None:
     """An empty chunk would be the end of the body."""
     connection = Connection()
     writer = ClientWriter(cast("ClientConnection", connection), lambda *_: b"head ", "X-Request-Id", "r", 60.0)
@@ -93,7 +93,7 @@ async def test_a_writer_writes_no_empty_chunk() -> None:
     assert connection.written == [b"head 1\r\na\r\n", b"1\r\nb\r\n", b"2\r\ncd\r\n0\r\n\r\n"]
 
 
-async def test_an_http_11_client_gets_chunks_and_headers_that_keep_proxies_from_collecting_them(
+async def test_http_11_client_gets_chunks_and_headers_against_proxy_buffering(
     gateway: Deployment,
 ) -> None:
     headers, body = await exchange(gateway, raw_request(request(Api.CHAT, stream=True), b"Connection: close"))
@@ -124,14 +124,14 @@ async def test_a_connection_serves_one_request_after_the_other(gateway: Deployme
 
 
 @pytest.mark.parametrize("given", ["abc-1", "x" * 200, "with space"])
-async def test_a_clients_own_request_id_comes_back_if_it_is_a_sane_one(gateway: Deployment, given: str) -> None:
+async def test_valid_request_id_of_a_client_is_returned(gateway: Deployment, given: str) -> None:
     for stream in (True, False):
         answer = await gateway.ask(request(Api.CHAT, stream=stream), x_request_id=given)
         assert (answer.headers["x-request-id"] == given) == (given == "abc-1")
         assert answer.headers["x-request-id"]
 
 
-async def test_a_client_that_asks_before_it_sends_is_told_to_go_on(gateway: Deployment) -> None:
+async def test_client_that_expects_100_continue_gets_it(gateway: Deployment) -> None:
     """As curl does with a large body."""
     head, _, content = raw_request(request(Api.CHAT), b"Expect: 100-continue", b"Connection: close").partition(
         b"\r\n\r\n"
@@ -153,7 +153,7 @@ async def test_a_body_may_come_in_chunks(gateway: Deployment) -> None:
     assert "content-length" in generations(*gateway.prefillers)[0].headers
 
 
-async def test_a_client_that_leaves_while_it_sends_reaches_no_engine(gateway: Deployment) -> None:
+async def test_client_that_disconnects_during_its_body_reaches_no_engine(gateway: Deployment) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", URL(gateway.url).port)
     writer.write(raw_request(request(Api.CHAT))[:-5])
     await writer.drain()

@@ -37,7 +37,7 @@ async def test_pipelined_requests_are_answered_in_their_order(roads: Roads) -> N
 
 
 @pytest.mark.parametrize("at", [1, 20, 80, 120, 200, -1])
-async def test_a_request_in_two_pieces(roads: Roads, at: int) -> None:
+async def test_request_in_two_pieces_is_answered(roads: Roads, at: int) -> None:
     async def talk(clients: Clients) -> None:
         line = await clients.connect()
         await line.ask(STREAM)
@@ -76,7 +76,7 @@ async def test_a_request_in_two_pieces(roads: Roads, at: int) -> None:
     ],
 )
 @pytest.mark.parametrize("is_behind", [True, False])
-async def test_what_is_not_plain_is_answered_alone_and_behind_what_is(
+async def test_requests_that_are_not_plain_are_answered_alone_and_pipelined(
     roads: Roads, odd: bytes, is_behind: bool
 ) -> None:
     async def talk(clients: Clients) -> None:
@@ -102,7 +102,7 @@ PHASES: list[tuple[str, str, dict[str, Any], Callable[[Deployment], bool]]] = [
 @pytest.mark.parametrize("body", [STREAM, WHOLE], ids=["stream", "whole"])
 @pytest.mark.parametrize(("role", "action", "fields", "is_there"), PHASES)
 @pytest.mark.parametrize("how", ["leaves", "drain and cut-off"])
-async def test_a_request_of_two_legs_at_a_time_ends_in_any_phase(
+async def test_request_with_two_parallel_legs_ends_in_any_phase(
     roads: Roads,
     body: dict[str, Any],
     role: str,
@@ -135,7 +135,7 @@ async def test_a_request_of_two_legs_at_a_time_ends_in_any_phase(
     await roads.take(talk, connector="sglang_bootstrap", loses_kv=True, is_fast=1, settings=OFF)
 
 
-async def test_a_client_whose_host_is_gone_is_noticed(deploy: Deploy) -> None:
+async def test_client_with_a_lost_host_is_detected(deploy: Deploy) -> None:
     gateway = await deploy()
     clients = Clients(gateway)
     line = await clients.connect()

@@ -37,7 +37,7 @@ HIDDEN: Final = raw(WHOLE, X_Request_Id="hidden")
     ],
 )
 @pytest.mark.parametrize("body", [STREAM, WHOLE], ids=["stream", "whole"])
-async def test_the_next_plain_request_is_fast(roads: Roads, odd: bytes, body: dict[str, Any]) -> None:
+async def test_next_plain_request_uses_the_fast_path(roads: Roads, odd: bytes, body: dict[str, Any]) -> None:
     async def talk(clients: Clients) -> None:
         line = await clients.connect()
         for number in range(3):
@@ -67,7 +67,7 @@ UNCERTAIN: Final = {
 
 
 @pytest.mark.parametrize("pieces", UNCERTAIN.values(), ids=UNCERTAIN)
-async def test_it_stays_where_it_is_not_certain_that_a_request_begins(
+async def test_connection_stays_with_aiohttp_when_no_request_certainly_begins(
     roads: Roads, pieces: Sequence[tuple[bytes, int]]
 ) -> None:
     async def talk(clients: Clients) -> None:
@@ -82,7 +82,7 @@ async def test_it_stays_where_it_is_not_certain_that_a_request_begins(
     await roads.take(talk, is_fast=0, settings=OFF)
 
 
-async def test_one_that_goes_to_and_fro_stays(roads: Roads) -> None:
+async def test_connection_stays_with_aiohttp_after_several_changes(roads: Roads) -> None:
     async def talk(clients: Clients) -> None:
         line = await clients.connect()
         for number in range(6):
@@ -92,7 +92,7 @@ async def test_one_that_goes_to_and_fro_stays(roads: Roads) -> None:
     await roads.take(talk, is_fast=0, settings=OFF)
 
 
-async def test_a_client_that_reads_nothing_meanwhile(roads: Roads) -> None:
+async def test_client_that_does_not_read_while_its_connection_changes(roads: Roads) -> None:
     async def talk(clients: Clients) -> None:
         line = await clients.connect()
         for number in range(3):

@@ -7,7 +7,7 @@ from proxy.gateway.common_abilities import CommonAbilities
 from tests.balancer.conftest import Balancer
 
 
-def test_what_engines_have_in_common_is_looked_at_anew_when_one_of_any_role_has_told_something() -> None:
+def test_common_abilities_are_read_again_after_an_engine_reports_facts() -> None:
     balancer = Balancer()
     pools = balancer.prefillers, balancer.decoders
     abilities = CommonAbilities(pools, None)

@@ -84,13 +84,13 @@ def check(what: str, cost: Cost) -> None:
 
 
 @pytest.mark.parametrize("what", [STREAM, WHOLE, PAIR])
-async def test_a_plain_request_takes_no_more_calls_than_it_did(deploy: Deploy, what: str) -> None:
+async def test_plain_request_stays_below_its_bound_of_calls(deploy: Deploy, what: str) -> None:
     gateway = await deploy(connector="sglang_bootstrap" if what is PAIR else "vllm_pull")
     async with connected(gateway, 1) as lines:  # one by one: of many some would have to wait where the machine is busy
         check(what, await per_request(lines, stream=what is not WHOLE, max_tokens=1))
 
 
-async def test_a_token_takes_no_more_calls_than_it_did(deploy: Deploy) -> None:
+async def test_token_stays_below_its_bound_of_calls(deploy: Deploy) -> None:
     """Each token is read alone here. How the tokens of a socket are grouped into reads depends on the machine."""
     tokens = [token("content", number, ids=True) for number in range(9 + TOKENS)]
     engine = CannedEngine("both", [STREAM_HEAD, *tokens[:9]])
@@ -110,7 +110,7 @@ async def test_a_token_takes_no_more_calls_than_it_did(deploy: Deploy) -> None:
     check(TOKEN, Cost.of(calls, TOKENS))
 
 
-async def test_what_follows_from_a_request_takes_no_more_calls_than_it_did(
+async def test_work_after_a_request_stays_below_its_bound_of_calls(
     deploy: Deploy, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(
@@ -132,7 +132,7 @@ async def test_what_follows_from_a_request_takes_no_more_calls_than_it_did(
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("connector", ["vllm_pull", "sglang_bootstrap"])
-async def test_a_plain_request_leaves_nothing_in_memory(
+async def test_plain_request_leaves_no_memory_behind(
     deploy: Deploy, connector: str, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "proxy")  # it would keep every line, if a test before has asked for them

@@ -111,7 +111,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.covering("asked steps profile is_continuous", product(ASKED, STEPS, VERSIONS, (False, True)))
-async def test_a_client_that_asks_for_no_ids_gets_what_the_engine_tells_who_asks_for_none(
+async def test_client_without_ids_gets_the_bytes_of_an_engine_without_ids(
     asked: str, steps: str, profile: str, is_continuous: bool
 ) -> None:
     body = {
@@ -127,7 +127,7 @@ async def test_a_client_that_asks_for_no_ids_gets_what_the_engine_tells_who_asks
 
 
 @pytest.mark.parametrize("body", ASKED.values(), ids=list(ASKED))
-async def test_a_client_that_asks_for_no_usage_gets_none(body: dict[str, Any]) -> None:
+async def test_client_without_include_usage_gets_no_usage(body: dict[str, Any]) -> None:
     body = {**body, "stream": True}
     async with SimulatedEngine(**ENGINE) as engine:
         plain = await said_by(engine, body | WITH_USAGE)
@@ -136,7 +136,7 @@ async def test_a_client_that_asks_for_no_usage_gets_none(body: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("body", ASKED.values(), ids=list(ASKED))
-async def test_a_client_that_asks_for_ids_gets_all_that_the_engine_tells(body: dict[str, Any]) -> None:
+async def test_client_with_ids_gets_all_members_of_the_engine(body: dict[str, Any]) -> None:
     body = {**body, "stream": True, "return_token_ids": True, **WITH_USAGE}
     async with SimulatedEngine(**ENGINE) as engine:
         watched = await said_by(engine, VLLM.observed(call_of(body)).body({}))
@@ -147,7 +147,7 @@ async def test_a_client_that_asks_for_ids_gets_all_that_the_engine_tells(body: d
 @pytest.mark.parametrize("fields", [{}, {"tools": TOOLS}], ids=["", "tools"])
 @pytest.mark.parametrize("steps", [{}, {"tokens_per_step": 5}], ids=lambda steps: "".join(steps))
 @pytest.mark.parametrize("profile", ["v0.27", "v0.33"])
-async def test_a_client_that_wants_no_reasoning_gets_what_the_engine_would_have_told(
+async def test_client_without_reasoning_gets_the_events_of_an_engine_without_it(
     profile: str, steps: dict[str, Any], fields: dict[str, Any]
 ) -> None:
     body = request(Api.CHAT, max_tokens=400, stream=True, include_reasoning=False, **WITH_USAGE, **THINKING, **fields)
@@ -193,12 +193,12 @@ ROLE = chunk(role="assistant", content="") | {"prompt_token_ids": [1, 2]}
         b'data: {"choices":\ndata: [{"index":0,"text":"a","finish_reason":null}]}\n\n',
     ],
 )
-def test_an_event_without_ids_goes_out_as_it_came(event: bytes) -> None:
+def test_event_without_ids_passes_unchanged(event: bytes) -> None:
     """However it is written."""
     assert delivered(COMPLETION, event) == event
 
 
-def test_an_event_over_several_lines_stays_one_event() -> None:
+def test_event_of_several_lines_stays_one_event() -> None:
     event = b'data: {"choices":\ndata: [{"index":0,"text":"a","finish_reason":null,"token_ids":[7]}]}\n\n'
     (got,) = EventSplitter().feed(delivered(COMPLETION, event))
     assert orjson.loads(got.data or b"")["choices"] == [
@@ -206,7 +206,7 @@ def test_an_event_over_several_lines_stays_one_event() -> None:
     ]
 
 
-def test_text_that_looks_like_ids_stays() -> None:
+def test_text_that_looks_like_ids_is_kept() -> None:
     text = '"token_ids":[1,2]'
     assert delivered(COMPLETION, data(chunk([7], text=text))) == data(chunk(None, text=text))
 
@@ -227,7 +227,7 @@ def test_chunks_that_carry_only_ids_are_left_out() -> None:
     assert delivered(CHAT, stream) == role + data(chunk(None, content="日")) + data(chunk(None, "stop"))
 
 
-def test_nothing_goes_out_before_there_is_something_to_show() -> None:
+def test_nothing_is_sent_before_the_first_output() -> None:
     delivery = Delivery(call_of(CHAT), is_observed=True)
     assert take(delivery, b": hello\n\n" + data(ROLE) + data(chunk([3])) + data({"x": 1}))[0] == b""
     assert not delivery.has_output
@@ -248,7 +248,7 @@ def unobserved(body: dict[str, Any]) -> Delivery:
     return Delivery(call_of(body), is_observed=False)
 
 
-def test_an_answer_that_is_not_watched_passes_byte_for_byte() -> None:
+def test_unwatched_answer_passes_byte_for_byte() -> None:
     stream = data(chunk([7], text="a")) + data(chunk([8], "stop", text="b"))
     delivery = unobserved(COMPLETION)
     assert take(delivery, stream) == (stream, Meaning.CONTENT)
@@ -256,7 +256,7 @@ def test_an_answer_that_is_not_watched_passes_byte_for_byte() -> None:
     assert delivery.is_touched
 
 
-def test_the_last_words_of_an_answer_that_is_not_watched_are_lost() -> None:
+def test_last_chunk_of_an_unwatched_answer_is_dropped() -> None:
     words = chunk([8], "stop", text="b")
     words["choices"][0]["stop_reason"] = "recomputed"
     assert take(unobserved(COMPLETION), data(words)) == (b"", Meaning.RECOMPUTED)
@@ -264,7 +264,7 @@ def test_the_last_words_of_an_answer_that_is_not_watched_are_lost() -> None:
 
 @pytest.mark.parametrize("is_observed", [True, False])
 @pytest.mark.parametrize("body", [CHAT, COMPLETION], ids=["chat", "completion"])
-def test_the_prompts_ids_survive_a_merger(body: dict[str, Any], is_observed: bool) -> None:
+def test_prompt_ids_are_kept_in_a_merged_stream(body: dict[str, Any], is_observed: bool) -> None:
     """Its payloads are written anew, and these were cut out of them."""
     written: list[Any] = []
 
@@ -291,7 +291,7 @@ def words(ids: list[int], **fields: Any) -> bytes:
     return data(payload)
 
 
-def test_the_last_words_of_a_decoder_count_but_not_its_finish() -> None:
+def test_text_of_a_decoders_last_chunk_counts_but_not_its_finish() -> None:
     delivery = Delivery(call_of(COMPLETION), is_observed=True)
     output, ended = take(delivery, data(chunk([7], text="a")) + words([8], text="b"))
     assert ended is Meaning.RECOMPUTED
@@ -299,7 +299,7 @@ def test_the_last_words_of_a_decoder_count_but_not_its_finish() -> None:
     assert (delivery.transcript.content, delivery.transcript.ids.tolist()) == ("ab", [7, 8])
 
 
-def test_the_first_words_of_a_decoder_may_be_its_last() -> None:
+def test_first_chunk_of_a_decoder_may_be_its_last() -> None:
     """Then the client has a part of the answer, and the prompt's ids if it asked for ids."""
     told = chunk([8], text="b")
     told["choices"][0]["prompt_token_ids"] = [1, 2]
@@ -313,13 +313,13 @@ def test_the_first_words_of_a_decoder_may_be_its_last() -> None:
     assert delivery.is_touched
 
 
-def test_last_words_that_say_nothing_are_not_told() -> None:
+def test_empty_last_chunk_is_not_sent() -> None:
     delivery = Delivery(call_of(CHAT), is_observed=True)
     output, _ = take(delivery, data(ROLE) + data(chunk([7], content="a")) + words([8]))
     assert output.endswith(data(chunk(None, content="a")))
 
 
-def test_a_client_that_sees_ids_gets_those_of_the_last_words() -> None:
+def test_client_with_ids_gets_those_of_the_last_chunk() -> None:
     delivery = Delivery(call_of({**CHAT, "return_token_ids": True}), is_observed=True)
     output, _ = take(delivery, data(ROLE) + data(chunk([7], content="a")) + words([8]))
     assert output.endswith(data(chunk([8])))
@@ -340,7 +340,7 @@ def resumed(body: dict[str, Any], kept: int, **options: Any) -> Delivery:
 
 
 @pytest.mark.parametrize("is_resumed", [False, True])
-def test_the_tool_calls_of_last_words_are_made_up(is_resumed: bool) -> None:
+def test_tool_calls_of_the_last_chunk_are_dropped(is_resumed: bool) -> None:
     delivery = resumed(CHAT, 1) if is_resumed else Delivery(call_of(CHAT), is_observed=True)
     output, _ = take(delivery, data(ROLE) + words([8], content="b", tool_calls=[TOOL_CALL]))
     assert b'"content":"b"' in output
@@ -360,14 +360,14 @@ def test_the_tool_calls_of_last_words_are_made_up(is_resumed: bool) -> None:
     ],
 )
 @pytest.mark.parametrize("api", OPENAI_APIS)
-def test_the_end_of_the_last_words_is_withheld_as_the_engine_did(api: Api, stop: object, told: str) -> None:
+def test_possible_stop_string_at_the_end_of_the_last_chunk_is_withheld(api: Api, stop: object, told: str) -> None:
     delivery = Delivery(call_of(request(api, stream=True, stop=stop)), is_observed=True)
     name = "text" if api is Api.COMPLETIONS else "content"
     take(delivery, words([7], **{name: "hello wor"}))
     assert delivery.transcript.content == told
 
 
-def test_a_stop_string_that_is_shown_withholds_nothing() -> None:
+def test_nothing_is_withheld_when_the_stop_string_is_shown() -> None:
     body = {**COMPLETION, "stop": ["STOP"], "include_stop_str_in_output": True}
     delivery = Delivery(call_of(body), is_observed=True)
     take(delivery, words([7], text="hello"))
@@ -385,7 +385,7 @@ def test_nothing_is_withheld_twice() -> None:
 # From one decoder to the next
 
 
-def test_an_answer_that_begins_anew_forgets_everything() -> None:
+def test_restarted_answer_forgets_everything() -> None:
     delivery = Delivery(call_of(CHAT), is_observed=True)
     take(delivery, data(ROLE) + b": x\n\n" + data(chunk([7])))
     delivery.begin_anew()
@@ -395,7 +395,7 @@ def test_an_answer_that_begins_anew_forgets_everything() -> None:
     assert output == expected
 
 
-def test_the_next_decoder_goes_on_in_the_same_stream() -> None:
+def test_next_decoder_continues_the_same_stream() -> None:
     delivery = resumed(CHAT, 1)
     stream = (
         data(ROLE | {"id": "y"}) + data(chunk([8], content="b") | {"id": "y"}) + data(chunk([9], "stop") | {"id": "y"})
@@ -405,7 +405,7 @@ def test_the_next_decoder_goes_on_in_the_same_stream() -> None:
     assert delivery.transcript.ids.tolist() == [7, 8, 9]
 
 
-def test_ids_that_are_generated_again_are_forgotten() -> None:
+def test_ids_to_be_generated_again_are_forgotten() -> None:
     delivery = Delivery(call_of(CHAT), is_observed=True)
     take(delivery, data(ROLE) + data(chunk([7], content="a")) + data(chunk([8])))
     seam = Seam(SeamPlan(api=Api.CHAT, head=delivery.head, transcript=delivery.transcript, kept=1))
@@ -414,7 +414,7 @@ def test_ids_that_are_generated_again_are_forgotten() -> None:
     assert not delivery.is_touched
 
 
-def test_a_replay_forgets_nothing() -> None:
+def test_replay_keeps_the_transcript() -> None:
     delivery = Delivery(call_of(CHAT), is_observed=True)
     take(delivery, data(ROLE) + data(chunk([7], content="a")) + data(chunk([8])))
     seam = Seam(SeamPlan(api=Api.CHAT, head=delivery.head, transcript=delivery.transcript, replays=True))
@@ -429,7 +429,7 @@ def test_a_replay_forgets_nothing() -> None:
     [([1, 2, 7], True), ([1, 2], False), ([1, 2, 8], False), (None, False)],
 )
 @pytest.mark.parametrize("body", [CHAT, COMPLETION], ids=["chat", "completion"])
-def test_a_decoder_must_have_the_prompt_it_was_given(body: dict[str, Any], told: Any, is_right: bool) -> None:
+def test_decoder_with_another_prompt_is_a_mismatch(body: dict[str, Any], told: Any, is_right: bool) -> None:
     delivery = resumed(body, 1)
     delivery.go_on(
         Resumption(
@@ -453,7 +453,7 @@ def test_a_decoder_must_have_the_prompt_it_was_given(body: dict[str, Any], told:
             take(delivery, stream)
 
 
-def test_a_chat_that_goes_on_without_a_role_chunk_did_not_get_its_prompt() -> None:
+def test_resumed_chat_without_a_role_chunk_is_a_mismatch() -> None:
     delivery = resumed(CHAT, 1)
     delivery.go_on(
         Resumption(
@@ -468,7 +468,7 @@ def test_a_chat_that_goes_on_without_a_role_chunk_did_not_get_its_prompt() -> No
         take(delivery, data(chunk([8], content="b")))
 
 
-def test_the_prompt_of_a_continuation_is_not_the_clients() -> None:
+def test_prompt_of_a_continuation_is_hidden_from_the_client() -> None:
     delivery = resumed({**CHAT, "return_token_ids": True}, 1)
     take(delivery, data(ROLE | {"prompt_token_ids": [1, 2, 7]}) + data(chunk([8], content="b")))
     assert delivery.transcript.prompt_ids == b"[1,2]"
@@ -482,7 +482,7 @@ USAGE = {"id": "y", "object": "chat.completion.chunk", "created": 2, "model": "m
 
 @pytest.mark.parametrize("fields", [{}, WITH_USAGE])
 @pytest.mark.parametrize("details", [None, {"cached_tokens": 1}])
-def test_usage_is_the_engines_with_the_prefillers_details(fields: dict[str, Any], details: Any) -> None:
+def test_usage_has_the_prompt_details_of_the_prefiller(fields: dict[str, Any], details: Any) -> None:
     delivery = Delivery(call_of({**CHAT, **fields}), is_observed=True)
     output, _ = take(delivery, data(chunk([7], "stop")) + data(USAGE), details)
     expected = COUNTS if details is None else COUNTS | {"prompt_tokens_details": details}
@@ -490,13 +490,13 @@ def test_usage_is_the_engines_with_the_prefillers_details(fields: dict[str, Any]
     assert output == data(chunk(None, "stop")) + (data(USAGE | {"usage": expected}) if fields else b"")
 
 
-def test_the_usage_of_an_answer_that_did_not_finish_is_not_told() -> None:
+def test_usage_of_an_unfinished_answer_is_not_sent() -> None:
     """So vLLM 0.18 to 0.30 ends what it preempted before the first token."""
     delivery = Delivery(call_of({**CHAT, **WITH_USAGE}), is_observed=True)
     assert take(delivery, data(ROLE) + data(USAGE) + DONE)[0] == b""
 
 
-def test_the_usage_of_a_resumed_answer_is_that_of_the_whole() -> None:
+def test_usage_of_a_resumed_answer_covers_the_whole_answer() -> None:
     delivery = resumed({**CHAT, **WITH_USAGE}, 1)
     told = {"prompt_tokens": 3, "total_tokens": 5, "completion_tokens": 2}
     output, _ = take(delivery, data(chunk([8, 9], "stop")) + data(USAGE | {"usage": told}))
@@ -509,7 +509,7 @@ def ending(output: bytes) -> Sequence[Any]:
     return [orjson.loads(event.data or b"") for event in EventSplitter().feed(output)]
 
 
-def test_an_answer_that_no_engine_ends_is_ended() -> None:
+def test_answer_without_an_end_of_an_engine_is_ended() -> None:
     delivery = resumed({**CHAT, **WITH_USAGE}, 1, pending={"content": "lo"})
     late, finish, usage = ending(delivery.closing({"cached_tokens": 1}))
     assert late["choices"][0]["delta"] == {"content": "lo"}
@@ -522,7 +522,7 @@ def test_an_answer_that_no_engine_ends_is_ended() -> None:
 
 
 @pytest.mark.parametrize(("counts", "details"), [(True, {"reasoning_tokens": 1}), (False, None)])
-def test_reasoning_is_counted_if_engines_do(counts: bool, details: Any) -> None:
+def test_reasoning_tokens_are_counted_when_engines_count_them(counts: bool, details: Any) -> None:
     """A completion's usage does not, and no engine's is there at the end."""
     delivery = Delivery(call_of({**CHAT, **WITH_USAGE}), is_observed=True)
     take(delivery, data(ROLE) + data(chunk([7], reasoning="a")) + data(chunk([8], content="b")))
@@ -535,13 +535,13 @@ def test_reasoning_is_counted_if_engines_do(counts: bool, details: Any) -> None:
     assert ending(delivery.closing(None))[-1]["usage"].get("completion_tokens_details") == details
 
 
-def test_an_answer_that_is_ended_tells_its_usage_only_who_asked() -> None:
+def test_ended_answer_has_usage_only_on_request() -> None:
     delivery = resumed(CHAT, 1)
     assert [event["choices"][0]["finish_reason"] for event in ending(delivery.closing(None))] == ["length"]
     assert delivery.usage == {"prompt_tokens": 2, "total_tokens": 3, "completion_tokens": 1}
 
 
-def test_an_answer_whose_finish_the_client_has_is_not_finished_twice() -> None:
+def test_finish_reason_is_not_sent_twice() -> None:
     """The decoder was lost between the finish and the end of its stream."""
     delivery = Delivery(call_of({**CHAT, **WITH_USAGE}), is_observed=True)
     take(delivery, data(ROLE) + data(chunk([7], "stop", content="a")))

@@ -122,7 +122,7 @@ def asked(*engines: SimulatedEngine) -> list[int]:
     return [[seen.path for seen in engine.requests].count(PATH) for engine in engines]
 
 
-async def test_the_text_of_ids_is_the_engines_special_tokens_included(deploy: Deploy) -> None:
+async def test_text_of_ids_includes_special_tokens(deploy: Deploy) -> None:
     gateway = await deploy([SimulatedEngine()])
     ids = [THINK, *IDS, THINK_END]
     assert await gateway.text(ids) == f"{MARKERS[THINK]}naïve{MARKERS[THINK_END]}"
@@ -131,21 +131,21 @@ async def test_the_text_of_ids_is_the_engines_special_tokens_included(deploy: De
 @pytest.mark.parametrize(
     "ids", [IDS, tuple(IDS), array("I", IDS), orjson.dumps(IDS)], ids=lambda ids: type(ids).__name__
 )
-async def test_ids_are_a_sequence_or_the_bytes_of_a_json_array(deploy: Deploy, ids: Sequence[int] | bytes) -> None:
+async def test_ids_may_be_a_sequence_or_a_json_array(deploy: Deploy, ids: Sequence[int] | bytes) -> None:
     engine = SimulatedEngine()
     gateway = await deploy([engine])
     assert await gateway.text(ids) == "naïve"
     assert engine.requests[-1].body == {"skip_special_tokens": False, "model": "sim", "tokens": IDS}
 
 
-async def test_the_bytes_of_an_array_are_passed_on_as_they_are(deploy: Deploy) -> None:
+async def test_json_array_of_ids_is_passed_on_unchanged(deploy: Deploy) -> None:
     engine = CannedEngine("prefill", [json_answer({"prompt": "x"})])
     gateway = await deploy([engine])
     assert await gateway.text(b"[ 1,2 ]") == "x"
     assert engine.received[0].body.endswith(b'"tokens":[ 1,2 ]}')
 
 
-async def test_no_model_is_the_engines_own(deploy: Deploy) -> None:
+async def test_query_without_a_model_uses_the_engines_default(deploy: Deploy) -> None:
     engine = SimulatedEngine()
     gateway = await deploy([engine])
     assert await gateway.text(IDS, model=None) == "naïve"
@@ -160,7 +160,7 @@ async def test_the_clients_headers_are_passed_on(deploy: Deploy) -> None:
     assert (headers["authorization"], headers["traceparent"]) == ("Bearer client", "00-1-2-01")
 
 
-async def test_a_prefiller_is_asked_and_the_decoder_left_in_peace(deploy: Deploy) -> None:
+async def test_prefiller_is_queried_and_not_the_decoder(deploy: Deploy) -> None:
     prefiller, decoder = SimulatedEngine(role="prefill"), SimulatedEngine(role="decode")
     gateway = await deploy([prefiller], [decoder])
     for _ in range(3):
@@ -168,13 +168,13 @@ async def test_a_prefiller_is_asked_and_the_decoder_left_in_peace(deploy: Deploy
     assert asked(prefiller, decoder) == [3, 0]
 
 
-async def test_a_decoder_is_asked_where_there_is_no_prefiller(deploy: Deploy) -> None:
+async def test_decoder_is_queried_when_there_is_no_prefiller(deploy: Deploy) -> None:
     """As with connector plain."""
     gateway = await deploy([], [SimulatedEngine()])
     assert await gateway.text() == "naïve"
 
 
-async def test_a_decoder_is_asked_where_no_prefiller_is_healthy(deploy: Deploy) -> None:
+async def test_decoder_is_queried_when_no_prefiller_is_healthy(deploy: Deploy) -> None:
     prefiller, decoder = SimulatedEngine(role="prefill"), SimulatedEngine(role="decode")
     gateway = await deploy([prefiller], [decoder])
     gateway.health.on_probe(gateway.pools.prefill.backends()[0], False, "down")
@@ -182,12 +182,12 @@ async def test_a_decoder_is_asked_where_no_prefiller_is_healthy(deploy: Deploy) 
     assert asked(prefiller, decoder) == [0, 1]
 
 
-async def test_nobody_tells_where_there_is_nobody(deploy: Deploy) -> None:
+async def test_result_is_none_when_there_is_no_engine(deploy: Deploy) -> None:
     gateway = await deploy([])
     assert await gateway.text() is None
 
 
-async def test_another_engine_is_asked_where_one_does_not_listen(deploy: Deploy) -> None:
+async def test_another_engine_is_queried_after_a_refused_connection(deploy: Deploy) -> None:
     decoder = SimulatedEngine(role="decode")
     gateway = await deploy([unused_port()], [decoder])
     for _ in range(3):
@@ -196,7 +196,7 @@ async def test_another_engine_is_asked_where_one_does_not_listen(deploy: Deploy)
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 429, 500, 503])
-async def test_another_engine_is_asked_where_one_refuses(deploy: Deploy, status: int) -> None:
+async def test_another_engine_is_queried_after_an_error_status(deploy: Deploy, status: int) -> None:
     engines = [SimulatedEngine(), SimulatedEngine()]
     gateway = await deploy(engines)
     engines[0].faults.add("refuse_status", path=PATH, status=status)
@@ -204,7 +204,7 @@ async def test_another_engine_is_asked_where_one_refuses(deploy: Deploy, status:
     assert asked(engines[1]) == [2]
 
 
-async def test_no_more_than_two_engines_are_asked(deploy: Deploy) -> None:
+async def test_at_most_two_engines_are_queried(deploy: Deploy) -> None:
     engines = [SimulatedEngine() for _ in range(4)]
     gateway = await deploy(engines[:3], engines[3:])
     for engine in engines:
@@ -229,7 +229,7 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("nonsense", NONSENSE.values(), ids=NONSENSE)
-async def test_nonsense_is_no_answer(deploy: Deploy, nonsense: bytes) -> None:
+async def test_result_is_none_after_an_invalid_answer(deploy: Deploy, nonsense: bytes) -> None:
     engine = CannedEngine("prefill", [nonsense], closes=True)
     gateway = await deploy([engine])
     assert await gateway.text() is None
@@ -251,13 +251,13 @@ def dribble() -> Iterator[bytes]:
         yield b" "
 
 
-async def test_a_text_that_comes_too_slowly_is_given_up(deploy: Deploy) -> None:
+async def test_slow_answer_is_given_up(deploy: Deploy) -> None:
     """Though the engine is never silent."""
     gateway = await deploy([CannedEngine("prefill", dribble(), closes=True)], timeout_seconds=0.05)
     assert await gateway.text() is None
 
 
-async def test_a_client_that_leaves_ends_the_question(deploy: Deploy) -> None:
+async def test_query_ends_when_the_client_disconnects(deploy: Deploy) -> None:
     engine = SimulatedEngine()
     gateway = await deploy([engine])
     engine.faults.add("hang_before_headers", path=PATH)

@@ -57,9 +57,7 @@ def tells_nothing(answer: Answer) -> bool:
 @pytest.mark.parametrize("is_fast", [True, False], ids=["fast", "slow"])
 @pytest.mark.parametrize("mode", ["exact", "restart-only"])
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
-async def test_no_answer_tells_where_the_decoders_kv_cache_is(
-    deploy: Deploy, stream: bool, mode: str, is_fast: bool
-) -> None:
+async def test_no_answer_contains_kv_transfer_params(deploy: Deploy, stream: bool, mode: str, is_fast: bool) -> None:
     """As vLLM 0.33 tells it with `bidirectional_kv_xfer`."""
     decoder = {"bidirectional_kv_xfer": True, "kv_host": "10.1.2.3", "tool_call_parser": "kimi_k2"}
     gateway = await deploy(
@@ -74,7 +72,7 @@ async def test_no_answer_tells_where_the_decoders_kv_cache_is(
 
 
 @pytest.mark.fault(123)
-async def test_an_answer_that_goes_on_elsewhere_does_not_tell_it(deploy: Deploy) -> None:
+async def test_resumed_answer_does_not_contain_kv_transfer_params(deploy: Deploy) -> None:
     decoder = {"bidirectional_kv_xfer": True, "kv_host": "10.1.2.3"}
     gateway = await deploy(1, 2, engine={"profile_name": "v0.33"}, decoder=decoder)
     for path, body in BODIES.items():
@@ -90,7 +88,7 @@ async def test_an_answer_that_goes_on_elsewhere_does_not_tell_it(deploy: Deploy)
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 @pytest.mark.parametrize("at", ["first", "all", "last", "usage"])
-async def test_members_for_engines_are_left_out_however_they_are_written(
+async def test_members_for_engines_are_removed_in_any_notation(
     deploy: Deploy, path: str, stream: bool, spelled: bytes, at: str
 ) -> None:
     is_chat = path != Api.COMPLETIONS.path
@@ -118,7 +116,9 @@ async def test_members_for_engines_are_left_out_however_they_are_written(
 @pytest.mark.fault(123)
 @pytest.mark.parametrize("filling", [0, 100_000])
 @pytest.mark.parametrize("spelled", SPELLED.values(), ids=SPELLED)
-async def test_a_body_of_the_engine_is_passed_on_without_them(deploy: Deploy, spelled: bytes, filling: int) -> None:
+async def test_body_of_an_engine_is_passed_on_without_engine_members(
+    deploy: Deploy, spelled: bytes, filling: int
+) -> None:
     choice = {"index": 0, "text": "x" * filling, "finish_reason": "stop"}
     whole = orjson.dumps({"id": "x", "choices": [choice]})[:-1] + spelled % orjson.dumps(SECRET)
     engine = CannedEngine("both", [json_answer(orjson.Fragment(whole))])
@@ -129,7 +129,7 @@ async def test_a_body_of_the_engine_is_passed_on_without_them(deploy: Deploy, sp
 
 
 @pytest.mark.fault(123)
-async def test_an_unread_event_with_them_does_not_pass(deploy: Deploy) -> None:
+async def test_unreadable_event_with_engine_members_does_not_pass(deploy: Deploy) -> None:
     events = [
         b'data: {"choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n',
         b'data: {"choices":[,"kv_transfer_params":{"remote_host":"10.1.2.3"}}\n\n',
@@ -141,7 +141,7 @@ async def test_an_unread_event_with_them_does_not_pass(deploy: Deploy) -> None:
     assert answer.error["code"] == "decode_bad_answer"
 
 
-def test_a_text_that_quotes_the_member_stays() -> None:
+def test_text_that_quotes_the_member_is_kept() -> None:
     text = 'say ,"kv_transfer_params":null and {"kv_transfer_params": {"a": 1}}'
     written = orjson.dumps({"a": text, "kv_transfer_params": None})
     assert without_engine_members(written) == orjson.dumps({"a": text})
@@ -151,5 +151,5 @@ def test_a_text_that_quotes_the_member_stays() -> None:
     }
 
 
-def test_a_member_that_stands_twice_is_left_out_twice() -> None:
+def test_repeated_engine_member_is_removed_twice() -> None:
     assert without_engine_members(b'{"kv_transfer_params":{"a":1},"b":2,"kv_transfer_params":{}}') == b'{"b":2}'

@@ -132,7 +132,7 @@ EVENTS = st.one_of(
     fields=st.sampled_from([{}, {"return_token_ids": True}, {"stream": False}, {"include_reasoning": False}]),
     is_observed=st.sampled_from([True, True, False]),
 )
-def test_the_answer_is_the_same_as_if_every_event_were_parsed(
+def test_answer_equals_one_with_every_event_parsed(
     events: list[bytes], fields: dict[str, Any], is_observed: bool
 ) -> None:
     body = {**request(Api.CHAT, stream=True), **fields}
@@ -144,14 +144,14 @@ def test_the_answer_is_the_same_as_if_every_event_were_parsed(
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("field", ["content", "reasoning"])
-def test_most_tokens_of_an_ordinary_answer_are_told_by_their_bytes(field: str, stream: bool) -> None:
+def test_most_tokens_of_an_ordinary_answer_are_recognised_by_their_bytes(field: str, stream: bool) -> None:
     events = [chunk({field: f" word{number}"}, [number + 100]) for number in range(50)]
     told = delivered([ROLE, *events, FINISH], request(Api.CHAT, stream=stream), forwards=True)[2]
     assert told == 49
 
 
 @pytest.mark.parametrize("fields", [{}, {"return_token_ids": True}, {"stream": False}])
-def test_tokens_with_kv_params_that_are_null_bypass_the_delivery_without_them(
+def test_tokens_with_null_kv_params_bypass_the_delivery_without_them(
     fields: dict[str, Any],
 ) -> None:
     """In chunks that get shorter, also where their length takes a digit less then."""
@@ -167,7 +167,7 @@ def test_tokens_with_kv_params_that_are_null_bypass_the_delivery_without_them(
 
 
 @pytest.mark.parametrize("words", [*range(12, 32), 600])
-def test_only_a_chunk_that_is_as_long_as_it_says_is_passed_on(words: int) -> None:
+def test_only_chunks_of_the_announced_length_are_passed_on(words: int) -> None:
     event = chunk({"content": " wordy"}, [100])
     shape = Shape.of(event)
     assert shape is not None
@@ -182,7 +182,7 @@ def test_only_a_chunk_that_is_as_long_as_it_says_is_passed_on(words: int) -> Non
     assert len(client.written) == 6
 
 
-def test_the_shape_is_learned_anew_where_content_follows_reasoning() -> None:
+def test_shape_is_learned_again_when_content_follows_reasoning() -> None:
     thoughts = [chunk({"reasoning": f" r{number}"}, [number + 100]) for number in range(10)]
     words = [chunk({"content": f" c{number}"}, [number + 200]) for number in range(10)]
     told = delivered([ROLE, *thoughts, *words, FINISH], request(Api.CHAT, stream=True), forwards=True)[2]
@@ -190,7 +190,7 @@ def test_the_shape_is_learned_anew_where_content_follows_reasoning() -> None:
 
 
 @pytest.mark.interpreted
-def test_streams_without_a_shape_are_not_looked_at_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempts_to_learn_a_shape_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = 0
 
     class Shape:

@@ -59,7 +59,7 @@ def asked(gateway: Deployment) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_requests_go_where_their_model_is_served(deploy: Deploy, stream: bool) -> None:
+async def test_requests_go_to_instances_of_their_model(deploy: Deploy, stream: bool) -> None:
     gateway = await two_models(deploy)
     for model in "aabb":
         answer = await gateway.ask(chat(model, stream=stream))
@@ -77,7 +77,7 @@ async def test_requests_go_where_their_model_is_served(deploy: Deploy, stream: b
         ("/v1/responses", {"model": "x", "input": "Hi"}),
     ],
 )
-async def test_an_unknown_model_is_refused_in_the_clients_dialect(
+async def test_unknown_model_is_rejected_in_the_clients_dialect(
     deploy: Deploy, path: str, body: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     gateway = await two_models(deploy, models={"aliases": ["gpt-*=a", "best=b"]})
@@ -93,14 +93,14 @@ async def test_an_unknown_model_is_refused_in_the_clients_dialect(
     assert [record.name for record in caplog.records if record.levelname != "DEBUG"] == ["proxy.access"]
 
 
-async def test_who_names_no_model_is_asked_which(deploy: Deploy) -> None:
+async def test_request_without_a_model_is_rejected_when_models_differ(deploy: Deploy) -> None:
     gateway = await two_models(deploy)
     answer = await gateway.ask(chat(None))
     assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "model_required", "model")
     assert "'a', 'b'" in answer.error["message"]
 
 
-async def test_an_alias_leads_to_its_models_instances(deploy: Deploy) -> None:
+async def test_alias_leads_to_the_instances_of_its_model(deploy: Deploy) -> None:
     gateway = await two_models(deploy, models={"aliases": ["gpt-*=b", "*=a"]})
     for said, served in (("gpt-5", "b"), ("claude", "a"), (None, "a")):
         before = sum(asked(gateway)[served])
@@ -116,7 +116,7 @@ async def test_models_are_listed_together_with_aliases(deploy: Deploy) -> None:
         assert sorted(model["id"] for model in (await answer.json())["data"]) == ["a", "b", "best"]
 
 
-async def test_where_a_model_has_no_decoder_it_alone_is_refused(deploy: Deploy) -> None:
+async def test_only_the_model_without_a_decoder_is_rejected(deploy: Deploy) -> None:
     gateway = await two_models(deploy, admission={"wait_seconds": 0.05})
     await take_down(gateway, "b")
     answer = await gateway.ask(chat("b"))
@@ -132,7 +132,7 @@ async def test_where_a_model_has_no_decoder_it_alone_is_refused(deploy: Deploy) 
         assert "for model 'b'" in (await told.json())["error"]["message"]
 
 
-async def test_readiness_is_told_by_model(deploy: Deploy) -> None:
+async def test_readiness_is_reported_by_model(deploy: Deploy) -> None:
     gateway = await two_models(deploy)
     assert await ready(gateway) == (200, {"a": "ok", "b": "ok"})
     await take_down(gateway, "b")
@@ -144,14 +144,14 @@ async def test_readiness_is_told_by_model(deploy: Deploy) -> None:
     assert (await ready(gateway))[0] == 503
 
 
-async def test_readiness_for_an_alias_is_that_of_what_it_stands_for(deploy: Deploy) -> None:
+async def test_readiness_of_an_alias_is_that_of_its_model(deploy: Deploy) -> None:
     gateway = await two_models(deploy, models={"aliases": ["gpt=b"]})
     assert await ready(gateway, "?model=gpt") == (200, {"gpt": "ok"})
     await take_down(gateway, "b")
     assert (await ready(gateway, "?model=gpt"))[0] == 503
 
 
-async def test_requests_for_one_model_do_not_wait_for_the_other(deploy: Deploy) -> None:
+async def test_requests_for_one_model_do_not_wait_for_another(deploy: Deploy) -> None:
     prefillers = engines("prefill", "a", "b")
     decoders = engines("decode", "a", "b", decode_step_ms=5.0)
     gateway = await deploy(
@@ -167,7 +167,7 @@ async def test_requests_for_one_model_do_not_wait_for_the_other(deploy: Deploy) 
             assert (await gateway.ask(chat("b"))).status == 200
 
 
-async def test_a_broken_answer_goes_on_at_a_decoder_of_its_model(deploy: Deploy) -> None:
+async def test_answer_is_resumed_on_a_decoder_of_its_model(deploy: Deploy) -> None:
     prefillers, decoders = engines("prefill", "a", "b"), engines("decode", "b", "a", "b", "b", "a")
     gateway = await deploy(prefillers, decoders)
     await until(lambda: is_mixed(gateway), "the engines' models")
@@ -182,7 +182,7 @@ async def test_a_broken_answer_goes_on_at_a_decoder_of_its_model(deploy: Deploy)
 
 
 @pytest.mark.parametrize("is_seen_down", [False, True])
-async def test_an_engine_that_comes_back_with_another_model_serves_that(deploy: Deploy, is_seen_down: bool) -> None:
+async def test_engine_restarted_with_another_model_serves_it(deploy: Deploy, is_seen_down: bool) -> None:
     quick = {
         "interval_seconds": 0.02,
         "changing_interval_seconds": 0.02,
@@ -217,7 +217,7 @@ async def test_an_engine_that_comes_back_with_another_model_serves_that(deploy: 
         ("/tokenize", {"model": "x", "prompt": "Hi"}),
     ],
 )
-async def test_an_adapter_that_was_just_loaded_is_served(deploy: Deploy, path: str, body: dict[str, Any]) -> None:
+async def test_newly_loaded_adapter_is_served(deploy: Deploy, path: str, body: dict[str, Any]) -> None:
     """A name that is not known is a reason to ask the engines for their models."""
     gateway = await two_models(deploy)
     async with gateway.session.post(gateway.url + path, json=body) as answer:
@@ -234,7 +234,7 @@ def seen_model(engine: SimulatedEngine, name: str) -> bool:
     return any(isinstance(seen.body, dict) and seen.body.get("model") == name for seen in engine.requests)
 
 
-async def test_requests_for_unknown_models_ask_engines_together(deploy: Deploy) -> None:
+async def test_requests_for_unknown_models_share_one_query_of_engines(deploy: Deploy) -> None:
     gateway = await two_models(deploy)
     before = [models_asked(engine) for engine in gateway.engines]
     found = await asyncio.gather(*(gateway.worker.lanes.find(f"x{at}") for at in range(20)), return_exceptions=True)
@@ -271,7 +271,7 @@ async def test_an_adapter_of_some_engines_is_found_where_others_differ_in_adapte
     assert not seen_model(prefillers[0], "x")
 
 
-async def test_what_is_said_of_instances_holds_before_and_whatever_they_tell(deploy: Deploy) -> None:
+async def test_configured_models_of_instances_take_precedence(deploy: Deploy) -> None:
     """SGLang answers to any name."""
     gateway = await deploy(2, 2, connector="sglang_bootstrap")
     assert not is_mixed(gateway)
@@ -292,7 +292,7 @@ async def test_what_is_said_of_instances_holds_before_and_whatever_they_tell(dep
     assert not any(seen.path == "/generate" for seen in gateway.decoders[0].requests)
 
 
-async def test_of_a_model_that_nobody_serves_any_more_nothing_is_kept(deploy: Deploy) -> None:
+async def test_lane_of_a_model_without_instances_is_removed(deploy: Deploy) -> None:
     gateway = await two_models(deploy, passthrough=["tokenizer", "pooling"])
 
     async def ask_all(model: str) -> None:
@@ -314,7 +314,7 @@ async def test_of_a_model_that_nobody_serves_any_more_nothing_is_kept(deploy: De
     assert gone() is None
 
 
-async def test_when_all_serve_the_same_again_the_other_name_is_the_engines_business(deploy: Deploy) -> None:
+async def test_unknown_model_is_passed_on_when_all_engines_serve_the_same(deploy: Deploy) -> None:
     gateway = await two_models(deploy)
     for engine in gateway.engines:
         if engine.options.model == "b":
@@ -326,7 +326,7 @@ async def test_when_all_serve_the_same_again_the_other_name_is_the_engines_busin
     assert "does not exist" in answer.error["message"]  # vLLM's words
 
 
-async def test_what_one_engine_answers_alone_goes_by_model_too(deploy: Deploy) -> None:
+async def test_passed_through_requests_are_routed_by_model(deploy: Deploy) -> None:
     gateway = await two_models(deploy, passthrough=["tokenizer", "pooling"])
     for model in "ab":
         async with gateway.session.post(gateway.url + "/tokenize", json={"model": model, "prompt": "Hi"}) as answer:
@@ -356,7 +356,7 @@ async def test_a_reload_reaches_the_queues_of_all_models(deploy: Deploy) -> None
         assert {lane.pools.decode.limit(decoder) for decoder in lane.pools.decode.backends()} == {7}
 
 
-async def test_metrics_tell_instances_and_requests_by_model(deploy: Deploy) -> None:
+async def test_metrics_show_instances_and_requests_by_model(deploy: Deploy) -> None:
     gateway = await two_models(deploy, models={"aliases": ["best=b"]})
     for said in ("a", "a", "best", "x"):
         await gateway.ask(chat(said))
@@ -370,7 +370,7 @@ async def test_metrics_tell_instances_and_requests_by_model(deploy: Deploy) -> N
     } >= {'pdproxy_model_instances{model="b",role="decode"} 0.0'}
 
 
-async def test_a_stalled_engine_is_compared_with_those_of_its_model(deploy: Deploy) -> None:
+async def test_stalled_engine_is_compared_with_engines_of_its_model(deploy: Deploy) -> None:
     gateway = await deploy(engines("prefill", "a", "b"), engines("decode", "a", "b", "a"))
     await until(lambda: is_mixed(gateway), "the engines' models")
     first, last, _ = gateway.worker.pools.decode.backends()

@@ -148,7 +148,7 @@ def test_learned_limit_does_not_reject_a_request_for_the_wait_that_is_predicted(
     in_virtual_time(course)
 
 
-def test_full_queue_is_refused_before_the_body_is_read_only_if_no_engine_would_take_it() -> None:
+def test_full_queue_rejects_early_only_when_no_engine_would_take_the_request() -> None:
     async def course() -> None:
         engines = Engines(0, 1, max_waiting=0)
         engines.admission.check("-")

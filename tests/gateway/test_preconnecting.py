@@ -18,7 +18,7 @@ BODY: Final[dict[str, Any]] = request(Api.CHAT, "is computed", stream=True, max_
 
 
 @pytest.mark.parametrize("is_taken", [True, False])
-async def test_a_decoder_is_connected_to_before_it_is_asked(roads: Roads, is_taken: bool) -> None:
+async def test_decoder_is_connected_before_its_request(roads: Roads, is_taken: bool) -> None:
     async def talk(clients: Clients) -> None:
         gateway = clients.gateway
         upstream, (backend,) = gateway.worker.upstream, gateway.worker.pools.decode.backends()

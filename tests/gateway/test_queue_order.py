@@ -106,13 +106,13 @@ async def drained(counter: Counter) -> list[str]:
     return counter.served
 
 
-async def test_the_shorter_goes_first(counter: Counter) -> None:
+async def test_shorter_request_goes_first(counter: Counter) -> None:
     for name, seconds in (("long", 20), ("short", 1), ("middle", 5)):
         await counter.arrive(name, seconds)
     assert await drained(counter) == ["short", "middle", "long"]
 
 
-async def test_who_has_waited_for_three_times_its_work_goes_before_any_newcomer(counter: Counter) -> None:
+async def test_request_that_waited_three_times_its_work_goes_before_new_ones(counter: Counter) -> None:
     await counter.arrive("long", 20)
     counter.clock.now += 58
     await counter.arrive("just in time", 0)
@@ -121,13 +121,13 @@ async def test_who_has_waited_for_three_times_its_work_goes_before_any_newcomer(
     assert await drained(counter) == ["just in time", "long", "too late"]
 
 
-async def test_equals_go_in_turn(counter: Counter) -> None:
+async def test_equal_requests_go_in_turn(counter: Counter) -> None:
     for name in "abc":
         await counter.arrive(name, 7)
     assert await drained(counter) == ["a", "b", "c"]
 
 
-async def test_what_is_free_goes_to_the_first_to_whom_it_is_best(counter: Counter) -> None:
+async def test_free_instance_goes_to_the_first_request_that_it_suits_best(counter: Counter) -> None:
     await counter.arrive("wants the other", 1, window=2)
     await counter.arrive("wants this", 9, window=1)
     await counter.opens(1)
@@ -136,7 +136,7 @@ async def test_what_is_free_goes_to_the_first_to_whom_it_is_best(counter: Counte
     assert await drained(counter) == ["wants this", "wants the other"]
 
 
-async def test_a_newcomer_to_whom_what_is_free_is_best_does_not_wait_for_those_who_want_something_else(
+async def test_new_request_skips_queue_when_queued_requests_prefer_other_instances(
     counter: Counter,
 ) -> None:
     counter.open = {1}
@@ -146,7 +146,7 @@ async def test_a_newcomer_to_whom_what_is_free_is_best_does_not_wait_for_those_w
     assert await drained(counter) == ["wants this", "wants the other"]
 
 
-async def test_who_comes_alone_and_had_better_wait_waits(counter: Counter) -> None:
+async def test_single_request_waits_for_a_better_instance(counter: Counter) -> None:
     counter.open = {1}
     await counter.arrive("wants the other", window=2)
     assert counter.admission.waiting == 1
@@ -154,7 +154,7 @@ async def test_who_comes_alone_and_had_better_wait_waits(counter: Counter) -> No
     assert await drained(counter) == ["wants the other"]
 
 
-async def test_keys_get_the_same_seconds_and_not_the_same_number(counter: Counter) -> None:
+async def test_keys_get_equal_seconds_and_not_equal_numbers(counter: Counter) -> None:
     for number in range(4):
         await counter.arrive(f"long {number}", 20, key="long")
     for number in range(9):
@@ -164,7 +164,7 @@ async def test_keys_get_the_same_seconds_and_not_the_same_number(counter: Counte
     assert keys == ["short", *["long", *["short"] * 4] * 2, "long", "long"]
 
 
-async def test_keys_that_were_served_about_the_same_compete_by_their_work(counter: Counter) -> None:
+async def test_keys_with_nearly_equal_service_compete_by_their_work(counter: Counter) -> None:
     for number in range(4):
         await counter.arrive(f"greedy {number}", 1, key="greedy")
     await counter.arrive("modest", 50, key="modest")
@@ -172,7 +172,7 @@ async def test_keys_that_were_served_about_the_same_compete_by_their_work(counte
     assert await drained(counter) == ["greedy 0", "greedy 1", "greedy 2", "modest", "greedy 3"]
 
 
-async def test_who_leaves_for_a_moment_owes_what_it_was_served(counter: Counter) -> None:
+async def test_key_keeps_its_service_during_a_short_absence(counter: Counter) -> None:
     await counter.arrive("a", 20, key="comes and goes")
     for number in range(4):
         await counter.arrive(f"b {number}", 5, key="stays")
@@ -184,7 +184,7 @@ async def test_who_leaves_for_a_moment_owes_what_it_was_served(counter: Counter)
     assert not counter.admission._order._served
 
 
-async def test_nobody_saves_up_by_staying_away(counter: Counter) -> None:
+async def test_absent_key_does_not_save_service(counter: Counter) -> None:
     for number in range(9):
         await counter.arrive(f"b {number}", 5, key="stays")
     for _ in range(4):
@@ -195,7 +195,7 @@ async def test_nobody_saves_up_by_staying_away(counter: Counter) -> None:
     assert [name.split()[0] for name in served] == ["b", "new"] * 4 + ["b"]
 
 
-async def test_what_an_answer_takes_of_a_decoder_is_charged_too(counter: Counter) -> None:
+async def test_decoder_time_is_charged_to_the_key(counter: Counter) -> None:
     counter.admission._answer_seconds = lambda request: 10.0 if request.prefill.compute == 3 else 0.0
     for number in range(4):
         await counter.arrive(f"long answer {number}", 3, key="long answers")
@@ -212,7 +212,7 @@ async def test_what_an_answer_takes_of_a_decoder_is_charged_too(counter: Counter
     ]
 
 
-async def test_the_more_urgent_go_first_whatever_their_key_and_their_work(counter: Counter) -> None:
+async def test_more_urgent_requests_go_first_whatever_their_key_and_work(counter: Counter) -> None:
     await counter.arrive("usual", 1, key="a")
     await counter.arrive("later", 1, key="a", priority=5)
     await counter.arrive("urgent", 50, key="a", priority=-1)
@@ -221,14 +221,14 @@ async def test_the_more_urgent_go_first_whatever_their_key_and_their_work(counte
     assert await drained(counter) == ["as urgent", "urgent", "usual, too", "usual", "later"]
 
 
-async def test_the_urgent_of_a_key_go_before_the_others_of_another_that_was_served_less(counter: Counter) -> None:
+async def test_urgent_request_goes_before_those_of_a_key_served_less(counter: Counter) -> None:
     for name in ("first", "second"):
         await counter.arrive(name, 30, key="a", priority=-1)
     await counter.arrive("usual", 1, key="b")
     assert await drained(counter) == ["first", "second", "usual"]
 
 
-async def test_a_request_may_go_later_than_its_key_and_not_sooner(counter: Counter) -> None:
+async def test_request_can_only_lower_the_priority_of_its_key(counter: Counter) -> None:
     counter.admission.priorities = {"batch": 3, "chat": 0}
     await counter.arrive("forward", 1, key="batch", priority=-9)
     await counter.arrive("batch", 1, key="batch")
@@ -237,13 +237,13 @@ async def test_a_request_may_go_later_than_its_key_and_not_sooner(counter: Count
     assert await drained(counter) == ["chat", "forward", "batch", "stands back"]
 
 
-async def test_what_is_only_passed_on_goes_in_turn(counter: Counter) -> None:
+async def test_passed_through_requests_go_in_turn(counter: Counter) -> None:
     await counter.arrive("first", 1, known=False)
     await counter.arrive("second", 1)
     assert await drained(counter) == ["first", "second"]
 
 
-async def test_who_leaves_the_queue_leaves_nothing_behind(counter: Counter) -> None:
+async def test_request_that_leaves_the_queue_leaves_nothing_behind(counter: Counter) -> None:
     for name in "abc":
         await counter.arrive(name, 3)
     counter.tasks[1].cancel()

@@ -22,7 +22,7 @@ def served(rate: DrainRate, amount: float, seconds: float, count: int, now: floa
     return now
 
 
-def test_nothing_is_predicted_before_something_was_seen() -> None:
+def test_nothing_is_predicted_before_enough_services() -> None:
     rate = DrainRate()
     now = served(rate, 1.0, 1.0, 8, 0.0)
     assert rate.seconds(5.0, now) is None
@@ -30,7 +30,7 @@ def test_nothing_is_predicted_before_something_was_seen() -> None:
     assert rate.seconds(5.0, now) == pytest.approx(5.0)
 
 
-def test_what_is_predicted_follows_what_is_served() -> None:
+def test_prediction_follows_the_drain_rate() -> None:
     rate = DrainRate()
     now = served(rate, 2.0, 1.0, 60, 0.0)
     assert rate.seconds(10.0, now) == pytest.approx(5.0, rel=0.05)
@@ -38,7 +38,7 @@ def test_what_is_predicted_follows_what_is_served() -> None:
     assert rate.seconds(10.0, now) == pytest.approx(20.0, rel=0.05)
 
 
-def test_the_time_in_which_nobody_waited_does_not_count() -> None:
+def test_time_with_an_empty_queue_does_not_count() -> None:
     rate = DrainRate()
     now = served(rate, 1.0, 1.0, 9, 0.0)
     rate.serve(1.0, now + 1)
@@ -50,7 +50,7 @@ def test_the_time_in_which_nobody_waited_does_not_count() -> None:
     assert rate.seconds(5.0, now + 900) == pytest.approx(5.0)
 
 
-def test_what_stands_still_is_predicted_to_take_longer() -> None:
+def test_prediction_grows_while_the_queue_stands_still() -> None:
     rate = DrainRate()
     now = served(rate, 1.0, 1.0, 9, 0.0)
     assert (rate.seconds(1.0, now + 10) or 0) > 2 * (rate.seconds(1.0, now) or 0)
@@ -72,7 +72,7 @@ async def refusal(counter: Counter) -> GatewayError:
     return refused.value
 
 
-async def test_who_would_wait_too_long_is_told_when_it_would_not(counter: Counter) -> None:
+async def test_request_with_a_long_predicted_wait_is_rejected_with_retry_after(counter: Counter) -> None:
     counter.admission.configure(Limits(max_predicted_wait_seconds=10.0, wait_seconds=600.0))
     await seen(counter)
     await counter.arrive("third", 2)  # behind two of 1 s, which take 2 s each
@@ -89,7 +89,7 @@ async def test_who_would_wait_too_long_is_told_when_it_would_not(counter: Counte
     await drained(counter)
 
 
-async def test_nobody_is_refused_early_unless_that_is_wanted(counter: Counter) -> None:
+async def test_no_request_is_rejected_early_by_default(counter: Counter) -> None:
     counter.admission.configure(Limits(wait_seconds=600.0))
     await seen(counter)
     for number in range(50):
@@ -98,7 +98,7 @@ async def test_nobody_is_refused_early_unless_that_is_wanted(counter: Counter) -
     await drained(counter)
 
 
-async def test_a_key_that_has_little_is_not_told_of_the_wait_of_one_that_has_much(counter: Counter) -> None:
+async def test_predicted_wait_of_a_small_key_ignores_the_queue_of_a_large_one(counter: Counter) -> None:
     counter.admission.configure(Limits(max_predicted_wait_seconds=31.0, wait_seconds=600.0))
     await seen(counter)
     for _ in range(14):
@@ -112,7 +112,7 @@ async def test_a_key_that_has_little_is_not_told_of_the_wait_of_one_that_has_muc
     await drained(counter)
 
 
-async def test_who_comes_too_late_while_it_waits_is_refused_without_delay(counter: Counter) -> None:
+async def test_request_is_rejected_at_once_when_its_deadline_passes_in_the_queue(counter: Counter) -> None:
     await counter.arrive("early", 1, wanted=20.0)
     await counter.arrive("late", 3, wanted=10.0)
     await counter.arrive("any time", 1)
@@ -134,7 +134,7 @@ async def test_who_comes_too_late_while_it_waits_is_refused_without_delay(counte
     assert not counter.admission._deadlines._places
 
 
-async def test_who_cannot_have_it_in_time_at_all_does_not_wait(counter: Counter) -> None:
+async def test_request_with_an_impossible_deadline_does_not_wait(counter: Counter) -> None:
     await counter.arrive("first")
     await counter.arrive("impossible", 3, wanted=2.5)
     assert (await refusal(counter)).code == "queue_deadline"
@@ -142,7 +142,7 @@ async def test_who_cannot_have_it_in_time_at_all_does_not_wait(counter: Counter)
     await drained(counter)
 
 
-async def test_who_leaves_takes_its_deadline_along(counter: Counter) -> None:
+async def test_deadline_is_removed_with_its_request(counter: Counter) -> None:
     await counter.arrive("leaves", 1, wanted=5.0)
     counter.tasks[0].cancel()
     await asyncio.wait([counter.tasks.pop()])

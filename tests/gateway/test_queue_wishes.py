@@ -77,7 +77,7 @@ async def busy(deploy: Deploy, keys: dict[str, int] | None = None, **sections: A
 
 
 @pytest.mark.parametrize("prefill_policy", ["least_load", "least_tokens"])
-async def test_what_is_less_urgent_goes_later(deploy: Deploy, prefill_policy: str) -> None:
+async def test_less_urgent_request_goes_later(deploy: Deploy, prefill_policy: str) -> None:
     async with busy(deploy, balance={"prefill_policy": prefill_policy}) as queue:
         await queue.queue("later", x_request_priority="5")
         await queue.queue("as usual")
@@ -87,7 +87,7 @@ async def test_what_is_less_urgent_goes_later(deploy: Deploy, prefill_policy: st
 
 
 @pytest.mark.parametrize(("connector", "first"), [("vllm_pull", "low"), ("sglang_bootstrap", "high")])
-async def test_the_priority_in_a_body_is_read_as_the_engines_do(deploy: Deploy, connector: str, first: str) -> None:
+async def test_priority_in_a_body_is_read_as_engines_do(deploy: Deploy, connector: str, first: str) -> None:
     async with busy(deploy, connector=connector) as queue:
         await queue.queue("later", x_request_priority="5")
         await queue.queue("high", {"priority": 2})
@@ -99,7 +99,7 @@ async def test_the_priority_in_a_body_is_read_as_the_engines_do(deploy: Deploy, 
         assert {body["priority"] for body in bodies if body["messages"][0]["content"] == "low"} == {-2}
 
 
-async def test_keys_have_priorities_and_requests_may_go_later_than_theirs(deploy: Deploy) -> None:
+async def test_request_can_only_lower_the_configured_priority_of_its_key(deploy: Deploy) -> None:
     async with busy(deploy, keys={"batch": 3, "chat": 0}) as queue:
         await queue.queue("batch", authorization="Bearer sk-batch")
         await queue.queue("pushes", authorization="Bearer sk-batch", x_request_priority="-9")
@@ -109,7 +109,7 @@ async def test_keys_have_priorities_and_requests_may_go_later_than_theirs(deploy
 
 
 @pytest.mark.parametrize("prefill_policy", ["least_load", "least_tokens"])
-async def test_who_wants_the_first_token_before_there_can_be_one_is_not_sent_to_an_engine(
+async def test_request_with_an_impossible_deadline_reaches_no_engine(
     deploy: Deploy, caplog: pytest.LogCaptureFixture, prefill_policy: str
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -127,7 +127,7 @@ async def test_who_wants_the_first_token_before_there_can_be_one_is_not_sent_to_
     assert (line["term"], line["attempts"]) == ("PQ", 0)
 
 
-async def test_who_would_wait_too_long_is_refused_at_once_where_that_is_wanted(deploy: Deploy) -> None:
+async def test_request_with_a_long_predicted_wait_is_rejected_when_configured(deploy: Deploy) -> None:
     # Less than on any machine one request takes.
     async with busy(deploy, admission={"max_predicted_wait_seconds": 1e-6}) as queue:
         for number in range(12):  # of which the last are refused when the first have shown how long it takes
@@ -144,7 +144,7 @@ async def test_who_would_wait_too_long_is_refused_at_once_where_that_is_wanted(d
         assert (await first).status == 200
 
 
-async def test_those_who_wait_are_bounded_in_number_and_in_bytes(deploy: Deploy) -> None:
+async def test_queue_is_limited_in_requests_and_bytes(deploy: Deploy) -> None:
     async with busy(deploy, admission={"max_waiting": 3, "max_buffered_bytes": 40_000}) as queue:
         tasks = len(asyncio.all_tasks())
         for name in "ab":
@@ -177,7 +177,7 @@ def legs(engine: SimulatedEngine) -> list[Seen]:
     ("connector", "best", "allowed", "later"),
     [("vllm_pull", -1000, 5, 7), ("plain", -1000, 5, 7), ("sglang_bootstrap", 1000, -5, -7)],
 )
-async def test_engines_get_no_priority_that_goes_before_that_of_the_key(
+async def test_engines_get_no_priority_above_that_of_the_key(
     deploy: Deploy, connector: str, best: int, allowed: int, later: int, stream: bool, fast_path: bool
 ) -> None:
     """However the number is spelled, in the body as in the header, and in the bodies of both legs."""
@@ -209,7 +209,7 @@ async def test_engines_get_no_priority_that_goes_before_that_of_the_key(
             assert {each.headers.get("x-request-priority") for each in seen} == {told_in_header}, (path, headers)
 
 
-async def test_what_is_passed_through_has_no_priority_before_that_of_the_key(deploy: Deploy) -> None:
+async def test_passed_through_request_has_no_priority_above_that_of_the_key(deploy: Deploy) -> None:
     gateway = await deploy(1, 1)
     key = ClientKey(name="low", key_sha256=hashlib.sha256(b"sk-low").hexdigest(), priority=5)
     gateway.worker.apply(replace(gateway.worker.current, client_keys=(key,), slots={"low": 0}))

@@ -55,7 +55,7 @@ ENDING = data(chunk("d", "stop")) + DONE
 # The clock
 
 
-def test_the_first_token_is_timed_and_of_the_gaps_behind_it_one_in_eight(clock: Clock) -> None:
+def test_first_token_and_one_of_eight_gaps_are_timed(clock: Clock) -> None:
     metrics, record = Metrics(), RequestRecord("completions", "r", clock=clock)
     tokens = TokenClock(record, metrics)
     for seconds in (8, 1, *[4] * 7, 2, *[4] * 6):
@@ -84,7 +84,7 @@ ON_THE_WIRE = [
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("api", OPENAI_APIS)
 @pytest.mark.parametrize("faults", ON_THE_WIRE, ids=lambda faults: "-".join(faults))
-async def test_an_answer_is_the_same_however_it_travels(
+async def test_answer_does_not_depend_on_packet_boundaries(
     gateway: Deployment, faults: dict[str, dict[str, int]], api: Api, samples: int
 ) -> None:
     for name, fields in faults.items():
@@ -96,7 +96,7 @@ async def test_an_answer_is_the_same_however_it_travels(
     assert answer.texts == dict.fromkeys(range(samples), text)
 
 
-async def test_a_stream_cut_at_any_byte_arrives_byte_for_byte(deploy: Deploy) -> None:
+async def test_stream_split_at_any_byte_arrives_byte_for_byte(deploy: Deploy) -> None:
     stream = data(chunk("a\u00fc\U0001f642")) + b": note\r\n\r\n" + data(chunk("b")).replace(b"\n", b"\r\n") + ENDING
     whole = event_stream([stream])
     engine = CannedEngine("both")
@@ -132,7 +132,7 @@ async def test_answers_on_reused_connections_are_not_mixed_up(deploy: Deploy, pe
             assert given.text == "".join(f"{prompt}-{number} " for number in range(20))
 
 
-async def test_events_the_gateway_does_not_know_pass(deploy: Deploy) -> None:
+async def test_unknown_events_pass(deploy: Deploy) -> None:
     unknown = b'event: ping\nid: 1\ndata: {"x": 1}\n\n: comment\n\ndata: [1]\n\ndata: not json\n\nretry: 1\n\n'
     half = b'data: {"prompt_token_ids":[1, 2\n\n'
     stream = data(chunk("a")) + unknown + half + ENDING
@@ -140,7 +140,7 @@ async def test_events_the_gateway_does_not_know_pass(deploy: Deploy) -> None:
     assert answer.body == stream
 
 
-async def test_what_comes_before_the_first_token_is_held_back_and_passes(deploy: Deploy) -> None:
+async def test_events_before_the_first_token_are_held_and_then_sent(deploy: Deploy) -> None:
     stream = b": hello\n\n" + data({"object": "unknown"}) + data(chunk("a")) + ENDING
     answer = await streamed(deploy, stream[:20], stream[20:])
     assert answer.body == stream
@@ -161,7 +161,7 @@ async def test_a_large_first_event_passes(deploy: Deploy, asks: bool) -> None:
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("wants_ids", [False, True])
-async def test_long_ids_of_a_prompt_are_for_clients_that_ask_for_them(deploy: Deploy, wants_ids: bool) -> None:
+async def test_long_prompt_ids_are_sent_only_on_request(deploy: Deploy, wants_ids: bool) -> None:
     common: dict[str, Any] = {"id": "a", "object": "chunk", "created": 1, "model": "sim"}
     prompt_ids = [*range(50_000)]  # more than one read takes
     opening = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
@@ -192,7 +192,7 @@ async def test_an_event_without_end_is_a_failure(deploy: Deploy, monkeypatch: py
 @pytest.mark.parametrize("mode", ["exact", "restart-only", "off"])
 @pytest.mark.parametrize("ending", [b"", DONE, data({"choices": [], "usage": {"x": 1}}) + DONE])
 @pytest.mark.parametrize("is_whole", [True, False])
-async def test_an_end_without_finish_and_done_is_no_end(
+async def test_stream_without_finish_and_done_is_incomplete(
     deploy: Deploy, ending: bytes, is_whole: bool, mode: str
 ) -> None:
     pieces = data(chunk("a")), ending or b": \n\n"
@@ -203,7 +203,7 @@ async def test_an_end_without_finish_and_done_is_no_end(
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
-async def test_a_finish_without_done_is_an_end_where_the_answer_was_watched(deploy: Deploy, is_whole: bool) -> None:
+async def test_finish_without_done_completes_a_watched_answer(deploy: Deploy, is_whole: bool) -> None:
     """Nothing is missing but the usage, and that is known here."""
     told = chunk("a", "stop")
     told["choices"][0] |= {"prompt_token_ids": [1, 2], "token_ids": [3]}
@@ -215,7 +215,7 @@ async def test_a_finish_without_done_is_an_end_where_the_answer_was_watched(depl
 
 
 @pytest.mark.parametrize("mode", ["restart-only", "off"])
-async def test_a_finish_without_done_is_no_end_where_it_was_not(deploy: Deploy, mode: str) -> None:
+async def test_finish_without_done_does_not_complete_an_unwatched_answer(deploy: Deploy, mode: str) -> None:
     answer = await streamed(deploy, data(chunk("a", "stop")), resume={"mode": mode})
     assert not answer.is_whole
     assert answer.error["code"] == "decode_broken"
@@ -233,7 +233,7 @@ ASKS_USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 COUNTS = {"prompt_tokens": 2, "total_tokens": 5, "completion_tokens": 3}
 
 
-async def test_usage_that_an_engine_does_not_tell_is_counted_by_the_token_ids(deploy: Deploy) -> None:
+async def test_missing_usage_is_counted_by_token_ids(deploy: Deploy) -> None:
     answer = await streamed(deploy, TOLD_NO_USAGE, fields=ASKS_USAGE)
     assert answer.is_done
     assert answer.texts == {0: "ab"}
@@ -243,7 +243,7 @@ async def test_usage_that_an_engine_does_not_tell_is_counted_by_the_token_ids(de
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_every_client_that_may_know_its_usage_does(deploy: Deploy, n: int, stream: bool) -> None:
+async def test_client_gets_usage_whenever_it_is_known(deploy: Deploy, n: int, stream: bool) -> None:
     """One answer or several in one, streamed or not, whatever hands the KV cache over."""
     gateway = await note_handoff(deploy, TOLD_NO_USAGE)
     body = request(Api.COMPLETIONS, n=n, stream=stream, max_tokens=100)
@@ -254,7 +254,7 @@ async def test_every_client_that_may_know_its_usage_does(deploy: Deploy, n: int,
         assert answer.usage == {"prompt_tokens": 2, "total_tokens": 2 + 3 * n, "completion_tokens": 3 * n}
 
 
-async def test_usage_that_nobody_knows_is_not_told(deploy: Deploy) -> None:
+async def test_unknown_usage_is_not_sent(deploy: Deploy) -> None:
     """Neither made up nor an empty chunk, which would end the body before `[DONE]`."""
     gateway = await note_handoff(deploy, data(chunk("a")) + ENDING)
     for n in (1, 2):
@@ -264,7 +264,7 @@ async def test_usage_that_nobody_knows_is_not_told(deploy: Deploy) -> None:
         assert all(event["choices"] for event in answer.events[:-1])
 
 
-async def test_usage_that_came_before_the_connection_broke_is_not_told_twice(deploy: Deploy) -> None:
+async def test_usage_sent_before_a_broken_connection_is_not_repeated(deploy: Deploy) -> None:
     usage = data({"id": "cmpl-1", "choices": [], "usage": COUNTS})
     cut_off = TOLD_NO_USAGE.removesuffix(DONE) + usage
     answer = await streamed(deploy, cut_off, is_whole=False, fields=ASKS_USAGE)
@@ -274,7 +274,7 @@ async def test_usage_that_came_before_the_connection_broke_is_not_told_twice(dep
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("cut", [0, 1])
-async def test_what_comes_after_done_is_not_of_the_answer(deploy: Deploy, n: int, cut: int) -> None:
+async def test_bytes_after_done_are_ignored(deploy: Deploy, n: int, cut: int) -> None:
     """In the same bytes as `[DONE]`, or later: an engine that says something has not hung up."""
     more = data(chunk("late")) + data({"x": 1}) + b": late\n\n" + DONE
     pieces = [data(chunk("a")) + ENDING, more][: 2 if cut else 1]
@@ -287,7 +287,7 @@ async def test_what_comes_after_done_is_not_of_the_answer(deploy: Deploy, n: int
     assert b'"x"' not in answer.body
 
 
-async def test_an_engine_that_goes_on_after_done_holds_nobody_up(deploy: Deploy) -> None:
+async def test_engine_that_sends_after_done_does_not_delay_the_client(deploy: Deploy) -> None:
     """Silence ends the wait for the end of the body, and so does anything else."""
     engine = CannedEngine(
         "both", lambda _: itertools.chain(event_stream([ENDING])[:-1], itertools.repeat(b"1\r\n\n\r\n"))
@@ -297,13 +297,13 @@ async def test_an_engine_that_goes_on_after_done_holds_nobody_up(deploy: Deploy)
     assert answer.body == ENDING
 
 
-async def test_an_answer_is_whole_once_its_engine_said_done(deploy: Deploy) -> None:
+async def test_answer_is_complete_after_done(deploy: Deploy) -> None:
     """Whatever becomes of the connection afterwards."""
     answer = await streamed(deploy, data(chunk("a")) + ENDING, is_whole=False)
     assert answer.is_done
 
 
-async def test_an_engines_error_is_told_in_its_own_words(deploy: Deploy) -> None:
+async def test_error_in_a_stream_is_passed_on(deploy: Deploy) -> None:
     event = b'data: {"error": {"message": "out of \\u006demory", "code": 507}}\n\n'
     answer = await streamed(deploy, data(chunk("a")), event + DONE)
     assert answer.body == data(chunk("a")) + event
@@ -316,7 +316,7 @@ async def test_an_engines_error_before_the_first_token_is_an_http_error(deploy: 
     assert (answer.status, answer.body) == (400, event[6:-2])
 
 
-async def test_a_recomputation_is_told_as_what_it_is(deploy: Deploy) -> None:
+async def test_recomputation_is_reported_as_such(deploy: Deploy) -> None:
     """Even when its event says `tool_calls`, which may be made up; its text is not."""
     made_up = [{"index": 0, "function": {"arguments": "}"}}]
     recomputed = {
@@ -333,7 +333,7 @@ async def test_a_recomputation_is_told_as_what_it_is(deploy: Deploy) -> None:
     assert b"tool_calls" not in answer.body
 
 
-async def test_an_unseen_answer_with_an_unreadable_member_is_repeated_once(deploy: Deploy) -> None:
+async def test_unsent_answer_with_an_unreadable_member_is_repeated_once(deploy: Deploy) -> None:
     """However long it is: the part before the member may be wrong, too."""
     told = [chunk("a", prompt_token_ids=None) for _ in range(100)]
     for number, one in enumerate(told):
@@ -349,7 +349,7 @@ async def test_an_unseen_answer_with_an_unreadable_member_is_repeated_once(deplo
     assert gateway.metrics("pdproxy_retries_total") == {("bad_answer", "decode"): 1.0}
 
 
-async def test_a_stop_string_that_last_words_complete_is_an_end(deploy: Deploy) -> None:
+async def test_stop_string_completed_by_the_last_chunk_ends_the_answer(deploy: Deploy) -> None:
     """Nobody has to go on with that."""
     body = request(Api.COMPLETIONS, "Hello", max_tokens=30)
     text = await answer_alone(body)
@@ -401,7 +401,7 @@ async def held_back(engine: CannedEngine) -> None:
         await asyncio.sleep(0.03)
 
 
-async def test_a_client_that_does_not_read_holds_its_engine_back_and_is_cut_off(deploy: Deploy) -> None:
+async def test_client_that_does_not_read_slows_its_engine_and_is_disconnected(deploy: Deploy) -> None:
     """However much the engine has to say, little of it is taken. That silence is the client's, not the engine's."""
     engine = CannedEngine("both")
     endless(engine)
@@ -415,7 +415,7 @@ async def test_a_client_that_does_not_read_holds_its_engine_back_and_is_cut_off(
     assert engine.sent_bytes < 16 * 1024 * 1024
 
 
-async def test_a_client_that_leaves_while_it_holds_its_engine_back_frees_it(deploy: Deploy) -> None:
+async def test_slow_client_that_disconnects_frees_its_engine(deploy: Deploy) -> None:
     engine = CannedEngine("both")
     endless(engine)
     gateway = await deploy(decoders=[engine], connector="plain", listen={"write_timeout_seconds": 3600.0})

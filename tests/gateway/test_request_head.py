@@ -207,17 +207,17 @@ def check(data: bytes) -> Head | None:
 @example(PLAIN)
 @example(LINE + b"Host:x\r\nContent-Length:\t2 \r\nX-A:\r\nconnection: Keep-Alive\r\n\r\n")
 @given(heads())
-def test_a_head_is_the_same_request_to_everybody(data: bytes) -> None:
+def test_plain_head_is_read_alike_by_all_parsers(data: bytes) -> None:
     event("plain" if check(data) else "not plain")
 
 
 @given(nearly_plain())
-def test_so_is_one_of_which_some_bytes_are_others(data: bytes) -> None:
+def test_mutated_head_is_read_alike_by_all_parsers(data: bytes) -> None:
     event("plain" if check(data) else "not plain")
 
 
 @given(heads(), st.integers(0, 400), st.binary(max_size=20))
-def test_a_head_ends_where_it_ends(data: bytes, at: int, behind: bytes) -> None:
+def test_head_has_its_exact_length(data: bytes, at: int, behind: bytes) -> None:
     head = read_head(data)
     if head is not None:
         assert read_head(data[: min(at, head.size_bytes - 1)]) is None
@@ -230,7 +230,7 @@ def test_a_head_ends_where_it_ends(data: bytes, at: int, behind: bytes) -> None:
     st.one_of(heads(), heads().map(lambda data: b"GET" + data.removeprefix(b"POST")), nearly_plain()),
     st.sampled_from((b"", b"{}", b"x" * 17, b"{}\r\n", b"2\r\n{}\r\n0\r\n\r\n")),
 )
-def test_one_request_is_one_to_everybody(data: bytes, behind: bytes) -> None:
+def test_one_request_is_read_alike_by_all_parsers(data: bytes, behind: bytes) -> None:
     data += behind
     event("one request" if is_one_request(data) else "not certainly")
     if is_one_request(data):
@@ -244,7 +244,7 @@ def test_one_request_is_one_to_everybody(data: bytes, behind: bytes) -> None:
 
 
 @pytest.mark.parametrize("behind", [b"", b"{", b"{}P", b"{}\r\n", b"{}" + PLAIN])
-def test_more_or_less_than_one_request_is_not_one(behind: bytes) -> None:
+def test_incomplete_or_several_requests_are_not_one_request(behind: bytes) -> None:
     assert is_one_request(PLAIN + b"{}")
     assert not is_one_request(PLAIN + behind)
 
@@ -253,7 +253,7 @@ def test_more_or_less_than_one_request_is_not_one(behind: bytes) -> None:
 @example(PLAIN, LINE + b"Host: x\r\nContent-Length: 2 \r\n\r\n")
 @example(PLAIN, LINE + b"Host: x\r\nContent-Length: \r\n\r\n")
 @given(heads(), st.one_of(heads(), nearly_plain()))
-def test_a_head_is_the_same_whatever_came_before_it_on_its_connection(first: bytes, second: bytes) -> None:
+def test_head_does_not_depend_on_the_one_before(first: bytes, second: bytes) -> None:
     assert read_head(second, read_head(first)) == read_head(second)
 
 
@@ -262,7 +262,7 @@ def test_a_head_is_the_same_whatever_came_before_it_on_its_connection(first: byt
     [b"0", b"3", b"17", b"002", b"9" * 15, b"9" * 16, b"", b"2 ", b"+2", b"2, 2", b"0x2", b"\xb2", b"2\r\nX: y"],
 )
 @given(heads())
-def test_only_the_length_may_be_another(value: bytes, first: bytes) -> None:
+def test_only_the_length_may_differ_from_the_head_before(value: bytes, first: bytes) -> None:
     head = read_head(first)
     if head is not None:
         for rest in (b"", b"{}", b"7\r\n\r\n"):
@@ -296,7 +296,7 @@ def with_fields(*lines: bytes, host: bytes = b"Host: x\r\n", length: bytes = b"C
         with_fields(host=b"HOST: [::1]:8000\r\n"),
     ],
 )
-def test_what_clients_send_is_plain(data: bytes) -> None:
+def test_heads_of_common_clients_are_plain(data: bytes) -> None:
     assert check(data) is not None
 
 
@@ -335,5 +335,5 @@ def test_what_clients_send_is_plain(data: bytes) -> None:
         with_fields(b"X-A: " + b"v" * 4000 + b"\r\n", b"X-B: " + b"v" * MAX_HEAD_BYTES + b"\r\n"),
     ],
 )
-def test_what_is_odd_is_not(data: bytes) -> None:
+def test_unusual_heads_are_not_plain(data: bytes) -> None:
     assert read_head(data) is None

@@ -46,7 +46,7 @@ MATRIX = [
 
 @pytest.mark.parametrize("role", Role)
 @pytest.mark.parametrize(("failure", "status", "repeats"), MATRIX)
-def test_the_matrix(failure: Failure, status: int | None, repeats: int, role: Role) -> None:
+def test_retries_follow_the_matrix_of_failures(failure: Failure, status: int | None, repeats: int, role: Role) -> None:
     max_attempts = 5
     allowed = [
         may_retry(failed(failure, status, role), sent_to_client=False, attempts=attempts, max_attempts=max_attempts)
@@ -55,12 +55,12 @@ def test_the_matrix(failure: Failure, status: int | None, repeats: int, role: Ro
     assert allowed == [attempts <= min(repeats, max_attempts - 1) for attempts in range(1, max_attempts + 2)]
 
 
-def test_the_matrix_names_every_failure() -> None:
+def test_matrix_has_every_failure() -> None:
     assert {failure for failure, _, _ in MATRIX} == set(Failure)
 
 
 @pytest.mark.parametrize(("failure", "status", "repeats"), MATRIX)
-def test_nothing_is_repeated_once_the_client_has_a_byte(failure: Failure, status: int | None, repeats: int) -> None:
+def test_nothing_is_retried_after_the_client_has_bytes(failure: Failure, status: int | None, repeats: int) -> None:
     assert not may_retry(failed(failure, status), sent_to_client=True, attempts=1, max_attempts=5)
 
 
@@ -70,13 +70,13 @@ def test_one_attempt_means_no_retry(failure: Failure, status: int | None, repeat
     assert not may_retry(failed(failure, status), sent_to_client=False, attempts=1, max_attempts=max_attempts)
 
 
-def test_the_wait_doubles_up_to_its_bound() -> None:
+def test_wait_doubles_up_to_its_limit() -> None:
     retry = Retry(base_delay_seconds=0.1, max_delay_seconds=0.5)
     longest = [backoff_seconds(retry, attempts, draw=1.0) for attempts in (1, 2, 3, 4, 5, 100)]
     assert longest == [0.1, 0.2, 0.4, 0.5, 0.5, 0.5]
 
 
-def test_the_wait_is_drawn_between_nothing_and_that_bound() -> None:
+def test_wait_is_random_between_zero_and_its_limit() -> None:
     retry = Retry(base_delay_seconds=0.1, max_delay_seconds=0.5)
     assert backoff_seconds(retry, 2, draw=0.0) == 0.0
     assert backoff_seconds(retry, 2, draw=0.25) == 0.05
@@ -85,5 +85,5 @@ def test_the_wait_is_drawn_between_nothing_and_that_bound() -> None:
     assert len(set(waits)) > 1
 
 
-def test_a_very_high_attempt_still_has_a_wait() -> None:
+def test_very_high_attempt_number_has_a_wait() -> None:
     assert backoff_seconds(Retry(base_delay_seconds=0.1, max_delay_seconds=0.5), 5000, draw=1.0) == 0.5

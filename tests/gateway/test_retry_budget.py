@@ -46,19 +46,19 @@ async def waiting(permit: RetryPermit, budget: RetryBudget, timeout_seconds: flo
 @pytest.mark.parametrize(
     ("in_flight", "capacity"), [(0, 3), (1, 3), (15, 3), (19, 3), (20, 4), (24, 4), (25, 5), (1000, 200)]
 )
-def test_a_fifth_of_the_requests_may_be_repeated_at_once_and_three_always(in_flight: int, capacity: int) -> None:
+def test_a_fifth_of_the_requests_and_at_least_three_may_be_retried(in_flight: int, capacity: int) -> None:
     with Requests(RetryBudget()) as requests:
         permits = requests.arrive(in_flight)
         assert requests.budget.capacity == capacity
         assert sum(permit.try_acquire() for permit in permits) == min(in_flight, capacity)
 
 
-def test_a_share_of_nothing_and_no_minimum_repeat_nothing() -> None:
+def test_nothing_is_retried_without_share_and_minimum() -> None:
     with Requests(RetryBudget(share=0.0, least=0)) as requests:
         assert not requests.arrive(10)[0].try_acquire()
 
 
-def test_a_retry_is_refused_when_the_budget_is_used_up_until_another_has_ended() -> None:
+def test_retry_needs_a_free_permit() -> None:
     with Requests(RetryBudget(least=1)) as requests:
         first, second = requests.arrive(2)
         assert first.try_acquire()
@@ -68,7 +68,7 @@ def test_a_retry_is_refused_when_the_budget_is_used_up_until_another_has_ended()
         assert not first.try_acquire()
 
 
-def test_a_request_takes_one_place_however_often_it_begins_and_ends() -> None:
+def test_request_has_one_permit_at_most() -> None:
     with Requests(RetryBudget(least=2)) as requests:
         first, second, third = requests.arrive(3)
         assert [first.try_acquire(), first.try_acquire(), second.try_acquire()] == [True] * 3
@@ -78,7 +78,7 @@ def test_a_request_takes_one_place_however_often_it_begins_and_ends() -> None:
         assert requests.budget.repeating == 2
 
 
-def test_a_request_that_ends_gives_its_place_back_whatever_ended_it() -> None:
+def test_permit_is_released_after_any_end() -> None:
     budget = RetryBudget(least=1)
 
     def fail() -> None:
@@ -91,7 +91,7 @@ def test_a_request_that_ends_gives_its_place_back_whatever_ended_it() -> None:
     assert (budget.in_flight, budget.repeating) == (0, 0)
 
 
-def test_repeats_go_on_when_the_budget_becomes_smaller_but_none_are_added() -> None:
+def test_held_permits_stay_valid_when_the_budget_shrinks() -> None:
     with Requests(RetryBudget(share=0.5, least=0)) as requests, ExitStack() as leaving:
         first, second = requests.arrive(2)
         others = [leaving.enter_context(RetryPermit(requests.budget)) for _ in range(2)]
@@ -102,7 +102,7 @@ def test_repeats_go_on_when_the_budget_becomes_smaller_but_none_are_added() -> N
         assert not second.try_acquire()
 
 
-async def test_a_resume_that_finds_room_does_not_wait() -> None:
+async def test_resume_does_not_wait_when_a_permit_is_free() -> None:
     with Requests(RetryBudget()) as requests:
         (permit,) = requests.arrive(1)
         assert await permit.acquire(0)
@@ -110,7 +110,7 @@ async def test_a_resume_that_finds_room_does_not_wait() -> None:
         assert requests.budget.repeating == 1
 
 
-async def test_resumes_come_in_turn_and_before_later_retries() -> None:
+async def test_waiting_resumes_go_in_turn_and_before_later_retries() -> None:
     with Requests(RetryBudget(least=1)) as requests:
         holder, first, second, late = requests.arrive(4)
         assert holder.try_acquire()
@@ -123,7 +123,7 @@ async def test_resumes_come_in_turn_and_before_later_retries() -> None:
         assert await tasks[1]
 
 
-async def test_more_requests_make_room_for_those_who_wait() -> None:
+async def test_further_requests_free_permits_for_waiting_resumes() -> None:
     with Requests(RetryBudget(share=0.2, least=1)) as requests:
         holder, first = requests.arrive(2)
         assert holder.try_acquire()
@@ -134,7 +134,7 @@ async def test_more_requests_make_room_for_those_who_wait() -> None:
         assert await task
 
 
-async def test_a_request_that_ends_takes_its_share_of_the_budget_with_it() -> None:
+async def test_budget_shrinks_when_a_request_ends() -> None:
     budget = RetryBudget(share=0.5, least=0)
     with Requests(budget) as requests:
         second, waiter, _ = requests.arrive(3)
@@ -147,7 +147,7 @@ async def test_a_request_that_ends_takes_its_share_of_the_budget_with_it() -> No
         assert await task
 
 
-async def test_who_has_waited_too_long_is_refused_and_not_in_the_way() -> None:
+async def test_resume_that_waited_too_long_gets_no_permit_and_blocks_none() -> None:
     with Requests(RetryBudget(least=1)) as requests:
         holder, first, second = requests.arrive(3)
         assert holder.try_acquire()
@@ -160,7 +160,7 @@ async def test_who_has_waited_too_long_is_refused_and_not_in_the_way() -> None:
         assert await patient
 
 
-async def test_a_resume_that_is_cancelled_while_it_waits_is_not_in_the_way() -> None:
+async def test_cancelled_resume_does_not_block_others() -> None:
     with Requests(RetryBudget(least=1)) as requests:
         holder, first, second = requests.arrive(3)
         assert holder.try_acquire()
@@ -172,7 +172,7 @@ async def test_a_resume_that_is_cancelled_while_it_waits_is_not_in_the_way() -> 
         assert await tasks[1]
 
 
-async def test_a_resume_that_is_cancelled_when_its_turn_has_just_come_passes_it_on() -> None:
+async def test_resume_cancelled_at_its_turn_passes_the_permit_on() -> None:
     with Requests(RetryBudget(least=1)) as requests:
         holder, first, second = requests.arrive(3)
         assert holder.try_acquire()
@@ -185,7 +185,7 @@ async def test_a_resume_that_is_cancelled_when_its_turn_has_just_come_passes_it_
         assert not first.is_held
 
 
-async def test_a_turn_that_comes_together_with_the_deadline_is_taken() -> None:
+async def test_permit_granted_at_the_deadline_is_taken() -> None:
     with Requests(RetryBudget(least=1)) as requests:
         holder, first = requests.arrive(2)
         assert holder.try_acquire()

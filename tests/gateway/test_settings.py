@@ -19,7 +19,7 @@ WHOLE = request(Api.COMPLETIONS, stream=False)
 
 
 @pytest.mark.parametrize("body", [STREAM, WHOLE], ids=["stream", "whole"])
-async def test_an_answer_while_the_gateway_stops_accepting(roads: Roads, body: dict[str, Any]) -> None:
+async def test_answer_completes_while_the_gateway_stops_accepting(roads: Roads, body: dict[str, Any]) -> None:
     async def talk(clients: Clients) -> None:
         gateway = clients.gateway
         idle, line = await clients.connect(), await clients.connect()
@@ -36,9 +36,7 @@ async def test_an_answer_while_the_gateway_stops_accepting(roads: Roads, body: d
 
 
 @pytest.mark.parametrize("body", [STREAM, WHOLE], ids=["stream", "whole"])
-async def test_each_connection_that_is_told_to_end_does_also_if_their_requests_have_one_id(
-    roads: Roads, body: dict[str, Any]
-) -> None:
+async def test_connections_with_equal_request_ids_all_end(roads: Roads, body: dict[str, Any]) -> None:
     async def talk(clients: Clients) -> None:
         gateway = clients.gateway
         lines = [await clients.connect() for _ in range(2)]

@@ -99,7 +99,7 @@ SPOILT = {
 @pytest.mark.fault(124)
 @pytest.mark.parametrize("stream", SPOILT.values(), ids=SPOILT)
 @pytest.mark.parametrize("path", BODIES)
-async def test_calls_that_a_stream_has_spoilt_are_those_of_a_whole_answer(
+async def test_damaged_tool_calls_are_replaced_by_those_of_a_whole_answer(
     deploy: Deploy, path: str, stream: list[bytes]
 ) -> None:
     decoder = Decoder(stream, whole("tool_calls", call('{"q":1}')))
@@ -124,7 +124,7 @@ KEPT = {
 
 @pytest.mark.fault(124)
 @pytest.mark.parametrize(("stream", "calls"), KEPT.values(), ids=KEPT)
-async def test_other_answers_are_not_asked_for_again(deploy: Deploy, stream: list[bytes], calls: list[str]) -> None:
+async def test_undamaged_answers_are_not_requested_again(deploy: Deploy, stream: list[bytes], calls: list[str]) -> None:
     decoder = Decoder(stream, whole("tool_calls", call('{"q":2}')))
     answer, gateway = await answered(deploy, decoder)
     assert calls_of(answer) == calls
@@ -134,7 +134,7 @@ async def test_other_answers_are_not_asked_for_again(deploy: Deploy, stream: lis
 
 @pytest.mark.fault(124)
 @pytest.mark.parametrize("path", BODIES)
-async def test_an_answer_is_asked_for_again_once(deploy: Deploy, path: str) -> None:
+async def test_damaged_answer_is_requested_again_once(deploy: Deploy, path: str) -> None:
     """Some models write arguments that are no JSON; then the engine's whole answer has them, too."""
     broken = '{"q": "a"' if path != messages.PATH else '{"q": '
     decoder = Decoder(streamed("tool_calls", call('{"q"')), whole("tool_calls", call(broken)))
@@ -145,27 +145,27 @@ async def test_an_answer_is_asked_for_again_once(deploy: Deploy, path: str) -> N
 
 
 @pytest.mark.fault(124)
-async def test_what_is_there_is_given_where_the_engine_cannot_be_asked_again(deploy: Deploy) -> None:
+async def test_damaged_answer_is_sent_when_it_cannot_be_requested_again(deploy: Deploy) -> None:
     refusal = [http(b'{"error": {"message": "no"}}', "422 Unprocessable")]
     answer, _ = await answered(deploy, Decoder(streamed("tool_calls", call('{"q": ')), refusal))
     assert calls_of(answer) == ['{"q": ']
 
 
 @pytest.mark.fault(124)
-async def test_an_answer_without_the_calls_that_it_tells_of_is_an_error(deploy: Deploy) -> None:
+async def test_answer_that_lacks_its_tool_calls_is_an_error(deploy: Deploy) -> None:
     refusal = [http(b'{"error": {"message": "no"}}', "422 Unprocessable")]
     answer, _ = await answered(deploy, Decoder(streamed("tool_calls"), refusal))
     assert (answer.status, answer.json) == (422, {"error": {"message": "no"}})
 
 
 @pytest.mark.fault(124)
-async def test_an_engine_that_only_streams_is_believed(deploy: Deploy) -> None:
+async def test_answer_of_an_engine_that_only_streams_is_accepted(deploy: Deploy) -> None:
     answer, _ = await answered(deploy, Decoder(streamed("tool_calls"), streamed("tool_calls")))
     assert calls_of(answer) == []
 
 
 @pytest.mark.fault(124)
-async def test_of_several_samples_only_those_with_spoilt_calls_are_asked_for_again(deploy: Deploy) -> None:
+async def test_only_samples_with_damaged_calls_are_requested_again(deploy: Deploy) -> None:
     streams = iter([streamed("tool_calls"), streamed("tool_calls", call('{"q":1}'))])
     decoder = Decoder((), whole("tool_calls", call('{"q":2}')))
     decoder.answer = lambda received: (
@@ -178,7 +178,7 @@ async def test_of_several_samples_only_those_with_spoilt_calls_are_asked_for_aga
 
 
 @pytest.mark.fault(124)
-async def test_a_whole_answer_keeps_what_streams_tell_beside_choices_and_usage(deploy: Deploy) -> None:
+async def test_assembled_answer_keeps_other_members_of_the_stream(deploy: Deploy) -> None:
     """VLLM tells the prompt's text with the first chunk, and a request's metrics with the usage."""
     chunks: list[dict[str, Any]] = [
         {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}], "prompt_text": "<user>Hello there"},

@@ -34,7 +34,7 @@ def casualties(*ranks_and_seconds: tuple[int, float]) -> list[Casualty]:
         (600.0, 30.1, True),
     ],
 )
-def test_who_is_served_for_longer_than_before_is_cleared(
+def test_suspect_is_cleared_after_it_was_served_for_long_enough(
     lost_after: float, served_for: float | None, is_cleared: bool
 ) -> None:
     case = Suspicion()
@@ -45,7 +45,7 @@ def test_who_is_served_for_longer_than_before_is_cleared(
     assert case.engines(NOW) == (0 if is_cleared else 1)
 
 
-def test_the_units_of_a_request_and_its_repeats_count_together() -> None:
+def test_units_and_repeats_of_a_request_count_together() -> None:
     case = Suspicion(earlier=1)
     for backend in (E1, E2, E2):
         case.add_unit().lost[backend] = 0.0
@@ -53,7 +53,7 @@ def test_the_units_of_a_request_and_its_repeats_count_together() -> None:
     assert case.engines(NOW) == 3
 
 
-def test_a_unit_that_was_served_has_broken_nothing_and_says_nothing_of_the_others() -> None:
+def test_served_unit_is_cleared_but_not_the_other_units() -> None:
     case = Suspicion(is_split=True)
     one, other = case.add_unit(), case.add_unit()
     one.lost[E1] = other.lost[E2] = 0.0
@@ -65,7 +65,7 @@ def test_a_unit_that_was_served_has_broken_nothing_and_says_nothing_of_the_other
 @pytest.mark.parametrize(
     ("lost", "reserved", "rank"), [((), (), 0), ((E1,), (), 1), ((E1,), (E2,), 2), ((E1,), (E3,), 1), ((), (E2,), 0)]
 )
-def test_who_is_alone_with_an_engine_is_the_most_suspicious(
+def test_only_suspect_on_an_engine_is_the_most_suspicious(
     lost: tuple[Backend, ...], reserved: tuple[Backend, ...], rank: int
 ) -> None:
     case = suspicion(*lost)
@@ -83,7 +83,7 @@ def test_who_is_alone_with_an_engine_is_the_most_suspicious(
         ([(2, 1.0), (1, 0.0)], [True, False]),
     ],
 )
-def test_an_engine_is_charged_to_the_most_suspicious_and_of_many_to_the_latest(
+def test_crash_is_charged_to_the_most_suspicious_and_latest_units(
     told: list[tuple[int, float]], charged: list[bool]
 ) -> None:
     all_of_them = casualties(*told)
@@ -110,7 +110,7 @@ def test_an_engine_is_charged_to_the_most_suspicious_and_of_many_to_the_latest(
         ((E1, E2), 0, 0, (0, 0), True),
     ],
 )
-def test_poison_is_who_alone_was_on_as_many_engines_as_a_request_may_cost(
+def test_request_that_alone_crashed_two_engines_is_poison(
     lost: tuple[Backend, ...], earlier: int, rank: int, others: tuple[int, ...], expected: bool
 ) -> None:
     mine = Casualty(suspicion(*lost, earlier=earlier), rank, 0.0)
@@ -118,7 +118,7 @@ def test_poison_is_who_alone_was_on_as_many_engines_as_a_request_may_cost(
     assert is_poison(mine, told, NOW) is expected
 
 
-def test_a_subset_keeps_its_engines_while_they_serve_and_those_that_broke_down() -> None:
+def test_subset_keeps_eligible_and_failed_engines() -> None:
     case = Suspicion(is_split=True)
     history = case.add_unit()
     case.subset(Role.DECODE, [E1, E2, E3]).extend([E1, E2])
@@ -129,7 +129,7 @@ def test_a_subset_keeps_its_engines_while_they_serve_and_those_that_broke_down()
     assert case.subset(Role.DECODE, [E2, E3]) == [E2]
 
 
-def test_a_suspect_is_apart_for_about_as_long_as_the_last_engine_stood_it() -> None:
+def test_suspect_is_apart_for_about_the_time_of_its_last_engine() -> None:
     history = Suspicion().add_unit()
     assert history.apart_seconds == 0.0
     history.lost[E1] = 0.0
@@ -148,7 +148,7 @@ def death(backend: Backend, *suspicions: Suspicion) -> Death:
 
 
 @pytest.mark.fault(116)
-def test_engines_that_went_down_without_a_suspect_acquit_it() -> None:
+def test_crashes_without_a_suspect_acquit_it() -> None:
     suspect = suspicion(E1, E2)
     own = [death(E1, suspect, suspicion()), death(E2, suspect)]
     assert not is_acquitted(suspect, own, NOW)
@@ -156,7 +156,7 @@ def test_engines_that_went_down_without_a_suspect_acquit_it() -> None:
 
 
 @pytest.mark.fault(116)
-def test_engines_that_another_poison_request_has_cost_acquit_nobody() -> None:
+def test_crashes_by_another_poison_request_do_not_acquit() -> None:
     suspect, other = suspicion(E1, E2), suspicion(E3, E4)
     deaths = [death(E1, suspect), death(E2, suspect), death(E3, other), death(E4, other)]
     assert not is_acquitted(suspect, deaths, NOW)
@@ -173,14 +173,14 @@ def test_suspects_that_share_an_engine_do_not_explain_more_than_one() -> None:
 
 
 @pytest.mark.fault(116)
-def test_an_engine_that_the_request_cost_before_acquits_it_not() -> None:
+def test_earlier_crash_by_the_request_does_not_acquit_it() -> None:
     again = suspicion(E2, earlier=1)
     before = death(E1, suspicion(E1))
     assert not is_acquitted(again, [before, death(E2, again)], NOW)
     assert is_acquitted(again, [before, death(E2, again), death(E3)], NOW)
 
 
-def test_who_is_acquitted_has_cost_nothing() -> None:
+def test_acquitted_request_has_crashed_no_engine() -> None:
     suspect = suspicion(E1, E2, earlier=1)
     suspect.acquit()
     assert suspect.engines(NOW) == 0

@@ -136,7 +136,7 @@ async def test_tokens_that_arrive_together_cost_less_than_two_calls() -> None:
 
 
 @pytest.mark.interpreted
-async def test_a_client_that_reads_too_slowly_holds_the_engine_back_at_once() -> None:
+async def test_slow_client_pauses_the_engine_at_once() -> None:
     tokens = [token("content", number, ids=True) for number in range(9)]
 
     def fill(connection: EngineConnection, client: Streamed) -> None:

@@ -70,7 +70,9 @@ class Forwarded:
     values,
 )
 @pytest.mark.parametrize("hides_ids", [False, True])
-def test_text_and_id_are_what_json_says(token: int, text: str, spaces: bool, field: str, hides_ids: bool) -> None:
+def test_text_and_id_equal_those_of_a_json_parser(
+    token: int, text: str, spaces: bool, field: str, hides_ids: bool
+) -> None:
     like: dict[str, Any] = {"field": field, "spaces": spaces}
     data = framed(event(text, [token], **like))
     taken = Forwarded(event("first", [5], **like), hides_ids=hides_ids).took(data)
@@ -84,7 +86,7 @@ def test_text_and_id_are_what_json_says(token: int, text: str, spaces: bool, fie
 
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("text", [" token", "日本"])
-def test_tokens_without_ids_pass_as_they_came(text: str, keeps: bool) -> None:
+def test_tokens_without_ids_pass_unchanged(text: str, keeps: bool) -> None:
     data = framed(event(text, None))
     assert Forwarded(event("first", None), keeps=keeps, hides_ids=True).took(data) == (text if keeps else "", [], data)
 
@@ -130,7 +132,7 @@ UNLIKE = {
 
 
 @pytest.mark.parametrize("data", UNLIKE.values(), ids=UNLIKE)
-def test_what_is_unlike_is_left_to_the_parser(data: bytes) -> None:
+def test_events_of_another_shape_are_left_to_the_parser(data: bytes) -> None:
     assert Forwarded(event("first", [5]), hides_ids=True).took(data) is None
 
 
@@ -144,7 +146,7 @@ def test_what_is_unlike_is_left_to_the_parser(data: bytes) -> None:
         framed(b"data: [DONE]\n\n") + framed(ONE),
     ],
 )
-def test_of_several_chunks_those_before_another_one_are_taken(rest: bytes) -> None:
+def test_chunks_before_one_of_another_shape_are_taken(rest: bytes) -> None:
     forwarded = Forwarded(event("first", [5]))
     chunks = [framed(event(f" word{number}", [10**number])) for number in range(9)]
     assert forwarded.take(b"".join(chunks) + rest) == rest
@@ -153,7 +155,7 @@ def test_of_several_chunks_those_before_another_one_are_taken(rest: bytes) -> No
 
 
 @pytest.mark.parametrize("size", range(1, 4200, 3))
-def test_chunks_of_any_size_are_told_by_it(size: int) -> None:
+def test_chunks_of_any_size_are_recognised(size: int) -> None:
     raw = event("x" * size, None)
     for wrong in (1, -1):
         assert Forwarded(event("first", None)).took(b"%x\r\n%b\r\n" % (len(raw) + wrong, raw)) is None
@@ -161,7 +163,7 @@ def test_chunks_of_any_size_are_told_by_it(size: int) -> None:
     assert (taken is None) is (len(framed(raw)) >= 4096)
 
 
-def test_a_client_that_has_left_is_written_nothing() -> None:
+def test_nothing_is_written_to_a_disconnected_client() -> None:
     forwarded = Forwarded(event("first", [5]))
     forwarded.client.has_left = True
     assert forwarded.take(framed(ONE)) == b""
@@ -173,7 +175,7 @@ IDS = st.one_of(st.none(), st.lists(st.integers(0, 2**31), max_size=2))
 
 
 @given(first=TEXT, text=TEXT, ids=IDS, name=st.sampled_from(["content", "reasoning"]), spaces=st.booleans())
-def test_whatever_is_taken_is_what_json_says(
+def test_taken_tokens_equal_those_of_a_json_parser(
     first: str, text: str, ids: Sequence[int] | None, name: str, spaces: bool
 ) -> None:
     if Shape.of(event(first, [3])) is None:
@@ -186,7 +188,7 @@ def test_whatever_is_taken_is_what_json_says(
 
 
 @given(raw=st.binary(max_size=60), text=TEXT)
-def test_no_bytes_at_all_break_it(raw: bytes, text: str) -> None:
+def test_arbitrary_bytes_raise_no_error(raw: bytes, text: str) -> None:
     Shape.of(raw)
     good = framed(event(text, [10]))
     for at in range(0, len(good), 7):

@@ -105,7 +105,7 @@ def is_complete(answer: Answer) -> bool:
 @pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "whole"])
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("connector", ["plain", "vllm_pull"])
-async def test_half_a_surrogate_pair_is_a_part_of_the_answer(
+async def test_half_a_surrogate_pair_is_part_of_the_answer(
     deploy: Deploy, path: str, is_streamed: bool, connector: str
 ) -> None:
     asked = engine_path(path)
@@ -187,7 +187,7 @@ async def test_an_answer_that_cannot_be_read_is_not_complete(
 @pytest.mark.fault(121)
 @pytest.mark.parametrize("odd", UNREADABLE.values(), ids=UNREADABLE)
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_a_stream_with_an_unread_event_is_not_resumed(deploy: Deploy, path: str, odd: bytes) -> None:
+async def test_stream_with_an_unreadable_event_is_not_resumed(deploy: Deploy, path: str, odd: bytes) -> None:
     pieces = [*event_stream(stream(path, odd, event(path, b"no", "[8]"))[:3], is_whole=False), b"not a chunk"]
     engines = [CannedEngine("both", pieces), CannedEngine("both", pieces)]
     gateway = await deploy(decoders=engines, connector="plain")
@@ -202,7 +202,7 @@ async def test_a_stream_with_an_unread_event_is_not_resumed(deploy: Deploy, path
 @pytest.mark.parametrize("odd", UNREADABLE.values(), ids=UNREADABLE)
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("fields", [{"n": 2}, {"model": "other"}, {"include_reasoning": False}], ids=str)
-async def test_a_stream_that_is_written_anew_ends_at_an_unread_event(
+async def test_translated_stream_ends_at_an_unreadable_event(
     deploy: Deploy, path: str, odd: bytes, fields: dict[str, Any]
 ) -> None:
     engine = CannedEngine("both", event_stream(stream(path, odd)))
@@ -218,7 +218,7 @@ async def test_a_stream_that_is_written_anew_ends_at_an_unread_event(
 @pytest.mark.fault(121)
 @pytest.mark.parametrize("odd", UNREADABLE.values(), ids=UNREADABLE)
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_an_unread_event_behind_a_seam_ends_in_an_error(deploy: Deploy, path: str, odd: bytes) -> None:
+async def test_unreadable_event_after_a_resume_is_an_error(deploy: Deploy, path: str, odd: bytes) -> None:
     """Its token ids belong to another prompt, and its id to another answer."""
 
     def answer(received: Received) -> list[bytes]:
@@ -242,9 +242,7 @@ async def test_an_unread_event_behind_a_seam_ends_in_an_error(deploy: Deploy, pa
 @pytest.mark.fault(121)
 @pytest.mark.parametrize("data", [b"data:\n\n", b"data: \n\n", b"data: null\n\n"])
 @pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "whole"])
-async def test_an_event_without_anything_in_it_is_no_part_of_the_answer(
-    deploy: Deploy, data: bytes, is_streamed: bool
-) -> None:
+async def test_empty_event_is_not_part_of_the_answer(deploy: Deploy, data: bytes, is_streamed: bool) -> None:
     written = stream(CHAT, data)
     gateway = await deploy(decoders=[CannedEngine("both", event_stream(written))], connector="plain")
     answer = await ask(gateway, CHAT, {**BODIES[CHAT], "stream": is_streamed})
@@ -302,7 +300,7 @@ def test_a_native_event_that_cannot_be_read_is_malformed(data: bytes) -> None:
 
 
 @pytest.mark.fault(121)
-def test_a_native_event_with_less_than_the_one_before_is_malformed() -> None:
+def test_native_event_with_less_text_than_before_is_malformed() -> None:
     segment, (first, *_) = WatchedEvents(), native()
     assert segment.read(Event(first[6:-2])) is Meaning.CONTENT
     less = b'{"text":"D","output_ids":[7],"meta_info":{}}'
@@ -322,7 +320,7 @@ def test_a_native_answer_that_is_aborted_keeps_what_was_read() -> None:
 
 
 @pytest.mark.fault(121)
-async def test_a_call_without_a_name_is_an_error_also_where_the_stream_is_cut(deploy: Deploy) -> None:
+async def test_tool_call_without_a_name_is_an_error_even_in_a_cut_stream(deploy: Deploy) -> None:
     """The answer has its finish reason, so that it is closed without another decoder."""
     call = b'{"index":0,"delta":{"tool_calls":[{"index":0,"id":"a","function":{"arguments":"{}"}}]},"finish_reason":%b}'
     told = b'data: {"id":"x","choices":[%b]}\n\n' % (call % b'"tool_calls"')

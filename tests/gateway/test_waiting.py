@@ -47,7 +47,7 @@ async def waits(clients: Clients, body: dict[str, Any], number: int = 1) -> Line
 
 
 @BODIES
-async def test_a_drain_cuts_off_a_queued_request(roads: Roads, body: dict[str, Any]) -> None:
+async def test_queued_request_is_ended_by_a_drain(roads: Roads, body: dict[str, Any]) -> None:
     async def talk(clients: Clients) -> None:
         first = await occupied(clients)
         second = await waits(clients, body)
@@ -61,7 +61,7 @@ async def test_a_drain_cuts_off_a_queued_request(roads: Roads, body: dict[str, A
 
 @pytest.mark.interpreted
 @BODIES
-async def test_a_client_leaves_as_soon_as_its_request_is_queued(
+async def test_client_disconnects_right_after_its_request_is_queued(
     deploy: Deploy, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway = await deploy(1, 1, **busy())

@@ -32,7 +32,7 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"pr
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("api", OPENAI_APIS)
 @pytest.mark.parametrize("text", PROMPTS, ids=ascii)
-async def test_an_answer_is_that_of_a_single_engine(gateway: Deployment, text: str, api: Api, stream: bool) -> None:
+async def test_answer_equals_that_of_a_single_engine(gateway: Deployment, text: str, api: Api, stream: bool) -> None:
     body = request(api, text, max_tokens=40, stream=stream)
     answer = await gateway.ask(body)
     assert answer.is_done
@@ -40,7 +40,7 @@ async def test_an_answer_is_that_of_a_single_engine(gateway: Deployment, text: s
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_token_ids_are_a_prompt_like_any_other(gateway: Deployment, stream: bool) -> None:
+async def test_prompt_of_token_ids_is_served(gateway: Deployment, stream: bool) -> None:
     body = request(Api.COMPLETIONS, prompt=[72, 105, 32], stream=stream)
     answer = await gateway.ask(body)
     assert answer.is_done
@@ -77,7 +77,9 @@ SEVERAL: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("body", SEVERAL)
-async def test_several_answers_are_those_of_a_single_engine(deploy: Deploy, body: dict[str, Any], stream: bool) -> None:
+async def test_several_samples_equal_those_of_a_single_engine(
+    deploy: Deploy, body: dict[str, Any], stream: bool
+) -> None:
     gateway = await deploy(2, 3)
     if stream:
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
@@ -108,19 +110,19 @@ def _finish(event: dict[str, Any]) -> tuple[int, str]:
     return -1, ""
 
 
-async def test_each_sample_has_the_seed_an_engine_would_give_it(gateway: Deployment) -> None:
+async def test_each_sample_has_the_seed_of_a_single_engine(gateway: Deployment) -> None:
     await gateway.ask(request(Api.COMPLETIONS, prompt=["a", "b"], n=3, seed=7))
     seeds = sorted((seen.body["prompt"], seen.body["seed"]) for seen in generations(*gateway.decoders))
     assert seeds == [(prompt, seed) for prompt in "ab" for seed in (7, 8, 9)]
 
 
-async def test_usage_of_a_merged_stream_is_sent_only_when_asked_for(gateway: Deployment) -> None:
+async def test_usage_of_a_merged_stream_is_sent_only_on_request(gateway: Deployment) -> None:
     answer = await gateway.ask(request(Api.CHAT, n=2, stream=True))
     assert answer.is_done
     assert all(event["choices"] for event in answer.events[:-1])
 
 
-async def test_only_so_many_units_run_at_a_time(deploy: Deploy) -> None:
+async def test_units_running_at_a_time_are_limited(deploy: Deploy) -> None:
     gateway = await deploy(fanout={"concurrency": 3}, engine={"decode_step_ms": 1.0})
     peak = 0
 
@@ -136,7 +138,7 @@ async def test_only_so_many_units_run_at_a_time(deploy: Deploy) -> None:
     assert peak == 3
 
 
-async def test_a_request_for_too_many_answers_is_refused(deploy: Deploy) -> None:
+async def test_request_for_too_many_samples_is_rejected(deploy: Deploy) -> None:
     gateway = await deploy(fanout={"max_units": 5})
     answer = await gateway.ask(request(Api.COMPLETIONS, prompt=["a", "b"], n=3))
     assert answer.status == 400
@@ -145,7 +147,7 @@ async def test_a_request_for_too_many_answers_is_refused(deploy: Deploy) -> None
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_failed_unit_is_repeated_alone(deploy: Deploy, stream: bool) -> None:
+async def test_only_the_failed_unit_is_repeated(deploy: Deploy, stream: bool) -> None:
     gateway = await deploy(2, 2)
     gateway.decoders[0].faults.add("reset_before_headers", times=1)
     body = request(Api.COMPLETIONS, prompt=["a", "b", "c", "d"], stream=stream)
@@ -156,7 +158,7 @@ async def test_a_failed_unit_is_repeated_alone(deploy: Deploy, stream: bool) -> 
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_unit_that_is_refused_ends_the_whole(deploy: Deploy, stream: bool) -> None:
+async def test_rejected_unit_ends_the_request(deploy: Deploy, stream: bool) -> None:
     """The engine's words reach the client, and the other units' connections are closed."""
     gateway = await deploy()
     (prefiller,) = gateway.prefillers
@@ -168,7 +170,7 @@ async def test_a_unit_that_is_refused_ends_the_whole(deploy: Deploy, stream: boo
     await prefiller.wait_until(lambda state: state.disconnects == 3)
 
 
-async def test_a_unit_that_breaks_in_mid_stream_breaks_the_whole(deploy: Deploy) -> None:
+async def test_unit_broken_in_mid_stream_breaks_the_request(deploy: Deploy) -> None:
     gateway = await deploy(engine={"decode_step_ms": 1.0}, resume={"mode": "restart-only"})
     (decoder,) = gateway.decoders
     decoder.faults.add("reset_after_tokens", tokens=3, skip=2, times=1)
@@ -181,7 +183,7 @@ async def test_a_unit_that_breaks_in_mid_stream_breaks_the_whole(deploy: Deploy)
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_leaving_client_frees_the_engines_of_all_units(deploy: Deploy, stream: bool) -> None:
+async def test_disconnected_client_frees_the_engines_of_all_units(deploy: Deploy, stream: bool) -> None:
     gateway = await deploy(2, 2, engine={"decode_step_ms": 1.0})
     async with gateway.asking(request(Api.CHAT, n=8, stream=stream, max_tokens=100_000)) as client:
         for decoder in gateway.decoders:
@@ -195,7 +197,7 @@ async def test_a_leaving_client_frees_the_engines_of_all_units(deploy: Deploy, s
 
 
 @pytest.mark.parametrize(("max_attempts", "asked"), [(1, 1), (2, 4), (3, 4)])
-async def test_a_refused_request_asks_each_instance_once(deploy: Deploy, max_attempts: int, asked: int) -> None:
+async def test_rejected_request_tries_each_instance_once(deploy: Deploy, max_attempts: int, asked: int) -> None:
     """It comes at no cost, unless there are to be no second attempts."""
     gateway = await deploy(4, retry={"max_attempts": max_attempts}, admission={"wait_seconds": 0.01})
     for prefiller in gateway.prefillers:
@@ -205,7 +207,7 @@ async def test_a_refused_request_asks_each_instance_once(deploy: Deploy, max_att
     assert sorted(len(generations(prefiller)) for prefiller in gateway.prefillers) == [0] * (4 - asked) + [1] * asked
 
 
-async def test_failures_of_the_two_roles_are_counted_apart(deploy: Deploy) -> None:
+async def test_failures_are_counted_by_role(deploy: Deploy) -> None:
     gateway = await deploy(3, 3)
     # The second attempt goes to the second decoder: it is its turn.
     for engine in (gateway.prefillers[0], gateway.decoders[1]):
@@ -214,7 +216,7 @@ async def test_failures_of_the_two_roles_are_counted_apart(deploy: Deploy) -> No
     assert gateway.metrics("pdproxy_retries_total") == {("status", "prefill"): 1.0, ("status", "decode"): 1.0}
 
 
-async def test_a_client_that_leaves_between_two_attempts_ends_them(deploy: Deploy) -> None:
+async def test_client_that_disconnects_between_attempts_ends_them(deploy: Deploy) -> None:
     gateway = await deploy(2, retry={"base_delay_seconds": 3600.0, "max_delay_seconds": 3600.0})
     for prefiller in gateway.prefillers:
         prefiller.faults.add("refuse_status", status=503)
@@ -239,7 +241,7 @@ async def test_many_requests_at_once_are_spread_over_all_engines(deploy: Deploy)
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_the_only_decoder_is_asked_again_after_it_ran_short_of_memory(deploy: Deploy, stream: bool) -> None:
+async def test_only_decoder_is_tried_again_after_a_lack_of_kv_memory(deploy: Deploy, stream: bool) -> None:
     gateway = await deploy(1, 1)
     gateway.decoders[0].faults.add("recompute", tokens=0, times=1)
     body = request(Api.CHAT, stream=stream)
@@ -254,7 +256,7 @@ async def test_the_only_decoder_is_asked_again_after_it_ran_short_of_memory(depl
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("api", OPENAI_APIS)
-async def test_an_answer_that_can_be_continued_is_watched(gateway: Deployment, api: Api, stream: bool) -> None:
+async def test_resumable_answer_is_watched(gateway: Deployment, api: Api, stream: bool) -> None:
     """Streamed, with token ids, whether the client asked for that or not; the prefiller's is not."""
     body = request(api, stream=stream, max_tokens=2 if stream else 33)
     answer = await gateway.ask(body)
@@ -282,7 +284,7 @@ async def test_a_short_answer_that_is_not_streamed_is_not_watched(
     assert bool(decoded.body.get("return_token_ids")) is is_watched
 
 
-async def test_a_short_answer_whose_decoder_is_lost_is_asked_for_again(deploy: Deploy) -> None:
+async def test_short_answer_is_repeated_after_its_decoder_is_lost(deploy: Deploy) -> None:
     gateway = await deploy(2, 2)
     body = request(Api.CHAT, max_tokens=20)
     gateway.decoders[0].faults.add("reset_after_tokens", tokens=5, times=1)
@@ -291,7 +293,7 @@ async def test_a_short_answer_whose_decoder_is_lost_is_asked_for_again(deploy: D
 
 
 @pytest.mark.parametrize("mode", ["restart-only", "off"])
-async def test_without_resume_nobody_watches(deploy: Deploy, mode: str) -> None:
+async def test_no_answer_is_watched_without_resume(deploy: Deploy, mode: str) -> None:
     gateway = await deploy(resume={"mode": mode})
     body = request(Api.CHAT)
     assert (await gateway.ask(body)).is_done
@@ -317,7 +319,7 @@ NOT_WATCHED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("body", NOT_WATCHED, ids=str)
-async def test_an_answer_that_watching_would_change_is_not_watched(deploy: Deploy, body: dict[str, Any]) -> None:
+async def test_answer_that_watching_would_change_is_not_watched(deploy: Deploy, body: dict[str, Any]) -> None:
     gateway = await deploy(connector="plain")
     assert (await gateway.ask(body)).is_done
     (seen,) = generations(*gateway.decoders)
@@ -328,7 +330,7 @@ async def test_an_answer_that_watching_would_change_is_not_watched(deploy: Deplo
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_unit_that_breaks_off_goes_on_alone(deploy: Deploy, stream: bool) -> None:
+async def test_only_the_broken_unit_is_resumed(deploy: Deploy, stream: bool) -> None:
     gateway = await deploy(1, 2)
     for decoder in gateway.decoders:
         decoder.faults.add("reset_after_tokens", tokens=70, times=1)
@@ -346,7 +348,7 @@ async def test_a_unit_that_breaks_off_goes_on_alone(deploy: Deploy, stream: bool
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_answer_that_cannot_be_saved_says_why(deploy: Deploy, stream: bool) -> None:
+async def test_error_of_an_answer_that_cannot_be_resumed_has_the_reason(deploy: Deploy, stream: bool) -> None:
     gateway = await deploy(1, 2, resume={"max_attempts": 1})
     for decoder in gateway.decoders:
         decoder.faults.add("recompute", tokens=70)
@@ -360,7 +362,7 @@ async def test_an_answer_that_cannot_be_saved_says_why(deploy: Deploy, stream: b
 
 
 @pytest.mark.parametrize("health", [{"rise": 1, "interval_seconds": 0.05}, {}], ids=["probed", "not probed"])
-async def test_an_answer_waits_for_an_instance_that_can_take_it_up(deploy: Deploy, health: dict[str, Any]) -> None:
+async def test_answer_waits_for_an_instance_that_can_resume_it(deploy: Deploy, health: dict[str, Any]) -> None:
     """There is none when the only decoder dies, and one when it is back, after more refusals than a retry may have."""
     gateway = await deploy(connector="plain", resume={"deadline_seconds": 5.0}, health=health)
     (decoder,) = gateway.decoders
@@ -377,7 +379,7 @@ async def test_an_answer_waits_for_an_instance_that_can_take_it_up(deploy: Deplo
     assert answer.text == await answer_alone(request(Api.COMPLETIONS, max_tokens=20))
 
 
-async def test_no_instance_comes_for_ever(deploy: Deploy) -> None:
+async def test_wait_for_an_instance_is_limited(deploy: Deploy) -> None:
     gateway = await deploy(connector="plain", resume={"deadline_seconds": 0.3})
     (decoder,) = gateway.decoders
     decoder.faults.add("kill", tokens=5, times=1)
@@ -387,7 +389,7 @@ async def test_no_instance_comes_for_ever(deploy: Deploy) -> None:
     assert answer.texts[0] == (await answer_alone(request(Api.COMPLETIONS, max_tokens=20)))[: len(answer.texts[0])]
 
 
-async def test_a_client_that_leaves_while_its_answer_waits_ends_the_waiting(deploy: Deploy) -> None:
+async def test_wait_for_an_instance_ends_when_the_client_disconnects(deploy: Deploy) -> None:
     gateway = await deploy(connector="plain", resume={"deadline_seconds": 3600.0})
     (decoder,) = gateway.decoders
     decoder.faults.add("kill", tokens=5, times=1)
@@ -399,7 +401,7 @@ async def test_a_client_that_leaves_while_its_answer_waits_ends_the_waiting(depl
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_when_an_engine_dies_all_its_requests_are_repeated_a_few_at_a_time(deploy: Deploy, stream: bool) -> None:
+async def test_requests_of_a_crashed_engine_are_repeated_a_few_at_a_time(deploy: Deploy, stream: bool) -> None:
     gateway = await deploy(1, 2, retry={"budget_share": 0.0, "budget_least": 2})
     dying, other = gateway.decoders
     dying.faults.add("hang_before_headers", path="chat")
@@ -415,7 +417,7 @@ async def test_when_an_engine_dies_all_its_requests_are_repeated_a_few_at_a_time
     assert gateway.metrics("pdproxy_retry_budget_exhausted_total") == {}
 
 
-async def test_who_waits_for_a_second_attempt_does_not_wait_for_ever(deploy: Deploy) -> None:
+async def test_wait_for_a_second_attempt_is_limited(deploy: Deploy) -> None:
     gateway = await deploy(
         1, 2, retry={"budget_share": 0.0, "budget_least": 1, "budget_wait_seconds": 0.0, "max_attempts": 2}
     )
