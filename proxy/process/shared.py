@@ -115,7 +115,7 @@ class Shared:
     scoreboard: Scoreboard
     roster: Roster
     key_usage: KeyUsage
-    bulletin: LogOnce = field(default_factory=LogOnce)
+    log_once: LogOnce = field(default_factory=LogOnce)
     left_out: LogOnce = field(default_factory=lambda: LogOnce(_LEFT_OUT_BYTES))
     """What was logged of requests. Apart from the other subjects, as clients choose its names."""
     incompatibilities: Incompatibilities = field(default_factory=Incompatibilities)

@@ -119,7 +119,7 @@ class LogOnce:
 
     def __init__(self, capacity_bytes: int = _CAPACITY_BYTES) -> None:
         """Create an empty record. If it outgrows `capacity_bytes` as JSON, only the newest entry is kept."""
-        self._shared = SharedValue("bulletin", capacity_bytes)
+        self._shared = SharedValue("record of logged states", capacity_bytes)
         self._shared.write({})
 
     def is_news(self, subject: str, word: str) -> bool:

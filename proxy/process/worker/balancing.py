@@ -139,18 +139,18 @@ def build_balancing(basis: Basis) -> Balancing:
 
 
 def subject(backend: Backend) -> str:
-    """What a backend is called on the bulletin."""
+    """Return the subject of a backend for LogOnce."""
     return f"{backend.role} {backend.name}"
 
 
 def _transitions(basis: Basis) -> Callable[[Transition], None]:
-    bulletin, board = basis.shared.bulletin, basis.shared.health_board
+    log_once, board = basis.shared.log_once, basis.shared.health_board
     ejected = basis.metrics.instance_ejected_total
 
     def on_transition(transition: Transition) -> None:
         backend = transition.backend
         board.set_state(basis.index, backend, transition.new, is_from_peer=transition.cause == "other_gateway")
-        log_transition(transition, is_news=bulletin.is_news(subject(backend), transition.new))
+        log_transition(transition, is_news=log_once.is_news(subject(backend), transition.new))
         if transition.cause is not None:
             ejected.labels(backend.role.value, backend.name, transition.cause).inc()
 

@@ -143,7 +143,7 @@ async def build_lines(basis: Basis, balancing: Balancing) -> AsyncIterator[Lines
                 on_stall=lambda backend: balancing.pool_of.find(backend).report_stall(backend),
                 silence_seconds=settings.health.silence_seconds,
                 silence_checks=_silence_checks(balancing, client),
-                is_news=basis.shared.bulletin.is_news,
+                is_news=basis.shared.log_once.is_news,
             ),
         ) as upstream,
     ):
@@ -219,7 +219,7 @@ def _prober(basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Rol
         fresh_client=lines.fresh_client,
         engine_headers=balancing.keys.headers,
         on_transition=balancing.on_transition,
-        on_removed=lambda backend: shared.bulletin.forget(subject(backend)),
+        on_removed=lambda backend: shared.log_once.forget(subject(backend)),
         pool_of=lambda backend: balancing.pool_of.find(backend),
         restarts=basis.metrics.background_restarts_total,
     )

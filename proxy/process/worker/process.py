@@ -108,7 +108,7 @@ async def _tell_when_ready(worker: Worker, shared: Shared, manager: ServiceManag
     host, port = shared.listeners.clients.getsockname()[:2]
     told = f"ready: http://{Endpoint(host=reachable(host), port=port)}"
     manager.tell("", told)
-    if shared.bulletin.is_news("gateway", "ready"):
+    if shared.log_once.is_news("gateway", "ready"):
         logger.info("%s", told)
 
 

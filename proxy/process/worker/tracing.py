@@ -30,5 +30,5 @@ async def build_tracing(basis: Basis) -> AsyncIterator[RequestListener | None]:
         engine=settings.connector_traits.engine,
         routes={dialect.label: dialect.path for dialect in DIALECTS},
     )
-    async with exporting(settings.tracing, basis.shared.bulletin.is_news) as (provider, ids):
+    async with exporting(settings.tracing, basis.shared.log_once.is_news) as (provider, ids):
         yield Tracer(provider, ids, basis.traces, traced)

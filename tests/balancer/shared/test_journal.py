@@ -11,12 +11,12 @@ from proxy.balancer.shared.journal import Journal
 
 def test_writer_reads_the_records_of_all_others() -> None:
     journal = Journal(workers=3)
-    seats = [journal.writer(number) for number in range(3)]
-    seats[0].write(b"a")
-    seats[1].write(b"b")
-    seats[0].write(b"")
-    assert [list(seat.new_records()) for seat in seats] == [[b"b"], [b"a", b""], [b"a", b"", b"b"]]
-    assert not any(seat.has_new_records for seat in seats)
+    writers = [journal.writer(number) for number in range(3)]
+    writers[0].write(b"a")
+    writers[1].write(b"b")
+    writers[0].write(b"")
+    assert [list(writer.new_records()) for writer in writers] == [[b"b"], [b"a", b""], [b"a", b"", b"b"]]
+    assert not any(writer.has_new_records for writer in writers)
 
 
 def test_journal_has_new_records_until_they_are_read() -> None:
