@@ -24,6 +24,34 @@ if TYPE_CHECKING:
 
 
 _STATES: Final = {state: number for number, state in enumerate(HealthState)}
+_INSTANCE_GAUGES: Final = (
+    ("up", "1 if a health check or a request has shown that the instance is healthy, otherwise 0."),
+    ("state", f"State of an instance. {'; '.join(f'{number}: {word}' for word, number in _STATES.items())}."),
+    ("weight", "Share of requests of an instance, in per cent of its full share; 0 while it is disabled or drains."),
+    ("inflight", "Requests in flight at an instance."),
+    (
+        "load_tokens",
+        "Estimated tokens of the load of an instance: `compute` (being worked on) or `kv` (held as cache).",
+        "kind",
+    ),
+    ("consecutive_failures", "Failed requests of an instance since its last success."),
+    ("pinned_kv", "KV caches that an instance keeps although no decoder will fetch them, as far as known."),
+    ("pinned_kv_tokens", "Estimated tokens of pdproxy_instance_pinned_kv."),
+    ("pinned_kv_oldest_seconds", "Age of the oldest of pdproxy_instance_pinned_kv."),
+    (
+        "misfit",
+        "Ways in which a healthy instance does not fit the others or this gateway, by kind. Always 1.",
+        "kind",
+    ),
+    (
+        "knee",
+        (
+            "Number of concurrent requests above which an instance generated fewer tokens per second, as learned by "
+            "the worker that answers; no series if nothing was learned."
+        ),
+    ),
+)
+"""Gauges of instances: name, help text, and labels beside `role` and `address`."""
 
 
 class Instances:
@@ -60,84 +88,33 @@ class Instances:
         """Return role and address of each instance."""
         return ((backend.role.value, backend.name) for pool in self._pools for backend in pool.backends())
 
-    def _all(self) -> Iterator[tuple[Pool, Backend]]:
-        return ((pool, backend) for pool in self._pools for backend in pool.backends())
-
     def collect(self) -> Iterator[Metric]:
-        labels = ("role", "address")
-        up = GaugeMetricFamily(
-            "pdproxy_instance_up",
-            "1 if a health check or a request has shown that the instance is healthy, otherwise 0.",
-            labels=labels,
-        )
-        state = GaugeMetricFamily(
-            "pdproxy_instance_state",
-            f"State of an instance. {'; '.join(f'{number}: {word}' for word, number in _STATES.items())}.",
-            labels=labels,
-        )
-        inflight = GaugeMetricFamily("pdproxy_instance_inflight", "Requests in flight at an instance.", labels=labels)
-        load = GaugeMetricFamily(
-            "pdproxy_instance_load_tokens",
-            "Estimated tokens of the load of an instance: `compute` (being worked on) or `kv` (held as cache).",
-            labels=(*labels, "kind"),
-        )
-        failures = GaugeMetricFamily(
-            "pdproxy_instance_consecutive_failures",
-            "Failed requests of an instance since its last success.",
-            labels=labels,
-        )
-        pinned_kv = GaugeMetricFamily(
-            "pdproxy_instance_pinned_kv",
-            "KV caches that an instance keeps although no decoder will fetch them, as far as known.",
-            labels=labels,
-        )
-        pinned_tokens = GaugeMetricFamily(
-            "pdproxy_instance_pinned_kv_tokens", "Estimated tokens of pdproxy_instance_pinned_kv.", labels=labels
-        )
-        pinned_oldest = GaugeMetricFamily(
-            "pdproxy_instance_pinned_kv_oldest_seconds",
-            "Age of the oldest of pdproxy_instance_pinned_kv.",
-            labels=labels,
-        )
-        incompatibilities = GaugeMetricFamily(
-            "pdproxy_instance_misfit",
-            "Ways in which a healthy instance does not fit the others or this gateway, by kind. Always 1.",
-            labels=(*labels, "kind"),
-        )
-        knee = GaugeMetricFamily(
-            "pdproxy_instance_knee",
-            "Number of concurrent requests above which an instance generated fewer tokens per second, as learned by "
-            "the worker that answers; no series if nothing was learned.",
-            labels=labels,
-        )
-        weight = GaugeMetricFamily(
-            "pdproxy_instance_weight",
-            "Share of requests of an instance, in per cent of its full share; 0 while it is disabled or drains.",
-            labels=labels,
-        )
+        gauges = {
+            name: GaugeMetricFamily(f"pdproxy_instance_{name}", meaning, labels=("role", "address", *labels))
+            for name, meaning, *labels in _INSTANCE_GAUGES
+        }
         now = time.monotonic()
-        for pool, backend in self._all():
+        for pool, backend in [(each, backend) for each in self._pools for backend in each.backends()]:
             key = (backend.role.value, backend.name)
             chooses = pool if self._pool_of is None else self._pool_of(backend)
             if (most := chooses.policy.most_running(backend)) is not None:
-                knee.add_metric(key, most)
+                gauges["knee"].add_metric(key, most)
             _, charged = self._scoreboard.own(backend.slot)
             health = self._health.of(backend)
-            up.add_metric(key, health.is_confirmed)
-            state.add_metric(key, _STATES[health.state])
-            weight.add_metric(key, pool.weight(backend))
-            inflight.add_metric(key, self._scoreboard.requests(backend.slot))
-            load.add_metric((*key, "compute"), charged.compute)
-            load.add_metric((*key, "kv"), charged.kv)
-            failures.add_metric(key, health.consecutive_failures)
+            gauges["up"].add_metric(key, health.is_confirmed)
+            gauges["state"].add_metric(key, _STATES[health.state])
+            gauges["weight"].add_metric(key, pool.weight(backend))
+            gauges["inflight"].add_metric(key, self._scoreboard.requests(backend.slot))
+            gauges["load_tokens"].add_metric((*key, "compute"), charged.compute)
+            gauges["load_tokens"].add_metric((*key, "kv"), charged.kv)
+            gauges["consecutive_failures"].add_metric(key, health.consecutive_failures)
             pinned = self._scoreboard.pinned(backend.slot)
-            pinned_kv.add_metric(key, pinned.count)
-            pinned_tokens.add_metric(key, pinned.tokens)
-            pinned_oldest.add_metric(key, 0 if pinned.since is None else now - pinned.since)
+            gauges["pinned_kv"].add_metric(key, pinned.count)
+            gauges["pinned_kv_tokens"].add_metric(key, pinned.tokens)
+            gauges["pinned_kv_oldest_seconds"].add_metric(key, 0 if pinned.since is None else now - pinned.since)
             for misfit in self._incompatibilities.of(backend):
-                incompatibilities.add_metric((*key, misfit.kind), 1)
-        yield from (up, state, weight, inflight, load, failures)
-        yield from (pinned_kv, pinned_tokens, pinned_oldest, incompatibilities, knee)
+                gauges["misfit"].add_metric((*key, misfit.kind), 1)
+        yield from gauges.values()
 
 
 def collect_models(models: ServedModels, pools: Sequence[Pool]) -> Iterator[Metric]:
@@ -179,8 +156,8 @@ def collect_sources(states: SourceStates, roster: Roster) -> Iterator[Metric]:
     )
     last_success = GaugeMetricFamily(
         "pdproxy_discovery_last_success_timestamp_seconds",
-        "When a source of discovery last said which instances there are, which a file does when it has changed, in "
-        "seconds since the Unix epoch.",
+        "Time of the last reading of a discovery source, in seconds since the Unix epoch. A file is read when it has "
+        "changed.",
         labels=labels,
     )
     wanted = roster.wanted()

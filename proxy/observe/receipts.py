@@ -242,11 +242,11 @@ def _rounded(number: Any) -> Any:
     return round(number, _DIGITS) if isinstance(number, float) else number
 
 
-# orjson writes numbers fastest in this form. Values that it does not know, such as a subclass of str, become text.
+# MessagePack writes numbers fastest. Values that it does not know, such as a subclass of str, become text.
 _encode: Final = msgspec.msgpack.Encoder(enc_hook=str).encode
 _decode: Final = msgspec.msgpack.Decoder().decode
-# Share of the memory for requests with a problem.
-_TROUBLED_PART: Final = 4
+# Requests with a problem have this part of the memory: one divided by it.
+_TROUBLED_DIVISOR: Final = 4
 # Number of requests that are stored as one block, which costs less than one by one.
 _AT_ONCE: Final = 16
 
@@ -258,7 +258,7 @@ class Receipts:
         """Create the memory. `bytes_per_worker` 0: no receipts are kept."""
         self.workers = workers
         self.is_kept = bytes_per_worker > 0
-        troubled = bytes_per_worker // _TROUBLED_PART
+        troubled = bytes_per_worker // _TROUBLED_DIVISOR
         self._journals = Journal(workers, troubled), Journal(workers, bytes_per_worker - troubled)
 
     def writer(self, worker: int, redact: Callable[[str], str]) -> ReceiptWriter:
@@ -272,7 +272,7 @@ class Receipts:
         """Return the wanted receipts, the latest end first.
 
         Args:
-            wanted: Returns whether a receipt is wanted.
+            wants: Returns whether a receipt is wanted.
             limit: Maximum number.
             containing: Text in UTF-8 that all wanted receipts have. Blocks without it are skipped.
 

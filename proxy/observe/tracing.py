@@ -85,7 +85,9 @@ def of_request(traced: TracedGateway, record: RequestRecord, legs: Sequence[Trac
         "gen_ai.usage.output_tokens": facts.completion_tokens,
         "http.response.status_code": facts.code,
         "llm_d.pd_proxy.connector": traced.connector,
-        "llm_d.pd_proxy.disaggregation_used": any(_hands_over(timeline) for timeline in record.timelines),
+        "llm_d.pd_proxy.disaggregation_used": any(
+            timeline.prefiller != "-" and timeline.decoder != "-" for timeline in record.timelines
+        ),
         "llm_d.pd_proxy.total_duration_ms": facts.duration_seconds * _MS,
         "pdproxy.request_id": facts.request_id,
         "pdproxy.term": facts.term,
@@ -234,10 +236,6 @@ def _who(traced: TracedGateway, record: RequestRecord) -> Attributes:
     return found
 
 
-def _hands_over(timeline: Timeline) -> bool:
-    return timeline.prefiller != "-" and timeline.decoder != "-"
-
-
 def failure_of(error: BaseException) -> tuple[str, str]:
     """Return `error.type` and a sentence for the failure of the last attempt."""
     kind = error.failure.value if isinstance(error, UpstreamError) else error_type(error)
@@ -296,9 +294,9 @@ class Tracer(RequestListener):
         self,
         name: str,
         parent: Span,
-        kind: SpanKind,
-        attributes: Attributes | None,
         started_ns: int,
+        kind: SpanKind = SpanKind.INTERNAL,
+        attributes: Attributes | None = None,
         span_id: int | None = None,
     ) -> Span:
         """Start a span below another one. `span_id`: id that engines know; None: they know none."""
@@ -325,7 +323,7 @@ class _RequestSpans:
         left = list(legs)
         for unit, timeline in enumerate(record.timelines):
             for began, ended in queue_times(timeline, record.ended):
-                self._begin("queue", root, began).end(self._ns(ended))
+                self._tracer.begin("queue", root, self._ns(began)).end(self._ns(ended))
             each = timeline.history
             for number, attempt in enumerate(each, 1):
                 attributes = of_attempt(traced, attempt, number, unit)
@@ -350,7 +348,7 @@ class _RequestSpans:
         if not course:
             return legs
         began, ended = course[0][1], course[-1][2]
-        span = self._begin("attempt", self._root, began, attributes=attributes)
+        span = self._tracer.begin("attempt", self._root, self._ns(began), attributes=attributes)
         for stage, entered, _ in course:
             span.add_event(stage.label, timestamp=self._ns(entered))
         if (failure := self._failure(attempt, is_last=is_last)) is not None:
@@ -378,21 +376,10 @@ class _RequestSpans:
     def _leg(self, leg: TracedLeg, parent: Span, *, is_of_attempt: bool) -> None:
         attributes = of_leg(self._tracer.traced, self._record, leg, is_of_attempt=is_of_attempt)
         name = leg.backend.role.value if is_of_attempt else f"POST {leg.path}"
-        span = self._begin(name, parent, leg.began, SpanKind.CLIENT, attributes, leg.span_id)
+        span = self._tracer.begin(name, parent, self._ns(leg.began), SpanKind.CLIENT, attributes, leg.span_id)
         if (kind := attributes.get("error.type")) is not None:
             span.set_status(_error(getattr(leg.error, "message", f"the engine answered with status {kind}")))
         span.end(self._ns(self._record.ended if leg.ended is None else leg.ended))
-
-    def _begin(
-        self,
-        name: str,
-        parent: Span,
-        began: float,
-        kind: SpanKind = SpanKind.INTERNAL,
-        attributes: Attributes | None = None,
-        span_id: int | None = None,
-    ) -> Span:
-        return self._tracer.begin(name, parent, kind, attributes, self._ns(began), span_id)
 
     def _ns(self, seconds: float) -> int:
         return _ns(self._zero + seconds)

@@ -204,7 +204,7 @@ class Gateway:
         return {(self.scoreboard.requests(slot), self.scoreboard.load(slot)) for slot in range(self.scoreboard.slots)}
 
     def metric_lines(self) -> list[str]:
-        return self.metrics.render("")[0].decode().splitlines()
+        return self.metrics.snapshot("")()[0].decode().splitlines()
 
 
 @pytest.fixture

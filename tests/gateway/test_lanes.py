@@ -366,7 +366,7 @@ async def test_metrics_show_instances_and_requests_by_model(deploy: Deploy) -> N
     instances = {("a", "prefill"): 2, ("a", "decode"): 2, ("b", "prefill"): 2}
     assert gateway.metrics("pdproxy_model_instances") == instances
     assert {
-        line for line in gateway.worker.metrics.render("")[0].decode().splitlines() if "model_instances{" in line
+        line for line in gateway.worker.metrics.snapshot("")()[0].decode().splitlines() if "model_instances{" in line
     } >= {'pdproxy_model_instances{model="b",role="decode"} 0.0'}
 
 

@@ -62,7 +62,7 @@ def test_first_token_and_one_of_eight_gaps_are_timed(clock: Clock) -> None:
         clock.now += seconds
         tokens.tick()
     assert record.first_token_seconds == 8
-    told = metrics.render("")[0].decode()
+    told = metrics.snapshot("")()[0].decode()
     assert "pdproxy_inter_token_seconds_count 2.0" in told
     assert "pdproxy_inter_token_seconds_sum 3.0" in told
 

@@ -67,7 +67,7 @@ class Gateway:
         self.metrics.watch_instances(self.pools.values(), self.scoreboard, self.health, Incompatibilities())
 
     def text(self) -> str:
-        return self.metrics.render("text/plain")[0].decode()
+        return self.metrics.snapshot("text/plain")()[0].decode()
 
     def families(self) -> dict[str, Metric]:
         return {family.name: family for family in text_string_to_metric_families(self.text())}
@@ -109,7 +109,7 @@ def test_promtool_finds_no_problem(gateway: Gateway) -> None:
 
 
 def test_openmetrics_is_served_on_request(gateway: Gateway) -> None:
-    body, content_type = gateway.metrics.render("application/openmetrics-text;version=1.0.0,text/plain;q=0.5")
+    body, content_type = gateway.metrics.snapshot("application/openmetrics-text;version=1.0.0,text/plain;q=0.5")()
     assert content_type.startswith("application/openmetrics-text; version=1.0.0")
     names = {family.name for family in openmetrics.text_string_to_metric_families(body.decode())}
     assert "pdproxy_requests" in names
@@ -228,7 +228,7 @@ WORKERS = """
     ))
     metrics = work(0)
     metrics.watch_instances([pool], scoreboard, health, Incompatibilities())
-    print(metrics.render("")[0].decode())
+    print(metrics.snapshot("")()[0].decode())
 """
 
 

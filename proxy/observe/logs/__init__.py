@@ -76,7 +76,12 @@ def setup(
     root = logging.getLogger()
     for handler in _line_handlers():
         handler.close()
-    root.handlers[:] = [] if target is None else [_line_handler(log, target, secrets, clock)]
+    root.handlers.clear()
+    if target is not None:
+        redaction = Redaction(secrets)
+        is_text = log.format == "text" or (log.format == "auto" and target.isatty())
+        formatter = TextFormatter(redaction) if is_text else JsonFormatter(redaction)
+        root.addHandler(LineHandler(LineWriter(target.fileno()), formatter, Floods(clock)))
     root.setLevel(logging.WARNING)
     configure(log.level)
 
@@ -112,8 +117,9 @@ def access_line(fields: Mapping[str, object]) -> None:
 def access_lines(ended: Iterable[float], fields: Iterable[Mapping[str, object]]) -> None:
     """Write the lines of several requests.
 
-    Each has its end in seconds of the monotonic clock, and a function that returns its fields, which is called only if
-    the line is written; see access_line.
+    Args:
+        ended: End of each request, in seconds of the monotonic clock.
+        fields: Fields of each line; see access_line. An iterator is not read if no line is written.
     """
     if not access.isEnabledFor(logging.INFO):
         return
@@ -145,7 +151,7 @@ def flush() -> None:
 
 def lost() -> Lost:
     """Return the numbers of lines that are not in the log."""
-    return next((Lost(handler.dropped, handler.suppressed) for handler in _line_handlers()), Lost())
+    return next((Lost(handler.writer.dropped, handler.floods.suppressed) for handler in _line_handlers()), Lost())
 
 
 def _handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
@@ -158,10 +164,3 @@ def _handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
 
 def _line_handlers() -> list[LineHandler]:
     return [handler for handler in logging.getLogger().handlers if isinstance(handler, LineHandler)]
-
-
-def _line_handler(log: Log, target: IO[str], secrets: Iterable[str], clock: Callable[[], float]) -> LineHandler:
-    is_text = log.format == "text" or (log.format == "auto" and target.isatty())
-    redaction = Redaction(secrets)
-    formatter = TextFormatter(redaction) if is_text else JsonFormatter(redaction)
-    return LineHandler(LineWriter(target.fileno()), formatter, Floods(clock))

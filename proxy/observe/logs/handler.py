@@ -183,21 +183,11 @@ class LineHandler(logging.Handler):
         super().__init__()
         self.setFormatter(formatter)
         self._lines = formatter
-        self._writer = writer
-        self._floods = floods
-        self._told_dropped = 0
+        self.writer = writer
+        self.floods = floods
+        self._reported_dropped = 0
         self._settle: Callable[[], None] | None = None
         self._settles_on = 0  # id of the thread
-
-    @property
-    def dropped(self) -> int:
-        """Return the number of lines that were not written in time."""
-        return self._writer.dropped
-
-    @property
-    def suppressed(self) -> int:
-        """Return the number of lines left out because too many of their kind came at once."""
-        return self._floods.suppressed
 
     def call_before_lines(self, settle: Callable[[], None]) -> None:
         """See logs.call_before_lines."""
@@ -213,18 +203,18 @@ class LineHandler(logging.Handler):
         """Write the lines of finished requests together."""
         self.acquire()
         try:
-            self._writer.keep(self._request_lines(requests))
-            if self._writer.flush():
-                self._tell_dropped()
+            self.writer.keep(self._request_lines(requests))
+            if self.writer.flush():
+                self._report_dropped()
         finally:
             self.release()
 
     def _request_lines(self, requests: Requests) -> Iterator[bytes]:
         for created, fields in requests:
             if fields.get("term") != "--" and (kind := _kind_of_request(fields)) is not None:
-                if not self._floods.admits(kind):
+                if not self.floods.admits(kind):
                     continue
-                if suppressed := self._floods.tell(kind):
+                if suppressed := self.floods.take_suppressed(kind):
                     fields = {**fields, "suppressed": suppressed}
             try:
                 line = self._lines.request(created, fields)
@@ -236,9 +226,9 @@ class LineHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         kind = _kind(record)
         if kind is not None:
-            if not self._floods.admits(kind):
+            if not self.floods.admits(kind):
                 return
-            if suppressed := self._floods.tell(kind):
+            if suppressed := self.floods.take_suppressed(kind):
                 record.fields = {**getattr(record, "fields", {}), "suppressed": suppressed}
         try:
             line = self.format(record)
@@ -253,12 +243,16 @@ class LineHandler(logging.Handler):
         """Write delayed lines, and the numbers of lines that were left out. Must be called regularly."""
         self.acquire()
         try:
-            for kind in list(self._floods.overdue()):
-                known: dict[str, object] = {"term": kind.term, "code": kind.code, "suppressed": self._floods.tell(kind)}
+            for kind in list(self.floods.overdue()):
+                known: dict[str, object] = {
+                    "term": kind.term,
+                    "code": kind.code,
+                    "suppressed": self.floods.take_suppressed(kind),
+                }
                 fields = {name: value for name, value in known.items() if value}
                 self._add(kind.logger, kind.level, f"left out: {kind.message}", fields)
-            if self._writer.flush():
-                self._tell_dropped()
+            if self.writer.flush():
+                self._report_dropped()
         finally:
             self.release()
 
@@ -266,16 +260,16 @@ class LineHandler(logging.Handler):
         # The descriptor may be closed before the last lines of the program.
         logging.getLogger().removeHandler(self)
         super().close()
-        self._writer.close()
+        self.writer.close()
 
     def _write(self, line: str) -> None:
-        if self._writer.write(encoded(line)):
-            self._tell_dropped()
+        if self.writer.write(encoded(line)):
+            self._report_dropped()
 
-    def _tell_dropped(self) -> None:
-        dropped = self._writer.dropped - self._told_dropped
+    def _report_dropped(self) -> None:
+        dropped = self.writer.dropped - self._reported_dropped
         if dropped:
-            self._told_dropped += dropped
+            self._reported_dropped += dropped
             self._add(
                 "proxy.logs", logging.WARNING, "lines were dropped: the log was not read in time", {"dropped": dropped}
             )

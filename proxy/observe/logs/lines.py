@@ -54,9 +54,9 @@ class LineKind(NamedTuple):
 class _Bucket:
     tokens: float
     filled_at: float
-    untold: int = 0
+    unreported: int = 0
     """Number of lines left out since the number was last logged."""
-    untold_since: float = 0.0
+    unreported_since: float = 0.0
 
 
 class Floods:
@@ -79,22 +79,24 @@ class Floods:
         if bucket.tokens >= 1.0:
             bucket.tokens -= 1.0
             return True
-        if not bucket.untold:
-            bucket.untold_since = now
-        bucket.untold += 1
+        if not bucket.unreported:
+            bucket.unreported_since = now
+        bucket.unreported += 1
         self.suppressed += 1
         return False
 
-    def tell(self, kind: LineKind) -> int:
+    def take_suppressed(self, kind: LineKind) -> int:
         """Return how many lines of this kind were left out since the last call."""
         bucket = self._buckets[kind]
-        untold, bucket.untold = bucket.untold, 0
-        return untold
+        unreported, bucket.unreported = bucket.unreported, 0
+        return unreported
 
     def overdue(self) -> Iterator[LineKind]:
         """Return the kinds whose numbers are due: lines were left out a while ago, and no line has come since."""
         told_by = self._clock() - _TELL_AFTER_SECONDS
-        return (kind for kind, bucket in self._buckets.items() if bucket.untold and bucket.untold_since <= told_by)
+        return (
+            kind for kind, bucket in self._buckets.items() if bucket.unreported and bucket.unreported_since <= told_by
+        )
 
 
 MASK: Final = "***"
