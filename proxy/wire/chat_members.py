@@ -1,4 +1,4 @@
-"""The members of a chat's answer, read in every form in which engines have been seen to write them. No IO."""
+"""Read the members of a chat answer in every form that engines are known to write. No IO."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 RAW_ARGUMENTS: Final = "raw_arguments"
-"""The only member of the object that stands for arguments that are not a JSON object."""
+"""Name of the only member of the object that replaces arguments that are not a JSON object."""
 
 _MAX_TOOL_CALLS: Final = 4096
 _IN_STRING: Final = re.compile(rb'["\\]')
@@ -30,7 +30,7 @@ class UnreadableMember(Exception):
 
 
 def text_of(value: object, name: str) -> str:
-    """The text of the member `name`: a string, nothing, or parts that have text. Raises UnreadableMember."""
+    """Return the text of the member `name`: a string, nothing, or parts with text. Raises UnreadableMember."""
     if type(value) is str:
         return value
     if value is None:
@@ -42,13 +42,13 @@ def text_of(value: object, name: str) -> str:
     raise UnreadableMember(f"{name} is neither text nor parts with text")
 
 
-def reasoning_of(told: Mapping[str, Any]) -> str:
-    """The reasoning of a message or delta, which engines give one of two names. Raises UnreadableMember."""
-    return text_of(told.get("reasoning") or told.get("reasoning_content"), "reasoning")
+def reasoning_of(message: Mapping[str, Any]) -> str:
+    """Return the reasoning of a message or delta, for which engines have two names. Raises UnreadableMember."""
+    return text_of(message.get("reasoning") or message.get("reasoning_content"), "reasoning")
 
 
 def object_of(value: object, name: str) -> dict[str, Any]:
-    """The member `name`, which is an object or missing. Raises UnreadableMember."""
+    """Return the member `name`, which is an object or missing. Raises UnreadableMember."""
     if value is None:
         return {}
     if isinstance(value, dict):
@@ -57,7 +57,7 @@ def object_of(value: object, name: str) -> dict[str, Any]:
 
 
 def objects_of(value: object, name: str) -> list[dict[str, Any]]:
-    """The member `name`, which is a list of objects, one object, or missing. Raises UnreadableMember."""
+    """Return the objects of the member `name`, which is a list, one object, or missing. Raises UnreadableMember."""
     if value is None:
         return []
     if isinstance(value, dict):
@@ -71,21 +71,21 @@ def objects_of(value: object, name: str) -> list[dict[str, Any]]:
 
 
 class JsonNesting:
-    """Follows a JSON text that comes in pieces, without reading its values."""
+    """Tracks strings and brackets of a JSON text that arrives in pieces, without reading values."""
 
     __slots__ = ("_depth", "in_string", "is_closed", "is_escaped")
 
     def __init__(self) -> None:
         self._depth = 0
         self.in_string = False
-        """The text so far ends within a string."""
+        """Whether the text so far ends inside a string."""
         self.is_escaped = False
-        """It ends with a backslash, which belongs to the next character."""
+        """Whether the text so far ends with a backslash that escapes the next character."""
         self.is_closed = False
-        """An object or array began, and every bracket is closed."""
+        """Whether an object or array began and every bracket is closed."""
 
     def feed(self, data: bytes | bytearray) -> None:
-        """Take the next piece."""
+        """Add the next piece of the text."""
         at, end = 0, len(data)
         if self.is_escaped and end:
             at, self.is_escaped = 1, False
@@ -112,20 +112,20 @@ class ToolCall:
     """A tool call as far as the engine has written it."""
 
     number: int
-    """Its place among the calls of the answer, in the order in which they began."""
+    """Position among the calls of the answer, in the order in which the calls began."""
     index: int | None
-    """The engine's own number of it; None: it gave none."""
+    """The `index` that the engine gave the call; None: it gave none."""
     id: str
-    """Empty if the engine gave none."""
+    """ID from the engine; empty if it gave none."""
     name: str
     written: bytearray = field(default_factory=bytearray)
-    """The arguments, UTF-8."""
+    """The arguments so far, in UTF-8."""
     _nesting: JsonNesting = field(default_factory=JsonNesting, repr=False, compare=False)
     _followed: int = field(default=0, repr=False, compare=False)
 
     @property
     def arguments(self) -> str:
-        """JSON, as far as it goes."""
+        """The JSON text of the arguments so far."""
         return utf8_text(self.written)
 
     @property
@@ -138,22 +138,22 @@ class ToolCall:
 
 
 class ToolCalls:
-    """Collects the fragments of the tool calls of one answer, whatever their order.
+    """Collects the fragments of the tool calls of one answer, in any order.
 
-    Engines tell by `index` which call a fragment belongs to. Some give several calls one index and tell them apart by
-    id, some give no index or no id, and some repeat the name or draw another id in every fragment.
+    The `index` of a fragment names its call. Some engines give several calls one index and different ids. Some send no
+    index or no id, and some repeat the name or send a new id in every fragment.
     """
 
     __slots__ = ("_latest", "calls")
 
     def __init__(self) -> None:
         self.calls: list[ToolCall] = []
-        """In the order in which they began."""
+        """The calls, in the order in which they began."""
         self._latest: dict[tuple[int | None, str], ToolCall] = {}
-        """The latest call by index and id, and by index alone, which is the empty id."""
+        """The latest call by index and ID, and by index alone, with an empty ID."""
 
     def take(self, fragment: Mapping[str, Any]) -> tuple[ToolCall, str]:
-        """Add a fragment: its call, and what it adds to the arguments. Raises UnreadableMember."""
+        """Add a fragment. Return its call and the new part of the arguments. Raises UnreadableMember."""
         index = _index(fragment.get("index"))
         call_id = _id(fragment.get("id"))
         function = object_of(fragment.get("function"), "the function of a tool call")
@@ -186,8 +186,10 @@ class ToolCalls:
 
 
 def _begins_another(call: ToolCall, index: int | None, call_id: str, name: str, arguments: str) -> bool:
-    """Whether a fragment begins another call than this one, which is the latest of its index, or of all if it has no
-    index. The fragment's id is not that of the call.
+    """Return whether a fragment begins a new call instead of continuing `call`.
+
+    `call` is the latest call of the same index, or the latest of all for a fragment without an index. The fragment does
+    not have the ID of the call.
     """
     has_other_id = bool(call_id and call.id)
     if not name:
@@ -196,16 +198,16 @@ def _begins_another(call: ToolCall, index: int | None, call_id: str, name: str, 
         return has_other_id
     if name != call.name:
         return True
-    # The name is repeated. Arguments that have ended do not go on, and a call without arguments has an id of its own.
+    # The name is repeated. Complete arguments cannot be continued, and each call without arguments has a new ID.
     if call.is_complete:
         return bool(call_id or arguments.strip())
     return has_other_id and not call.written
 
 
-def whole_calls(told: object) -> Sequence[ToolCall]:
-    """The tool calls of a whole message, each of which is an element of its own. Raises UnreadableMember."""
+def whole_calls(value: object) -> Sequence[ToolCall]:
+    """Return the tool calls of a whole message, one for each element. Raises UnreadableMember."""
     found: list[ToolCall] = []
-    for each in objects_of(told, "tool_calls"):
+    for each in objects_of(value, "tool_calls"):
         call, _ = ToolCalls().take(each)
         call.number = len(found)
         found.append(call)
@@ -213,32 +215,32 @@ def whole_calls(told: object) -> Sequence[ToolCall]:
 
 
 def with_names(calls: Sequence[ToolCall]) -> Sequence[ToolCall]:
-    """The calls, each of which has a name. Raises UnreadableMember if one has none."""
+    """Return the calls. Raises UnreadableMember if one has no name."""
     for call in calls:
         if not call.name:
             raise UnreadableMember("a tool call has no name")
     return calls
 
 
-def _index(told: object) -> int | None:
-    """The index of a fragment, however it is spelled. Raises UnreadableMember."""
-    if told is None or type(told) is int:
-        return told
-    if isinstance(told, float) and told.is_integer():
-        return int(told)
-    if isinstance(told, str) and told.isascii() and told.isdecimal():
-        return int(told[:18])
+def _index(value: object) -> int | None:
+    """Return the index of a fragment in any spelling, or None without one. Raises UnreadableMember."""
+    if value is None or type(value) is int:
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str) and value.isascii() and value.isdecimal():
+        return int(value[:18])
     raise UnreadableMember("the index of a tool call is no number")
 
 
-def _id(told: object) -> str:
-    """The id of a fragment; empty: it has none. Raises UnreadableMember."""
-    if type(told) is str:
-        return told
-    if told is None:
+def _id(value: object) -> str:
+    """Return the ID of a fragment, empty without one. Raises UnreadableMember."""
+    if type(value) is str:
+        return value
+    if value is None:
         return ""
-    if type(told) is int:
-        return str(told)
+    if type(value) is int:
+        return str(value)
     raise UnreadableMember("the id of a tool call is no text")
 
 
@@ -246,14 +248,14 @@ def _id(told: object) -> str:
 
 
 def arguments_text(value: object) -> str:
-    """The arguments of a call, or a fragment of them, as text: engines also write them as the object itself."""
+    """Return the arguments of a call, or a fragment of them, as text. Engines may also send the object itself."""
     if type(value) is str:
         return value
     return "" if value is None else dumps(value).decode()
 
 
 def is_object(arguments: str | bytes | bytearray) -> bool:
-    """Whether arguments are a JSON object for any parser."""
+    """Return whether arguments are a JSON object for every parser."""
     try:
         return isinstance(orjson.loads(arguments), dict)
     except orjson.JSONDecodeError:
@@ -261,9 +263,9 @@ def is_object(arguments: str | bytes | bytearray) -> bool:
 
 
 def read_object(arguments: str) -> dict[str, Any] | None:
-    """The object that arguments mean, read as tolerantly as possible; None: they are no object.
+    """Read arguments as tolerantly as possible. Return the object, or None if they are no object.
 
-    Models write raw line feeds into strings, and numbers that JSON does not have, which are kept as text.
+    Models write line feeds into strings, and constants such as NaN, which are kept as text.
     """
     try:
         read = json.loads(arguments or "{}", strict=False, parse_constant=str)
@@ -275,9 +277,9 @@ def read_object(arguments: str) -> dict[str, Any] | None:
 
 
 def as_object(arguments: str) -> str:
-    """The JSON text of an object that says what the arguments say.
+    """Return arguments as the JSON text of an object.
 
-    Nothing of them is lost: those that no parser makes an object of are the text of its member `raw_arguments`.
+    Arguments that no parser reads as an object become the text of the member `raw_arguments`.
     """
     if is_object(arguments):
         return arguments
@@ -291,9 +293,9 @@ def as_object(arguments: str) -> str:
 
 
 class LegalStrings:
-    """Escapes the control characters that a model wrote into the strings of arguments, which come in fragments.
+    """Escapes control characters inside strings of tool-call arguments that arrive in fragments.
 
-    JSON forbids them there, so parsers of clients would refuse the arguments.
+    Models write them, but JSON forbids them, so the parsers of clients would reject the arguments.
     """
 
     __slots__ = ("_followed", "_nesting", "_written")
@@ -302,13 +304,13 @@ class LegalStrings:
     _SHORT: Final[Mapping[str, str]] = {"\n": "n", "\r": "r", "\t": "t", "\b": "b", "\f": "f"}
 
     def __init__(self, written: bytearray) -> None:
-        """`written`: all arguments so far, to which each fragment is added before it is given to `escaped`."""
+        """Take the buffer of all arguments so far. The caller adds each fragment to it before calling `escaped`."""
         self._written = written
         self._nesting = JsonNesting()
         self._followed = 0
 
     def escaped(self, text: str) -> str:
-        """The next fragment, which `written` ends with."""
+        """Return the next fragment, which the buffer ends with, with its control characters escaped."""
         if self._CONTROL.search(text) is None:
             return text
         nesting = self._nesting

@@ -1,10 +1,9 @@
-"""A JSON object that is sent on with a few members changed, without being built or serialised again.
+"""Change members of a JSON object without building or serialising the rest of it.
 
-A request carries a prompt of kilobytes, or megabytes of base64, which nobody here looks at. All of it is checked, and
-only members that somebody asks for become Python objects; a changed copy is made of slices of the original bytes.
-Members that nobody changes keep their exact bytes: their order, number spelling and escapes reach the engine as the
-client wrote them. A short object is read at once, and if it is spelled just as it would be serialised, as most SDKs do,
-it is serialised: the bytes are the same.
+A request may have a prompt of kilobytes, or megabytes of base64, that the gateway does not read. All bytes are checked,
+but a member becomes a Python object only when it is read. A changed copy consists of slices of the original bytes, so
+unchanged members keep their order, number spelling and escapes. A short object is read as a whole. If serialising it
+returns the same bytes, as for most SDKs, copies are serialised instead.
 """
 
 from __future__ import annotations
@@ -24,38 +23,38 @@ if TYPE_CHECKING:
     from proxy.wire.members import Spans
 
 REMOVED: Final = object()
-"""As the new value of a member in `Document.with_changes`: leave the member out."""
+"""New value for `Document.with_changes` that removes the member."""
 
 JOINED_BYTES: Final = 64 * 1024
-"""A copy of an object that is no longer than this is made in one piece; a longer one refers to the original."""
+"""Longest object whose changed copy is one piece. The copy of a longer one refers to the original bytes."""
 
 Body = bytes | list[bytes | memoryview]
-"""The bytes of a request, or the pieces of a long one, whose order counts."""
+"""The bytes of a request, or the pieces of a long one, in order."""
 
 SHORT_BYTES: Final = 4 * 1024
-"""To build all of such an object costs less than to find out what of it need not be."""
+"""Longest object that is read as a whole, because that costs less than finding its members."""
 _BRACKET: Final = ord("[")
 
 
 class InvalidDocument(ValueError):
-    """The bytes are not one JSON object, or one that no sane client sends; the message is safe to show."""
+    """The bytes are not a JSON object, or have repeated or too many members. The message is safe to show."""
 
 
 class Document:
-    """One JSON object: its values, and the raw bytes of each top-level member.
+    """One JSON object: its values, and the bytes of each top-level member.
 
-    Raises InvalidDocument for bytes that are not a JSON object or that name a member twice: parsers disagree on which
-    of two equal names counts, so such a body could mean one thing to the gateway and another to the engine.
+    Raises InvalidDocument for bytes that are not a JSON object or that repeat a name. Parsers disagree on which of two
+    equal names counts, so the gateway and the engine could read different values.
     """
 
     __slots__ = ("_raw", "_spans", "values")
 
     def __init__(self, raw: bytes | bytearray) -> None:
         self.values: dict[str, Any] | Members
-        """By name. Those of a long object are read when they are asked for."""
+        """Values by name. A long object reads each value at its first use."""
         self._spans: Spans | None = None
-        """None: a copy is made from the values, with the same bytes."""
-        # Not kept beside the values where it is not needed: a call lives as long as its answer takes.
+        """Positions of the members; None: copies are serialised from the values, with the same bytes."""
+        # Stays empty where it is not needed, because a document lives as long as its request.
         self._raw: bytes | bytearray = b""
         try:
             if len(raw) > SHORT_BYTES:
@@ -78,7 +77,7 @@ class Document:
             self._read_again(raw)
 
     def _read_again(self, raw: bytes | bytearray) -> None:
-        """Read bytes that orjson refuses as engines do. Raises InvalidDocument."""
+        """Read bytes that orjson rejects with the parser that engines use. Raises InvalidDocument."""
         try:
             self.values, self._spans = as_python_reads(raw)
         except TooManyMembers as error:
@@ -89,14 +88,14 @@ class Document:
 
     @property
     def read_values(self) -> list[Any]:
-        """Those that are Python objects by now."""
+        """Values that have become Python objects so far."""
         values = self.values
         return list(values.values()) if isinstance(values, dict) else values.read
 
     def excerpt(self, name: str) -> tuple[Any, Callable[[str], int]]:
-        """A member's value, None when there is no such member, and what tells how many bytes its strings have.
+        """Return the value of a member, or None without one, and a function that returns the bytes of a string in it.
 
-        It is not kept, and of long strings in it only the length is known.
+        The value is not kept. Long strings in it lack their middles, so only the function knows their length.
         """
         values = self.values
         if self._spans is not None and isinstance(values, Members) and name in values:
@@ -104,7 +103,7 @@ class Document:
         return values.get(name), text_bytes
 
     def is_list_of_prompts(self, name: str) -> bool:
-        """Whether a member's value is an array that does not begin with a whole number, as one of token ids does."""
+        """Return whether a member is an array that does not begin with a whole number, as token ids do."""
         values = self.values
         if isinstance(values, Members) and name in values and not values.is_read(name):
             written = values.view(name)
@@ -113,27 +112,27 @@ class Document:
         return isinstance(value, list) and not (value and isinstance(value[0], int))
 
     def count_token_ids(self, name: str) -> int | None:
-        """How many token ids a member's value is, without reading them; None if that cannot be told."""
+        """Count the token ids in a member without reading them. Return None if it was read, or is no such list."""
         values = self.values
         if isinstance(values, Members) and name in values and not values.is_read(name):
             return count_token_ids(values.view(name))
         return None
 
     def raw_value(self, name: str) -> bytes | None:
-        """A copy of the bytes of a member's value; None when there is no such member."""
+        """Return a copy of the bytes of a member, or None without such a member."""
         if name not in self.values:
             return None
-        return bytes(self.view(name))  # what orjson writes keeps 4 KB, however short it is
+        return bytes(self.view(name))  # copied, because each result of orjson keeps a buffer of 4 KB
 
     def view(self, name: str) -> memoryview:
-        """The bytes of a member's value; of a long object they are its own. Raises KeyError."""
+        """Return a view of the bytes of a member. Raises KeyError."""
         if self._spans is None:
             return memoryview(dumps(self.values[name]))
         _, start, end = self._spans[name]
         return memoryview(self._raw)[start:end]
 
     def with_both(self, first: Mapping[str, object], second: Mapping[str, object]) -> Body:
-        """As `with_changes` with both, one after the other."""
+        """Apply `first`, then `second`, as `with_changes` does."""
         if self._spans is not None:
             return self.with_changes({**first, **second})
         members = self._copied()
@@ -142,7 +141,10 @@ class Document:
         return dumps(members)
 
     def with_written(self, changes: Mapping[str, object], name: str, value: bytes) -> Body:
-        """As `with_changes`, and then with this member, which the changes do not have: its value verbatim."""
+        """Apply changes as `with_changes` does, then set the member `name` to these JSON bytes.
+
+        The changes must not contain `name`.
+        """
         if self._spans is not None:
             return self.with_changes({**changes, name: orjson.Fragment(value)})
         members = self._copied()
@@ -151,10 +153,9 @@ class Document:
         return dumps(members)
 
     def with_changes(self, changes: Mapping[str, object]) -> Body:
-        """The object with members replaced, added at the end, or left out (REMOVED).
+        """Return the object with members replaced, added at the end, or removed (REMOVED).
 
-        A new value is anything that `dumps` writes; `orjson.Fragment` puts bytes in verbatim. What is between members
-        that stay beside each other stays, too.
+        `dumps` writes the new values; `orjson.Fragment` inserts bytes. Separators between unchanged neighbours stay.
         """
         if self._spans is None:
             members = self._copied()
@@ -162,7 +163,7 @@ class Document:
             return dumps(members)
         source = memoryview(self._raw)
         pieces: list[bytes | memoryview] = [b"{"]
-        start, end = -1, 0  # of the members in a row that stay as they are; before 0: there are none
+        start, end = -1, 0  # of a run of unchanged members; a start of -1: no run
         for name, (key, value, value_end) in self._spans.items():
             if name not in changes:
                 if start < 0:
@@ -204,22 +205,22 @@ def _change(members: dict[str, Any], changes: Mapping[str, object]) -> None:
 
 
 def pieces_of(body: Body) -> Sequence[bytes | memoryview]:
-    """What to write one after the other."""
+    """Return the pieces of a body, in the order in which to write them."""
     return (body,) if isinstance(body, bytes) else body
 
 
 def length_of(body: Body) -> int:
-    """In bytes."""
+    """Return the length of a body in bytes."""
     return len(body) if isinstance(body, bytes) else sum(map(len, body))
 
 
 def joined(body: Body) -> bytes:
-    """A body in one piece."""
+    """Return a body in one piece."""
     return body if isinstance(body, bytes) else b"".join(body)
 
 
 def _refusal(raw: bytes | bytearray) -> InvalidDocument:
-    """Why a body is not read. Only the position: the message must not echo a prompt."""
+    """Return the error for a body that cannot be read. It has a position only, because a prompt must not be shown."""
     try:
         value = load(raw)
     except orjson.JSONDecodeError as error:
@@ -236,13 +237,14 @@ _FIRST_ID: Final = re.compile(rb"\[\s*-?[0-9]+\s*[,\]]")
 
 
 def are_token_ids(value: memoryview) -> bool:
-    """Whether a JSON value is a list that begins with a whole number."""
+    """Return whether a JSON value is a list that begins with a whole number."""
     return _FIRST_ID.match(value) is not None
 
 
 def count_token_ids(value: memoryview) -> int | None:
-    """How many elements a list has that begins with a whole number; None for any other value, and for a list with
-    strings, arrays or objects in it.
+    """Count the elements of a list that begins with a whole number.
+
+    Returns None for any other value, and for a list that contains strings, arrays or objects.
     """
     if not are_token_ids(value):
         return None
@@ -256,8 +258,10 @@ def count_token_ids(value: memoryview) -> int | None:
 
 
 class LongAnswer:
-    """A whole answer that is passed on as the engine wrote it, but for its end: to find out where all members of a long
-    one stand takes longer than all else about it. Raises InvalidDocument for what is no JSON object.
+    """A whole answer of an engine of which only the end is changed.
+
+    Finding all members of a long answer would take longer than everything else that is done with it. Raises
+    InvalidDocument if it is not a JSON object.
     """
 
     __slots__ = ("_raw", "values")
@@ -266,17 +270,17 @@ class LongAnswer:
         self._raw = raw
         try:
             values = load(raw)
-        except orjson.JSONDecodeError:  # or JSON that orjson does not read
+        except orjson.JSONDecodeError:  # JSON that only the parser of Python reads, or no JSON
             values = dict(Document(raw).values)
         if not isinstance(values, dict):
             raise InvalidDocument("the answer must be a JSON object")
         self.values: dict[str, Any] = values
 
     def with_changes(self, changes: Mapping[str, object]) -> bytes | None:
-        """The answer with `usage` or `kv_transfer_params` replaced, or left out (REMOVED); see Document. None: they do
-        not stand at its end, where engines write them.
+        """Return the answer with `usage` or `kv_transfer_params` replaced or removed (REMOVED).
 
-        What stands behind a comma is the end of the object itself if, with a bracket before it, it is an object.
+        Returns None if these members are not at the end, where engines write them. The bytes after a comma are the end
+        of the object itself if they form an object when a bracket is put before them.
         """
         raw = self._raw
         begin = raw.rfind(b',"usage":' if "usage" in changes else b',"kv_transfer_params":')

@@ -1,8 +1,6 @@
-"""Of an engine's `/metrics` where its prompts' KV cache came from, how much it has done, and how many ranks it has.
+"""Read the sources of KV cache, the work done and the number of ranks from the `/metrics` of an engine.
 
-The rest is not parsed.
-
-A real engine writes 100 KB and more there, of which three lines for each of its data-parallel ranks count here.
+Engines write 100 KB and more. Only about three lines for each data-parallel rank are parsed.
 """
 
 from __future__ import annotations
@@ -14,22 +12,22 @@ from typing import Final, NamedTuple
 
 
 class PromptTokens(NamedTuple):
-    """Prompt tokens since the engine started, over all its data-parallel ranks and models."""
+    """Prompt tokens since the engine started, summed over all data-parallel ranks and models."""
 
     transferred: float
-    """From elsewhere, through its KV connector."""
+    """Tokens whose KV cache arrived through the KV connector."""
     computed: float
-    """By itself."""
+    """Tokens that the engine computed."""
     cached: float
-    """From its own prefix cache."""
+    """Tokens that were in the prefix cache of the engine."""
 
 
 def parse_prompt_tokens(exposition: bytes) -> PromptTokens | None:
-    """None: it does not tell.
+    """Return the prompt tokens by source, or None if the engine does not report them.
 
-    vLLM has `vllm:prompt_tokens_by_source_total{source}` (v1/metrics/stats.py PromptTokenStats); before that, of what
-    its KV connector found only `vllm:external_prefix_cache_hits_total`. SGLang counts what it computes and what it
-    finds in its prefix cache in `sglang:realtime_tokens_total{mode}`; the rest of the prompts came from a prefiller.
+    vLLM has `vllm:prompt_tokens_by_source_total{source}` (v1/metrics/stats.py PromptTokenStats). Older versions count
+    only the hits of the KV connector, in `vllm:external_prefix_cache_hits_total`. SGLang counts computed and cached
+    tokens in `sglang:realtime_tokens_total{mode}`; all other prompt tokens came from a prefiller.
     """
     if b"vllm:" in exposition:
         return _of_vllm(exposition)
@@ -37,30 +35,28 @@ def parse_prompt_tokens(exposition: bytes) -> PromptTokens | None:
 
 
 def parse_expired_leases(exposition: bytes) -> float | None:
-    """How often a prefiller has freed KV because no decoder had fetched it in time, since it started; None: it does not
-    tell.
+    """Return how often a prefiller freed KV that no decoder fetched in time; None: the engine does not report it.
 
-    vLLM's NixlConnector counts that (kv_connector/v1/nixl/stats.py). Of vLLM's MooncakeConnector only the log tells,
-    and SGLang has no leases: both legs of a request fail together.
+    The NixlConnector of vLLM counts this since the engine started (kv_connector/v1/nixl/stats.py). The
+    MooncakeConnector only logs it. SGLang has no leases: both legs of a request fail together.
     """
     return _sum(exposition, b"vllm:nixl_num_kv_expired_reqs_total")
 
 
 def parse_work(exposition: bytes) -> float | None:
-    """Return how many tokens an engine has computed or generated since it started; None: it does not tell.
+    """Return the tokens that an engine computed or generated since it started; None: it does not report them.
 
-    Only of use beside an earlier reading. vLLM counts them with each step of its engine, SGLang in
-    `sglang:realtime_tokens_total`, and besides at the end of each request.
+    Only the difference between two readings has a meaning. vLLM counts with each step. SGLang counts in
+    `sglang:realtime_tokens_total`, and also at the end of each request.
     """
     counted = [tokens for name in _WORK if (tokens := _sum(exposition, name)) is not None]
     return sum(counted) if counted else None
 
 
 def parse_ranks(exposition: bytes) -> int | None:
-    """How many data-parallel ranks are behind the address; None: it does not tell.
+    """Return the number of data-parallel ranks behind the address; None: the engine does not report it.
 
-    vLLM has a gauge for each rank that its API server feeds, from the start (v1/metrics/loggers.py
-    PrometheusStatLogger).
+    vLLM has a gauge for each rank of its API server from the start (v1/metrics/loggers.py PrometheusStatLogger).
     """
     name = re.escape(b"vllm:num_requests_running")
     samples = re.findall(_SAMPLE % name, exposition, re.MULTILINE)
@@ -74,12 +70,12 @@ _WORK: Final = tuple(
 
 
 def _of_vllm(exposition: bytes) -> PromptTokens | None:
-    told = [
+    counts = [
         _sum(exposition, b"vllm:prompt_tokens_by_source_total", b'source="%b"' % source)
         for source in (b"external_kv_transfer", b"local_compute", b"local_cache_hit")
     ]
-    if told[0] is not None:
-        return PromptTokens(*(tokens or 0.0 for tokens in told))
+    if counts[0] is not None:
+        return PromptTokens(*(tokens or 0.0 for tokens in counts))
     transferred = _sum(exposition, b"vllm:external_prefix_cache_hits_total")
     all_tokens = _sum(exposition, b"vllm:prompt_tokens_total")
     if transferred is None or all_tokens is None:
@@ -99,12 +95,12 @@ def _of_sglang(exposition: bytes) -> PromptTokens | None:
     return PromptTokens(max(0.0, all_tokens - computed - cached), computed, cached)
 
 
-# `name{labels} value`, of which a timestamp may follow, at the beginning of a line.
+# A line `name{labels} value`, with an optional timestamp at its end.
 _SAMPLE: Final = rb"^%b(?:\{([^\n]*)\})?[ \t]+([^ \t\n]+)"
 
 
 def _sum(exposition: bytes, name: bytes, label: bytes = b"") -> float | None:
-    """The sum of all samples of this name that have this label; None when there are none."""
+    """Return the sum of all samples with this name and label, or None without any."""
     total, found = 0.0, False
     start = exposition.find(name)
     if start < 0:

@@ -1,9 +1,9 @@
-"""What engines publish of their KV blocks, in both shapes in which they do.
+"""Decode the events that engines publish about their KV blocks, in both formats.
 
 vLLM (vllm/distributed/kv_events.py) and SGLang (python/sglang/srt/disaggregation/kv_events.py) send batches of events,
-in msgpack: `[ts, events, data_parallel_rank]`, for a while in vLLM a map with these names. An event was an array with
-its tag first, and is a map with the tag as `type` since vLLM 0.24 (PR #42892) and SGLang's PR #37271. Fields were only
-ever added behind the others, so what is not known is passed over.
+in msgpack: `[ts, events, data_parallel_rank]`, or a map with these names in some versions of vLLM. An event was an
+array that begins with its tag. Since vLLM 0.24 (PR #42892) and PR #37271 of SGLang it is a map with the tag as `type`.
+New fields were always added at the end, so unknown fields are skipped.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 BlockHash = int | bytes
-"""Both engines' are 64 bits, vLLM's without a sign and SGLang's with one; vLLM's are bytes with
+"""Hash of a block: 64 bits, unsigned in vLLM and signed in SGLang. vLLM sends bytes with
 VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0.
 """
 
 
 class BlocksStored(NamedTuple):
-    """Full blocks of one sequence, one behind the other, are cached from now on."""
+    """Consecutive full blocks of one sequence are in the cache now."""
 
     hashes: Sequence[BlockHash]
     parent: BlockHash | None
-    """The block before the first of them; None: they begin the sequence."""
+    """Hash of the block before the first one; None: the first one begins the sequence."""
     block_tokens: int
-    """Of tiers below the device it may be 0."""
+    """Tokens in each block. It may be 0 for tiers below the device."""
     medium: str | None
-    """Where they are: `GPU`, or a tier below it; None is the same as `GPU`."""
+    """Tier of the cache: `GPU`, or one below it. None means `GPU`."""
     group: int | None
-    """Of models with several kinds of attention, whose blocks they are."""
+    """Group of layers, in models with several kinds of attention; None: there are no groups."""
     is_whole: bool
-    """False: of blocks that are kept for part of a sequence only, as by sliding windows and Mamba."""
+    """False if blocks are kept for part of a sequence only, as with sliding windows and Mamba."""
 
 
 class BlocksRemoved(NamedTuple):
-    """Blocks are not in this medium any more."""
+    """Blocks that are no longer in this medium."""
 
     hashes: Sequence[BlockHash]
     medium: str | None
@@ -49,11 +49,11 @@ class BlocksRemoved(NamedTuple):
 
 
 class AllCleared(NamedTuple):
-    """Nothing is cached any more."""
+    """The cache is empty now."""
 
 
 class Unreadable(NamedTuple):
-    """An event of a kind that is not known, or that is none."""
+    """An event that cannot be read, or of an unknown kind."""
 
     why: str
 
@@ -61,7 +61,7 @@ class Unreadable(NamedTuple):
 Event = BlocksStored | BlocksRemoved | AllCleared | Unreadable
 
 
-# Of what is not needed not even the type is looked at, and token ids, most of all bytes, are not unpacked.
+# Fields that are not needed have no type check. Token IDs, which are most of the bytes, are not unpacked.
 class _Stored(msgspec.Struct, array_like=True, tag="BlockStored"):
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None
@@ -69,7 +69,7 @@ class _Stored(msgspec.Struct, array_like=True, tag="BlockStored"):
     block_size: int
     lora_id: Raw = Raw(b"")
     medium: str | None = None
-    lora_name: Raw = Raw(b"")  # of SGLang: metadata
+    lora_name: Raw = Raw(b"")  # metadata in SGLang
     extra_keys: Raw = Raw(b"")
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
@@ -120,20 +120,20 @@ _decode_map: Final = Decoder(_StoredMap | _RemovedMap | _ClearedMap).decode
 _decode_batch: Final = Decoder(_Batch).decode
 _decode_batch_map: Final = Decoder(_BatchMap).decode
 
-# What vLLM calls groups whose blocks are kept as long as there is room for them (v1/kv_cache_interface.py).
+# Kinds of attention in vLLM that keep blocks for part of a sequence only (v1/kv_cache_interface.py).
 _PARTIAL_KINDS: Final = ("sliding", "chunked", "mamba", "linear")
 
-# Each is a socket. No engine has as many.
+# Each rank takes a socket. No engine has this many ranks.
 _MOST_RANKS: Final = 1024
 _is_tcp: Final = re.compile(r"tcp://.+:([0-9]{1,5})", re.ASCII).fullmatch
 
 
 def decode(payload: bytes) -> list[Event]:
-    """The events of a batch, in their order. Raises ValueError for what is none."""
+    """Return the events of a batch, in order. Raises ValueError if it is not a batch."""
     try:
         batch = _decode_batch_map(payload) if _is_map(payload) else _decode_batch(payload)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("the batch is nested too deeply") from None
     return list(map(_event, batch.events))
 
 
@@ -153,22 +153,23 @@ def _event(raw: Raw) -> Event:
 
 
 def _is_map(packed: bytes) -> bool:
-    """By msgpack's first byte: fixmap, map 16 and map 32."""
+    """Return whether the first byte of a msgpack value is that of a fixmap, map 16 or map 32."""
     return bool(packed) and (packed[0] & 0xF0 == 0x80 or packed[0] in (0xDE, 0xDF))
 
 
 class EventPublisher(NamedTuple):
-    """Where one rank of an engine publishes, on the engine's own host."""
+    """Ports and topic on which one rank of an engine publishes. The host is that of the engine."""
 
     port: int
     replay_port: int | None
-    """None: lost events cannot be asked for."""
+    """Port for requests to resend events; None: lost events cannot be requested."""
     topic: str
 
 
 def parse_sources(answer: object) -> list[EventPublisher] | None:
-    """What an engine tells at `GET /kv_event_sources` (vLLM 0.32, PR #55844): the configuration of each rank's
-    publisher by the rank, with its own ports. None: it is not that. Raises ValueError where nobody can publish.
+    """Read the answer to `GET /kv_event_sources` (vLLM 0.32, PR #55844): the publisher of each rank, with its ports.
+
+    Returns None for another kind of answer. Raises ValueError if a publisher cannot exist as described.
     """
     if not isinstance(answer, dict) or not all(isinstance(rank, str) and rank.isdecimal() for rank in answer):
         return None
@@ -178,17 +179,19 @@ def parse_sources(answer: object) -> list[EventPublisher] | None:
 
 
 def configured_sources(info: object) -> list[EventPublisher] | None:
-    """What follows from how an engine was started, by `/server_info`: of SGLang, and of vLLM with
-    VLLM_SERVER_DEV_MODE=1. None: it does not tell, or publishes nothing. Raises ValueError where nobody can publish.
+    """Derive the publishers from the configuration in the answer to `/server_info`.
+
+    SGLang has this route, and vLLM with VLLM_SERVER_DEV_MODE=1. Returns None if the engine does not report the
+    configuration, or publishes nothing. Raises ValueError if a publisher cannot exist as described.
     """
     try:
-        told = msgspec.convert(info, _ServerInfo)
+        server = msgspec.convert(info, _ServerInfo)
     except ValueError:
         return None
-    if told.vllm_config is not None:
-        config, ranks = told.vllm_config.kv_events_config, told.vllm_config.parallel_config.data_parallel_size
-    elif told.kv_events_config is not None:
-        config, ranks = msgspec.json.decode(told.kv_events_config, type=_EventsConfig), told.dp_size
+    if server.vllm_config is not None:
+        config, ranks = server.vllm_config.kv_events_config, server.vllm_config.parallel_config.data_parallel_size
+    elif server.kv_events_config is not None:
+        config, ranks = msgspec.json.decode(server.kv_events_config, type=_EventsConfig), server.dp_size
     else:
         return None
     if config is None or config.publisher != "zmq":
@@ -197,8 +200,9 @@ def configured_sources(info: object) -> list[EventPublisher] | None:
 
 
 def of_ranks(ranks: int, port: int, replay_port: int | None, topic: str) -> list[EventPublisher]:
-    """Each at the next port, as both engines have it (ZmqEventPublisher.offset_endpoint_port). Raises ValueError if
-    there are not so many.
+    """Return a publisher for each rank, each on the next port, as both engines assign them.
+
+    See ZmqEventPublisher.offset_endpoint_port. Raises ValueError if there are too few ports.
     """
     _check_ranks(ranks)
     if max(port, replay_port or 0) + ranks > 65536:
@@ -230,7 +234,7 @@ class _VllmConfig(msgspec.Struct):
 class _ServerInfo(msgspec.Struct):
     kv_events_config: str | None = None
     dp_size: int = 1
-    """So many publishers there are, with and without attention in data parallel (select_kv_publisher_dp_rank)."""
+    """Number of publishers, with and without data-parallel attention (select_kv_publisher_dp_rank)."""
     vllm_config: _VllmConfig | None = None
 
 
@@ -239,7 +243,7 @@ def _replay_port(config: _EventsConfig) -> int | None:
 
 
 def _port(endpoint: str) -> int:
-    """Of tcp://host:port. Raises ValueError."""
+    """Return the port of `tcp://host:port`. Raises ValueError."""
     found = _is_tcp(endpoint)
     if not found or not 0 < int(found[1]) < 65536:
         raise ValueError(f"{endpoint[:200]} is no TCP endpoint")

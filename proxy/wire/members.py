@@ -1,7 +1,7 @@
-"""Where the members of a JSON object are, and what they are once somebody asks: nothing is built before.
+"""Find the members of a JSON object, and read each value only when it is used.
 
-msgspec tells the bytes of each value and checks all of them, in a third of the time that building objects takes and
-without their memory. What it leaves open is checked here: UTF-8, and names that stand twice.
+msgspec returns the bytes of each value and checks their syntax. This takes a third of the time of building objects, and
+no memory for them. This module checks what msgspec does not: UTF-8, and repeated names.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, KeysView
 
 Spans = Mapping[str, tuple[int, int, int]]
-"""By name: where the key begins, and where the value begins and ends, in the order of the bytes."""
+"""Positions by name, in the order of the bytes: start of the key, start of the value, end of the value."""
 
-# Up to the value: what is before a key, the key, if it has no escapes, and what is behind it. No possessive repeats in
-# here: Python before 3.11.5 matches them wrongly (python/cpython#106052).
+# Matches up to the value: separators, a key without escapes, and a colon. It has no possessive repeats, because Python
+# before 3.11.5 matches them wrongly (python/cpython#106052).
 _TO_VALUE: Final = re.compile(rb'[\s,{]*("[^"\\]*"\s*:\s*)')
 _TO_KEY: Final = re.compile(rb"[\s,{]*")
 _BEHIND_KEY: Final = re.compile(rb"[\s:]*")
 # The longest spelling of a character: two escapes of six bytes each.
 _MAX_SPELLING_BYTES: Final = 12
 
-# A longer value is read when somebody asks for it. Nearly all that are asked for are shorter, and read at once cost
-# less than one of them does by itself.
+# A longer value is read at its first use. Nearly all values that are used are shorter. Reading all of these together
+# costs less than reading a single one alone.
 _SHORT_BYTES: Final = 256
 _UNREAD: Final = object()
 
-# More members than any client sends take too long to find.
+# More members than any client sends. Finding more would take too long.
 _MAX_MEMBERS: Final = 10_000
 
-# Decoded in steps: Python keeps a whole text in as many bytes as the widest of its characters needs.
+# Text is decoded in steps, because Python stores each character of a string with the width of the widest one.
 _STEP_BYTES: Final = 256 * 1024
 
 _members_of = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -50,15 +50,15 @@ _value_at: Final = json.JSONDecoder().raw_decode
 
 
 class NotAnObject(Exception):
-    """Not JSON, no object, or nested too deeply."""
+    """The bytes are not JSON, not an object, or nested too deeply."""
 
 
 class TooManyMembers(Exception):
-    """Of which some stand twice, or there are more than any client sends; the message is safe to show."""
+    """The object repeats a name, or has more members than any client sends. The message is safe to show."""
 
 
 class Members(Mapping[str, Any]):
-    """A mapping from names to values, which are read when they are asked for.
+    """Members of a JSON object as a mapping whose long values are read at their first use.
 
     Raises NotAnObject, TooManyMembers.
     """
@@ -83,7 +83,7 @@ class Members(Mapping[str, Any]):
         return self._read(name) if value is _UNREAD else value
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A member's value; what it is if there is none."""
+        """Return the value of a member, or `default` without one."""
         value = self._values.get(name, default)
         return self._read(name) if value is _UNREAD else value
 
@@ -97,33 +97,33 @@ class Members(Mapping[str, Any]):
         return len(self._values)
 
     def keys(self) -> KeysView[str]:
-        """The names, without a call for each."""
+        """Return the names without a call for each."""
         return self._values.keys()
 
     def _read(self, name: str) -> Any:
         raw = self.view(name)
         try:
             value = load(raw)
-        except orjson.JSONDecodeError:  # JSON that orjson does not read: a number beyond all numbers
+        except orjson.JSONDecodeError:  # orjson rejects numbers beyond the range of a float
             value = read_again(bytes(raw))
         self._values[name] = value
         return value
 
     @property
     def read(self) -> list[Any]:
-        """The values that are Python objects by now."""
+        """Values that have become Python objects so far."""
         return [value for value in self._values.values() if value is not _UNREAD]
 
     def is_read(self, name: str) -> bool:
-        """Whether a member is a Python object by now."""
+        """Return whether a member has become a Python object."""
         return self._values[name] is not _UNREAD
 
     def update(self, values: Mapping[str, object]) -> None:
-        """Have members be others from now on; their bytes stay."""
+        """Replace the values of members. Their bytes stay."""
         self._values.update(values)
 
     def excerpt(self, name: str) -> tuple[Any, Callable[[str], int]]:
-        """A member's value, which is not kept; see `elision.excerpt`."""
+        """Return the value of a member without keeping it; see the function `excerpt`."""
         if self.is_read(name):
             return self._values[name], text_bytes
         _, start, end = self.spans[name]
@@ -133,14 +133,15 @@ class Members(Mapping[str, Any]):
             return self._read(name), text_bytes
 
     def view(self, name: str) -> memoryview:
-        """The bytes of a member's value."""
+        """Return a view of the bytes of a member."""
         _, start, end = self.spans[name]
         return memoryview(self._raw)[start:end]
 
 
 def spans_of(raw: bytes | bytearray) -> Spans:
-    """Where the members of a JSON object are. `raw` was read before: whether it is UTF-8 is not checked again. Raises
-    NotAnObject, TooManyMembers.
+    """Return the positions of the members of a JSON object that is known to be UTF-8.
+
+    Raises NotAnObject, TooManyMembers.
     """
     try:
         return _spans(raw, _members_of(raw))
@@ -149,10 +150,10 @@ def spans_of(raw: bytes | bytearray) -> Spans:
 
 
 def as_python_reads(raw: bytes | bytearray) -> tuple[dict[str, Any], Spans]:
-    """Return the values of a JSON object that orjson refuses, and where its members are.
+    """Return the values and member positions of a JSON object that orjson rejects.
 
-    Half of a surrogate pair may be in it, for example. Engines read requests with Python's parser, which takes it.
-    Raises NotAnObject, TooManyMembers.
+    It may have half of a surrogate pair, for example, which the parser of Python accepts. Engines read requests with
+    that parser. Raises NotAnObject, TooManyMembers.
     """
     try:
         text = raw.decode()
@@ -164,7 +165,7 @@ def as_python_reads(raw: bytes | bytearray) -> tuple[dict[str, Any], Spans]:
 
 
 def _members_in(text: str) -> tuple[dict[str, Any], Spans]:
-    """As `as_python_reads`, with places in the text. Raises ValueError, IndexError or RecursionError for no object."""
+    """Return values and positions in the text. Raises ValueError, IndexError or RecursionError for invalid text."""
     values: dict[str, Any] = {}
     spans: dict[str, tuple[int, int, int]] = {}
     at = _expect("{", text, 0)
@@ -173,7 +174,7 @@ def _members_in(text: str) -> tuple[dict[str, Any], Spans]:
         key = at
         name, end = _value_at(text, key)
         if not isinstance(name, str):
-            raise ValueError("a name is no string")
+            raise ValueError("a name is not a string")
         if name in values:
             raise _named_twice()
         start = _expect(":", text, end)
@@ -186,26 +187,26 @@ def _members_in(text: str) -> tuple[dict[str, Any], Spans]:
         if not closes:
             at = _expect(",", text, at)
     if _skip(text, at + 1) != len(text):
-        raise ValueError("there is more behind the object")
+        raise ValueError("the text continues after the object")
     return values, spans
 
 
 def _expect(sign: str, text: str, at: int) -> int:
-    """Return the place of what follows a sign that must stand here. Raises ValueError."""
+    """Return the position after a required character and blanks. Raises ValueError if it is missing."""
     at = _skip(text, at)
     if text[at] != sign:
-        raise ValueError("another sign is expected here")
+        raise ValueError("another character is expected here")
     return _skip(text, at + 1)
 
 
 def _skip(text: str, at: int) -> int:
-    """Return the place of the next sign that is no blank."""
+    """Return the position of the next character that is not blank."""
     found = _blanks(text, at)
     return at if found is None else found.end()
 
 
 def _in_bytes(spans: Spans, text: str) -> Spans:
-    """Return places in a text as places in its UTF-8."""
+    """Convert positions in a text to positions in its UTF-8 bytes."""
     found: dict[str, tuple[int, int, int]] = {}
     at = size = 0
     for name, places in spans.items():
@@ -220,7 +221,7 @@ def _in_bytes(spans: Spans, text: str) -> Spans:
 
 
 def _check_utf8(raw: bytes | bytearray) -> None:
-    """Raise UnicodeDecodeError: what is not read is not looked at by the parser either."""
+    """Raise UnicodeDecodeError for invalid UTF-8, which the parser ignores in values that it does not read."""
     if raw.isascii():
         return
     if len(raw) <= _STEP_BYTES:
@@ -234,10 +235,10 @@ def _check_utf8(raw: bytes | bytearray) -> None:
 
 
 def _spans(raw: bytes | bytearray, members: Mapping[str, msgspec.Raw]) -> Spans:
-    """Where each member's key begins, and where its value begins and ends. Raises TooManyMembers.
+    """Return the positions of all members. Raises TooManyMembers.
 
-    Of equal names the parser keeps the place of the first and the value of the last. So the members are found one after
-    the other only if no name stands twice: each value must stand where its key ends, and then the object must end.
+    For equal names the parser keeps the place of the first and the value of the last. Each value must stand after its
+    key, and the object must end after the last one. This holds only if no name is repeated.
     """
     if len(members) > _MAX_MEMBERS:
         raise _too_many()
@@ -257,7 +258,7 @@ def _spans(raw: bytes | bytearray, members: Mapping[str, msgspec.Raw]) -> Spans:
 
 
 def _to_value_behind_escapes(raw: bytes | bytearray, position: int, name: str) -> tuple[int, int]:
-    """Where a key begins that has escapes, and where the value behind it. Raises TooManyMembers for another name."""
+    """Return the start of a key with escapes, and of its value. Raises TooManyMembers for another name."""
     key = _end(_TO_KEY, raw, position)
     spelled = without_escapes(bytes(raw[key : key + 2 + _MAX_SPELLING_BYTES * len(name)]))
     key_end = spelled.find(b'"', 1)
@@ -286,15 +287,15 @@ def _named_twice() -> TooManyMembers:
 # out the middles of long strings.
 
 _ELIDED_BYTES: Final = 64 * 1024
-# Stands for so many bytes. Whoever writes it into a prompt is thought to have a longer one.
+# Replaces a piece of this size. A prompt that contains this text is counted as longer than it is.
 _MARK: Final = "~64 KiB: 6f1c9e7a~"
-_CONTINUES, _CONTINUED = 0x80, 0xC0  # what bytes of UTF-8 lie between that are not the first of a character
+_CONTINUES, _CONTINUED = 0x80, 0xC0  # range of UTF-8 bytes that do not begin a character
 
 
 def excerpt(raw: bytes | bytearray, start: int, end: int) -> tuple[Any, Callable[[str], int]]:
-    """The value of a part of a valid JSON text, and what tells how many bytes one of its strings has as UTF-8.
+    """Return the value of a part of a valid JSON text, and a function that returns the UTF-8 length of its strings.
 
-    The strings are not complete; names are, up to some kilobytes.
+    Long strings lack their middles. Names of up to some kilobytes are complete.
     """
     if end - start <= LONG_BYTES:
         return load(memoryview(raw)[start:end]), text_bytes
@@ -314,7 +315,7 @@ def excerpt(raw: bytes | bytearray, start: int, end: int) -> tuple[Any, Callable
 
 
 def text_bytes(text: str) -> int:
-    """How many bytes a string has in UTF-8."""
+    """Return the length of a string in UTF-8 bytes."""
     return len(text) if text.isascii() else len(utf8(text))
 
 

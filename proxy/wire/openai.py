@@ -1,4 +1,4 @@
-"""The few fields of OpenAI requests and answers that the gateway reads or writes; everything else passes untouched."""
+"""Fields of OpenAI requests and answers that the gateway reads or writes. All other fields pass through unchanged."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 class Api(StrEnum):
-    """The engines' generation endpoints, which go through prefill and decode; the value is the metric label."""
+    """Generation endpoints of engines, which use prefill and decode. The value is the metric label."""
 
     CHAT = "chat"
     COMPLETIONS = "completions"
     GENERATE = "generate"
-    """SGLang's own."""
+    """The native endpoint of SGLang."""
 
     path: str
-    """The route, the same on the gateway and on the engines."""
+    """Path of the route, the same on the gateway and on engines."""
 
 
 Api.CHAT.path = "/v1/chat/completions"
@@ -32,7 +32,7 @@ Api.COMPLETIONS.path = "/v1/completions"
 Api.GENERATE.path = "/generate"
 
 OPENAI_APIS: Final = (Api.CHAT, Api.COMPLETIONS)
-"""The endpoints of OpenAI's API."""
+"""Endpoints of the OpenAI API."""
 
 RESERVED_FIELDS: Final = frozenset(
     {
@@ -51,8 +51,8 @@ RESERVED_FIELDS: Final = frozenset(
         "rid",
     }
 )
-"""Fields that steer KV transfer or engine-internal routing. From a client they could point a decoder at any host, or
-collide with a live request, so they are removed."""
+"""Fields that control KV transfer or routing inside engines. They are removed from client requests, because they could
+point a decoder at any host, or collide with another request."""
 
 ORDINARY_FIELDS: Final = frozenset(
     {
@@ -62,7 +62,7 @@ ORDINARY_FIELDS: Final = frozenset(
         *("reasoning_effort", "metadata", "store", "service_tier", "prompt_cache_key", "session_id"),
     }
 )
-"""What nearly all requests have nothing beside. Whoever looks for what only few have need not look in these: see
+"""Fields that nearly all requests are limited to. Checks for rare fields can skip these requests; see
 `Call.is_ordinary`."""
 
 DONE: Final = b"[DONE]"
@@ -70,14 +70,14 @@ DONE_EVENT: Final = b"data: [DONE]\n\n"
 
 
 def error_type(status: int) -> str:
-    """The `type` of an OpenAI error object for an HTTP status."""
+    """Return the `type` of an OpenAI error object for an HTTP status."""
     if status == 429:
         return "rate_limit_error"
     return "invalid_request_error" if 400 <= status < 500 else "server_error"
 
 
 def error_body(error: GatewayError) -> bytes:
-    """The JSON body for one of our own errors."""
+    """Return the JSON body for an error of the gateway."""
     param = error.param if isinstance(error, BadRequest) else None
     return dumps(
         {"error": {"message": error.message, "type": error_type(error.status), "param": param, "code": error.code}}
@@ -85,46 +85,46 @@ def error_body(error: GatewayError) -> bytes:
 
 
 def is_error_body(body: bytes) -> bool:
-    """Whether a body is an error as this API tells one: an object with an `error` that has a message."""
+    """Return whether a body is an OpenAI error: an object with an `error` that has a message."""
     try:
-        told = loads(body)
+        answer = loads(body)
     except orjson.JSONDecodeError:
         return False
-    told = told.get("error") if isinstance(told, dict) else None
-    message = told.get("message") if isinstance(told, dict) else None
+    error = answer.get("error") if isinstance(answer, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
     return isinstance(message, str) and bool(message)
 
 
 def error_event(error: GatewayError) -> bytes:
-    """The event that tells a client in the middle of a stream that the answer is not complete.
+    """Return the event that ends an incomplete stream with an error.
 
-    What an engine itself told stays in its own words. The OpenAI SDK raises APIError on an event whose object has an
-    `error` member. No `[DONE]` follows: some clients count a stream with `[DONE]` as a success whatever came before.
+    The error of an engine is sent unchanged. The OpenAI SDK raises APIError for an event with an `error` member. No
+    `[DONE]` follows, because some clients count every stream with `[DONE]` as a success.
     """
-    told = error.body if isinstance(error, UpstreamError) else None
-    if told is None or not _is_one_line_error(told):
-        told = error_body(error)
-    return b"data: " + told + b"\n\n"
+    body = error.body if isinstance(error, UpstreamError) else None
+    if body is None or not _is_one_line_error(body):
+        body = error_body(error)
+    return b"data: " + body + b"\n\n"
 
 
 def _is_one_line_error(body: bytes) -> bool:
     try:
-        told = loads(body)
+        answer = loads(body)
     except orjson.JSONDecodeError:
         return False
-    return isinstance(told, dict) and bool(told.get("error")) and b"\n" not in body and b"\r" not in body
+    return isinstance(answer, dict) and bool(answer.get("error")) and b"\n" not in body and b"\r" not in body
 
 
 def data_event(payload: object) -> bytes:
-    """An event that carries a JSON payload."""
+    """Return an event with a JSON payload."""
     return b"data: " + dumps(payload) + b"\n\n"
 
 
 def with_prompt_details(usage: dict[str, Any], prefillers: dict[str, Any] | None) -> dict[str, Any]:
-    """A decoder's usage with what the prefiller reports of the prompt.
+    """Return the usage of a decoder with the prompt details of the prefiller.
 
-    A decoder that received its KV cache reports nearly the whole prompt as cached (vllm-ascend #8910); only the
-    prefiller knows. None: the prefiller does not tell, and the decoder's figures are withdrawn rather than passed on.
+    A decoder that received KV cache reports nearly the whole prompt as cached (vllm-ascend #8910). If the prefiller
+    reports no details (None), those of the decoder are removed.
     """
     if prefillers is None:
         withdrawn = usage.get("prompt_tokens_details") is not None
@@ -141,24 +141,24 @@ def with_prompt_details(usage: dict[str, Any], prefillers: dict[str, Any] | None
 # entrypoints/openai/protocol.py. The `error` of vLLM should not reach a client, because the engine returns a 500.
 
 WHOLE: Final = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter", "repetition"})
-"""The reasons of an answer that ends where the engine or the request wanted it to end."""
+"""Finish reasons of complete answers."""
 GIVEN_UP: Final = frozenset({"abort", "error"})
-"""The reasons of an answer that the engine stopped working on: at SIGTERM, `/pause`, `/sleep`, or after a failure."""
+"""Finish reasons of answers that the engine abandoned: at SIGTERM, `/pause`, `/sleep`, or after a failure."""
 
 
 def word_of(reason: Any) -> Any:
-    """The reason itself, or the `type` of one in the shape of SGLang's native API."""
+    """Return the reason, or its `type` if it is an object of the native API of SGLang."""
     return reason.get("type") if isinstance(reason, dict) else reason
 
 
 def is_given_up(reason: Any) -> bool:
-    """Return whether the engine stopped working on the answer before it was whole."""
+    """Return whether the engine abandoned the answer before it was complete."""
     word = word_of(reason)
     return isinstance(word, str) and word in GIVEN_UP
 
 
 def is_whole(reason: Any) -> bool:
-    """Return whether the reason is known to be that of a whole answer."""
+    """Return whether the reason is one of a complete answer."""
     return isinstance(reason, str) and reason in WHOLE
 
 
@@ -241,7 +241,7 @@ def prompt_counts_of(usage: Any) -> PromptCounts:
 
 
 def _count(value: object) -> int | None:
-    """Return a number of tokens, or None for a value that is none, such as a bool."""
+    """Return a number of tokens, or None for any other value, such as a bool."""
     return value if type(value) is int and 0 <= value < _MAX_TOKENS else None
 
 
@@ -254,33 +254,33 @@ def _count(value: object) -> int | None:
 ENGINE_MEMBERS: Final = frozenset({"kv_transfer_params", "ec_transfer_params"})
 _REMOVAL: Final = dict.fromkeys(sorted(ENGINE_MEMBERS), REMOVED)
 NO_KV_PARAMS: Final = b',"kv_transfer_params":null'
-"""The member as vLLM writes it into each chunk. Its quotes would be escaped inside a JSON string."""
+"""The member as vLLM writes it into each chunk. Inside a JSON string its quotes would be escaped."""
 
 
 def has_engine_members(payload: dict[str, Any]) -> bool:
-    """Whether an answer, or an event of one, has any of them."""
+    """Return whether an answer, or an event of one, has a member for engines only."""
     return "kv_transfer_params" in payload or "ec_transfer_params" in payload
 
 
 def names_engine_members(written: bytes) -> bool:
-    """Whether JSON that was not read may have any of them."""
+    """Return whether JSON text may have a member for engines only."""
     return b'kv_transfer_params"' in written or b'ec_transfer_params"' in written
 
 
 def remove_engine_members(payload: dict[str, Any]) -> None:
-    """Remove them from an answer, or an event of one."""
+    """Remove the members for engines only from an answer, or an event of one."""
     for name in ENGINE_MEMBERS:
         payload.pop(name, None)
 
 
 def without_engine_members(data: bytes) -> bytes:
-    """Return the JSON object without them: the bytes of all others stay."""
+    """Return a JSON object without the members for engines only. The bytes of all other members stay."""
     shown = data.replace(NO_KV_PARAMS, b"")
     if shown is not data and not names_engine_members(shown):
         return shown
     try:
         return joined(Document(data).with_changes(_REMOVAL))
-    except InvalidDocument:  # a name stands twice in it
+    except InvalidDocument:  # it repeats a name
         payload = loads(data)
         remove_engine_members(payload)
         return dumps(payload)

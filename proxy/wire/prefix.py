@@ -1,11 +1,10 @@
-"""Keys of a prompt's prefixes: equal keys, equal text so far. What the engines' prefix caches have in common with us.
+"""Compute keys of the prefixes of a prompt, which estimate what the prefix caches of engines hold.
 
-The prompt is cut into pieces, and each piece's key also depends on all pieces before it, as vLLM's block hashes do
-(`hash_block_tokens`), so the longest prefix that two prompts share is found by comparing keys. Pieces have 512 bytes,
-about 128 tokens, and grow with what is before them to a sixteenth of it, so that long prompts are soon looked up. What
-is hashed are the bytes of the JSON text: what is spelled otherwise counts as another text. Only the text is known here
-and not what the chat template makes of it: the keys tell what a cache probably holds, which is enough to choose by, and
-never what it certainly holds.
+The prompt is cut into pieces. The key of a piece also depends on all pieces before it, like the block hashes of vLLM
+(`hash_block_tokens`). So comparing keys finds the longest common prefix of two prompts. A piece has at least 512 bytes,
+about 128 tokens, and a sixteenth of the bytes before it, so that long prompts have few keys. The keys are hashes of the
+JSON text, so another spelling is another text. The chat template is not applied: equal keys make a cache hit likely,
+not certain. That is enough to choose an instance.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _MOST_BYTES: Final = 1 << 30
 
 
 def _piece_ends() -> Iterator[int]:
-    """Where pieces end, in bytes from the prompt's beginning: the same whatever the prompt's length."""
+    """Yield the ends of pieces, in bytes from the beginning of the prompt. They are the same for all prompts."""
     size, end = _LEAST_PIECE_BYTES, 0
     while end < _MOST_BYTES:
         for _ in range(_PIECES_PER_DOUBLING):
@@ -43,12 +42,12 @@ def _piece_ends() -> Iterator[int]:
 
 _ENDS: Final = tuple(_piece_ends())
 
-# Members that are a prompt, where there are no messages.
+# Members that hold the prompt of a request without messages.
 _PROMPTS: Final = ("prompt", "text", "input_ids")
-# What decides how the engine renders or looks up the prompt, beside the prompt itself.
+# Members that change how the engine renders or looks up the prompt.
 _SALT: Final = ("model", "cache_salt", "chat_template", "chat_template_kwargs", "thinking", "reasoning_effort")
 
-# A picture is told by its length and its two ends: hashing 8 MB of base64 would cost more than choosing may.
+# Only the length and the two ends of a picture are hashed, because hashing 8 MB of base64 takes too long.
 _MEDIA_STARTS: Final = (b";base64,", b'"data":"')
 _MEDIA_END_BYTES: Final = 4096
 _REASONING: Final = re.compile(rb'\s*,?\s*"reasoning(?:_content)?"\s*:\s*(?:null|"[^"\\]*(?:\\.[^"\\]*)*")', re.DOTALL)
@@ -60,20 +59,22 @@ _QUOTE: Final = ord('"')
 _NONE: Final = (b"", b"null", b"[]")
 
 
-class _Said(msgspec.Struct):
-    """Of a message, what tells whether a turn ends with it."""
+class _TurnMembers(msgspec.Struct):
+    """The members of a message that decide whether it ends a turn."""
 
     role: Any = None
     tool_calls: msgspec.Raw = msgspec.Raw()
 
 
-_said_in = msgspec.json.Decoder(list[_Said]).decode
+_turn_members_in = msgspec.json.Decoder(list[_TurnMembers]).decode
 _messages_in = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 class PrefixKeys(NamedTuple):
-    """`keys[i]` names the prompt up to the end of its piece `i`, in 64 bits that are the same in every process and on
-    every host; `sizes[i]` is how many bytes of JSON that is. Both are empty when there is no single prompt.
+    """Keys of the pieces of a prompt, and the size of each prefix. Both are empty without a single prompt.
+
+    `keys[i]` is a hash of 64 bits of the prompt up to the end of piece `i`, the same in all processes and on all hosts.
+    `sizes[i]` is the length of that prefix in bytes of JSON.
     """
 
     keys: Sequence[int] = ()
@@ -84,7 +85,7 @@ NO_KEYS: Final = PrefixKeys()
 
 
 class Prompt:
-    """The prompt of a request body. Its keys are computed when somebody asks, and once for all calls that share it."""
+    """The prompt of a request body. Its keys are computed at the first use, once for all calls that share it."""
 
     __slots__ = ("_changes", "_document", "_has_media", "_has_reasoning", "_keys")
 
@@ -95,8 +96,13 @@ class Prompt:
         has_reasoning: bool = False,
         has_media: bool = False,
     ) -> None:
-        """`changes`: the members of the document that are others by now, or REMOVED. `has_reasoning`, `has_media`: the
-        messages hold an assistant's reasoning, or more than text.
+        """Store the document and its changes.
+
+        Args:
+            document: The request body.
+            changes: New values of members, or REMOVED.
+            has_reasoning: Whether messages have reasoning of the assistant.
+            has_media: Whether messages have pictures or other media.
         """
         self._document = document
         self._changes = changes or {}
@@ -105,14 +111,14 @@ class Prompt:
         self._keys: PrefixKeys | None = None
 
     def changed(self, changes: Mapping[str, object]) -> Prompt:
-        """The prompt of a body with some members changed, as by `Document.with_changes`; often the same one."""
+        """Return the prompt of a body with changed members; the same object if the prompt stays the same."""
         if changes.keys().isdisjoint(_PROMPTS):
             return self
         return Prompt(self._document, {**self._changes, **changes}, self._has_reasoning, self._has_media)
 
     @property
     def keys(self) -> PrefixKeys:
-        """About 20 µs for 64 KiB of text."""
+        """Keys of the prefixes. The first use takes about 20 µs for 64 KiB of text."""
         if self._keys is None:
             self._keys = self._computed()
         return self._keys
@@ -136,7 +142,7 @@ class Prompt:
         return PrefixKeys(keys, sizes)
 
     def _texts(self) -> list[memoryview]:
-        """What the engine computes, in this order: the tools, as templates render them first, and the messages."""
+        """Return the texts that the engine computes: the tools, which templates render first, and the messages."""
         messages = self._written("messages")
         if messages is None:
             prompt = next((written for name in _PROMPTS if (written := self._written(name)) is not None), None)
@@ -151,7 +157,7 @@ class Prompt:
         return [messages] if tools is None else [tools, messages]
 
     def _written(self, name: str) -> memoryview | None:
-        """A member's value as JSON; None: there is none, or it is null."""
+        """Return the value of a member as JSON, or None if it is missing or null."""
         if name in self._changes:
             value = self._changes[name]
             return None if value is REMOVED or value is None else memoryview(dumps(value))
@@ -162,21 +168,24 @@ class Prompt:
 
 
 def _as_templates_keep(messages: memoryview) -> bytes:
-    """Messages without the reasoning of turns that have ended: Kimi K2's chat_template.jinja keeps only what comes
-    behind the last assistant message without tool calls.
+    """Return messages without the reasoning of turns that have ended.
+
+    The chat_template.jinja of Kimi K2 keeps only reasoning after the last assistant message without tool calls.
     """
     try:
-        written, said = _messages_in(messages), _said_in(messages)
-    except (msgspec.DecodeError, RecursionError):  # the engine says what is wrong with them
+        written, members = _messages_in(messages), _turn_members_in(messages)
+    except (msgspec.DecodeError, RecursionError):  # the engine rejects them
         return bytes(messages)
-    ends = (place for place, each in enumerate(said, 1) if each.role == "assistant" and bytes(each.tool_calls) in _NONE)
+    ends = (
+        place for place, each in enumerate(members, 1) if each.role == "assistant" and bytes(each.tool_calls) in _NONE
+    )
     ended = max(ends, default=0)
     turns = [_REASONING.sub(b"", message) for message in written[:ended]]
     return b"[%b]" % b",".join([*turns, *written[ended:]])
 
 
 def _without_media(text: bytes) -> bytes:
-    """Without the middles of pictures and recordings."""
+    """Return the text without the middles of pictures and recordings."""
     for mark in _MEDIA_STARTS:
         pieces: list[bytes] = []
         start = 0

@@ -1,7 +1,7 @@
-"""JSON as Python's own parser reads and writes it, for texts that orjson refuses.
+"""Read and write JSON that orjson rejects, as the parser of Python does.
 
-Engines are written in Python, whose parser takes more than the grammar allows: half of a surrogate pair (an emoji that
-was cut in two), `NaN` and `Infinity`, and whole numbers of more than 64 bits. orjson is asked first, because it takes
+Engines are written in Python. Its parser accepts more than the grammar allows: half of a surrogate pair (an emoji that
+was cut in two), `NaN` and `Infinity`, and whole numbers of more than 64 bits. orjson is tried first, because it reads
 nearly every text.
 """
 
@@ -15,13 +15,13 @@ import orjson
 from pydantic import TypeAdapter, ValidationError
 
 _MAX_INT_DIGITS: Final = 4300
-"""Python refuses to read a longer whole number, as that takes quadratic time."""
+"""Digits of the longest whole number that Python reads. Longer ones would take quadratic time."""
 _MAX_DEPTH: Final = 1000
-"""About as deeply as orjson nests arrays and objects. Python's limit depends on its version."""
+"""Deepest nesting of arrays and objects, about that of orjson. The limit of Python depends on its version."""
 
 
 def _whole_number(digits: str) -> float:
-    """Return a fraction for a number that is too long, as orjson does for all of more than 64 bits."""
+    """Return a float for a number that is too long, as orjson does for all numbers of more than 64 bits."""
     return int(digits) if len(digits) < _MAX_INT_DIGITS else float(digits)
 
 
@@ -31,9 +31,9 @@ _read_long_numbers: Final = json.JSONDecoder(strict=False, parse_int=_whole_numb
 
 
 def loads(raw: bytes) -> Any:
-    """Read the JSON text of an engine, control characters in its strings included.
+    """Read the JSON text of an engine, whose strings may have control characters.
 
-    Raises orjson.JSONDecodeError for a text that is no JSON for Python either.
+    Raises orjson.JSONDecodeError if Python cannot read the text either.
     """
     try:
         return orjson.loads(raw)
@@ -45,7 +45,7 @@ def loads(raw: bytes) -> Any:
 
 
 def read_again(raw: bytes) -> Any:
-    """Read a text that orjson has refused. Raises ValueError."""
+    """Read a text that orjson rejected. Raises ValueError."""
     text = raw.decode("utf-8", "surrogatepass")
     try:
         try:
@@ -61,7 +61,7 @@ def read_again(raw: bytes) -> Any:
 
 
 def check_depth(value: Any) -> None:
-    """Raise ValueError for a value that is nested too deeply to be written again."""
+    """Raise ValueError for a value that is nested too deeply to be written."""
     level = [value]
     for _ in range(_MAX_DEPTH):
         containers = [item for item in level if isinstance(item, dict | list)]
@@ -72,7 +72,7 @@ def check_depth(value: Any) -> None:
 
 
 def dumps(value: Any) -> bytes:
-    """Write JSON that every parser of JSON reads: half of a surrogate pair is written as an escape.
+    """Write JSON that every parser can read: half of a surrogate pair becomes an escape.
 
     Raises orjson.JSONEncodeError for a value that cannot be written, or is nested too deeply.
     """
@@ -90,7 +90,7 @@ def _written(value: Any, error: Exception) -> bytes:
             text = _write(_without_infinity(value))
     except (RecursionError, TypeError, ValueError):
         raise error from None
-    # A surrogate can stand in strings only, where its escape in JSON is that of Python.
+    # A surrogate occurs only in strings. JSON and Python have the same escape for it.
     return text.encode("utf-8", "backslashreplace")
 
 
@@ -112,12 +112,12 @@ def _without_infinity(value: Any) -> Any:
 
 
 def utf8(text: str) -> bytes:
-    """Encode a text that may have half of a surrogate pair in it; `utf8_text` reads it."""
+    """Encode a text that may have half of a surrogate pair. `utf8_text` decodes it."""
     return text.encode("utf-8", "surrogatepass")
 
 
 def utf8_text(written: bytes | bytearray) -> str:
-    """Return the text that `utf8` has encoded."""
+    """Decode bytes that `utf8` encoded."""
     return written.decode("utf-8", "surrogatepass")
 
 
@@ -131,13 +131,13 @@ _FLAG: Final = TypeAdapter(bool)
 # The error of pydantic is not shown, because it quotes the value.
 _NOT_SPELLED_LIKE_IT: Final = "neither that nor spelled like it"
 
-# orjson reads whole numbers of more than 64 bits as fractions, so they are not known exactly. Infinity is one that has
-# more than 308 digits, which Python's parser, and so an engine, refuses if it has more than 4,300.
+# orjson reads whole numbers of more than 64 bits as floats, so they are inexact. A number of more than 308 digits
+# becomes infinity. Python, and so an engine, rejects it if it has more than 4,300 digits.
 _INEXACT: Final = float(2**63)
 
 
 def whole_number(value: object) -> object:
-    """The number that a value is; left as it is when that has more than 64 bits. Raises ValueError for what is none."""
+    """Return a value as a whole number, or unchanged beyond 64 bits. Raises ValueError for any other value."""
     if type(value) is int or (isinstance(value, float) and _INEXACT <= abs(value) < math.inf):
         return value
     try:
@@ -148,7 +148,7 @@ def whole_number(value: object) -> object:
 
 
 def flag(value: object) -> object:
-    """The boolean that a value is. Raises ValueError for what is none."""
+    """Return a value as a boolean. Raises ValueError for any other value."""
     if isinstance(value, bool):
         return value
     try:

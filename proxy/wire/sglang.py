@@ -1,7 +1,7 @@
-"""The shapes of SGLang's own API that the gateway reads or writes.
+"""Read and write requests, answers and errors of the native API of SGLang.
 
-From SGLang `managers/io_struct.py` (requests), `managers/tokenizer_manager.py` (answers) and, for what is merged of the
-two legs, its router's `mini_lb.py`.
+The formats are from SGLang: `managers/io_struct.py` (requests), `managers/tokenizer_manager.py` (answers), and
+`mini_lb.py` of its router (merging the answers of both legs).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 RESERVED_FIELDS: Final = RESERVED_OPENAI_FIELDS | {
-    "background",  # goes on when its client has left
+    "background",  # such a request continues after its client disconnects
     "decode_tp_size",
     "encoder_urls",
     "external_trace_header",
@@ -32,15 +32,15 @@ RESERVED_FIELDS: Final = RESERVED_OPENAI_FIELDS | {
     "received_time",
     "return_bytes",
 }
-"""Fields of a request that are the router's or internal to the engine, and so are removed when a client sends them."""
+"""Fields for routers, or internal to the engine. They are removed from the requests of clients."""
 
 WHOLE_NUMBERS: Final = frozenset({"max_new_tokens", "min_new_tokens", "n", "beam_width"})
-"""Members of `sampling_params` that the gateway acts on, or the engine together with those."""
+"""Members of `sampling_params` that are whole numbers and affect the gateway."""
 
 DEFAULT_OUTPUT_TOKENS: Final = 128
-"""`max_new_tokens` of a request that does not say."""
+"""Default of `max_new_tokens`."""
 
-_PROMPTS: Final = ("text", "input_ids", "input_embeds")  # in this order the engine looks for one
+_PROMPTS: Final = ("text", "input_ids", "input_embeds")  # in the order in which the engine looks for them
 # Members that may hold a list with one entry for each prompt of a list of prompts.
 _PER_PROMPT: Final = (
     *("sampling_params", "image_data", "video_data", "audio_data", "mm_hashes", "mm_content_hashes"),
@@ -50,7 +50,7 @@ _PER_PROMPT: Final = (
     *("multi_item_delimiter_indices", "token_indices_to_pool"),
 )
 OUTPUT_LOGPROBS: Final = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
-"""Members of an answer's `meta_info` that have an entry for each of its tokens."""
+"""Members of `meta_info` with an entry for each token of the answer."""
 _INPUT_LOGPROBS: Final = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
 
 
@@ -58,19 +58,21 @@ _INPUT_LOGPROBS: Final = ("input_token_logprobs", "input_top_logprobs", "input_t
 
 
 class Item(NamedTuple):
-    """One prompt and one sample of a request: what is different in it. `is_first`: of the samples of its prompt."""
+    """One prompt and one sample of a request."""
 
     changes: dict[str, object]
+    """Members that differ from those of the request."""
     is_first: bool
+    """Whether it is the first sample of its prompt."""
 
 
 def prompt_of(values: Mapping[str, Any]) -> Any:
-    """The prompt or the list of prompts; None when there is none."""
+    """Return the prompt or the list of prompts, or None without one."""
     return next((values[name] for name in _PROMPTS if values.get(name) is not None), None)
 
 
 def embeddings(values: Mapping[str, Any]) -> int | None:
-    """How many embeddings, of one token each, the prompts consist of; None when they are text or token ids."""
+    """Count the embeddings of all prompts, one for each token. Return None if the prompts are text or token IDs."""
     if values.get("text") is not None or values.get("input_ids") is not None:
         return None
     prompts = values.get("input_embeds")
@@ -80,12 +82,12 @@ def embeddings(values: Mapping[str, Any]) -> int | None:
 
 
 def is_batch(values: Mapping[str, Any]) -> bool:
-    """Whether the engine answers a list: to a list of prompts, be it of one, and to several samples."""
+    """Return whether the engine answers with a list, as it does for lists of prompts and for several samples."""
     return _is_list_of_prompts(values) or samples_of(values.get("sampling_params")) > 1
 
 
 def samples_of(sampling_params: Any) -> int:
-    """How many answers are wanted for each prompt. With beam search `n` is how many of one answer's beams are shown."""
+    """Return the number of answers for each prompt. With beam search it is 1, and `n` is the number of beams."""
     params = sampling_params[0] if isinstance(sampling_params, list) and sampling_params else sampling_params
     if not isinstance(params, dict) or (params.get("beam_width") or 1) != 1:
         return 1
@@ -94,16 +96,16 @@ def samples_of(sampling_params: Any) -> int:
 
 
 def output_limit(sampling_params: Any) -> int:
-    """The most tokens an answer may have."""
+    """Return the maximum number of tokens of an answer."""
     params = sampling_params[0] if isinstance(sampling_params, list) and sampling_params else sampling_params
     limit = params.get("max_new_tokens") if isinstance(params, dict) else None
     return limit if isinstance(limit, int) and limit >= 0 else DEFAULT_OUTPUT_TOKENS
 
 
 def items_of(values: Mapping[str, Any], max_items: int) -> list[Item]:
-    """A request as single prompts and samples, in the order of the engine's answers. Raises BadRequest.
+    """Split a request into single prompts and samples, in the order of the answers. Raises BadRequest.
 
-    What is one prompt and one sample already is left as it is.
+    The item of a request with one prompt and one sample has no changes.
     """
     samples = samples_of(values.get("sampling_params"))
     prompts = prompt_of(values) if _is_list_of_prompts(values) else None
@@ -123,23 +125,23 @@ def items_of(values: Mapping[str, Any], max_items: int) -> list[Item]:
 
 
 ABOUT_PROMPT: Final = ("return_logprob", "logprob_start_len", "return_routed_experts", "sampling_params")
-"""What decides whether only the prefiller has a part of what is asked for."""
+"""Members that decide whether a part of the answer comes from the prefiller only."""
 
 
 def wants_prefillers_answer(values: Mapping[str, Any]) -> bool:
-    """Whether only the prefiller has a part of what is asked for."""
+    """Return whether a part of the requested answer comes from the prefiller only."""
     return bool(values.get("return_logprob") and _asks_for_input(values)) or bool(values.get("return_routed_experts"))
 
 
 def is_about_prompt(values: Mapping[str, Any]) -> bool:
-    """Whether one prompt's log probabilities are asked for, and at most one token besides."""
+    """Return whether the request asks for log probabilities of the prompt and at most one token."""
     params = values.get("sampling_params")
     return bool(values.get("return_logprob")) and _asks_for_input(values) and output_limit(params) <= 1
 
 
 def _asks_for_input(values: Mapping[str, Any]) -> bool:
     first = values.get("logprob_start_len")
-    return isinstance(first, int) and first >= 0  # by default only the output's are told
+    return isinstance(first, int) and first >= 0  # the default covers the output only
 
 
 def _is_list_of_prompts(values: Mapping[str, Any]) -> bool:
@@ -183,7 +185,7 @@ def _single_sample(values: Mapping[str, Any], item: dict[str, object]) -> dict[s
 
 
 def usage_of(payload: Any) -> dict[str, Any] | None:
-    """What an answer, or one event of it, tells of tokens, in OpenAI's words."""
+    """Return the token counts of an answer, or of one event, as a usage object of OpenAI; None without any."""
     meta = payload.get("meta_info") if isinstance(payload, dict) else None
     if not isinstance(meta, dict):
         return None
@@ -192,14 +194,14 @@ def usage_of(payload: Any) -> dict[str, Any] | None:
 
 
 class PrefilledParts:
-    """What the prefiller's answer adds to the decoder's: the log probabilities of the prompt, and its experts."""
+    """Log probabilities and experts of the prompt, which the answer of the prefiller adds to that of the decoder."""
 
     def __init__(self, answer: bytes) -> None:
         metas = (payload.get("meta_info") for payload in payloads_of(answer) if isinstance(payload, dict))
         self._meta: dict[str, Any] = next((meta for meta in metas if isinstance(meta, dict)), {})
 
     def complete(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """The decoder's answer, or one event of it, with them."""
+        """Return the answer of the decoder, or one event of it, with these parts."""
         meta = payload.get("meta_info")
         if not isinstance(meta, dict):
             return payload
@@ -215,7 +217,7 @@ class PrefilledParts:
 
 
 def _joined_experts(of_prompt: str, of_all: str) -> str:
-    """Return the experts of a prompt, and behind them those of its answer. What is not base64 is left as it is."""
+    """Return the experts of a prompt, followed by those of its answer. Text other than base64 is returned unchanged."""
     try:
         first, second = b64decode(of_prompt), b64decode(of_all)
     except ValueError:
@@ -224,15 +226,17 @@ def _joined_experts(of_prompt: str, of_all: str) -> str:
 
 
 class LoneAnswer:
-    """Makes a prefiller's answer, which no decoder continues, that of an ordinary engine. A prefiller gives one token
-    even if none is wanted, and does not count it in the reason for the end (seen of SGLang 0.5.23).
+    """Changes the answer of a prefiller that no decoder continues to that of an ordinary engine.
+
+    A prefiller returns one token even if none was requested, and does not count it in the finish reason (seen with
+    SGLang 0.5.23).
     """
 
     def __init__(self, wanted_tokens: int) -> None:
         self._wanted_tokens = wanted_tokens
 
     def complete(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """The prefiller's answer, or one event of it, as it was asked for."""
+        """Return the answer of the prefiller, or one event of it, with the requested number of tokens."""
         meta = payload.get("meta_info")
         if not isinstance(meta, dict):
             return payload
@@ -248,36 +252,38 @@ class LoneAnswer:
         return {**payload, **without, "meta_info": {**meta, **changes}}
 
 
-# Errors inside answers with status 200, of the OpenAI API of SGLang and of its own API
+# Errors inside answers with status 200, of the OpenAI API and the native API of SGLang
 
 ERROR_HEADERS: Final[Mapping[str, str]] = {"content-type": "application/json"}
-"""Of an EngineError's body."""
+"""Headers of the body of an EngineError."""
 
 
 class EngineError(NamedTuple):
-    """What an engine told of a failure inside an answer with status 200. `body` is a JSON object with `error`."""
+    """An error that an engine reported inside an answer with status 200."""
 
     status: int
+    """The HTTP status that fits the error."""
     body: bytes
+    """A JSON object with the member `error`."""
     is_wish: bool = False
-    """The request was aborted by its name, or because the engine is paused: nothing broke."""
+    """Whether an operator aborted the request by its ID, or paused the engine: the engine did not fail."""
 
 
-# SGLang 0.5.21 and later, `managers/schedule_batch.py`: with status 503, and with 500.
+# Messages of SGLang 0.5.21 and later in `managers/schedule_batch.py`, with status 503 and 500.
 _LACKS_KV_MEMORY: Final = (b"Retracted under decode memory pressure", b"Retraction host KV pool exhausted")
 
 
 def lacks_kv_memory(status: int, body: bytes | None) -> bool:
-    """Whether an engine's error says that a decoder gave a request up for lack of KV memory."""
+    """Return whether an error says that a decoder abandoned a request for lack of KV memory."""
     return status >= 500 and body is not None and any(words in body for words in _LACKS_KV_MEMORY)
 
 
 def error_in_answer(answer: bytes) -> EngineError | None:
-    """The error that a prefiller's whole answer tells of, streamed or not; None when there is none.
+    """Return the error inside the whole answer of a prefiller, streamed or not, or None.
 
-    That somebody had its request aborted is one, too: no KV cache comes of it.
+    A request that an operator aborted is an error too, because no KV cache will arrive.
     """
-    # The bytes cannot occur inside a JSON string, where the quotes would be escaped, so most answers are not parsed.
+    # These bytes cannot occur inside a JSON string, where quotes are escaped. So most answers need no parsing.
     if b'"error"' not in answer and b'"abort"' not in answer:
         return None
     for payload in payloads_of(answer):
@@ -289,16 +295,17 @@ def error_in_answer(answer: bytes) -> EngineError | None:
 
 
 def error_of(payload: Any) -> EngineError | None:
-    """The error that an answer, or one event of it, stands for; None when it is none.
+    """Return the error in an answer, or in one event of it, or None.
 
-    `{"error": {..., "code": status}}` in a stream, or a finish `{"type": "abort", "message": ..., "status_code": ...}`
-    of a native answer. Without a status it was somebody's wish, and is no error.
+    A stream has `{"error": {..., "code": status}}`. A native answer has the finish reason
+    `{"type": "abort", "message": ..., "status_code": ...}`. Without a status an operator aborted the request, which is
+    not an error.
     """
     if not isinstance(payload, dict):
         return None
-    told = payload.get("error")
-    if told:
-        return EngineError(_status(told.get("code") if isinstance(told, dict) else None), dumps(payload))
+    error = payload.get("error")
+    if error:
+        return EngineError(_status(error.get("code") if isinstance(error, dict) else None), dumps(payload))
     meta = payload.get("meta_info")
     reason = meta.get("finish_reason") if isinstance(meta, dict) else None
     if isinstance(reason, dict) and _is_abort(reason) and reason.get("status_code") is not None:
@@ -307,7 +314,7 @@ def error_of(payload: Any) -> EngineError | None:
 
 
 def payloads_of(answer: bytes) -> Iterator[Any]:
-    """The JSON of a whole answer, or of the events of a stream; what is neither is left out."""
+    """Yield the JSON values of a whole answer, or of the events of a stream. Other data is skipped."""
     for data in [event.data for event in EventSplitter().feed(answer)] if answer.startswith(b"data:") else [answer]:
         try:
             yield loads(data or b"null")
@@ -331,8 +338,8 @@ def _is_abort(finish: Any) -> bool:
 def _aborted(reason: dict[str, Any]) -> EngineError:
     status = _status(reason.get("status_code"))
     message = reason.get("message") or "the request was aborted"
-    told = {"object": "error", "message": message, "type": reason.get("err_type") or "abort", "param": None}
-    return EngineError(status, dumps({"error": {**told, "code": status}}))
+    error = {"object": "error", "message": message, "type": reason.get("err_type") or "abort", "param": None}
+    return EngineError(status, dumps({"error": {**error, "code": status}}))
 
 
 def _status(code: Any) -> int:

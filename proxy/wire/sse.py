@@ -1,8 +1,7 @@
-"""Server-sent events: bytes in, events out, each with the exact bytes it arrived in.
+"""Split a byte stream into server-sent events, each with the exact bytes in which it arrived.
 
-Pure and incremental: the events are the same however the network cuts the bytes. Follows the WHATWG event-stream
-grammar as far as engines and the proxies in front of them use it: LF, CRLF and CR line ends, comments, several `data`
-lines, a byte-order mark is not expected.
+The events do not depend on how the network cuts the bytes. The parser follows the WHATWG grammar as far as engines and
+proxies use it: LF, CRLF and CR line ends, comments, and several `data` lines. It expects no byte-order mark.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ class Event:
     __slots__ = ("_raw", "data")
 
     def __init__(self, data: bytes | None, raw: bytes | None = None) -> None:
-        """Take the bytes of an event. `raw` None: they are those of `data: `, the data and a blank line."""
+        """Store the data and the bytes of an event. `raw` None: the bytes are `data: `, the data and a blank line."""
         self.data = data
-        """Its data field; None: it has none, as a comment or a heartbeat."""
+        """The data field; None without one, as in a comment or heartbeat."""
         self._raw = raw
 
     @property
     def raw(self) -> bytes:
-        """Its bytes, with the blank line that ends it."""
+        """The bytes of the event, including the blank line at its end."""
         raw = self._raw
         if raw is None:
             assert self.data is not None
@@ -48,11 +47,11 @@ class Event:
 
 
 class EventTooLong(ValueError):
-    """An event grew beyond the splitter's bound without ending."""
+    """An event is longer than the limit of the splitter."""
 
 
 class EventSplitter:
-    """Cuts a byte stream into events; owns the bytes of the event that has not ended yet."""
+    """Splits a byte stream into events, and keeps the bytes of the last, incomplete event."""
 
     __slots__ = ("_has_cr", "_max_event_bytes", "_parts", "_pending_bytes", "_tail")
 
@@ -60,25 +59,25 @@ class EventSplitter:
         self._parts: list[bytes] = []
         self._pending_bytes = 0
         self._has_cr = False
-        """Whether one of the parts has a carriage return."""
-        self._tail = b""  # the last bytes of the parts: as many as may belong to the blank line that ends the event
+        """Whether the kept bytes have a carriage return."""
+        self._tail = b""  # the last kept bytes, which may belong to the blank line at the end of the event
         self._max_event_bytes = max_event_bytes
 
     @property
     def pending(self) -> bytes:
-        """Bytes after the last complete event: empty at a clean end of the stream."""
+        """Bytes after the last complete event. They are empty at the proper end of a stream."""
         return b"".join(self._parts)
 
     @property
     def is_empty(self) -> bool:
-        """Is there nothing after the last complete event?"""
+        """Whether no bytes follow the last complete event."""
         return not self._parts
 
     def feed(self, chunk: bytes) -> list[Event]:
-        """Take the next bytes and return the events they complete. Raises EventTooLong."""
+        """Add bytes, and return the events that they complete. Raises EventTooLong."""
         has_cr = _CR in chunk
         if self._parts:
-            # A long event is not searched again with every read: its end must touch the new bytes.
+            # A long event is not searched again at each read, because its end must include new bytes.
             if not has_cr and self._tail[-1] != _CR and not _has_blank_line(self._tail[-1], chunk):
                 self._hold(chunk, has_cr=False)
                 return []
@@ -92,7 +91,7 @@ class EventSplitter:
             return self._feed_any_line_end(chunk)
         events: list[Event] = []
         lines = chunk.split(b"\n")
-        first = 0  # line of the event that has not ended yet
+        first = 0  # first line of the incomplete event
         for at in range(1, len(lines) - 1):
             if lines[at] or at == first:
                 continue
@@ -112,7 +111,7 @@ class EventSplitter:
         start = 0
         for blank in _BLANK_LINE.finditer(chunk):
             if blank.end() == len(chunk) and chunk.endswith(b"\n\r"):
-                break  # lines ended with LF, so the LF of this line end may still be on its way
+                break  # the lines end with LF, so the LF of this line end may arrive later
             events.append(Event(_data_of(chunk[start : blank.start()]), chunk[start : blank.end()]))
             start = blank.end()
         if start < len(chunk):
@@ -130,7 +129,10 @@ class EventSplitter:
 
 
 def _has_blank_line(before: int, chunk: bytes) -> bool:
-    """Whether two line feeds follow each other, if this byte is in front. One byte is found much faster than two."""
+    """Return whether the chunk, with the byte `before` in front, has two line feeds in a row.
+
+    Searching one byte is much faster than searching two.
+    """
     at = chunk.find(_LF)
     if at == 0 and before == _LF:
         return True
@@ -142,7 +144,7 @@ def _has_blank_line(before: int, chunk: bytes) -> bool:
 
 
 def _data_of(text: bytes) -> bytes | None:
-    """The data field of an event's lines, several joined by LF; None when there is none."""
+    """Return the data field of the lines of an event, several joined by LF, or None without one."""
     data = []
     for line in _LINE_END.split(text):
         if line == b"data":
@@ -167,23 +169,23 @@ _plain_text: Final = re.compile(rb'[^"\\\x00-\x1f]+(?=")').match
 
 
 class Shape:
-    """What all of them have in common: the pieces of bytes around the text, and around the id if there is one."""
+    """The bytes around the text, and around the token ID if there is one, that the events of a stream share."""
 
     __slots__ = ("behind", "between", "head", "is_reasoning")
 
     def __init__(self, head: bytes, between: bytes | None, behind: bytes, *, is_reasoning: bool) -> None:
         self.head = head
-        """Up to the text, the quote before it included."""
+        """Bytes before the text, including its opening quote."""
         self.between = between
-        """From the quote behind the text up to the id, the bracket before it included; None: there is no id."""
+        """Bytes between text and ID: from the closing quote to the opening bracket. None: there is no ID."""
         self.behind = behind
-        """The rest, with the bracket behind the id, or the quote behind the text."""
+        """Bytes after the ID, or after the text without an ID."""
         self.is_reasoning = is_reasoning
-        """Whether the text is a chat's reasoning."""
+        """Whether the text is the reasoning of a chat."""
 
     @classmethod
     def of(cls, raw: bytes) -> Shape | None:
-        """The shape of a whole event with exactly one text and at most one token id; None when it has anything else."""
+        """Return the shape of a whole event with one text and at most one token ID, or None for any other event."""
         texts, ids = [*_TEXT_BEGINS.finditer(raw)], [*_IDS_BEGIN.finditer(raw)]
         if len(texts) != 1 or len(ids) > 1 or _has_more_of_engines(raw):
             return None
@@ -200,11 +202,11 @@ class Shape:
         return cls(raw[:begin], raw[text.end() : number.start()], raw[number.end() :], is_reasoning=is_reasoning)
 
     def is_around(self, raw: bytes) -> bool:
-        """Is an event like this at its beginning and its end, whatever is between?"""
+        """Return whether an event begins and ends like this one."""
         return raw.startswith(self.head) and raw.endswith(self.behind)
 
 
 def _has_more_of_engines(raw: bytes) -> bool:
-    """Whether an event has members for engines alone that are more than `NO_KV_PARAMS` at its end."""
+    """Return whether an event has members for engines only, other than `NO_KV_PARAMS` at its end."""
     before, _, behind = raw.rpartition(NO_KV_PARAMS)
     return names_engine_members(before if behind == _END else raw)

@@ -1,7 +1,7 @@
-"""What a JSON text weighs: how long it takes to read it, and what it becomes in memory. Told before it is read.
+"""Estimate the time to read a JSON text and its size in memory, before it is read.
 
-Three bytes, `[],`, become a Python object that takes 72 bytes and as long as a kilobyte of a picture does. So the bytes
-are counted that elements begin or end with, which is many times as fast as reading them.
+Three bytes, `[],`, become a Python object of 72 bytes that takes as long to read as a kilobyte of a picture. So the
+estimate counts the bytes with which elements begin or end. That is many times faster than reading the text.
 """
 
 from __future__ import annotations
@@ -13,48 +13,49 @@ from typing import Any, Final, NamedTuple
 import orjson
 
 LONG_BYTES: Final = 1024 * 1024
-"""To read such a text takes a millisecond or more, whatever it is; a shorter one takes 30 at most."""
+"""A text of this length takes at least a millisecond to read. A shorter text takes at most 30 ms."""
 
 MAX_ANSWER_ELEMENTS: Final = 8 * 1024 * 1024
-"""More than any engine's answer has, or any event of one. Log probabilities are the most there is: 70 for a token with
-those of five others, in OpenAI's form."""
+"""More elements than any answer of an engine, or event of one, has. Log probabilities have the most: in the format of
+OpenAI 70 elements for a token with five alternatives."""
 
 SLIGHT_BYTES: Final = 1024
-"""What such a text becomes is no more than a connection itself takes: it need not be weighed."""
-# The middle of a long string is looked for in steps of this many bytes.
+"""A text of at most this length is not weighed, because it takes no more memory than a connection."""
+# Texts are searched for the middles of long strings in steps of this size.
 _STEP_BYTES: Final = 64 * 1024
-# What may stand outside of strings.
+# Characters of JSON outside of strings.
 _NO_STRING: Final = b"0123456789+-.eE,:[]{} \t\r\ntrufalsn"
-# How many values are searched for wide strings, in a millisecond or two.
+# How many values are searched for wide strings. The search takes a millisecond or two.
 _MAX_LOOKS: Final = 10_000
-# A shorter text is no reason to keep the collector from looking, nor to look how wide its strings are.
+# For a shorter text the garbage collector stays enabled, and the width of its strings is not checked.
 _MANY_BYTES: Final = 64 * 1024
 
 
 class Weight(NamedTuple):
-    """How often the bytes occur that make a text costly; at least as often as they do outside of strings."""
+    """Upper bounds of how often the bytes that make a text costly occur outside of strings."""
 
     commas: int
     quotes: int
     brackets: int
-    """Opening brackets, of arrays and objects."""
+    """Opening brackets of arrays and objects."""
     escapes: int
 
     @property
     def elements(self) -> int:
-        """The time it takes to read, in units of a number's, which are 30 ns: a string, which may be a name, is 8 and
-        an array or an object 16, with what the gateway does about each message or prompt.
+        """Time to read the text, in units of 30 ns, the time of a number.
+
+        A string or name counts 8, an array or object 16. This includes the work of the gateway on messages and prompts.
         """
         return self.commas + 4 * self.quotes + 16 * self.brackets + self.escapes
 
     @property
     def memory_bytes(self) -> int:
-        """What Python's objects take, besides the text of strings."""
+        """Memory of the Python objects, without the text of strings."""
         return 40 * self.commas + 30 * self.quotes + 120 * self.brackets
 
 
 def weigh(raw: bytes) -> Weight:
-    """The most that a text weighs: what is in strings counts as if it were elements, except in long ones."""
+    """Return an upper bound of the weight of a text. Only the middles of long strings are left out."""
     commas = quotes = brackets = escapes = 0
     for start in range(0, len(raw), _STEP_BYTES):
         end = start + _STEP_BYTES
@@ -68,15 +69,15 @@ def weigh(raw: bytes) -> Weight:
 
 
 def is_within_string(raw: bytes | bytearray, start: int, end: int) -> bool:
-    """Whether a part of a text is the middle of a long string, or of a key: no quote, and no number."""
+    """Return whether a part of a text is inside one long string or key."""
     return raw.find(b'"', start, end) < 0 and bool(raw[start : min(start + 64, end)].strip(_NO_STRING))
 
 
 def bounds(raw: bytes) -> tuple[int, int]:
-    """The most `elements` and `memory_bytes` that a text can have, in a part of the time that weighing it takes.
+    """Return upper bounds of `elements` and `memory_bytes`, in a part of the time of `weigh`.
 
-    Quotes and escapes are not counted, of which prose has many: each byte might be a quote, and in front of each comma
-    are two strings at most.
+    Quotes and escapes, which are frequent in prose, are not counted. Each byte may be a quote, and at most two strings
+    are before each comma.
     """
     commas = raw.count(b",")
     brackets = 0
@@ -87,42 +88,43 @@ def bounds(raw: bytes) -> tuple[int, int]:
 
 
 def is_light(raw: bytes, limit: int) -> bool:
-    """Whether a text that can be read has no more elements than that, whatever is in it: two bytes, `[]`, are 16."""
+    """Return whether a text is too short for more elements than `limit`. Two bytes, `[]`, count 16."""
     return 8 * len(raw) <= limit
 
 
 def weigh_closely(raw: bytes, limit: int) -> Weight:
-    """What a text weighs: of what is in strings only the escapes count. Takes several times as long.
+    """Return the weight of a text, without the content of strings except escapes. Slower than `weigh`.
 
-    `limit`: elements beyond which it need not be known how many there are.
+    Counting may stop when there are more elements than `limit`.
     """
     escapes = raw.count(b"\\")
     if escapes > limit:
         return Weight(0, 0, 0, escapes)
     text = without_escapes(raw)
-    told = Weight(0, text.count(b'"'), 0, escapes)
-    if told.elements > limit:
-        return told
+    weight = Weight(0, text.count(b'"'), 0, escapes)
+    if weight.elements > limit:
+        return weight
     outside = b"".join(text.split(b'"')[::2])
-    return told._replace(commas=outside.count(b","), brackets=outside.count(b"[") + outside.count(b"{"))
+    return weight._replace(commas=outside.count(b","), brackets=outside.count(b"[") + outside.count(b"{"))
 
 
 def is_heavier(raw: bytes, limit: int) -> bool:
-    """Whether a text has more elements than that, for one that may be `LONG_BYTES` long; a shorter one has not, and who
-    reads many need not ask for those.
+    """Return whether a text has more elements than `limit`. A text of at most `LONG_BYTES` never counts as heavier.
+
+    Callers that read many texts need not check short ones.
     """
     return len(raw) > LONG_BYTES and weigh(raw).elements > limit and weigh_closely(raw, limit).elements > limit
 
 
 def without_escapes(raw: bytes) -> bytes:
-    """A text as long as this, in which every quote begins or ends a string."""
+    """Return a text of the same length in which every quote begins or ends a string."""
     return raw.replace(b"\\\\", b"  ").replace(b'\\"', b"  ") if b"\\" in raw else raw
 
 
 def load(raw: bytes | bytearray | memoryview) -> Any:
-    """What `orjson.loads` makes of a text, in a time that does not depend on what else there is.
+    """Read a text with `orjson.loads` while the garbage collector is disabled.
 
-    Python's collector would look at the same new objects again and again while there come more, and find nothing.
+    Otherwise the collector would scan the growing number of new objects again and again, and find no garbage.
     """
     if len(raw) < _MANY_BYTES or not gc.isenabled():
         return orjson.loads(raw)
@@ -134,8 +136,9 @@ def load(raw: bytes | bytearray | memoryview) -> Any:
 
 
 def object_bytes(raw: bytes, value: Any) -> int:
-    """The most that Python's objects of a text that was read take, besides the text of strings; as `weigh` tells,
-    where there is too much to look at.
+    """Return an upper bound of the memory of the Python objects of a text, without the text of strings.
+
+    A text with too many objects to count is weighed instead.
     """
     members = containers = 0
     left = [value]
@@ -150,10 +153,10 @@ def object_bytes(raw: bytes, value: Any) -> int:
 
 
 def wide_bytes(raw: bytes, value: Any) -> int:
-    """What the strings of a text that was read take beyond a byte for each character.
+    """Return the memory of strings beyond one byte for each character.
 
-    Python keeps all characters of a string in as many bytes as the widest of them needs: one emoji makes megabytes four
-    times as many. Where there is too much to look at, all of it may be one such string; a short text is not looked at.
+    Python stores all characters of a string with the width of the widest one, so one emoji makes a string four times
+    as large. A text with too many objects counts as one such string. A short text counts as 0.
     """
     if len(raw) < _MANY_BYTES:
         return 0
@@ -163,12 +166,12 @@ def wide_bytes(raw: bytes, value: Any) -> int:
     while left:
         item = left.pop()
         if isinstance(item, str):
-            if not item.isascii():  # of which a string knows whether it is
+            if not item.isascii():
                 wide += max(0, sys.getsizeof(item) - sys.getsizeof("") - len(item))
         elif isinstance(item, dict | list):
             looks_left -= len(item)
             if looks_left < 0:
-                # To look for one byte is many times as fast as for two.
+                # Searching one byte is many times faster than searching two.
                 has_none = raw.isascii() and (b"\\" not in raw or b"\\u" not in raw)
                 return 0 if has_none else 3 * len(raw)
             left += item.values() if isinstance(item, dict) else item
@@ -176,5 +179,5 @@ def wide_bytes(raw: bytes, value: Any) -> int:
 
 
 def _count(raw: bytes, sign: bytes, start: int, end: int) -> int:
-    """To look for what is not there takes a tenth of the time of counting it."""
+    """Count a byte. A search that finds none takes a tenth of the time of counting."""
     return raw.count(sign, start, end) if raw.find(sign, start, end) >= 0 else 0
