@@ -13,6 +13,7 @@ from __future__ import annotations
 import mmap
 import time
 import zlib
+from struct import Struct
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
@@ -26,9 +27,8 @@ _REOPENS_AFTER_SECONDS: Final = 5.0
 """Time without a refusal after which a backend that serves gets any number of requests."""
 _MAX_DOUBLINGS: Final = 8
 _CELL_BYTES: Final = 8
-_OWNER, _REFUSED_AT, _UNTIL, _STREAK, _TURNS, _PRESSED_UNTIL, _CLOSED_UNTIL = range(7)
 _CELLS_PER_SLOT: Final = 8
-_TICKS_PER_SECOND: Final = 1_000_000
+_SLOT: Final = Struct("qdqqddd")  # checksum of the backend, then the fields of its Standing
 
 
 class Standing(NamedTuple):
@@ -64,23 +64,15 @@ class BackOffs:
     """Table of the standings of all backends, by slot."""
 
     def __init__(self, slots: int = 1024) -> None:
+        # The first slot has only the number of changes.
         self._cells = memoryview(mmap.mmap(-1, (1 + slots) * _CELLS_PER_SLOT * _CELL_BYTES)).cast("q")
         self.changes = self._cells[:1]
         """One cell, which changes with every write."""
 
     def of(self, backend: Backend) -> Standing:
         """Return the standing of a backend."""
-        cells, first = self._cells, _first_cell(backend)
-        if cells[first + _OWNER] != _owner(backend):
-            return UNKNOWN
-        return Standing(
-            cells[first + _UNTIL] / _TICKS_PER_SECOND,
-            cells[first + _STREAK],
-            cells[first + _TURNS],
-            cells[first + _REFUSED_AT] / _TICKS_PER_SECOND,
-            cells[first + _PRESSED_UNTIL] / _TICKS_PER_SECOND,
-            cells[first + _CLOSED_UNTIL] / _TICKS_PER_SECOND,
-        )
+        owner, *fields = _SLOT.unpack_from(self._cells, _place(backend))
+        return Standing(*fields) if owner == _owner(backend) else UNKNOWN
 
     def refuses(self, backend: Backend, now: float) -> bool:
         """Return whether a backend would probably refuse a request now."""
@@ -149,15 +141,8 @@ class BackOffs:
             self._write(backend, UNKNOWN)
 
     def _write(self, backend: Backend, standing: Standing) -> None:
-        cells, first = self._cells, _first_cell(backend)
-        cells[first + _OWNER] = _owner(backend)
-        cells[first + _UNTIL] = _ticks(standing.until)
-        cells[first + _STREAK] = standing.streak
-        cells[first + _TURNS] = standing.turns
-        cells[first + _REFUSED_AT] = _ticks(standing.refused_at)
-        cells[first + _PRESSED_UNTIL] = _ticks(standing.pressed_until)
-        cells[first + _CLOSED_UNTIL] = _ticks(standing.closed_until)
-        cells[0] = time.monotonic_ns()
+        _SLOT.pack_into(self._cells, _place(backend), _owner(backend), *standing)
+        self._cells[0] = time.monotonic_ns()
 
 
 def _seconds(streak: int) -> float:
@@ -165,14 +150,10 @@ def _seconds(streak: int) -> float:
     return min(FIRST_SECONDS * 2.0 ** min(max(streak - 1, 0), _MAX_DOUBLINGS), LONGEST_SECONDS)
 
 
-def _first_cell(backend: Backend) -> int:
-    return (1 + backend.slot) * _CELLS_PER_SLOT
+def _place(backend: Backend) -> int:
+    return (1 + backend.slot) * _CELLS_PER_SLOT * _CELL_BYTES
 
 
 def _owner(backend: Backend) -> int:
     """Return a checksum of the backend. It is not 0, and differs for a later backend in the same slot."""
     return zlib.crc32(backend.key.encode()) + 1
-
-
-def _ticks(seconds: float) -> int:
-    return round(seconds * _TICKS_PER_SECOND)
