@@ -1,7 +1,7 @@
-"""Which of a role's eligible backends a request gets: what holds for every policy, around the policy's own choice.
+"""Choice of a backend among the eligible ones of a role: the rules for all policies around the policy's own choice.
 
-Backends that refused requests or are short of KV memory are passed over for a while, and so are those at their limit,
-as long as there are others. Backends that came back start slowly, and those with a weight get as much less.
+Backends that refused requests, lack KV memory or are at their limit are passed over as long as there are others.
+Backends that came back start slowly, and backends with a weight get a smaller share.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Chooser:
-    """Chooses for one role, in one worker. `consider` says among whom."""
+    """Chooses backends of one role in one worker. `consider` sets the candidates."""
 
     def __init__(
         self,
@@ -46,23 +46,23 @@ class Chooser:
         self.changes = back_offs.changes
         self._role = role
         self.seen_changes = -1
-        """What `changes` holds must be this. Otherwise `refresh` comes first."""
+        """Value of `changes` at the last refresh. If it differs, call `refresh` first."""
         self.policy: Policy
-        """By which it chooses now."""
+        """Current policy."""
         self.holds_queue: bool
-        """Whether the policy has a say in who has room."""
+        """Whether the policy decides which requests should wait."""
         self._per_compute: int
         self._per_kv: int
         self.queues_refused = True
-        """Requests wait while all candidates refuse. Otherwise they go to one of them and get its refusal."""
+        """Whether requests wait while all candidates refuse. Otherwise one of them gets the request and refuses it."""
         self.candidates: tuple[Candidate, ...] = ()
         self.basis: ChoiceBasis | str = ""
-        """What led to the last choice; see choice.Pick."""
-        self._reader = SlotReader(scoreboard, ())  # of theirs
+        """Basis of the last choice, or its reason if no policy was asked."""
+        self._reader = SlotReader(scoreboard, ())  # reads the slots of the candidates
         self.may_pass_over = False
-        """Some of them may have to be passed over, whatever the policy says: they refuse, or are short of KV memory."""
+        """Whether candidates may have to be passed over because they refuse requests or lack KV memory."""
         self.has_limits = False
-        """Some of them work on so many requests at a time and no more."""
+        """Whether a candidate has a limit of running requests."""
         self._scoreboard = scoreboard
         self._share_percent = share_percent
         self._clock = clock
@@ -74,8 +74,9 @@ class Chooser:
         self._is_any_slow = False
 
     def consider(self, backends: Sequence[Backend], limits: Sequence[int | None]) -> None:
-        """Choose among these from now on. `limits[i]`: requests that `backends[i]` works on at a time; None: any
-        number.
+        """Set the candidates.
+
+        `limits[i]`: maximum number of running requests of `backends[i]`. None: there is no limit.
         """
         both = zip(backends, limits, strict=True)
         self.candidates = tuple(Candidate(backend, limit, self._scoreboard) for backend, limit in both)
@@ -85,7 +86,7 @@ class Chooser:
         self.refresh()
 
     def refresh(self) -> None:
-        """Find out which candidates are passed over now."""
+        """Update which candidates are passed over now."""
         self.seen_changes = self.changes[0]
         now, of = self._clock(), self.back_offs.of
         standings = [(candidate, of(candidate.backend)) for candidate in self.candidates]
@@ -103,42 +104,43 @@ class Chooser:
         self._open_until = min((time for time in times if time > now), default=math.inf)
 
     def note_refusal(self, backend: Backend, retry_after_seconds: float | None) -> int:
-        """A backend refused a request: pass it over for a while. Return how often it did since it last served."""
+        """Pass over a backend that refused a request. Return its number of refusals since it last served one."""
         now = self._clock()
         doubles = any(candidate.backend != backend for candidate in self._open_now)
         return self.back_offs.refuse(backend, now, retry_after_seconds, doubles=doubles)
 
     @property
     def refuse_all(self) -> bool:
-        """Whether all candidates would probably refuse a request now. False if there are none."""
+        """Whether all candidates would probably refuse a request now. False without candidates."""
         return not self._open_now and bool(self.candidates) and len(self._refusing) == len(self.candidates)
 
     def refused_until(self) -> float:
-        """Return until when all candidates refuse requests by their own Retry-After; 0: some may take one sooner."""
+        """Return the time until which all candidates refuse by their Retry-After. 0: one may accept sooner."""
         return self._closed_until if self.refuse_all else 0.0
 
     def would_accept(self, avoid: Collection[Backend]) -> bool:
-        """Whether some candidate that is not to be avoided would probably take a request now."""
+        """Return whether a candidate outside `avoid` would probably take a request now."""
         if self._open_now and not avoid:
             return True
         return any(each.backend not in avoid and each.backend not in self._refusing for each in self.candidates)
 
     @property
     def _open_now(self) -> tuple[Candidate, ...]:
-        """The candidates that are not passed over."""
+        """Candidates that are not passed over."""
         if self.changes[0] != self.seen_changes or self._clock() >= self._open_until:
             self.refresh()
         return self._open
 
     def use(self, policy: Policy) -> None:
-        """Choose by this policy from now on."""
+        """Set the policy for later choices."""
         self.policy = policy
         self._per_compute, self._per_kv = policy.weights or WEIGHTS[self._role]
         self.holds_queue = type(policy).has_room is not Policy.has_room
 
     def has_room(self, request: Callable[[], PickRequest] | None = None) -> bool:
-        """Whether the policy would send something to some candidate below its limit, or there are none. `request`: or
-        this one, that nobody is in front of.
+        """Return whether a request need not wait. True without candidates.
+
+        `request` makes the first request of the queue. None: return whether there is room for any request.
         """
         candidates: Sequence[Candidate] = self.candidates
         if (self.may_pass_over or self.changes[0] != self.seen_changes) and candidates:
@@ -151,7 +153,7 @@ class Chooser:
         return not self.has_limits or any(candidate.has_room for candidate in candidates)
 
     def would_take(self) -> bool:
-        """Return whether a candidate that is not passed over would take a request now, learned limits aside."""
+        """Return whether a candidate that is not passed over would take a request now, ignoring learned limits."""
         candidates: Sequence[Candidate] = self.candidates
         if not candidates:
             return True
@@ -162,14 +164,14 @@ class Chooser:
         return self.policy.would_take(candidates)
 
     def first_to_admit(self, waiting: Sequence[PickRequest]) -> int | None:
-        """See Policy.first_to_admit. Without candidates the first goes: it fails at once."""
+        """See Policy.first_to_admit. Without candidates, return the first request, which then fails at once."""
         candidates: Sequence[Candidate] = self.candidates
         if self.may_pass_over and candidates:
             candidates = self._not_passed_over(candidates)
         return self.policy.first_to_admit(candidates, waiting) if self.holds_queue and candidates else 0
 
     def choose(self, request: PickRequest) -> Backend:
-        """The backend for a request. Raises NoBackendAvailable."""
+        """Return the backend for a request. Raises NoBackendAvailable."""
         if self.changes[0] != self.seen_changes:
             self.refresh()
         candidates: Sequence[Candidate] = self.candidates
@@ -188,8 +190,9 @@ class Chooser:
         return self.choose_among(candidates, request).backend
 
     def choose_among(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
-        """The one among these, at least one, that the policy chooses, with room if there is any. What `choose` comes to
-        for a request without `avoid` and `prefer`, while no backend is passed over.
+        """Return the policy's choice among one or more candidates, with room if one has any.
+
+        It equals `choose` for a request without `avoid` and `prefer` while no backend is passed over.
         """
         policy, reader = self.policy, self._reader
         asked = self._spared(candidates) if self._is_any_slow else candidates
@@ -213,7 +216,7 @@ class Chooser:
         return slowed(weights, percents, max(1, cost))
 
     def _spared(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """The candidates with their shares, without some that came back if the policy does not look at weights."""
+        """Update the shares of the candidates. For policies that ignore weights, return a sample drawn by shares."""
         percents = [self._share_percent(candidate.backend) for candidate in candidates]
         for candidate, percent in zip(candidates, percents, strict=True):
             candidate.share_percent = percent
@@ -222,8 +225,9 @@ class Chooser:
         return taking_part(candidates, percents, self._rng)
 
     def _not_passed_over(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Those of the candidates, at least one, that are not passed over. If all are, those that only lack KV memory,
-        and if there are none, all.
+        """Return the candidates that are not passed over.
+
+        If all are passed over, return those that only lack KV memory, or else all.
         """
         open_now = self._open_now
         if candidates is not self.candidates:
@@ -236,9 +240,9 @@ Item = TypeVar("Item")
 
 
 def slowed(weights: Sequence[int], percents: Sequence[int], cost: int) -> list[int]:
-    """Return weights with which a backend at a share of its capacity is compared with fully loaded ones.
+    """Return the weights of backends, divided by their shares of the capacity.
 
-    `cost` is the weight of the request to place. Without it an idle backend would weigh nothing, whatever its share.
+    `cost` is the weight of the new request. Without it an idle backend would weigh nothing, whatever its share.
     """
     return [(weight + cost) * FULL_PERCENT // share for weight, share in zip(weights, percents, strict=True)]
 
@@ -246,8 +250,8 @@ def slowed(weights: Sequence[int], percents: Sequence[int], cost: int) -> list[i
 def taking_part(candidates: Sequence[Item], percents: Sequence[int], rng: random.Random) -> Sequence[Item]:
     """Return candidates drawn by their shares, for policies that ignore weights.
 
-    Each takes part with the probability of its share relative to the largest one. So at least one always takes part,
-    and all do if all of them came back at the same time.
+    The probability of each is its share relative to the largest one. So at least one is drawn, and all are if their
+    shares are equal.
     """
     largest = max(percents)
     return [candidate for candidate, share in zip(candidates, percents, strict=True) if rng.randrange(largest) < share]

@@ -1,11 +1,11 @@
-"""Whether a decoder would have a prompt computed by itself sooner than a prefiller computes it and hands it over.
+"""Decision whether a decoder computes a prompt by itself, because that is faster than a prefill and a handoff.
 
-That is so for short prompts, and for long ones of which the decoder has nearly all in its cache: after an answer it
-has the prompt and the answer, so that of the next turn of a loop of tool calls only the result is new to it. How long
-decoders take is learned from those prompts that they were left with, how long a hand-over takes from hand-overs.
+That holds for short prompts, and for long prompts that are mostly in the decoder's cache. After an answer the cache
+holds the prompt and the answer, so only the tool's result is new in the next turn of an agent. The prefill time of
+decoders is learned from the prompts that they compute, and the time of a handoff from handoffs.
 
-What was learned must prove itself: the decoders must take less time for the prompts that they compute than prefillers
-would have taken, by the prediction at that time. Otherwise all prompts go to prefillers for an hour.
+What was learned must prove itself: decoders must compute their prompts in less time than was predicted for prefillers.
+Otherwise all prompts go to prefillers for an hour.
 """
 
 from __future__ import annotations
@@ -29,38 +29,39 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Each answer that is being written there waits meanwhile: it counts as this part of what the prompt takes.
-_HARM: Final = 0.25
-_HANDOVER_STEP: Final = 0.1
-# A decoder is not left with more than twice what one has computed sooner than prefillers would have, and at first with
-# no more than this: of short prompts cannot be learned what long ones take.
+# Cost of stalling one running answer, as a share of the prefill time.
+_STALL_WEIGHT: Final = 0.25
+# Weight of a new sample in the mean time of a handoff.
+_HANDOFF_STEP: Final = 0.1
+# A decoder computes at most twice the tokens that one has computed faster than prefillers, and at first this many.
+# The time of long prompts cannot be learned from short ones.
 _FIRST_TOKENS: Final = 512.0
-# One that does not tell what was cached, and takes so many times as long as predicted, had nothing.
+# If a prefill takes this number of times the prediction and cached tokens are not reported, none were cached.
 _MUCH_LONGER: Final = 3.0
-# Up to this part of a decoder's KV memory it may be given a prompt that the policy has not sent there.
-_MOST_KV: Final = 0.9
-# The last prompts that decoders have computed, and the number of them that is enough for the proof.
+# Maximum use of a decoder's KV memory, as a share, with the prompt included.
+_MAX_KV_SHARE: Final = 0.9
+# Number of the last locally computed prompts that are compared, and the minimum for a verdict.
 _PROOFS: Final = 32
 _ENOUGH_PROOFS: Final = 8
 DOUBT_SECONDS: Final = 3600.0
-"""Prompts go to prefillers for this time after decoders were not sooner."""
-# A first token teaches nothing if the event loop was late by more than this, or this share of what it took, meanwhile.
-_MOST_LAG_SECONDS: Final = 0.05
-_MOST_LAG_SHARE: Final = 0.1
-# First tokens that wait until it is known whether the loop was late.
+"""Time for which all prompts go to prefillers after decoders were not faster."""
+# Samples are not used if the event loop was late by more than this time, or this share of the sample.
+_MAX_LAG_SECONDS: Final = 0.05
+_MAX_LAG_SHARE: Final = 0.1
+# Maximum number of samples that wait until the lag of the event loop is known.
 _MAX_PENDING: Final = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LocalChoice:
-    """A prompt that a decoder is to compute by itself."""
+    """Decision that a decoder computes a prompt by itself."""
 
     decoder: Backend
     prompt: PromptCosts
     harm: float
-    """The time of the answers that wait meanwhile, as a share of what the prompt takes."""
+    """Cost of the stalled answers of this decoder, as a share of the prefill time."""
     instead_seconds: float
-    """Predicted until the first token by a prefiller and a hand-over."""
+    """Predicted time to first token with a prefiller and a handoff."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +69,17 @@ class FirstToken:
     """The first token of an answer."""
 
     at: float
-    """When it came, on the clock of the pools."""
+    """Its time on the clock of the pools."""
     seconds: float
-    """What it took since the decoder was prompt, or since the prefiller answered."""
+    """Time since the request to the decoder, or with a prefiller since its response."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Computed:
-    """A prompt that a decoder has computed."""
+    """Prompt that a decoder has computed."""
 
     name: str
-    """The decoder's."""
+    """Name of the decoder."""
     uncached: float
     cached: float
     seconds: float
@@ -86,48 +87,54 @@ class _Computed:
 
 
 class LocalPrefill:
-    """What one worker knows of it. `cost` is that of decoders."""
+    """Learned times of one worker for prompts that decoders compute."""
 
     def __init__(self, prefill: Pool, decode: Pool, journal: JournalWriter | None = None) -> None:
-        """`journal`: where it hears what decoders tell of their caches; None: they do not."""
+        """Create it without learned times.
+
+        `journal`: has the cache counts of decoders. None: they publish no KV events.
+        """
         self._tried_tokens = _FIRST_TOKENS / 2
         self._prefill = prefill
         self._decode = decode
         self._journal = journal
         self.cost = PrefillCost()
-        self.handover_seconds: float | None = None
-        """From the end of a prefill to the first token; None: none was seen."""
+        """Prefill time of decoders."""
+        self.handoff_seconds: float | None = None
+        """Mean time from the end of a prefill to the first token. None: there was no handoff yet."""
         self._eligible: tuple[Backend, ...] = ()
-        self._cached: dict[str, CachedPrefixes] = {}  # of those, by their names
+        self._cached: dict[str, CachedPrefixes] = {}  # prefixes of the eligible decoders, by name
         context = prefill.policy.context
         self._clock = context.clock
         self._pending: PendingSamples[_Computed | float] = PendingSamples(
-            context, most_lag_seconds=_MOST_LAG_SECONDS, most_lag_share=_MOST_LAG_SHARE, capacity=_MAX_PENDING
+            context, max_lag_seconds=_MAX_LAG_SECONDS, max_lag_share=_MAX_LAG_SHARE, capacity=_MAX_PENDING
         )
-        """Prompts that decoders have computed, and seconds of hand-overs."""
+        """Prompts that decoders have computed, and handoffs in seconds."""
         self._proofs: deque[tuple[float, float]] = deque(maxlen=_PROOFS)
-        """What these prompts took, the harm included, and what they would have taken by the prediction."""
+        """Times of the last local prompts with their harm, and the predicted times with prefillers."""
         self._doubted_until = -inf
 
     def faster_decoder(self, prompt: PromptCosts, max_tokens: int) -> LocalChoice | None:
-        """The decoder that would be the first to have the prompt, sooner than any prefiller; None: there is none, it is
-        not known, or it is not free to choose. None of them is at its knee, or short of KV memory, or would have to
-        compute more than `max_tokens` of the prompt.
+        """Return the decoder that would compute a prompt in the least time, or None if prefillers are faster.
+
+        None is also returned if times are unknown, or if the request avoids or prefers backends. Decoders at their
+        saturation point or short of KV memory are not considered, and neither are those that would have to compute more
+        than `max_tokens` tokens.
         """
         request = prompt.request
         self._learn()
-        if request.subject is None or request.avoid or request.prefer is not None or self.handover_seconds is None:
+        if request.subject is None or request.avoid or request.prefer is not None or self.handoff_seconds is None:
             return None
         soonest = self._prefill.soonest_seconds(request)
         if soonest is None or self._clock() < self._doubted_until:
             return None
         best: Backend | None = None
         best_harm = 0.0
-        instead = least = soonest + self.handover_seconds
+        instead = least = soonest + self.handoff_seconds
         most_tokens = min(max_tokens, 2 * self._tried_tokens)
-        for backend in self._known():
+        for backend in self._refresh():
             streams = self._decode.scoreboard.requests(backend.slot)
-            if not self._has_time(backend, streams, request):
+            if not self._has_capacity(backend, streams, request):
                 continue
             prefixes = self._cached[backend.name]
             hit = prefixes.hit(prompt.keys)
@@ -136,7 +143,7 @@ class LocalPrefill:
                 continue
             cached *= prefixes.trust
             seconds = self.cost.seconds(prompt.tokens - cached, cached) * self.cost.slowness(backend.name)
-            harm = _HARM * streams
+            harm = _STALL_WEIGHT * streams
             if seconds * (1 + harm) < least:
                 best, best_harm, least = backend, harm, seconds * (1 + harm)
         if best is None:
@@ -146,9 +153,9 @@ class LocalPrefill:
     def note_handoff(
         self, decoder: str, prompt: PromptCosts, first_token: FirstToken | None, answer_tokens: int
     ) -> None:
-        """A decoder of this name got the prompt from a prefiller, and has answered.
+        """Learn from an answer whose prompt a prefiller has computed.
 
-        `first_token`: since the prefiller's answer; None: that is not known.
+        `decoder` is the name of the decoder. `first_token` counts from the prefiller's response. None: it is unknown.
         """
         if first_token is not None:
             self._pending.add(first_token.seconds, first_token.at - first_token.seconds, first_token.at)
@@ -162,12 +169,16 @@ class LocalPrefill:
         choice: LocalChoice,
         first_token: FirstToken | None,
         answer_tokens: int,
-        told: tuple[int, int] | None,
+        prompt_counts: tuple[int, int] | None,
     ) -> None:
-        """A decoder has computed the prompt by itself, and answered.
+        """Learn from an answer whose prompt the decoder has computed by itself.
 
-        `first_token`: None if it is not known. `told`: tokens of the prompt, and those of them that were cached; None:
-        it does not tell.
+        Args:
+            decoder: Name of the decoder.
+            choice: The decision for it.
+            first_token: The first token. None: it is unknown.
+            answer_tokens: Length of the answer.
+            prompt_counts: Tokens of the prompt, and cached tokens among these. None: they are not reported.
         """
         if (prefixes := self._cached_by(decoder)) is None:
             return
@@ -175,34 +186,36 @@ class LocalPrefill:
         hit = prefixes.hit(prompt.keys)
         expected = prefixes.found(prompt.ends, hit, prompt.tokens)
         predicted = self.cost.seconds(prompt.tokens - expected, expected) * self.cost.slowness(decoder)
-        if told is None and first_token is not None and first_token.seconds > _MUCH_LONGER * predicted:
-            told = prompt.tokens, 0
-        there = expected if told is None else prompt.tokens * told[1] / max(1, told[0])
+        if prompt_counts is None and first_token is not None and first_token.seconds > _MUCH_LONGER * predicted:
+            prompt_counts = prompt.tokens, 0
+        there = expected if prompt_counts is None else prompt.tokens * prompt_counts[1] / max(1, prompt_counts[0])
         odometer = prefixes.odometer
         known = prefixes.use(prompt.keys, prompt.ends, prompt.tokens - there + answer_tokens)
-        if told is not None:
-            prefixes.tell(told[1])
+        if prompt_counts is not None:
+            prefixes.tell(prompt_counts[1])
         if prompt.keys:
             prefixes.learn(known, odometer, prompt.ends, expected, there)
-        tokens, cached = (float(prompt.tokens), expected) if told is None else (float(told[0]), float(told[1]))
+        tokens, cached = float(prompt.tokens), expected
+        if prompt_counts is not None:
+            tokens, cached = float(prompt_counts[0]), float(prompt_counts[1])
         if first_token is not None:
             computed = _Computed(decoder, tokens - cached, cached, first_token.seconds, choice)
             self._pending.add(computed, first_token.at - first_token.seconds, first_token.at)
             self._learn()
 
     def _learn(self) -> None:
-        """Learn from first tokens as far as it is known whether the event loop was late."""
+        """Learn from the samples for which the lag of the event loop is known."""
         for sample, ended, is_timely in self._pending.settled():
             if not is_timely:
                 continue
             if isinstance(sample, _Computed):
                 self._take_in(sample, ended)
             else:
-                before = self.handover_seconds
-                self.handover_seconds = sample if before is None else before + _HANDOVER_STEP * (sample - before)
+                before = self.handoff_seconds
+                self.handoff_seconds = sample if before is None else before + _HANDOFF_STEP * (sample - before)
 
     def _take_in(self, computed: _Computed, ended: float) -> None:
-        """Learn from a prompt that a decoder has computed. All go to prefillers if decoders are not sooner."""
+        """Learn from a prompt that a decoder has computed, and stop using decoders if they are not faster."""
         self.cost.learn(computed.name, computed.uncached, computed.cached, computed.seconds)
         if ended < self._doubted_until:
             return
@@ -221,8 +234,8 @@ class LocalPrefill:
                 extra={"fields": {"seconds": round(all_took, 3), "prefill_seconds": round(all_instead, 3)}},
             )
 
-    def _has_time(self, backend: Backend, streams: int, request: PickRequest) -> bool:
-        """Whether it is below its limit and its knee, and has KV memory to spare, as far as they are known."""
+    def _has_capacity(self, backend: Backend, streams: int, request: PickRequest) -> bool:
+        """Return whether a decoder is below its limit and saturation point and has KV memory, as far as known."""
         decode = self._decode
         bounds = (decode.limit(backend), decode.policy.most_running(backend))
         if any(bound is not None and streams >= bound for bound in bounds):
@@ -230,10 +243,10 @@ class LocalPrefill:
         facts = decode.health.of(backend).facts
         if facts is None or facts.kv_tokens is None:
             return True
-        return decode.scoreboard.load(backend.slot).kv + request.decode.kv <= _MOST_KV * facts.kv_tokens
+        return decode.scoreboard.load(backend.slot).kv + request.decode.kv <= _MAX_KV_SHARE * facts.kv_tokens
 
-    def _known(self) -> tuple[Backend, ...]:
-        """The decoders there are. One that was away has an empty cache."""
+    def _refresh(self) -> tuple[Backend, ...]:
+        """Update the prefixes of the eligible decoders, and return these. A decoder that was away has none."""
         eligible = self._decode.eligible()
         if eligible is not self._eligible:
             self._eligible, before = eligible, self._cached
@@ -242,11 +255,11 @@ class LocalPrefill:
             for name in before.keys() - self._cached.keys():
                 self.cost.forget(name)
         if self._journal is not None and self._journal.has_new_records:
-            self._hear(self._journal)
+            self._read_journal(self._journal)
         return eligible
 
-    def _hear(self, journal: JournalWriter) -> None:
-        """Take in what decoders have told of their caches."""
+    def _read_journal(self, journal: JournalWriter) -> None:
+        """Apply the cache counts of decoders."""
         names = {backend.slot: backend.name for backend in self._eligible}
         for data in journal.new_records():
             kind, slot = kind_and_slot(data)
@@ -256,5 +269,5 @@ class LocalPrefill:
                     prefixes.clear()
 
     def _cached_by(self, decoder: str) -> CachedPrefixes | None:
-        self._known()
+        self._refresh()
         return self._cached.get(decoder)

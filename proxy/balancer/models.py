@@ -1,8 +1,8 @@
-"""Which models the instances serve: from where to where a request for one may go.
+"""Models that the instances serve, which decide where a request for a model may go.
 
-As long as all that are known serve the same, nobody has to ask. What an instance serves is what whoever named it has
-said of it, or else what its engine tells, adapters included, and has told last while it is down. One of which neither
-is known is taken for whatever model its role has no other instance for.
+The models of an instance are those that its configuration or discovery source names. Without these, they are the models
+and adapters (LoRA) that its engine lists, or listed before it went down. An instance without known models gets the
+requests for models that no other instance of its role serves.
 """
 
 from __future__ import annotations
@@ -19,36 +19,37 @@ if TYPE_CHECKING:
     from proxy.balancer.roster import Roster
     from proxy.common.backend import Backend
 
-_MOST_NAMES: Final = 3
-_NOTHING: Final = frozenset[str]()
+_MAX_NAMES: Final = 3
+_NO_NAMES: Final = frozenset[str]()
 
 
 class ServedModels:
-    """What is served, as one worker knows it. `refresh` comes before whatever is read, once something has changed."""
+    """Served models as one worker knows them. Call `refresh` before reading them."""
 
     def __init__(self, roster: Roster, health: Health, roles: Collection[Role]) -> None:
-        """`roles`: those of which a model needs an instance each."""
+        """Create an empty table. `roles`: a model needs an instance of each of these roles."""
         self.is_mixed = False
-        """Not all instances serve the same: some model can be served, and has not all of them."""
+        """Whether instances serve different names, and at least one model can be served."""
         self.is_closed = False
-        """They serve different models, so that no instance serves a name that is not known. Where they differ in
-        adapters alone, engines may know names that they do not list.
+        """Whether instances serve different models, so that unknown names are not served.
+
+        If they only differ in adapters, engines may serve names that they do not list.
         """
-        self.names: frozenset[str] = _NOTHING
-        """All that is known to be served by some instance."""
-        self.complete = _NOTHING
-        """Those of the names for which each role that a model needs has an instance, be it well or not."""
+        self.names: frozenset[str] = _NO_NAMES
+        """Names that at least one instance serves."""
+        self.complete = _NO_NAMES
+        """Names for which each needed role has an instance, healthy or not."""
         self.on_change: Callable[[], None] | None = None
-        """Called when who serves what is another."""
+        """Called when the served names of an instance have changed."""
         self._roster = roster
         self._health = health
         self._roles = tuple(roles)
         self._seen = (-1, -1)
-        self._served: dict[Backend, frozenset[str]] = {}  # of all instances; empty: not known
-        self._own: dict[Backend, frozenset[str]] = {}  # of these without adapters
+        self._served: dict[Backend, frozenset[str]] = {}  # names of each instance; empty: unknown
+        self._own: dict[Backend, frozenset[str]] = {}  # the same without adapters
 
     def refresh(self) -> None:
-        """Take notice of what instances there are, and what they say. Nearly free as long as nothing has changed."""
+        """Update the served names if the roster or the engines' reports have changed. Otherwise it is nearly free."""
         seen = self._roster.versions[0], self._health.version
         if seen == self._seen:
             return
@@ -58,49 +59,53 @@ class ServedModels:
         for role in Role:
             for member in self._roster.members(role):
                 backend = member.backend
-                served[backend], own[backend] = self._told(backend)
+                served[backend], own[backend] = self._names_of(backend)
         if served != self._served or own != self._own:
             self._served, self._own = served, own
             self.names = frozenset[str]().union(*served.values())
             self.complete = fully_served(served, self._roles)
-            self.is_mixed = len({*served.values()} - {_NOTHING}) > 1 and bool(self.complete)
-            self.is_closed = self.is_mixed and len({*own.values()} - {_NOTHING}) > 1
+            self.is_mixed = len({*served.values()} - {_NO_NAMES}) > 1 and bool(self.complete)
+            self.is_closed = self.is_mixed and len({*own.values()} - {_NO_NAMES}) > 1
             if self.on_change is not None:
                 self.on_change()
 
-    def _told(self, backend: Backend) -> tuple[frozenset[str], frozenset[str]]:
-        """What it serves, with adapters and without."""
+    def _names_of(self, backend: Backend) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the served names of an instance, with and without adapters."""
         if backend.models:
             named = frozenset(backend.models)
             return named, named
         facts = self._health.of(backend).facts
         if facts is None or not facts.identity.models:
-            return self._served.get(backend, _NOTHING), self._own.get(backend, _NOTHING)
+            return self._served.get(backend, _NO_NAMES), self._own.get(backend, _NO_NAMES)
         models = facts.identity.models
         return models | facts.identity.adapters, models
 
     def of(self, backend: Backend) -> frozenset[str]:
-        """What an instance serves; empty: it is not known."""
-        return self._served.get(backend, _NOTHING)
+        """Return the served names of an instance; empty if they are unknown."""
+        return self._served.get(backend, _NO_NAMES)
 
     def base_models(self, backend: Backend) -> frozenset[str]:
-        """The names of the models that an instance serves, without its adapters (LoRA); empty: they are not known."""
-        return self._own.get(backend, _NOTHING)
+        """Return the served models of an instance without its adapters; empty if they are unknown."""
+        return self._own.get(backend, _NO_NAMES)
 
     def serving(self, name: str, backends: Collection[Backend]) -> tuple[Backend, ...]:
-        """The backends to which a request for the model `name` may go, in the order given: those known to serve it; if
-        there are none, those of which it is not known what they serve. `backends`: all of one role.
+        """Return the backends that may get requests for a model, in the given order.
+
+        They are those that serve it. If there are none, they are those whose models are unknown.
+
+        `backends`: all backends of one role.
         """
-        known = tuple(backend for backend in backends if name in self._served.get(backend, _NOTHING))
+        known = tuple(backend for backend in backends if name in self._served.get(backend, _NO_NAMES))
         return known or tuple(backend for backend in backends if not self._served.get(backend))
 
     def have_no_common_model(self, one: Backend, other: Backend) -> bool:
-        """Whether they have no model in common, and nothing is to go between them."""
+        """Return whether two backends are known to serve no common model, so that no KV goes between them."""
         return self.is_mixed and bool(self.of(one)) and bool(self.of(other)) and not self.of(one) & self.of(other)
 
     def groups(self) -> Sequence[frozenset[str]]:
-        """The names that are served: together those that the same instances serve. Without those that all serve that
-        are known.
+        """Return groups of names that are served by the same instances.
+
+        Names that all instances with known models serve are omitted.
         """
         members = defaultdict[str, list[str]](list)
         for backend, names in self._served.items():
@@ -115,22 +120,20 @@ class ServedModels:
 
 
 def fully_served(served: Mapping[Backend, frozenset[str]], roles: Collection[Role]) -> frozenset[str]:
-    """Of all that is served what some backend of each role serves. One that serves nothing that is known may serve any
-    of it.
-    """
+    """Return the names that a backend of each role serves. A backend with unknown models may serve any name."""
     found = frozenset[str]().union(*served.values())
     for role in roles:
-        told = [its for backend, its in served.items() if backend.role is role]
-        if all(told):
-            found &= frozenset[str]().union(*told)
+        names = [its for backend, its in served.items() if backend.role is role]
+        if all(names):
+            found &= frozenset[str]().union(*names)
     return found
 
 
 def minority_instances(models: Mapping[Backend, frozenset[str]]) -> Mapping[Backend, str]:
-    """The backends that serve no model that some backend of each role serves, and what that means. If there is no such
-    model, those that serve others than most, of equally many those that come first.
+    """Return backends whose models do not match the other roles, each with a message.
 
-    Those of which nothing is known serve nothing here; they are not odd, and may serve any model.
+    They serve no model that a backend of each role serves. If there is no such model, they are those that do not serve
+    the most frequent set of names; ties go to the first set. Backends with unknown models are never returned.
     """
     by_role = defaultdict[Role, set[str]](set)
     for backend, its in models.items():
@@ -159,7 +162,7 @@ def _others(by_role: Mapping[Role, Collection[str]], role: Role) -> str:
     return ", and ".join(f"{other} instances {quoted(its)}" for other, its in by_role.items() if other is not role)
 
 
-def quoted(names: Collection[str], most: int = _MOST_NAMES) -> str:
-    """The names, as many as fit into a line of the log."""
-    shown = [repr(name[:64]) for name in sorted(names)[:most]]
-    return ", ".join(shown) + (f" and {len(names) - most} others" if len(names) > most else "")
+def quoted(names: Collection[str], count: int = _MAX_NAMES) -> str:
+    """Return the first names in quotes for a log line, and the number of the others."""
+    shown = [repr(name[:64]) for name in sorted(names)[:count]]
+    return ", ".join(shown) + (f" and {len(names) - count} others" if len(names) > count else "")

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from proxy.settings import Balance
 
     ChoiceBasis = tuple["Policy", Sequence[Any], Sequence[int], Any]
-    """The policy, the Candidates that it was shown, their weights at that moment, and what it has snapshot of them."""
+    """The policy, its Candidates, their weights at that moment, and the policy's snapshot of them."""
     Pick = tuple[Backend, ChoiceBasis | str]
-    """The backend that was chosen, and what was basis at, or else why nothing had to be."""
+    """The chosen backend, and the basis of the choice, or its reason if no policy was asked."""
     Columns = tuple[Mapping[str, Sequence[float]], Sequence[float]]
-    """What a policy knew of candidates, in columns by name, each with their numbers in their order; and how it would
-    choose: the lower a number, the rather."""
+    """A policy's figures by name, each with one number per candidate in their order; and the scores of the candidates.
+    The policy prefers lower scores."""
     Figures = tuple[str, Sequence[Any], Mapping[str, Sequence[float]], Sequence[float]]
     """The policy's label, the Candidates, and their Columns."""
 
@@ -48,9 +48,12 @@ REASONS: Final = (
     *(TRIAL, PREFERRED, ONLY_CANDIDATE, CACHED_PREFIX, LEAST_SECONDS, EQUAL),
     *("least_tokens", "round_robin", "power_of_two", "random", "length_groups", OTHER),
 )
-"""Why: it had to show that it is well again; an attempt before has left something there; there was no other; without
-what is cached another one would have been as soon; it was soonest; several could not be told apart; or a policy that
-knows no seconds said so, of which those that are not in the table are `other`."""
+"""Reasons for a choice.
+
+`trial`: the backend was on probation. `preferred`: an earlier attempt left state there. `only_candidate`: no other was
+eligible. `cached_prefix`: without its cache another one would have been as fast. `least_seconds`: it completes first.
+`equal`: several were equally good. Otherwise the label of a policy that predicts no seconds; `other` for plugins.
+"""
 
 
 def reason(pick: Pick) -> str:
@@ -73,56 +76,58 @@ def figures(pick: Pick) -> Figures | None:
 
 
 class Subject(Protocol):
-    """What a policy may know of the request itself: a Call, as far as it is shown to the balancer.
+    """The parts of a Call that policies may read.
 
-    All of it is worked out when a policy asks, so that policies which do not look at requests pay nothing for it.
+    Each is computed when a policy reads it, so policies that ignore the request cost nothing.
     """
 
     @property
     def prompt_tokens(self) -> int:
-        """Estimated from the text's bytes, exact for token ids."""
+        """Length of the prompt in tokens, estimated from the bytes of text and exact for token IDs."""
 
     @property
     def output_tokens(self) -> int:
-        """The client's limit, or the configured guess."""
+        """Maximum length of the answer in tokens: the client's limit, or the configured estimate."""
 
     @property
     def prefix_keys(self) -> PrefixKeys:
-        """What the prompt's prefixes are called; empty where the request has no single prompt."""
+        """Keys of the prompt's prefixes; empty if the request has several prompts."""
 
     @property
     def session(self) -> str | None:
-        """What the client calls those of its requests that have much in common; None: it calls them nothing."""
+        """Session ID that the client sends with related requests. None: it sends none."""
 
     @property
     def first_token_seconds(self) -> float | None:
-        """How soon the client wants the first token after its request; None: it does not say."""
+        """Deadline of the client for the first token, in seconds since its request. None: there is none."""
 
     def priority(self, *, lower_first: bool) -> int | None:
-        """How urgent the client says it is: lower goes first; None: it does not say. `lower_first`: so do engines read
-        what they are told.
+        """Return the priority that the client requests. Lower values go first. None: it requests none.
+
+        `lower_first`: whether the engines also serve lower values of the request's field first.
         """
 
 
 @dataclass(slots=True, eq=False)
 class PickRequest:
-    """What a backend of some role is wanted for. The same one serves the picks of all roles.
+    """Request for a backend. The same object serves the picks of all roles.
 
-    Nothing of it is ever set again; see Call.
+    Its fields do not change after its creation; see Call.
     """
 
     prefill: Load
-    """What it costs a prefiller or an encoder."""
+    """Cost on a prefiller or an encoder."""
     decode: Load
-    """What it costs a decoder."""
+    """Cost on a decoder."""
     subject: Subject | None = None
-    """Whose properties this one has as its own. None: nothing is known, as of a request that is only passed on."""
+    """Parts of the request that policies may read. None: the request is only passed through, and nothing is known."""
     avoid: Collection[Backend] = ()
-    """Backends of any role that must not be chosen."""
+    """Backends of any role that may not be chosen."""
     prefer: Backend | None = None
-    """Chosen if it may be and has room, whatever the policy would say; backends of other roles are chosen freely."""
+    """Backend that is chosen without asking the policy if it is eligible and has room. It has no effect on the choice
+    for other roles."""
     proves_generation: bool = True
-    """How the request ends shows whether the backend generates; otherwise only whether there was a connection."""
+    """Whether a success shows that the backend can generate. Otherwise it only shows that the backend is reachable."""
 
     @classmethod
     def of(
@@ -133,15 +138,15 @@ class PickRequest:
         prefer: Backend | None = None,
         proves_generation: bool = True,
     ) -> PickRequest:
-        """A request that costs a backend `load`, whatever its role, and about which no more is known."""
+        """Return a request with the same cost for all roles and without a subject."""
         return cls(load, load, None, avoid, prefer, proves_generation)
 
     def avoiding(self, avoid: Collection[Backend]) -> PickRequest:
-        """The same, but these are avoided and no others."""
+        """Return the same request with another set of backends to avoid."""
         return PickRequest(self.prefill, self.decode, self.subject, avoid, self.prefer, self.proves_generation)
 
     def for_another_backend(self, avoid: Collection[Backend]) -> PickRequest:
-        """The same for another backend than before: these are avoided and no others, and none is preferred."""
+        """Return the same request with another set of backends to avoid and without a preferred backend."""
         return PickRequest(self.prefill, self.decode, self.subject, avoid, None, self.proves_generation)
 
     @property
@@ -156,7 +161,7 @@ class PickRequest:
 
     @property
     def prefix_keys(self) -> PrefixKeys:
-        """See Subject; empty where nothing is known."""
+        """See Subject; empty without a subject."""
         return NO_KEYS if self.subject is None else self.subject.prefix_keys
 
     @property
@@ -174,34 +179,34 @@ class PickRequest:
         return None if self.subject is None else self.subject.priority(lower_first=lower_first)
 
     def load(self, role: Role) -> Load:
-        """What it costs a backend of this role, as far as that does not depend on which one it is."""
+        """Return the cost on a backend of this role, before the policy adjusts it to one backend."""
         return self.decode if role is Role.DECODE else self.prefill
 
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """An eligible backend, as a policy sees it. The chooser keeps it up to date."""
+    """Eligible backend as a policy sees it. The chooser keeps it up to date."""
 
     backend: Backend
     limit: int | None
-    """Requests it works on at a time; None: any number."""
+    """Maximum number of running requests. None: there is no limit."""
     scoreboard: Scoreboard = field(repr=False)
     share_percent: int = 100
-    """How many of the requests that it would get otherwise: less than 100 by its weight, or while it starts slowly."""
+    """Share of its normal requests that it gets: less than 100 because of its weight or during its slow start."""
 
     @property
     def running(self) -> int:
-        """Requests it works on, of all workers."""
+        """Number of running requests of all workers."""
         return self.scoreboard.running(self.backend.slot)
 
     @property
     def load(self) -> Load:
-        """What it is charged with, by all workers."""
+        """Load that all workers charge to it."""
         return self.scoreboard.load(self.backend.slot)
 
     @property
     def has_room(self) -> bool:
-        """Whether it is below its limit."""
+        """Whether it has fewer running requests than its limit."""
         return self.limit is None or self.scoreboard.running(self.backend.slot) < self.limit
 
 
@@ -215,144 +220,158 @@ def _never_late(began: float, ended: float) -> float | None:
 
 @dataclass(slots=True, eq=False)
 class PolicyContext:
-    """What a policy may use. Each worker has its own, and so has each role."""
+    """Dependencies of a policy. Each role of each worker has its own."""
 
     worker: int = 0
-    """The number of the worker, for what takes turns: workers that pick at the same moment see the same loads."""
+    """Index of the worker. Policies that take turns start at it, because workers that pick at the same time see equal
+    loads."""
     rng: random.Random = field(default_factory=random.Random)
     clock: Callable[[], float] = time.monotonic
-    """Seconds."""
+    """Monotonic clock in seconds."""
     facts: Callable[[Backend], EngineFacts | None] = _unknown
-    """What the engine says of itself; None: nothing yet."""
+    """Returns what an engine reports about itself. None: nothing yet."""
     role: Role = Role.PREFILL
-    """Whom it chooses."""
+    """Role of the backends."""
     journal: JournalWriter | None = None
-    """Where a policy tells those of the other workers what they should know; None: there are no others."""
+    """Journal that the policies of all workers write and read. None: there is one worker."""
     others_running: Callable[[Backend], int] | None = None
-    """Requests that a backend works on for other workers; None: there are none."""
+    """Returns the number of a backend's running requests of other workers. None: there is one worker."""
     lag_within: Callable[[float, float], float | None] = _never_late
-    """The most seconds by which the event loop was late between two times of the clock; None: not known yet."""
+    """Returns the maximum lag of the event loop between two times of the clock, in seconds. None: not measured yet."""
     balance: Callable[[], Balance] | None = None
-    """Returns the settings of now; None: they are the default ones."""
+    """Returns the current settings. None: use the defaults."""
 
 
 @dataclass(slots=True, eq=False)
 class Prediction:
-    """What a policy thought would come of a choice."""
+    """Predicted outcome of a choice."""
 
     seconds: float
-    """Until the backend has done its work."""
+    """Time until the backend has completed its part of the request."""
     cached_tokens: int
-    """Of the prompt, that it would find in its cache."""
+    """Tokens of the prompt that are in the backend's prefix cache."""
 
 
 class Tracker:
-    """How a policy follows a request that it has sent to a backend: the lease tells it what becomes of the request, in
-    this order. What a policy does not want to hear it does not override.
+    """Follows one request on one backend for a policy.
+
+    The lease calls its methods in the order in which they are defined here. A policy overrides the ones that it needs.
     """
 
     __slots__ = ("compute", "kv")
 
     prediction: Prediction | None = None
-    """What will come of it; None: nothing is predicted."""
+    """Predicted outcome. None: the policy predicts nothing."""
 
     def __init__(self, load: Load) -> None:
         self.compute, self.kv = load
-        """What the backend is charged with until it is given back, see Load."""
+        """Load that the backend is charged with until the lease frees it; see Load."""
 
     def note_usage(self, prompt_tokens: int, cached_tokens: int | None) -> None:
-        """The backend has told how long the prompt was, and how much of it was in its prefix cache; None: not that."""
+        """Note the length of the prompt and the cached part that the backend reports. None: it does not report that."""
 
     def note_first_token(self) -> None:
-        """A decoder has sent the first of the answer."""
+        """Note the first part of a decoder's answer."""
 
     def note_end(self, served: bool, answer_tokens: int | None) -> None:
-        """The backend has done its work for the request (`served`), or will not: it failed, or the client left.
-        `answer_tokens`: of a decoder's answer that is complete, if they are known.
+        """Note the end of the backend's work, as soon as it is known. It is called once.
 
-        Comes once, in the moment in which it is known: of a prefiller when it has answered.
+        Args:
+            served: Whether the backend has completed its part. Otherwise it failed, or the client disconnected.
+            answer_tokens: Length of a decoder's complete answer. None: unknown.
         """
 
 
 class Policy(ABC):
     """Chooses a backend for each request of one role, in one worker. It never waits.
 
-    `choose` is all that it must have. A policy that overrides none of the other methods is not called for them.
+    Only `choose` is required. The pool does not call `cost_of`, `track` and `has_room` of a policy that does not
+    override them.
     """
 
     label: ClassVar[str] = OTHER
-    """What receipts and metrics call it."""
+    """Name in receipts and metrics."""
     weighs_load: ClassVar[bool] = True
-    """Whether a larger weight means fewer requests: it decides how a backend that came back is spared."""
+    """Whether a backend with a larger weight gets fewer requests. It decides how slow start is applied."""
     weights: ClassVar[tuple[int, int] | None] = None
-    """What a token of compute and a token of KV count in the load of a backend in one number; None: what is usual for
-    the role."""
+    """Weights of a compute token and of a KV token in a backend's weight. None: those of the role."""
     snapshot: Any = None
-    """What it has basis at when it last chose, for `reason` and `figures`, which are asked much later. Never changed
-    again, and small: it is kept as long as the request."""
+    """Facts about the candidates of the last choice, for later calls of `reason` and `figures`. It is kept as long as
+    the request, so it must be small, and must not be modified."""
 
     def __init__(self, context: PolicyContext | None = None) -> None:
         self.context = context or PolicyContext()
 
     @abstractmethod
     def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        """One of the candidates, which come in slot order, and never none. `weights`: the load of each in one number,
-        lower is freer; it is raised where the backend is to get less than its share.
+        """Return one of the candidates.
 
-        It may be asked a second time for one pick, without those that have no room, and for picks that come to nothing:
-        what is remembered of a request is for `track` to remember.
+        It may be called twice for one pick, the second time without full backends, and for picks that come to nothing.
+        So it must not record the request; `track` does that.
+
+        Args:
+            candidates: At least one backend, in slot order.
+            weights: Load of each candidate as one number. It is raised for backends with less than a full share.
+            request: The request.
         """
 
     def cost_of(self, backend: Backend, request: PickRequest) -> Load:
-        """What the request costs this backend. It is charged until it is given back, where nothing is tracked."""
+        """Return the load that the request adds to this backend, for policies without `track`."""
         return request.load(backend.role)
 
     def track(self, backend: Backend, request: PickRequest) -> Tracker:
-        """A lease begins: the backend is about to get the request. Returns what hears of it from now on."""
+        """Return the tracker of a lease that begins now."""
         return Tracker(self.cost_of(backend, request))
 
     def most_running(self, backend: Backend) -> int | None:
-        """How many requests a backend had better have at most, by what was learned; None: any number."""
+        """Return the learned maximum of running requests for a backend. None: there is no learned limit."""
         return None
 
-    def forget_cache(self, backend: Backend) -> None:  # noqa: B027 - nor need this
-        """Its caches are empty: it does not take connections, has started anew, or has left. May come many times."""
+    def forget_cache(self, backend: Backend) -> None:  # noqa: B027 - optional
+        """Note that a backend's caches are empty: it is unreachable, was restarted, or has left. Calls may repeat."""
 
     def reason(self, snapshot: Any, backend: Backend) -> str:
-        """Why it has chosen this one of several, in one of choice.REASONS. `snapshot`: as it was then."""
+        """Return the reason for a choice among several candidates, as one of REASONS.
+
+        `snapshot`: the policy's snapshot of that choice.
+        """
         return self.label
 
     def figures(self, snapshot: Any, weights: Sequence[int]) -> Columns:
-        """What it knew of the candidates, whose weights were these. `snapshot`: as it was then."""
+        """Return the figures of a choice.
+
+        `snapshot` and `weights`: those of that choice.
+        """
         return {"weight": weights}, weights
 
     @property
-    def remembered(self) -> int:
-        """How many keys of prefixes it keeps."""
+    def remembered_prefixes(self) -> int:
+        """Number of prefix keys that it keeps."""
         return 0
 
     def soonest_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float | None:
-        """When the soonest of them would have done its work for the request, from now on; None: it does not know."""
+        """Return the shortest time in which a candidate would complete the request. None: unknown."""
         return None
 
     # For the queue in front of all backends.
 
     def has_room(self, candidates: Sequence[Candidate]) -> bool:
-        """Whether some request might go to one of them now rather than wait; one that is at its limit does not count.
-        A policy that overrides this holds the queue: only then the next four are asked.
+        """Return whether a request might go to a candidate now. A candidate at its limit does not count.
+
+        A policy that overrides this controls the queue. Only then the methods below are called.
         """
         return any(candidate.has_room for candidate in candidates)
 
     def would_take(self, candidates: Sequence[Candidate]) -> bool:
-        """Return whether an engine would take a request now: some candidate is below its limit, learned ones aside."""
+        """Return whether a candidate is below its limit, ignoring learned limits."""
         return any(candidate.has_room for candidate in candidates)
 
     def hold_seconds(self, request: PickRequest | None, waiting: int) -> float:
-        """Return how long at most a request should wait because of a limit that was learned.
+        """Return the maximum time that a request should wait because of a learned limit.
 
         Args:
-            request: None if it is not known.
-            waiting: The requests that wait, this one included.
+            request: The request. None: unknown.
+            waiting: Number of waiting requests, including this one.
 
         Returns:
             Seconds since it began to wait; infinite if no such limit makes it wait now.
@@ -360,21 +379,23 @@ class Policy(ABC):
         return math.inf
 
     def admits(self, candidates: Sequence[Candidate], request: Callable[[], PickRequest]) -> bool:
-        """Whether a request that nobody is in front of goes now: there is room, and nothing better to wait for."""
+        """Return whether the first request of the queue should go now, and not wait for a better backend."""
         return self.has_room(candidates) and self.first_to_admit(candidates, [request()]) is not None
 
     def work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
-        """What the request takes where it takes least: of those who wait the shorter go first. 0: in turn. It waits
-        from now on.
+        """Return the shortest time that a request takes on any candidate, and note that it waits from now on.
+
+        Shorter requests leave the queue first. 0: requests leave in their order.
         """
         return 0.0
 
-    def left_queue(self, request: PickRequest) -> None:  # noqa: B027 - need not be overridden
-        """It has left the queue: for a lease, or for good."""
+    def left_queue(self, request: PickRequest) -> None:  # noqa: B027 - optional
+        """Note that a request has left the queue, with or without a lease."""
 
     def first_to_admit(self, candidates: Sequence[Candidate], waiting: Sequence[PickRequest]) -> int | None:
-        """Of those who wait, in their order, the place of the first that should go now; None: all had better wait for
-        who has no room yet. It is then chosen for, at once.
+        """Return the index of the first waiting request that should go now; its backend is then chosen at once.
+
+        None: each should wait for a backend that has no room yet.
         """
         return 0
 
@@ -383,22 +404,20 @@ T = TypeVar("T")
 
 
 class PendingSamples(Generic[T]):
-    """Samples of one kind, the oldest first."""
+    """Samples of one kind that wait until the lag of the event loop is known, oldest first."""
 
-    def __init__(
-        self, context: PolicyContext, *, most_lag_seconds: float, most_lag_share: float, capacity: int
-    ) -> None:
+    def __init__(self, context: PolicyContext, *, max_lag_seconds: float, max_lag_share: float, capacity: int) -> None:
         """Create an empty queue.
 
         Args:
-            context: Knows how late the event loop was.
-            most_lag_seconds: A sample is timely if the loop was never later than this while it was taken,
-            most_lag_share: and never later than this share of the sample's time.
-            capacity: With more samples that wait the oldest one counts as late.
+            context: Returns the lag of the event loop.
+            max_lag_seconds: A sample is timely if the lag was at most this while it was taken.
+            max_lag_share: The lag must also be at most this share of the sample's duration.
+            capacity: If more samples wait, the oldest one counts as late.
         """
         self._context = context
-        self._most_lag_seconds = most_lag_seconds
-        self._most_lag_share = most_lag_share
+        self._most_lag_seconds = max_lag_seconds
+        self._most_lag_share = max_lag_share
         self._capacity = capacity
         self._waiting: deque[tuple[T, float, float]] = deque()
 
@@ -406,11 +425,11 @@ class PendingSamples(Generic[T]):
         return len(self._waiting)
 
     def add(self, sample: T, began: float, ended: float) -> None:
-        """Add a sample that was taken between these times of the clock."""
+        """Add a sample, taken between these two times of the clock."""
         self._waiting.append((sample, began, ended))
 
     def settled(self) -> Iterator[tuple[T, float, bool]]:
-        """Remove the samples of which it is known; yield each, when it ended, and whether it is timely."""
+        """Remove the samples whose lag is known. Yield each sample, the time of its end, and whether it is timely."""
         waiting, lag_within = self._waiting, self._context.lag_within
         while waiting:
             sample, began, ended = waiting[0]

@@ -274,11 +274,11 @@ def test_first_tokens_while_the_event_loop_was_late_teach_nothing(both: Both) ->
     for _ in range(8):
         both.hand_over(prompt(8), seconds=0.4)
         both.serve(one, 20.0, (one.prompt_tokens, 0), instead_seconds=0.1)
-    assert (both.local.handover_seconds, both.local.cost.samples) == (0.2, 0)
+    assert (both.local.handoff_seconds, both.local.cost.samples) == (0.2, 0)
     assert both.sooner(one) is not None
     lag = None  # it is not known yet
     both.hand_over(prompt(8), seconds=0.4)
-    assert both.local.handover_seconds == 0.2
+    assert both.local.handoff_seconds == 0.2
     lag = 0.0
     both.sooner(one)
-    assert both.local.handover_seconds > 0.2
+    assert both.local.handoff_seconds > 0.2

@@ -26,7 +26,7 @@ def turn(*texts: str, **fields: Any) -> dict[str, Any]:
 async def wanting(deploy: Deploy, decoders: int, **sections: Any) -> Deployment:
     """A gateway for which a hand-over takes so long that a decoder that may compute a prompt is always sooner."""
     gateway = await deploy(1, decoders, kv={"skip_prefill": True}, **sections)
-    gateway.worker.service._parts.connector._local_prefill.handover_seconds = 1000.0  # type: ignore[attr-defined]
+    gateway.worker.service._parts.connector._local_prefill.handoff_seconds = 1000.0  # type: ignore[attr-defined]
     return gateway
 
 
@@ -100,8 +100,8 @@ async def test_what_both_take_is_learned_from_answers(deploy: Deploy, fast_path:
     local = gateway.worker.service._parts.connector._local_prefill  # type: ignore[attr-defined]
     gateway.worker.pools.prefill.policy.context.lag_within = lambda began, ended: 0.0
     await gateway.ask(turn(LONG, stream=True))
-    assert 0 < local.handover_seconds < 5
-    local.handover_seconds = 1000.0
+    assert 0 < local.handoff_seconds < 5
+    local.handoff_seconds = 1000.0
     usage = {"stream_options": {"include_usage": True}}
     answer = await gateway.ask(turn(LONG, "Yes.", "And then?", stream=True, **usage))
     assert skipped(gateway) == 1
@@ -109,4 +109,4 @@ async def test_what_both_take_is_learned_from_answers(deploy: Deploy, fast_path:
     (prefixes,) = local._cached.values()
     assert prefixes.trust > 0.75  # the decoder's report confirms the expected prefix
     assert local.cost.samples == 1
-    assert local.handover_seconds == 1000.0
+    assert local.handoff_seconds == 1000.0

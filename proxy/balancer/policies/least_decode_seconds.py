@@ -157,7 +157,7 @@ class LeastDecodeSeconds(LeastTokens):
         self.pace = DecodePace()
         self._decoders: dict[str, _Decoder] = {}  # by name, which has the cheaper hash
         self._pending: PendingSamples[_Ended] = PendingSamples(
-            self.context, most_lag_seconds=_MOST_LAG_SECONDS, most_lag_share=_MOST_LAG_SHARE, capacity=_MAX_PENDING
+            self.context, max_lag_seconds=_MOST_LAG_SECONDS, max_lag_share=_MOST_LAG_SHARE, capacity=_MAX_PENDING
         )
         self._lengths: dict[int, tuple[float, int]] = {}  # mean and number, by the limit's bit length
         self._held = 0.0  # KV tokens of one answer, over the last ones

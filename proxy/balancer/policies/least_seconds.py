@@ -1,9 +1,9 @@
-"""Least load in seconds: a prompt goes where its prefill will probably have ended first.
+"""Policy `least_load` for prefillers: a prompt goes to the backend whose prefill will probably end first.
 
-Load is what a backend has to do until it is free, in seconds learned from its answers, and what this prompt adds, of
-which the part that is probably in its prefix cache costs nothing. That is Mooncake's Algorithm 1 (FAST'25), but for
-two things: nothing is fitted offline, and what a prompt adds counts more the busier all are, because it delays those
-who come after it.
+The score of a backend is the time until it is free plus the prefill time of this prompt, both in seconds and learned
+from answers. Tokens that are probably in its prefix cache cost nothing. This is Mooncake's Algorithm 1 (FAST'25) with
+two differences. Nothing is fitted offline. And the prefill time counts more the busier all prefillers are, because it
+delays later prompts.
 """
 
 from __future__ import annotations
@@ -28,68 +28,70 @@ if TYPE_CHECKING:
     from proxy.common.backend import Backend
 
     _Snapshot = tuple[Sequence[Prefiller], Sequence[float], Sequence[float], bool, Sequence[float] | None]
-    """Of candidates: who they are, when they are free and what the prompt takes them, in seconds; whether several were
-    equal; and the tokens that are probably cached there, None where that was not looked up."""
+    """The prefillers, their waits and prefill times in seconds, whether several were equal, and the probably cached
+    tokens of each. None: the cache was not looked up."""
 
-# Differences that predictions cannot tell.
+# Scores are equal if they differ by less than this share and this time, which is the precision of predictions.
 _TIE_SHARE: Final = 0.05
 _TIE_SECONDS: Final = 0.02
-# Of a first turn's prompt, the pieces that another one of the same kind shares with it.
+# Number of leading pieces of a first turn that identify its kind, such as a common system prompt.
 _KIND_PIECES: Final = 8
-# The share of busy backends over that of idle ones, at most; and how fast the share is followed.
-_MOST_CROWDING: Final = 6.0
-_MOST_BUSY: Final = _MOST_CROWDING / (1 + _MOST_CROWDING)
+# Upper bound of the ratio of busy to idle backends, and the share of busy ones at this bound.
+_MAX_CROWDING: Final = 6.0
+_MAX_BUSY: Final = _MAX_CROWDING / (1 + _MAX_CROWDING)
+# Weight of a new value in the mean share of busy backends.
 _BUSY_STEP: Final = 0.02
-# How late the event loop may be is looked at once in this time, over the seconds before.
+# The lag of the event loop is updated at this interval. It is the maximum over the time below.
 _LAG_LOOK_SECONDS: Final = 1.0
 _LAG_SECONDS: Final = 15.0
-# A request waits no longer for a prefiller that computes in turn than this number of predicted waits.
+# Maximum time that a request waits for a busy prefiller, as a multiple of its predicted wait.
 _HOLD_WAITS: Final = 2.0
-# In one number, a token of compute and a token of KV that no decoder has pulled yet. That takes memory and no time.
+# Weights of a token of compute, and of a token of KV that no decoder has pulled yet, which takes memory and no time.
 _WEIGHTS: Final = 100, 3
 _SECONDS_PER_WEIGHT: Final = SECONDS_PER_LOAD / _WEIGHTS[0]
-# Who is going to get a request: both, and the pieces that are cached there and the seconds that the rest takes.
+# Request, chosen prefiller, costs of the prompt, number of cached pieces, and prefill time in seconds.
 _Choice = tuple["PickRequest", Prefiller, PromptCosts, int, float]
 
 
 class LeastSeconds(LeastTokens):
-    """For prefillers."""
+    """Policy `least_load` for prefillers."""
 
     label = "least_load"
     weights = _WEIGHTS
     crowding = 1.0
-    """How much a prompt's own work counts for those behind it; 0: it does not."""
+    """Weight of the delay of later prompts. 0: it does not count."""
     ahead_seconds = 0.05
-    """A backend gets its next prompt when what it has will take no longer, and no longer than the event loop was late
-    in the last seconds: that hides the way there and back."""
+    """Send the next prompt once less than this, plus the recent lag of the event loop, is left to compute. That hides
+    the round trip."""
     batch_tokens = 16_384
-    """And more together with it, up to so many tokens, where the time that this spares is worth the wait."""
+    """Maximum uncached tokens on a backend while pdproxy tests whether it computes several prompts at a time."""
 
     def __init__(self, context: PolicyContext | None = None) -> None:
         super().__init__(context)
         self._prefillers = Prefillers(self.context)
         self._busy = 0.0
-        self._lag = 0.0  # the most seconds by which the event loop was late in the last ones
-        self._lag_due = -inf  # when to look again
-        self._asked: dict[int, PromptCosts] = {}  # who waits, by the subject's id
-        self._waiting_seconds: dict[int, float] = {}  # what their prompts take
-        self._decided: tuple[object, list[Prefiller]] | None = None  # for whom it is best to go where
+        self._lag = 0.0  # maximum recent lag of the event loop, in seconds
+        self._lag_due = -inf  # time of the next update of `_lag`
+        self._waiting: dict[int, PromptCosts] = {}  # costs of waiting prompts, by the ID of the subject
+        self._waiting_seconds: dict[int, float] = {}  # prefill times of waiting prompts, by the same ID
+        self._decided: tuple[object, list[Prefiller]] | None = None  # admitted subject and its best prefillers
         self._chosen: _Choice | None = None
 
-    # Where it goes
+    # Choice
 
     def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        """The soonest done; of those that cannot be told apart the one to which a session's prompts go, or else those
-        that begin alike, or which is least loaded. That is by a hash: gateways that do not talk agree, also on what
-        keys do not show, such as pictures whose addresses change.
+        """Return the candidate that completes the prompt first.
+
+        Among equal candidates, a hash selects the one for the session or for prompts with the same beginning. Gateways
+        that share nothing so agree, also on parts that keys do not cover, such as images whose URLs change. Without
+        either, the least loaded candidate is chosen.
         """
-        known = self._prefillers
-        prefillers = known.look_up(candidates)
-        prompt = self._asked.get(id(request.subject or request)) if self._asked else None
+        prefillers = self._prefillers.look_up(candidates)
+        prompt = self._waiting.get(id(request.subject or request)) if self._waiting else None
         if prompt is None:
             prompt = prompt_costs(request)
         waits = self._waits(prefillers, weights, self.context.clock(), _SECONDS_PER_WEIGHT)
-        work = known.work(prefillers, prompt)
+        work = self._prefillers.work(prefillers, prompt)
         place, is_equal = 0, False
         if len(candidates) > 1:
             decided, among = self._decided, None
@@ -114,10 +116,7 @@ class LeastSeconds(LeastTokens):
         prompt: PromptCosts,
         scored: tuple[list[float], float],
     ) -> tuple[int, bool]:
-        """Return the place of the one that is chosen of several, and whether it is as good as others.
-
-        `scored`: what `_scores` returns.
-        """
+        """Return the index of the chosen candidate, and whether others are equal. `scored`: result of `_scores`."""
         scores, near = scored
         equal = [place for place, score in enumerate(scores) if score <= near]
         if len(equal) == 1:
@@ -137,26 +136,26 @@ class LeastSeconds(LeastTokens):
         return max(equal, key=lambda place: crc32(candidates[place].backend.name.encode(), kind)), True
 
     def cost_of(self, backend: Backend, request: PickRequest) -> Load:
-        """The predicted seconds, in what they are in tokens."""
+        """Return the predicted prefill time, converted to tokens, and the KV of the prompt."""
         return Load(round(self._choice(backend, request)[4] / SECONDS_PER_LOAD), request.prefill.kv)
 
     def _choice(self, backend: Backend, request: PickRequest) -> _Choice:
-        """What is known of the request, and of the backend, which somebody else may have chosen."""
+        """Return the last choice, or compute it if the pool has chosen this backend without the policy."""
         chosen = self._chosen
         if chosen is None or chosen[0] is not request or chosen[1].backend is not backend:
             prefiller, prompt = self._prefillers.of(backend), prompt_costs(request)
             chosen = self._chosen = request, prefiller, prompt, *self._prefillers.own(prefiller, prompt)
         return chosen
 
-    # What becomes of it
+    # Outcome
 
     def track(self, backend: Backend, request: PickRequest) -> Sent:
-        """What is under way counts as cached, or a burst with one prompt would scatter."""
+        """Note that the prompt was sent. It counts as cached at once, or a burst of equal prompts would scatter."""
         _, prefiller, prompt, hit, seconds = self._choice(backend, request)
         self._chosen = None
         compute = round(seconds / SECONDS_PER_LOAD)
         sent = prefiller.send(prompt, hit, seconds, compute, request.prefill.kv, self.context.clock())
-        # What is charged allows for hits that do not come true; what is told is what comes of those that are expected.
+        # The charge allows for expected cache hits that fail. The reported prediction does not.
         cached = sent.cached
         expected = self._prefillers.cost.seconds(prompt.tokens - cached, cached) * prefiller.slowness
         sent.prediction = Prediction(sent.wait + expected, round(cached))
@@ -181,52 +180,52 @@ class LeastSeconds(LeastTokens):
         return columns, [*map(add, waits, work)]
 
     def forget_cache(self, backend: Backend) -> None:
-        """What it had in its cache is gone."""
+        """See Policy."""
         self._prefillers.of(backend).forget_cache()
 
     def soonest_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float | None:
-        """What all have to do already, and the prompt's work."""
+        """Return the least sum of a prefiller's wait and its prefill time for the prompt."""
         prefillers = self._prefillers.look_up(candidates)
         loads = self._prefillers.reader.compute()
         waits = self._waits(prefillers, loads, self.context.clock())
         return min(map(float.__add__, waits, self._prefillers.work(prefillers, prompt_costs(request))))
 
     @property
-    def remembered(self) -> int:
-        """Of all prefillers."""
-        return self._prefillers.remembered
+    def remembered_prefixes(self) -> int:
+        """See Policy."""
+        return sum(len(prefiller.cached) for prefiller in self._prefillers.by_key.values())
 
-    # The queue in front of all
+    # Queue
 
     def has_room(self, candidates: Sequence[Candidate]) -> bool:
-        """Whether a prompt that went to one of them now would begin almost at once."""
+        """Return whether a candidate would begin with a prompt almost at once."""
         return self._has_room(candidates) is not False
 
     def admits(self, candidates: Sequence[Candidate], request: Callable[[], PickRequest]) -> bool:
-        """See Policy. Where there is room everywhere, nothing is better."""
+        """See Policy. If all candidates have room, there is nothing to wait for."""
         has_room = self._has_room(candidates)
         if has_room is None:
             return self.first_to_admit(candidates, [request()]) is not None
         return has_room
 
     def work_seconds(self, candidates: Sequence[Candidate], request: PickRequest) -> float:
-        """What a prompt takes where it takes least. It waits from now on."""
+        """See Policy."""
         subject = id(request.subject or request)
-        prompt = self._asked[subject] = prompt_costs(request)
+        prompt = self._waiting[subject] = prompt_costs(request)
         seconds = self._waiting_seconds[subject] = min(
             self._prefillers.work(self._prefillers.look_up(candidates), prompt)
         )
         return seconds
 
     def left_queue(self, request: PickRequest) -> None:
-        """What was worked out for it is not needed any more."""
-        self._asked.pop(id(request.subject or request), None)
+        """Drop the costs of the prompt."""
+        self._waiting.pop(id(request.subject or request), None)
         self._waiting_seconds.pop(id(request.subject or request), None)
 
     def hold_seconds(self, request: PickRequest | None, waiting: int) -> float:
-        """See Policy: twice the wait that is predicted where engines compute in turn, as was learned of them.
+        """Return twice the predicted wait, if engines were learned to compute prompts in order.
 
-        It is the time until a prefiller is free, the work of all that wait, and that of later, shorter prompts.
+        The wait is the time until a prefiller is free, plus the work of all waiting prompts and of later, shorter ones.
         """
         candidates, prefillers = self._prefillers.candidates, self._prefillers.prefillers
         if request is None or not prefillers:
@@ -234,13 +233,14 @@ class LeastSeconds(LeastTokens):
         loads = self._prefillers.reader.compute()
         waits = self._waits(prefillers, loads, self.context.clock())
         if any(map(self._is_free, candidates, prefillers, waits, loads)):
-            return inf  # it waits for decoders
+            return inf  # the request waits for decoders
         work = min(self._prefillers.work(prefillers, prompt_costs(request)))
         return _HOLD_WAITS * (min(waits) + sum(self._waiting_seconds.values()) / len(prefillers) + work / AGEING)
 
     def first_to_admit(self, candidates: Sequence[Candidate], waiting: Sequence[PickRequest]) -> int | None:
-        """The first that is soonest done where there is room. Those before it wait for what they will be done sooner
-        with, each behind those that wait for the same.
+        """Return the index of the first request whose best prefiller has room.
+
+        The requests before it wait for other prefillers. The work of each counts for those that wait behind it.
         """
         prefillers = self._prefillers.look_up(candidates)
         loads = self._prefillers.reader.compute()
@@ -251,12 +251,12 @@ class LeastSeconds(LeastTokens):
         gathers = [
             has_room and prefiller.is_ending(now) for has_room, prefiller in zip(is_open, prefillers, strict=True)
         ]
-        share = len(self._asked) / len(prefillers)
+        share = len(self._waiting) / len(prefillers)
         for place, request in enumerate(waiting):
-            prompt = self._asked.get(id(request.subject or request)) or prompt_costs(request)
+            prompt = self._waiting.get(id(request.subject or request)) or prompt_costs(request)
             work = self._prefillers.work(prefillers, prompt)
             scores, near = self._scores(waits, work)
-            # Nothing is gained by waiting for another prefiller where the prompt takes as long everywhere.
+            # If the prompt takes equally long everywhere, waiting for another prefiller gains nothing.
             is_same = max(work) <= min(work) * (1 + _TIE_SHARE)
             best = [
                 prefillers[at]
@@ -276,8 +276,10 @@ class LeastSeconds(LeastTokens):
         return None
 
     def _is_free(self, candidate: Candidate, prefiller: Prefiller, wait: float, load: int) -> bool:
-        """Whether what it has is soon done; or it is not known when, so that nothing is held back from it; or it is to
-        be found out whether it computes more at a time.
+        """Return whether a prefiller may get the next prompt.
+
+        It may if its work is nearly done, if its order of prompts is unknown, so that nothing is held back from it, or
+        to test whether it computes several prompts at a time.
         """
         if not load:
             return True
@@ -291,13 +293,13 @@ class LeastSeconds(LeastTokens):
         concurrency = prefiller.concurrency
         if not concurrency.is_orderly:
             return True
-        # Behind long prompts it would be dear to find out. Of what is only passed on, no tokens are known.
+        # The test would be expensive behind long prompts. The tokens of passed-through requests are unknown.
         return prefiller.uncached_tokens < self.batch_tokens * concurrency.lanes and (
-            prefiller.under_way < concurrency.wanted or (prefiller.is_busy and not prefiller.uncached_tokens)
+            prefiller.in_flight < concurrency.wanted or (prefiller.is_busy and not prefiller.uncached_tokens)
         )
 
     def _has_room_in_step(self, prefiller: Prefiller) -> bool:
-        """Whether a prefiller computes several prompts in one step, one after the other, and has room in the next."""
+        """Return whether a prefiller computes in steps of several prompts, in order, and the next one has room."""
         concurrency = prefiller.concurrency
         return (
             prefiller.shared_seconds > 0
@@ -307,18 +309,18 @@ class LeastSeconds(LeastTokens):
         )
 
     def _joins(self, prefiller: Prefiller, seconds: float, share: float) -> bool:
-        """Whether a prompt had better be computed in the next step than in the one after it.
+        """Return whether a prompt should join the next step rather than the one after it.
 
-        It delays the others of that step by its tokens. It saves the time that the prompts of a step share: for itself,
-        for `share` prompts that wait, and for those that will come while all are busy.
+        It delays the other prompts of that step by its own time. It saves the shared time of a step for itself, for the
+        `share` of waiting prompts, and for prompts that will arrive while all prefillers are busy.
         """
         shared = prefiller.shared_seconds
         return prefiller.behind * (seconds - shared) < shared * (1 + share + self._crowding)
 
-    # How
+    # Scores
 
     def _has_room(self, candidates: Sequence[Candidate]) -> bool | None:
-        """Whether all of them have room; None: some have."""
+        """Return whether all candidates have room. None: some of them have."""
         prefillers = self._prefillers.look_up(candidates)
         loads = self._prefillers.reader.compute()
         idle = loads.count(0) / len(loads)
@@ -338,15 +340,15 @@ class LeastSeconds(LeastTokens):
 
     @property
     def _crowding(self) -> float:
-        """The prompts that will come, on the average, until a busy prefiller is idle again."""
-        return self._busy / (1 - self._busy) if self._busy < _MOST_BUSY else _MOST_CROWDING
+        """Expected number of prompts that arrive before a busy prefiller is idle again."""
+        return self._busy / (1 - self._busy) if self._busy < _MAX_BUSY else _MAX_CROWDING
 
     def _scores(
         self, waits: Sequence[float], work: Sequence[float], among: Sequence[bool] | None = None
     ) -> tuple[list[float], float]:
-        """The wait at each and what the prompt's work adds; and up to where they cannot be told from the least.
+        """Return the score of each prefiller, and the highest score that counts as equal to the lowest.
 
-        `among`: which of them come into question, if any does; None: all. The score of the others is infinite.
+        `among`: which prefillers may be chosen; the score of the others is infinite. None, or none of them: all may.
         """
         counts = 1 + self.crowding * self._crowding
         scores = [wait + counts * work[place] for place, wait in enumerate(waits)]
@@ -358,7 +360,7 @@ class LeastSeconds(LeastTokens):
     def _waits(
         self, prefillers: Sequence[Prefiller], loads: Sequence[int], now: float, unit: float = SECONDS_PER_LOAD
     ) -> list[float]:
-        """Seconds until each of them is free; 0.0: it is. `unit`: the seconds that one of a load stands for."""
+        """Return the time until each prefiller is free, in seconds. `unit`: seconds per unit of `loads`."""
         waits = [0.0] * len(loads)
         if any(loads):
             for place, load in enumerate(loads):
@@ -368,6 +370,6 @@ class LeastSeconds(LeastTokens):
 
 
 def _cached_tokens(prefillers: Sequence[Prefiller], prompt: PromptCosts) -> Sequence[float]:
-    """Of the prompt, that are probably cached at each of these."""
+    """Return the tokens of a prompt that are probably cached on each prefiller."""
     ends, there = prompt.ends, prompt.by_prefiller
     return [ends[pieces - 1] if (pieces := there[prefiller][1]) else 0.0 for prefiller in prefillers]

@@ -1,4 +1,7 @@
-"""What one worker knows of one prefiller: what it has sent there, how far that is, and what is probably cached."""
+"""State of prefillers in one worker: the prompts in flight, their progress, and the probable contents of caches.
+
+`Prefiller` is the state of one backend. `Prefillers` has all of them and learns how long prompts take.
+"""
 
 from __future__ import annotations
 
@@ -37,130 +40,137 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("proxy.balancer.policies.prefillers")
 
-# So many prompts that could have been computed together and were not show that the backend works on one at a time; that
-# is believed for so many more, and then found out once more.
-_ENOUGH_ALONE: Final = 3
-_BELIEVED: Final = 1000
-# Of shorter ones the order does not matter.
-_LEAST_SECONDS: Final = 0.1
+# A backend is serial after this number of prompts computed alone that could have been batched.
+_SERIAL_AFTER: Final = 3
+# A serial backend is tested again after this number of answers.
+_SERIAL_FOR: Final = 1000
+# Shorter prompts are not evidence for or against batching.
+_MIN_SECONDS: Final = 0.1
 
-# What is under way is not thought to be over before its answer is here.
-_LEAST_LEFT: Final = 0.1
+# Minimum remaining time of a prompt in flight, as a share of its prediction. It is not over before its answer arrives.
+_MIN_LEFT_SHARE: Final = 0.1
 
-# The last part of a step, in which the prompts of the next one are gathered: this time, or this share of the step.
+# Prompts of the next step are gathered in the last part of a step: this time, or this share of the step if longer.
 _ENDING_SECONDS: Final = 0.05
 _ENDING_SHARE: Final = 0.2
 
-# The tokens that a step has room for, until full steps show it, and how fast that is followed.
+# Assumed capacity of a step in tokens, until full steps show it.
 _FIRST_STEP_TOKENS: Final = 16_384.0
+# Weight of a new observation in the capacity of a step.
 _STEP_TOKENS_STEP: Final = 0.1
 
-# A cache that reaches further or less far by this part is another one.
-_NOTICED: Final = 0.02
+# Relative change of a cache's capacity that invalidates computed costs.
+_CAPACITY_CHANGE: Final = 0.02
 
-# What takes less than this part of what is predicted was computed together with what was before it.
-_TOGETHER: Final = 0.25
-# Prompts of this size together fit into one step of an engine that computes several together.
+# A prompt that takes less than this share of its prediction was computed in the same step as the one before.
+_BATCHED_SHARE: Final = 0.25
+# Prompts with up to this number of tokens in total fit into one step of every engine that batches.
 _SURELY_FIT_TOKENS: Final = 8192
-# A prompt that was sent by this time before a step began, and is not in it, had no room there.
+# A prompt that was sent at least this time before a step began, and is not in it, did not fit.
 _SURELY_BEFORE_SECONDS: Final = 0.02
-# More answers than one in such a time teach nothing new.
+# Minimum interval between lessons, because more answers teach nothing new.
 _LESSON_SECONDS: Final = 0.05
-# An answer teaches nothing if the event loop was late by more than this, or this share of what it took, meanwhile.
-_MOST_LAG_SECONDS: Final = 0.05
-_MOST_LAG_SHARE: Final = 0.1
-# Samples that wait until it is known whether the loop was late.
+# Samples are not used if the event loop was late by more than this time, or this share of the sample.
+_MAX_LAG_SECONDS: Final = 0.05
+_MAX_LAG_SHARE: Final = 0.1
+# Maximum number of samples that wait until the lag of the event loop is known.
 _MAX_PENDING: Final = 256
-# So many lessons are enough to tell by what a prompt takes what several take.
-_TAUGHT: Final = 16
+# Number of lessons after which the interval applies.
+_ENOUGH_LESSONS: Final = 16
 
 
 @dataclass(slots=True, eq=False)
 class Prefiller:
-    """`version` moves with what is cached and how fast it is."""
+    """State of one prefiller in one worker."""
 
     backend: Backend
     on_end: Callable[[Sent, bool], None] = field(init=False)
-    """Called when what was sent there has been computed, or will not be."""
+    """Called when a prompt has been computed (True) or has failed (False)."""
     cached: CachedPrefixes = field(default_factory=CachedPrefixes)
+    """Prefixes that are probably cached."""
     slowness: float = 1.0
+    """Time of its prefills relative to the other prefillers."""
     journal: JournalWriter | None = None
-    """Where the other workers hear what this one has sent there; None: there are none."""
+    """Journal for the other workers. None: there are none."""
     version: int = 0
+    """Changes with the cached prefixes and the speed, which invalidates costs that were computed."""
     charged_tokens: int = 0
-    """Of all that was sent and is under way."""
+    """Charged compute tokens of this worker's prompts in flight."""
     uncached_tokens: float = 0.0
-    """Tokens of it that are not expected to be cached."""
+    """Expected uncached tokens of this worker's prompts in flight."""
     concurrency: Concurrency = field(default_factory=Concurrency)
     step: Step | None = None
-    """What it has answered last, as long as more may belong to it."""
+    """The last answered step, as long as more prompts may belong to it. None: it is complete."""
     shared_seconds: float = 0.0
-    """Of what each prompt takes by prediction, what those that are computed together take only once."""
+    """Part of a predicted prefill time that prompts of one step share. 0: it computes one prompt at a time."""
     overhead_seconds: float = 0.0
-    """What each prompt counts besides where it is not known when it will be computed, see `PrefillCost.overhead`."""
+    """Additional time of each prompt if the order of prompts is unknown; see `PrefillCost.overhead`."""
     behind: int = 0
-    """Prompts of this worker that will be computed after those that are being computed now."""
+    """Number of this worker's prompts behind the current step."""
     behind_seconds: float = 0.0
-    """Predicted of these, each by itself."""
+    """Sum of their predicted prefill times."""
     behind_tokens: float = 0.0
-    """Tokens of these that are not expected to be cached."""
+    """Sum of their expected uncached tokens."""
     step_tokens: float = _FIRST_STEP_TOKENS
-    """Uncached tokens that it computes in one step at most."""
-    _sent: dict[Sent, None] = field(default_factory=dict)  # the oldest first
-    _began: float = 0.0  # of what is being computed: since when, how long it takes, and what that is in charges
-    _step_seconds: float = 0.0
-    _step_charged: float = 0.0
-    _answered_at: float = 0.0
-    _answered_before: float = 0.0  # the answer before that one
+    """Maximum uncached tokens of a step."""
+    _sent: dict[Sent, None] = field(default_factory=dict)  # prompts in flight of this worker, oldest first
+    _began: float = 0.0  # start of the current step
+    _step_seconds: float = 0.0  # predicted duration of the current step
+    _step_charged: float = 0.0  # sum of the prompts' times in it
+    _answered_at: float = 0.0  # time of the last answer
+    _answered_before: float = 0.0  # time of the answer before that
     _alone: int = 0  # see `note_completion`
     _others: deque[tuple[float, float, float]] = field(default_factory=deque)
-    """When others have sent something that is under way, its predicted seconds, and the tokens that are not expected to
-    be cached, the oldest first."""
+    """Prompts in flight of other workers, oldest first: time of sending, predicted seconds, expected uncached
+    tokens."""
 
     @property
     def computes_one_at_a_time(self) -> bool:
-        """It was seen to compute prompts one after the other."""
-        return self._alone > _ENOUGH_ALONE
+        """Whether it was observed to compute one prompt at a time."""
+        return self._alone > _SERIAL_AFTER
 
     def note_completion(self, batched: bool) -> None:
-        """One that was behind others has been computed, together with the one before it or alone."""
+        """Note that a queued prompt has completed.
+
+        `batched`: it was computed in the same step as the one before.
+        """
         if batched:
             self._alone = 0
-        elif self._alone <= _ENOUGH_ALONE:
+        elif self._alone <= _SERIAL_AFTER:
             self._alone += 1
-            if self._alone == _ENOUGH_ALONE:
-                self._alone += _BELIEVED
+            if self._alone == _SERIAL_AFTER:
+                self._alone += _SERIAL_FOR
 
     def note_step(self, step: Step, *, left_out: float | None) -> None:
-        """Learn how many tokens a step has room for.
+        """Learn the token capacity of a step.
 
-        `left_out`: the tokens of the next prompt, if that was there when the step began, and had no room in it.
+        `left_out`: tokens of the next prompt, if it had arrived when the step began and did not fit. None: it had not.
         """
         if step.largest > self.step_tokens:
-            return  # it took several steps
+            return  # its largest prompt took several steps
         if step.uncached >= self.step_tokens:
             self.step_tokens = step.uncached + 1
         elif left_out is not None and step.uncached + left_out < self.step_tokens:
             self.step_tokens += _STEP_TOKENS_STEP * (step.uncached + left_out - self.step_tokens)
 
     def fits_in_step(self, tokens: float) -> bool:
-        """Return whether the next step has room for all tokens of a prompt. To find out more, there are three."""
+        """Return whether the next step has room for the tokens of a prompt, or three steps during a test."""
         return self.behind_tokens + tokens <= self.step_tokens * self.concurrency.wanted
 
     @property
     def _fill(self) -> float:
         """See PrefillSample."""
         if not self.shared_seconds or self.concurrency.lanes > 1:
-            return self.under_way / self.concurrency.lanes
+            return self.in_flight / self.concurrency.lanes
         return (self.uncached_tokens + sum([computed for _, _, computed in self._others])) / self.step_tokens
 
     @property
-    def under_way(self) -> int:
-        """Prompts that any worker has sent."""
+    def in_flight(self) -> int:
+        """Number of prompts in flight of all workers."""
         return len(self._sent) + len(self._others)
 
     def wait(self, now: float) -> float:
-        """Seconds until it begins with what is sent to it now, by what is known to be under way: something is."""
+        """Return the time until it begins with a new prompt, by the known prompts in flight."""
         load = self.charged_tokens * SECONDS_PER_LOAD
         if self._others:
             load += sum([seconds for _, seconds, _ in self._others])
@@ -169,12 +179,19 @@ class Prefiller:
 
     @property
     def is_busy(self) -> bool:
-        """This worker has sent something that is under way."""
+        """Whether this worker has prompts in flight there."""
         return bool(self._sent)
 
     def send(self, prompt: PromptCosts, hit: int, seconds: float, compute: int, kv: int, now: float) -> Sent:
-        """A prompt goes there, of whose pieces so many are probably cached. It takes so long by prediction, for which
-        the backend is charged `compute`, beside `kv`. What is under way counts as cached, or a burst would scatter.
+        """Add a prompt that is sent now. It counts as cached at once, or a burst of equal prompts would scatter.
+
+        Args:
+            prompt: The prompt.
+            hit: Number of its pieces that are probably cached.
+            seconds: Predicted prefill time.
+            compute: Charged compute tokens.
+            kv: Charged KV tokens.
+            now: Current time of the clock.
         """
         prefixes, before = self.cached, self._sent
         ahead = len(before) + len(self._others)
@@ -203,8 +220,9 @@ class Prefiller:
         return sent
 
     def end(self, sent: Sent, served: bool, now: float, is_lesson: bool = True) -> PrefillSample | None:
-        """It has been computed, or will not be; None: that teaches nothing of the time it takes, or it had no company
-        and would only be one more lesson, which is not wanted.
+        """Remove a prompt that has been computed or has failed, and return what it teaches about prefill times.
+
+        None: it teaches nothing, or it was alone and `is_lesson` is False.
         """
         prompt, cached = sent.prompt, sent.cached
         fill = self._fill
@@ -225,27 +243,27 @@ class Prefiller:
         if served:
             tokens = float(prompt.tokens)
             if sent.answer is not None:
-                told_tokens, told_cached = sent.answer
+                reported_tokens, reported_cached = sent.answer
                 if prompt.keys:
-                    prefixes.tell(told_cached)
-                    there = tokens * told_cached / max(1, told_tokens)
+                    prefixes.tell(reported_cached)
+                    there = tokens * reported_cached / max(1, reported_tokens)
                     further = cached - there
                     prefixes.odometer += further
                     found_age, missed_age = prefixes.learn(sent.known, sent.odometer, prompt.ends, cached, there)
-                tokens, cached = float(told_tokens), float(told_cached)
-            # Prompts that were sent one behind the other were computed one after the other.
-            was_behind = sent.at < self._answered_before and sent.seconds > _LEAST_SECONDS
-            # Otherwise nothing is known of it, or nothing new.
+                tokens, cached = float(reported_tokens), float(reported_cached)
+            # A prompt that was sent before the answer before the last one was queued behind another one.
+            was_behind = sent.at < self._answered_before and sent.seconds > _MIN_SECONDS
+            # Otherwise the prompt teaches nothing, or nothing new.
             if tokens > cached and (is_lesson or sent.ahead or was_behind):
                 seconds = now - max(sent.at, self._answered_at)
                 company = sent.ahead, float(was_behind), float(has_overtaken), fill
                 sample = PrefillSample(tokens - cached, cached, seconds, now - sent.at, *company)
             self._answered_before, self._answered_at = self._answered_at, now
-            if self._alone > _ENOUGH_ALONE:
+            if self._alone > _SERIAL_AFTER:
                 self._alone -= 1
-                if self._alone == _ENOUGH_ALONE:
+                if self._alone == _SERIAL_AFTER:
                     self._alone = 0
-        else:  # of a failure there is nothing in the cache
+        else:  # a failed prompt is not cached
             dropped = [key for key, reading in zip(prompt.keys, sent.known, strict=True) if reading is None]
             prefixes.drop(dropped)
         if self.journal is not None:
@@ -254,12 +272,12 @@ class Prefiller:
         return sample
 
     def write_sample(self, sample: PrefillSample, at: float) -> None:
-        """Let other workers learn from a prompt that this one has sent, and that had been computed at this time."""
+        """Send a sample to the other workers. `at`: time at which the prompt had been computed."""
         if self.journal is not None:
             self._write(RecordKind.SAMPLED, (), (), at, *sample)
 
     def forget_cache(self) -> None:
-        """Nothing is cached there any more. This worker has found out, as the others will."""
+        """Reset after the cache was lost. Each worker notices that by itself."""
         self._alone = 0
         self.step_tokens = _FIRST_STEP_TOKENS
         self.concurrency = Concurrency(self.concurrency.ranks)
@@ -268,13 +286,13 @@ class Prefiller:
             self.version += 1
 
     def left(self, load: float, now: float) -> float:
-        """Seconds until it begins with what is sent to it now. `load`: of all workers, in seconds, too."""
+        """Return the time until it begins with a new prompt. `load`: charged load of all workers, in seconds."""
         others = self._others
         if others and load <= (self.charged_tokens + 0.5) * SECONDS_PER_LOAD:
-            others.clear()  # some ends were missed
+            others.clear()  # records of their ends were lost
         concurrency = self.concurrency
         if concurrency.is_orderly is False:
-            return (load + self.under_way * self.overhead_seconds) / concurrency.lanes
+            return (load + self.in_flight * self.overhead_seconds) / concurrency.lanes
         if concurrency.lanes > 1:
             return self._lane_left(now)
         sent = self._sent
@@ -290,25 +308,23 @@ class Prefiller:
         return max(0.0, load - charged + left)
 
     def is_ending(self, now: float) -> bool:
-        """Whether what it computes now is nearly done, by prediction."""
+        """Return whether the current step is nearly complete, by its prediction."""
         seconds = self._step_seconds
         return self._began + seconds - now < max(_ENDING_SECONDS, _ENDING_SHARE * seconds)
 
     def _lane_left(self, now: float) -> float:
-        """The same, where several are computed side by side."""
-        under_way = [(sent.at, sent.seconds) for sent in self._sent]
+        """Return the time until it begins with a new prompt, if it computes several prompts side by side."""
+        in_flight = [(sent.at, sent.seconds) for sent in self._sent]
         if self._others:
-            under_way = sorted([*under_way, *[(at, seconds) for at, seconds, _ in self._others]])
+            in_flight = sorted([*in_flight, *[(at, seconds) for at, seconds, _ in self._others]])
         lanes = self.concurrency.lanes
-        if len(under_way) < lanes:
+        if len(in_flight) < lanes:
             return 0.0
-        lefts = [_left(seconds, now - at) for at, seconds in under_way[:lanes]]
-        return soonest_free(lefts, [seconds for _, seconds in under_way[lanes:]])
+        lefts = [_left(seconds, now - at) for at, seconds in in_flight[:lanes]]
+        return soonest_free(lefts, [seconds for _, seconds in in_flight[lanes:]])
 
     def _begin(self, now: float) -> None:
-        """It has answered: what it computes now is the oldest, together with all that were there by then, unless it
-        works on one at a time.
-        """
+        """Begin a step with the oldest prompt, and with all others that had arrived and fit, if it batches prompts."""
         count, step, total = 0, 0.0, 0.0
         tokens, all_tokens = 0.0, 0.0
         for sent in self._sent:
@@ -354,25 +370,25 @@ class Prefiller:
         return None
 
     def _apply_count(self, count: CacheCount) -> None:
-        """Often, and nearly always nothing follows of which those who wait need to know."""
+        """Apply a cache count. Counts are frequent, so costs are only invalidated by a notable change."""
         before = self.cached.capacity
         computing = self.uncached_tokens + sum(computed for _, _, computed in self._others)
         if self.cached.follow(count, computing):
             self.version += 1
             self.cached.clear()
-            for sent in self._sent:  # what is under way comes after that
+            for sent in self._sent:  # prompts in flight enter the cache later
                 self.cached.use(sent.prompt.keys, sent.prompt.ends, 0.0)
-        elif abs(self.cached.capacity - before) > _NOTICED * before:
+        elif abs(self.cached.capacity - before) > _CAPACITY_CHANGE * before:
             self.version += 1
 
 
 def write_count(journal: JournalWriter, slot: int, count: CacheCount) -> None:
-    """Let all workers hear what the engine in this slot tells of its cache."""
+    """Send all workers the cache count of the engine in this slot."""
     journal.write(packed(Record(RecordKind.COUNTED, slot, (), (), count)))
 
 
 def _written_age(age: float | None) -> float:
-    """Return the age of a prefix as a number of a record."""
+    """Return the age of a prefix for a record."""
     return NO_AGE if age is None else age
 
 
@@ -381,18 +397,19 @@ def _read_age(number: float) -> float | None:
 
 
 def _left(seconds: float, spent: float) -> float:
-    """Of what takes so long and has so much behind it. What is overdue is expected to take as long again as it is late:
-    it may never end.
+    """Return the remaining time of a prompt.
+
+    An overdue prompt is expected to take as long again as it is late, because it may never end.
     """
-    return max(seconds - spent, spent - seconds, _LEAST_LEFT * seconds)
+    return max(seconds - spent, spent - seconds, _MIN_LEFT_SHARE * seconds)
 
 
 def read_journal(
     journal: JournalWriter, prefillers: Mapping[int, Prefiller]
 ) -> Iterator[tuple[Prefiller, PrefillSample, float]]:
-    """Take in what other workers have sent there, and what has come of it. Yield what that teaches, with its time.
+    """Apply the records of other workers. Yield the samples among them, each with its prefiller and time.
 
-    `prefillers`: by slot; of others nothing is kept.
+    `prefillers`: by slot. Records of other slots are dropped.
     """
     for data in journal.new_records():
         _, slot = kind_and_slot(data)
@@ -404,54 +421,41 @@ def read_journal(
 
 
 class Prefillers:
-    """It learns from what ends here, and hears of what other workers send and learn."""
+    """All prefillers of one worker. It learns from its answers and from those of other workers."""
 
     def __init__(self, context: PolicyContext) -> None:
         self.cost = PrefillCost()
         self.reader: SlotReader
-        """Of the candidates that were prompt about last."""
+        """Reads the slots of `candidates`."""
         self._clock = context.clock
         self._facts = context.facts
         self._journal = context.journal
         self.by_key: dict[str, Prefiller] = {}
-        """By `Backend.key`."""
+        """Prefillers by `Backend.key`."""
         self._by_slot: dict[int, Prefiller] = {}
-        self.candidates: Sequence[Candidate] = ()  # those that were prompt about last, and what is known of them
+        self.candidates: Sequence[Candidate] = ()
+        """Candidates of the last call of `look_up`."""
         self.prefillers: list[Prefiller] = []
+        """Their prefillers, in the same order."""
         self._pending: PendingSamples[tuple[Prefiller, PrefillSample]] = PendingSamples(
-            context, most_lag_seconds=_MOST_LAG_SECONDS, most_lag_share=_MOST_LAG_SHARE, capacity=_MAX_PENDING
+            context, max_lag_seconds=_MAX_LAG_SECONDS, max_lag_share=_MAX_LAG_SHARE, capacity=_MAX_PENDING
         )
         self._next_lesson = 0.0
-        self._is_taught = False
-
-    @property
-    def remembered(self) -> int:
-        """Keys of prefixes."""
-        return sum(len(prefiller.cached) for prefiller in self.by_key.values())
+        self._has_enough_lessons = False
 
     def look_up(self, candidates: Sequence[Candidate]) -> list[Prefiller]:
-        """Of each of them."""
+        """Return the prefillers of candidates, after applying the records of other workers."""
         if candidates is not self.candidates:
             self._set_candidates(candidates)
         if self._journal is not None:
-            self.listen()
-        return self.prefillers
-
-    @property
-    def last_candidates(self) -> Sequence[Candidate]:
-        """The candidates that were prompt about last."""
-        return self.candidates
-
-    @property
-    def last_known(self) -> Sequence[Prefiller]:
-        """Those that were prompt about last."""
+            self.read_records()
         return self.prefillers
 
     def _set_candidates(self, candidates: Sequence[Candidate]) -> None:
         self.candidates = candidates
         self.prefillers = [self.of(candidate.backend) for candidate in candidates]
         for prefiller, candidate in zip(self.prefillers, candidates, strict=True):
-            if prefiller.backend is not candidate.backend:  # it may have left, and come back in another slot
+            if prefiller.backend is not candidate.backend:  # it came back, perhaps in another slot
                 prefiller.backend = candidate.backend
                 self._by_slot[candidate.backend.slot] = prefiller
             self._take_facts(prefiller)
@@ -459,35 +463,34 @@ class Prefillers:
             slots = [candidate.backend.slot for candidate in candidates]
             self.reader = SlotReader(candidates[0].scoreboard, slots)
 
-    def listen(self) -> None:
-        """Take in what other workers have told, if there are any."""
+    def read_records(self) -> None:
+        """Apply new records of other workers."""
         if self._journal is not None and self._journal.has_new_records:
             for prefiller, sample, at in read_journal(self._journal, self._by_slot):
                 self.learn(prefiller, sample, at)
 
     def of(self, backend: Backend) -> Prefiller:
-        """Of one of them."""
+        """Return the prefiller of a backend."""
         known = self.by_key.get(backend.key)
         if known is None:
             journal = self._journal
-            heard = journal if journal is not None and journal.has_readers else None
-            known = Prefiller(backend, journal=heard)
+            known = Prefiller(backend, journal=journal if journal is not None and journal.has_readers else None)
             known.on_end = partial(self._end, known)
             self.by_key[backend.key] = self._by_slot[backend.slot] = known
         return known
 
     def _end(self, prefiller: Prefiller, sent: Sent, served: bool) -> None:
-        """An answer teaches how long prompts take and what is cached."""
+        """Learn from a prompt that has been computed or has failed."""
         if self._journal is not None:
-            self.listen()  # since when it has computed this one, another worker may know
+            self.read_records()  # another worker's answer may show when this prompt began
         now = self._clock()
         sample = prefiller.end(sent, served, now, now >= self._next_lesson or prefiller.step is not None)
         if sample is not None:
             self._pending.add((prefiller, sample), now - sample.whole, now)
-            self._learn_known()
+            self._learn_settled()
 
-    def _learn_known(self) -> None:
-        """Learn from samples once it is known whether the event loop was late meanwhile. Late ones teach nothing."""
+    def _learn_settled(self) -> None:
+        """Learn from the samples for which the lag of the event loop is known. Late samples teach nothing."""
         for (prefiller, sample), at, is_timely in self._pending.settled():
             if is_timely:
                 prefiller.write_sample(sample, at)
@@ -497,9 +500,9 @@ class Prefillers:
                 prefiller.concurrency.miss()
 
     def learn(self, prefiller: Prefiller, sample: PrefillSample, now: float) -> None:
-        """Learn how long a prompt has taken a prefiller, which has answered at the clock's time `now`."""
+        """Learn the prefill time of a prompt that a prefiller has answered at the time `now`."""
         if now < self._next_lesson and prefiller.step is None and not sample.ahead and not sample.was_behind:
-            return  # it would teach nothing
+            return  # the sample would teach nothing new
         concurrency = prefiller.concurrency
         predicted = self.cost.seconds(sample.uncached, sample.cached) * prefiller.slowness
         doubted_until = concurrency.doubted_until
@@ -511,14 +514,14 @@ class Prefillers:
             )
         if not concurrency.is_orderly or concurrency.lanes > 1:
             self._close(prefiller, now)
-            if sample.ahead < (concurrency.lanes if concurrency.is_orderly else 1):  # it was computed at once
+            if sample.ahead < (concurrency.lanes if concurrency.is_orderly else 1):  # it was computed without waiting
                 self._teach(prefiller, sample.uncached, sample.cached, sample.whole, now)
             return
-        is_together = sample.seconds < _TOGETHER * predicted
+        is_batched = sample.seconds < _BATCHED_SHARE * predicted
         step = prefiller.step
-        if sample.was_behind and (is_together or (step and step.uncached + sample.uncached <= _SURELY_FIT_TOKENS)):
-            prefiller.note_completion(is_together)
-        if step is not None and is_together and not prefiller.computes_one_at_a_time:
+        if sample.was_behind and (is_batched or (step and step.uncached + sample.uncached <= _SURELY_FIT_TOKENS)):
+            prefiller.note_completion(is_batched)
+        if step is not None and is_batched and not prefiller.computes_one_at_a_time:
             prefiller.step = step.and_another(sample)
         else:
             if step is not None:
@@ -528,20 +531,20 @@ class Prefillers:
             prefiller.step = Step(
                 sample.uncached, sample.attention, sample.seconds, began=now - sample.seconds, largest=sample.uncached
             )
-        if not prefiller.under_way:
+        if not prefiller.in_flight:
             self._close(prefiller, now)
 
     def _close(self, prefiller: Prefiller, now: float) -> None:
-        """What was computed together is complete, and teaches as one."""
+        """Complete the last step of a prefiller, and learn from it as one prompt."""
         step, prefiller.step = prefiller.step, None
         if step is not None and step.uncached > 0:
             self._teach(prefiller, step.uncached, step.cached, step.seconds, now)
 
     def _teach(self, prefiller: Prefiller, uncached: float, cached: float, seconds: float, now: float) -> None:
-        if now >= self._next_lesson or not self._is_taught:
+        if now >= self._next_lesson or not self._has_enough_lessons:
             self.cost.learn(prefiller.backend.key, uncached, cached, seconds)
-            self._is_taught = self.cost.samples >= _TAUGHT
-            if self._is_taught:
+            self._has_enough_lessons = self.cost.samples >= _ENOUGH_LESSONS
+            if self._has_enough_lessons:
                 self._next_lesson = now + _LESSON_SECONDS
             prefiller.slowness = self.cost.slowness(prefiller.backend.key)
         prefiller.overhead_seconds = self.cost.overhead
@@ -556,10 +559,10 @@ class Prefillers:
             prefiller.concurrency = Concurrency(facts.ranks)
 
     def own(self, prefiller: Prefiller, prompt: PromptCosts) -> tuple[int, float]:
-        """The pieces of a prompt that are probably cached there, and the seconds that the rest takes."""
+        """Return the number of a prompt's pieces that are probably cached, and the prefill time of the rest."""
         known = prompt.by_prefiller.get(prefiller)
         if known is None or known[0] != prefiller.version:
-            if prompt.request.subject is None:  # what is only passed on
+            if prompt.request.subject is None:  # a passed-through request
                 hit, seconds = 0, prompt.request.prefill.compute * SECONDS_PER_LOAD
             else:
                 prefixes = prefiller.cached
@@ -570,7 +573,7 @@ class Prefillers:
         return known[1], known[2]
 
     def work(self, prefillers: Sequence[Prefiller], prompt: PromptCosts) -> list[float]:
-        """The seconds that a prompt takes each of these."""
+        """Return the prefill time of a prompt on each prefiller, in seconds."""
         if prompt.keys or prompt.request.subject is None:
             own, among = self.own, repeat(prompt)
             return [seconds for _, seconds in map(own, prefillers, among)]

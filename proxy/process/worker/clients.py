@@ -169,7 +169,9 @@ def _lanes(basis: Basis, balancing: Balancing, engines: Engines, whole: Lane) ->
     basis.live.add(lanes.configure)
     balancing.pool_of.find = lambda backend: lanes.of_backend(backend).pools.of(backend.role)
     keys = basis.metrics.prefix_index_keys
-    basis.metrics.settle_first(lambda: keys.set(sum(lane.pools.prefill.policy.remembered for lane in lanes.all)))
+    basis.metrics.settle_first(
+        lambda: keys.set(sum(lane.pools.prefill.policy.remembered_prefixes for lane in lanes.all))
+    )
     return lanes
 
 

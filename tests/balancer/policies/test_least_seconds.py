@@ -326,7 +326,7 @@ def test_workers_learn_from_each_other_but_not_while_the_event_loop_was_late(
     hear(workers)
     assert (other.pool.work_seconds(asked) > 2 * before) is (lag == 0.0)
     known = other.policy._prefillers.of(served)
-    assert not known.under_way, "that prompts have ended is heard at once"
+    assert not known.in_flight, "that prompts have ended is heard at once"
     assert known.cached.hit(list(range(1, 9))) == 8
 
 
@@ -421,11 +421,10 @@ def test_what_another_worker_has_sent_is_not_thought_to_take_longer_than_it_has_
 
 def test_a_prefiller_that_was_gone_has_an_empty_cache(balancer: Balancer, prefillers: Prefillers) -> None:
     gone = prefillers.serve(prompt(1, 2, 3))
-    assert prefillers.policy.remembered
+    assert prefillers.policy.remembered_prefixes
     balancer.health.on_outcome(gone, UpstreamError(Failure.CONNECT, gone, "refused"))
     prefillers.pool.backends()
-    assert prefillers.policy._prefillers.of(gone).cached.hit([1, 2, 3]) == 0
-    assert not prefillers.policy.remembered
+    assert not prefillers.policy.remembered_prefixes
 
 
 def test_what_is_predicted_is_what_comes_of_the_hits_that_are_expected(prefillers: Prefillers) -> None:
