@@ -1,4 +1,4 @@
-"""Decision whether a decoder computes a prompt by itself, because that is faster than a prefill and a handoff.
+"""Decision whether a decoder computes a prompt without a prefiller, because that is faster than a prefill and a handoff.
 
 That holds for short prompts, and for long prompts that are mostly in the decoder's cache. After an answer the cache
 holds the prompt and the answer, so only the tool's result is new in the next turn of an agent. The prefill time of
@@ -54,7 +54,7 @@ _MAX_PENDING: Final = 256
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LocalChoice:
-    """Decision that a decoder computes a prompt by itself."""
+    """Decision that a decoder computes a prompt without a prefiller."""
 
     decoder: Backend
     prompt: PromptCosts
@@ -171,7 +171,7 @@ class LocalPrefill:
         answer_tokens: int,
         prompt_counts: tuple[int, int] | None,
     ) -> None:
-        """Learn from an answer whose prompt the decoder has computed by itself.
+        """Learn from an answer whose prompt the decoder has computed.
 
         Args:
             decoder: Name of the decoder.

@@ -277,7 +277,7 @@ class Prefiller:
             self._write(RecordKind.SAMPLED, (), (), at, *sample)
 
     def forget_cache(self) -> None:
-        """Reset after the cache was lost. Each worker notices that by itself."""
+        """Reset after the cache was lost. Each worker does this."""
         self._alone = 0
         self.step_tokens = _FIRST_STEP_TOKENS
         self.concurrency = Concurrency(self.concurrency.ranks)
