@@ -1,7 +1,7 @@
-"""`pdproxy`, or `python -m proxy`: settings in, supervisor up.
+"""`pdproxy`, or `python -m proxy`: reads the settings and starts the supervisor.
 
-The first word may be a sub-command; without one the gateway serves. A mistake of the operator is one sentence on
-standard error and exit code 2.
+The first argument may be a sub-command; without one the gateway serves. Mistakes of the operator are one sentence on
+standard error, with exit code 2.
 """
 
 from __future__ import annotations
@@ -22,33 +22,34 @@ if TYPE_CHECKING:
     from proxy.settings import Loaded, Settings
 
 _HEALTH_TIMEOUT_SECONDS = 5.0
-# An engine's, where its image or its service starts the gateway, too. prometheus-client would keep the metrics there.
+# An engine may set this variable if its image or service also starts the gateway. prometheus-client would store the
+# metrics there.
 _METRICS_OF_ANOTHER_PROGRAM = ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns its exit code."""
+    """Run the program and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     for name in _METRICS_OF_ANOTHER_PROGRAM:  # before prometheus-client is imported
         os.environ.pop(name, None)
     try:
         exit_code = _run(words)
-        sys.stdout.flush()  # an error of the reader is to be raised here, and not while Python exits
+        sys.stdout.flush()  # so that an error of the reader is raised here, and not at Python's exit
         return exit_code
     except BrokenPipeError:
-        # As in `pdproxy completion bash | head`. Python writes what is left at its exit, which nothing may read.
+        # As in `pdproxy completion bash | head`. At its exit, Python would write the rest to the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except SettingsError as error:
         print(f"pdproxy: error: {error}", file=sys.stderr)
-        # A container's health check knows only 0 and 1.
+        # the health check of a container knows only 0 and 1
         return 1 if words[:1] == ["health"] else 2
     except KeyboardInterrupt:
         return 130
 
 
 def _run(words: list[str]) -> int:
-    # Imported where they are needed: serving must not load the simulator, and a look at the settings neither of them.
+    # Imported at their use: serving must not load the simulator, and printing the settings must load neither.
     match words:
         case ["print-config", *flags]:
             print(to_yaml(_warned(load(flags, os.environ, needs_backends=False, command="print-config"))))
@@ -56,7 +57,7 @@ def _run(words: list[str]) -> int:
         case ["check-config", *flags]:
             settings = _warned(load(flags, os.environ, command="check-config")).settings
             print(f"ok: {settings.fleet}, connector {settings.connector}")
-            for told in settings.doors:
+            for told in settings.access_warnings:
                 print(f"note: {told}")
             return 0
         case ["health", *flags]:
@@ -97,21 +98,21 @@ def _run(words: list[str]) -> int:
 
 
 def _help(words: Sequence[str]) -> str:
-    """What the program says after `--help`."""
+    """Return the text of `--help`."""
     with redirect_stdout(StringIO()) as said, suppress(SystemExit):
         _run([*words, "--help"])
     return said.getvalue()
 
 
 def _warned(loaded: Loaded) -> Loaded:
-    """Print the warnings, beside what is asked for."""
+    """Print the warnings on standard error."""
     for warning in loaded.warnings:
         print(f"pdproxy: warning: {warning}", file=sys.stderr)
     return loaded
 
 
 def _health(settings: Settings) -> int:
-    """Is the gateway on this host alive? 0 if it says so, 1 otherwise. A port for probes is asked, if there is one."""
+    """Return 0 if the gateway on this host is alive, and 1 otherwise. A port for probes is used if there is one."""
     listen, admin = settings.listen, settings.admin
     host, port = (listen.host, listen.port) if admin.probe_port is None else (admin.host, admin.probe_port)
     host = reachable(host)

@@ -1,4 +1,4 @@
-"""What all workers inherit from the process that starts them: listening sockets and shared memory."""
+"""Listening sockets and shared memory that all workers inherit from the process that starts them."""
 
 from __future__ import annotations
 
@@ -36,21 +36,26 @@ logger = logging.getLogger("proxy.shared")
 _CELL_BYTES: Final = 8
 _LEFT_OUT_BYTES: Final = 128 * 1024  # about a thousand lines
 EXCHANGER: Final = 0
-"""The worker that writes the rows of guests: what other gateways tell."""
+"""The worker that exchanges loads with other gateways, and writes their guest rows."""
 REASONS: Final = ("died", "frozen")
-"""Why a worker was replaced."""
+"""Reasons for replacing a worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Made before the first worker so that no port is bound twice. None: there is no such port."""
+    """Listening sockets, created before the first worker so that each port is bound once.
+
+    None: there is no such port.
+    """
 
     clients: socket.socket
     admin: socket.socket | None = None
     probes: socket.socket | None = None
     callbacks: Sequence[socket.socket] = ()
-    """Where engines call back, one for each worker: what they have to say is for one of them. A worker that takes the
-    place of another has its port, too. Empty: there is nothing to call back for."""
+    """Sockets for callbacks of engines, one for each worker, because a callback concerns one worker.
+
+    A worker that replaces another has its socket, too. Empty if there are no callbacks.
+    """
 
     def __enter__(self) -> Self:
         return self
@@ -61,28 +66,29 @@ class Listeners:
         self.close()
 
     def passed_on(self) -> Mapping[str, socket.socket]:
-        """Those that a successor takes over, by name. Not where engines call back: what they have to say is for those
-        who work for them now.
+        """Return the sockets that a successor takes over, by name.
+
+        Callbacks stay with the workers that sent their requests.
         """
         named = {"clients": self.clients, "admin": self.admin, "probes": self.probes}
         return {name: listener for name, listener in named.items() if listener is not None}
 
     def close(self) -> None:
-        """Close this process's copies. May be called again."""
+        """Close the copies of this process. May be called again."""
         for listener in self.all:
             listener.close()
 
     @property
     def all(self) -> Sequence[socket.socket]:
-        """Every listening socket of this process."""
+        """Return every listening socket of this process."""
         named = (self.clients, self.admin, self.probes, *self.callbacks)
         return [listener for listener in named if listener is not None]
 
 
 class Heartbeats:
-    """The counts of all workers' turns, and how many workers were replaced. Make it before forking.
+    """The heartbeats of all workers, and the numbers of replaced workers. Must be created before forking.
 
-    A worker writes its own count, and the supervisor the rest, so there are no locks.
+    There are no locks: a worker writes its own count, and the supervisor the rest.
     """
 
     def __init__(self, workers: int = 1) -> None:
@@ -90,25 +96,25 @@ class Heartbeats:
         self._workers = workers
 
     def beat(self, worker: int) -> None:
-        """This worker's event loop has turned."""
+        """Count one turn of this worker's event loop."""
         self._cells[worker] += 1
 
     def counts(self) -> Mapping[int, int]:
-        """By worker."""
+        """Return the counts by worker."""
         return dict(enumerate(self._cells[: self._workers].tolist()))
 
     def note_replacement(self, reason: str) -> None:
-        """Another worker takes the place of one that ended, for one of REASONS."""
+        """Count a replaced worker, for one of REASONS."""
         self._cells[self._workers + REASONS.index(reason)] += 1
 
     def replacements(self) -> Mapping[str, int]:
-        """How many there were, by reason."""
+        """Return the numbers of replaced workers by reason."""
         return dict(zip(REASONS, self._cells[self._workers :].tolist(), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """What all workers inherit and share."""
+    """Everything that all workers inherit and share."""
 
     configuration: Configuration
     listeners: Listeners
@@ -117,7 +123,7 @@ class Shared:
     key_usage: KeyUsage
     log_once: LogOnce = field(default_factory=LogOnce)
     left_out: LogOnce = field(default_factory=lambda: LogOnce(_LEFT_OUT_BYTES))
-    """What was logged of requests. Apart from the other subjects, as clients choose its names."""
+    """LogOnce for requests. It is separate from other subjects, because clients choose its names."""
     incompatibilities: Incompatibilities = field(default_factory=Incompatibilities)
     sources: SourceStates = field(default_factory=SourceStates)
     heartbeats: Heartbeats = field(default_factory=Heartbeats)
@@ -128,17 +134,17 @@ class Shared:
     journal: Journal = field(default_factory=Journal)
     receipts: Receipts = field(default_factory=Receipts)
     replica: str = field(default_factory=lambda: uuid4().hex)
-    """What other gateways know this one by, which is the same when a worker was replaced."""
+    """Name of this gateway among other gateways; the same after a worker was replaced."""
     predecessor: Predecessor | None = None
-    """Who has started this process to take over from it."""
+    """The gateway that has started this process to take over from it; None without one."""
 
     def erase(self, worker: int) -> None:
-        """Forget what a worker that is dead had counted."""
+        """Erase the counts of a dead worker."""
         self.scoreboard.erase(worker)
         self.health_board.erase(worker)
         self.key_usage.erase(worker)
         self.queue_heads.put(worker, NO_HEAD)
-        if worker == EXCHANGER:  # nobody keeps the rows of the guests now
+        if worker == EXCHANGER:  # without this worker, the guest rows become outdated
             self.health_board.clear_peer_verdicts()
             self.queue_heads.put_guests(NO_HEAD)
             for board in (self.scoreboard, self.key_usage):
@@ -147,12 +153,15 @@ class Shared:
 
 
 RunWorker = Callable[[Shared, int, int | None], int]
-"""`worker.run`: serves until it is drained and returns the exit code. It is given the worker's number, and the reading
-end of a pipe that closes when the supervisor is gone, None without a supervisor."""
+"""`worker.run`: serves until it is drained and returns the exit code.
+
+Its arguments are the worker's number, and the reading end of a pipe that closes when the supervisor ends, or None
+without a supervisor.
+"""
 
 
 def start_successor(shared: Shared) -> Successor | None:
-    """Start a process that is to take over; None: that cannot be, and one line says why."""
+    """Start the process that is to take over, or log the reason and return None."""
     settings = shared.configuration.current().settings
     if os.getpid() == 1:
         logger.error("SIGUSR2: process 1 of a container cannot be replaced: start another container")
@@ -169,7 +178,10 @@ def start_successor(shared: Shared) -> Successor | None:
 def share(
     loaded: Loaded, load: Callable[[], Loaded], listeners: Listeners, predecessor: Predecessor | None = None
 ) -> Shared:
-    """Made before the first worker is forked; with room to add as many instances again. Raises SettingsError."""
+    """Create everything, with room to add as many instances again, before the first worker is forked.
+
+    Raises SettingsError.
+    """
     settings = loaded.settings
     prefill, decode, encode = (
         [(each.host, each.port, each.bootstrap_port, each.models) for each in endpoints]
@@ -182,8 +194,8 @@ def share(
     )
     if predecessor is not None and not roster.is_restored:
         logger.warning(
-            "the instances of the process before cannot be read, as if it were of another version: what was added, "
-            "removed, disabled or weighed at run time is forgotten"
+            "takeover: instances of the predecessor cannot be read, perhaps of another version: instances that were "
+            "added, removed, disabled or weighted at run time are forgotten"
         )
     return Shared(
         configuration=Configuration(loaded, load, roster),

@@ -1,11 +1,12 @@
-"""One gateway takes over from another: the old process starts the new one and passes its listening sockets on.
+"""Takeover by another gateway: the old process starts the new one and passes its listening sockets on.
 
-The kernel's queues of both are then the same, so that nobody is refused in between. The new one does not accept before
-it is ready; then it says so, and the old one accepts no more and drains. Until then nothing has changed for anybody: a
-new one that does not come up, or does not get ready, is told to end.
+Both processes share the kernel's queues, so no connection is refused. The new process accepts when it is ready, and
+reports that; then the old one stops accepting and drains. A new process that does not start, or does not become ready,
+is stopped, and the old one continues.
 
-Both hold one end of a channel (a pair of sockets). Each worker of the new one says once that it accepts, by one byte
-that is the number of workers; when the channel ends the other process has done its part, or is gone.
+Both hold one end of a channel, which is a pair of sockets. Each worker of the new process reports once that it accepts,
+by one byte with the number of workers. The end of the channel means that the other process has done its part, or has
+died.
 """
 
 from __future__ import annotations
@@ -29,26 +30,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger("proxy.takeover")
 
 _VARIABLE: Final = "PDPROXY_PREDECESSOR"
-"""The descriptors that a new process inherits, as JSON: `channel`, `sockets` by name, `instances`."""
+"""The descriptors that the new process inherits, as JSON: `channel`, `sockets` by name, `instances`."""
 _READY_SECONDS: Final = 120.0
 _MOST_WORKERS: Final = 255
 _PRIVATE: Final = ("PROMETHEUS_MULTIPROC_DIR", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "WATCHDOG_PID")
-"""What is said to one process and not to the next."""
+"""Environment variables that are meant for one process and not for its successor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Predecessor:
-    """What a new process has from the one that started it."""
+    """Things that a new process gets from the process that started it."""
 
     channel: socket.socket
     sockets: Mapping[str, socket.socket]
     """Listening sockets, by their names in Listeners."""
     instances: Any
-    """What its roster had, see Roster; None: it could not be told."""
+    """Contents of its roster, see Roster; None if they could not be passed on."""
 
     @classmethod
     def of(cls, environ: MutableMapping[str, str]) -> Self | None:
-        """None: nobody has started this process so. What says it is taken out of the environment."""
+        """Return them, or None if no gateway has started this process. Removes the variable from the environment."""
         told = environ.pop(_VARIABLE, None)
         if told is None:
             return None
@@ -63,12 +64,12 @@ class Predecessor:
         )
 
     def tell_accepting(self, workers: int) -> None:
-        """This worker accepts connections, one of so many."""
-        with suppress(OSError):  # it has ended
+        """Report that this worker accepts connections. `workers`: number of workers."""
+        with suppress(OSError):  # the old process has ended
             self.channel.send(bytes([min(workers, _MOST_WORKERS)]))
 
     async def gone(self) -> None:
-        """Wait until it has nothing more to say: it drains, or has ended."""
+        """Wait until the old process drains or has ended."""
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
         loop.add_reader(self.channel, ended.set)
@@ -79,12 +80,14 @@ class Predecessor:
 
 
 class Successor:
-    """The process that is to take over, as the one that started it sees it. To be asked (`look`) when its descriptor is
-    readable, and now and then, until that has said how it ends, or until `stop`.
+    """The new process, as seen by the process that started it.
+
+    The owner calls `look` when the descriptor is readable, and at intervals, until it returns a result, or calls
+    `stop`.
     """
 
     def __init__(self, sockets: Mapping[str, socket.socket], instances: Any) -> None:
-        """Start it, with these listening sockets and what the roster has. Raises OSError."""
+        """Start it with these listening sockets and the contents of the roster. Raises OSError."""
         self._until = time.monotonic() + _READY_SECONDS
         self._accepting = 0
         self._channel, theirs = socket.socketpair()
@@ -99,17 +102,18 @@ class Successor:
             self.pid = _spawn(orjson.dumps(told).decode(), [theirs.fileno(), file.fileno(), *passed.values()])
             theirs.close()
             file.close()
-            stack.pop_all()  # from here on it is closed by `look` and `stop`
+            stack.pop_all()  # from here on, `look` and `stop` close it
         self._channel.setblocking(False)
-        logger.info("process %d is started to take over", self.pid)
+        logger.info("takeover: successor is started: process %d", self.pid)
 
     def fileno(self) -> int:
-        """For those who wait until something is heard."""
+        """Return the descriptor that becomes readable."""
         return self._channel.fileno()
 
     def look(self) -> bool | None:
-        """Whether it has taken over, so that this process may drain; None: that is to be seen. When it has not, it is
-        ended, and one line says why.
+        """Return whether it has taken over, so that this process may drain; None if that is not decided.
+
+        If it has not, it is stopped, and one line has the reason.
         """
         try:
             heard = self._channel.recv(_MOST_WORKERS)
@@ -126,30 +130,30 @@ class Successor:
         self._accepting += len(heard)
         if self._accepting < heard[-1]:
             return None
-        logger.info("process %d has taken over", self.pid)
+        logger.info("takeover: complete: process %d serves", self.pid)
         self._channel.close()
         return True
 
     def stop(self) -> None:
-        """End it, too: this process was told to stop, and `look` has not said yet what becomes of that one."""
-        logger.info("process %d, which was to take over, is told to stop, too", self.pid)
+        """Stop it, because this process must stop before `look` has a result."""
+        logger.info("takeover: successor is stopped, too: process %d", self.pid)
         self._end()
 
     def _give_up(self, why: str) -> None:
-        logger.error("process %d, which was to take over, %s: this one goes on", self.pid, why)
+        logger.error("takeover: failed, and this process continues: process %d %s", self.pid, why)
         self._end()
 
     def _end(self) -> None:
         with suppress(OSError):
             if os.waitpid(self.pid, os.WNOHANG) == (0, 0):
                 os.kill(self.pid, signal.SIGTERM)
-        self._channel.close()  # last: to the other process that means that we are gone, and that it has to serve
+        self._channel.close()  # last, because it tells the other process that this one is gone and that it must serve
 
 
 def command_line() -> list[str]:
-    """The words by which this program was started, which start the one that is installed there now."""
+    """Return the command line of this program, which starts the version that is installed now."""
     words = sys.orig_argv
-    # The script names its own interpreter, which after an upgrade may be another one than ours.
+    # the script names its interpreter, which may be another one after an upgrade
     if len(words) > 1 and os.path.isfile(words[1]) and os.access(words[1], os.X_OK):
         return words[1:]
     return [sys.executable, *words[1:]]

@@ -1,6 +1,6 @@
-"""Every option of the gateway, and the loading: command line > environment > YAML file > default.
+"""All options of the gateway, and their loading: command line > environment > YAML file > default.
 
-`load` is what a program calls; the models are what its parts are given.
+`load` is for programs; the models are for their parts.
 """
 
 from proxy.common.endpoints import (

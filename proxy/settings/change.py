@@ -1,4 +1,4 @@
-"""What a reload has changed."""
+"""The result of a reload."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ConfigChange:
-    """What one reload of the configuration changed."""
+    """Changes by one reload of the configuration."""
 
     options: tuple[str, ...] = ()
     """Names of the options with new values."""

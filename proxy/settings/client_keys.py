@@ -1,13 +1,13 @@
-"""The keys of clients and the limits of each, from a YAML file of their own: `auth.client_keys_file`.
+"""Keys and limits of clients, from the YAML file `auth.client_keys_file`.
 
     keys:
       - name: team-a
-        key: sk-0123456789abcdef        # or key_sha256: its SHA-256, so that the file holds no secret
-        max_concurrent: 16              # requests at a time; null or left out: any number
-        requests_per_minute: 600        # null or left out: any number
-        priority: 0                     # in the queue lower goes first
+        key: sk-0123456789abcdef     # or key_sha256: its SHA-256, so that the file has no secret
+        max_concurrent: 16           # requests at a time; null or missing: no limit
+        requests_per_minute: 600     # null or missing: no limit
+        priority: 0                  # lower values leave the queue first
 
-A mistake is one sentence that says where it is and never what the key is. Of a key only its digest is kept.
+Errors are one sentence with the place of the mistake and without the key. Only the digest of a key is kept.
 """
 
 # No `from __future__ import annotations` here: pydantic reads the annotations at run time.
@@ -34,7 +34,7 @@ def _matching(pattern: str, expectation: str) -> Callable[[str], str]:
     return check
 
 
-# `-` stands for no key.
+# `-` means no key.
 _KeyName = Annotated[
     str,
     AfterValidator(
@@ -45,29 +45,32 @@ _Digest = Annotated[str, AfterValidator(_matching(r"[0-9a-f]{64}", "64 hexadecim
 
 
 class ClientKey(Section):
-    """One client's key, as far as it is kept, and what its holder may use."""
+    """The digest and the limits of one client's key."""
 
     name: _KeyName
-    """How the holder is called in the log."""
+    """Name of the client in the log."""
     key_sha256: _Digest = Field(repr=False)
-    """SHA-256 of the key, in lower case hexadecimal digits."""
+    """SHA-256 of the key, in lower-case hexadecimal digits."""
     max_concurrent: Positive | None = None
-    """Requests in flight at a time, over all workers; null: any number."""
+    """Maximum number of requests in flight, over all workers; null: no limit."""
     requests_per_minute: Positive | None = None
-    """Requests in any minute, over all workers; null: any number."""
+    """Maximum number of requests in any minute, over all workers; null: no limit."""
     priority: int = 0
-    """In the queue lower goes first. A request may ask to go later than its key, and not sooner."""
+    """Priority in the queue: lower values first.
+
+    A request may ask for a later place than its key, but not for an earlier one.
+    """
 
 
 _MEMBERS: Final = ("key", *ClientKey.model_fields)
-# Whatever member it is, its value may be a key that was written in the wrong place.
+# The value of any member may be a key that was written in the wrong place.
 _NOT_SHOWN: Final = tuple(ClientKey.model_fields)
 
 
 def load_client_keys(path: str | Path) -> tuple[ClientKey, ...]:
-    """Read the keys of a file. Raises SettingsError.
+    """Read the keys of a file, at least one. Raises SettingsError.
 
-    There is at least one: without any key every client would be let in, and that is not what an empty file says.
+    An empty file is an error, because without any key every client would be accepted.
     """
     tree = read_yaml(path)
     entries = tree.get("keys") if isinstance(tree, dict) and set(tree) == {"keys"} else None
@@ -81,12 +84,12 @@ def load_client_keys(path: str | Path) -> tuple[ClientKey, ...]:
 
 
 def _key(entry: object, place: str) -> ClientKey:
-    """The key of one entry of the list, whose `key` becomes its digest."""
+    """Return one entry of the list with the digest in place of its `key`."""
     if not isinstance(entry, dict):
         raise SettingsError(f"{place} must have a name and a key, like `- {{name: team-a, key: sk-…}}`")
     for member in entry:
         if member not in _MEMBERS:
-            # What has digits or dashes may be a key that was written in the wrong place.
+            # A text with digits or dashes may be a key that was written in the wrong place.
             name = f" {member}" if re.fullmatch(r"[A-Za-z_]{1,32}", str(member)) else ""
             raise SettingsError(f"{place} has an unknown member{name}{did_you_mean(str(member), _MEMBERS)}")
     if ("key" in entry) == ("key_sha256" in entry):

@@ -1,7 +1,8 @@
-"""What must be known of each connector before it is made: of its engines, of the configuration, of routes and ports.
+"""Traits of each connector, for checks before it is created.
 
-No other file asks for a connector's name; it asks for one of these traits. They stand at the bottom because settings
-are checked before anything else is imported. `proxy.connectors.CONNECTORS` has the classes, under the same names.
+No other module compares a connector's name; it reads one of these traits. They are part of the settings, because
+settings are checked before anything else is imported. `proxy.connectors.CONNECTORS` has the classes under the same
+names.
 """
 
 from __future__ import annotations
@@ -15,46 +16,46 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorTraits:
-    """The defaults are those of most protocols of vLLM."""
+    """Traits of one connector. The defaults are those of most vLLM protocols."""
 
     engine: str | None = "vLLM"
-    """The software that speaks it, as `Identity.kind` has it; None: any."""
+    """Software that speaks the protocol, as in `Identity.kind`; None: several."""
     kv_connectors: tuple[str, ...] = ()
-    """What vLLM and vLLM-Ascend call that which moves the KV cache (KVConnectorFactory.register_connector)."""
+    """Names in vLLM and vLLM-Ascend of connectors that move the KV cache (KVConnectorFactory.register_connector)."""
     passes_on: tuple[str, ...] = ()
-    """Other connectors whose engines it serves, too, because it passes their KV parameters on."""
+    """Names of other connectors whose engines it serves, too, because it passes their KV parameters on."""
     takes_prefillers: bool = True
-    """False: every engine does both stages, and is given as a decoder."""
+    """Whether there are prefillers. If not, every engine does both stages and is configured as a decoder."""
     needs_prefillers: bool = True
     takes_encoders: bool = True
     needs_callback_port: bool = False
-    """Engines call the gateway back, so each worker has a port for that."""
+    """Whether engines call the gateway, so that each worker needs a port for callbacks."""
     has_prefill_first: bool = False
-    """The decode leg begins when the prefill leg has ended, so no decoder is silent while a prompt is computed."""
+    """Whether the decode leg begins after the prefill leg, so that no decoder is silent during a prefill."""
     is_store: bool = False
-    """The KV cache travels through a store that engines share, which also keeps it."""
+    """Whether the KV cache is transferred through a store that engines share, and that keeps it."""
     tells_bootstrap_port: bool = False
-    """Prefillers say where their bootstrap server is. Of vLLM's only traffic tells."""
+    """Whether prefillers report their bootstrap server. In vLLM, only traffic shows it."""
     meets_at_bootstrap: bool = False
-    """Decoders meet a prefiller at its bootstrap server."""
+    """Whether decoders connect to a prefiller at its bootstrap server."""
     counts_expired_leases: bool = False
-    """Prefillers count the KV whose lease ended before it was fetched."""
+    """Whether prefillers count expired leases."""
     has_sglang_routes: bool = False
-    """Clients find SGLang's own routes, such as /server_info and /model_info."""
+    """Whether clients get SGLang's own routes, such as /server_info and /model_info."""
     lower_priority_first: bool = True
-    """So do engines read the body's `priority`, unless they are told otherwise."""
+    """Whether engines serve lower values of the body's `priority` first, by default."""
     cache_path: str = "/reset_prefix_cache"
-    """The engines' route that empties their prefix caches."""
+    """Route of the engines that clears their prefix caches."""
 
 
 CONNECTOR_TRAITS: Final[Mapping[str, ConnectorTraits]] = {
-    # Until the engines have been asked, which they are at the start.
+    # until the engines have been asked, at the start
     "auto": ConnectorTraits(engine=None, needs_prefillers=False),
     "vllm_pull": ConnectorTraits(
         kv_connectors=(
             "NixlConnector",
             "NixlPullConnector",
-            # vLLM-Ascend's: `request_finished` names the blocks in kv_transfer_params, and the decoder fetches them.
+            # vLLM-Ascend: `request_finished` returns the blocks in kv_transfer_params, and the decoder fetches them.
             "MooncakeConnectorV1",
             "MooncakeConnectorV2",
             "MooncakeD2RHConnectorV1",
@@ -91,7 +92,7 @@ CONNECTOR_TRAITS: Final[Mapping[str, ConnectorTraits]] = {
         cache_path="/flush_cache",
     ),
     "ascend_layerwise": ConnectorTraits(
-        # With both, decoders announce themselves at the gateway's callback port before the prefill begins.
+        # In both, decoders call the gateway's callback port before the prefill begins.
         kv_connectors=("MooncakeLayerwiseConnector", "SfaRemoteD2HConnector"),
         needs_callback_port=True,
     ),
@@ -100,7 +101,7 @@ CONNECTOR_TRAITS: Final[Mapping[str, ConnectorTraits]] = {
 
 
 def known_connector(name: str) -> str:
-    """The same name. Raises ValueError for one that no connector has."""
+    """Return the same name. Raises ValueError for an unknown connector."""
     if name not in CONNECTOR_TRAITS:
         *others, last = (f"'{known}'" for known in CONNECTOR_TRAITS)
         raise ValueError(f"must be {', '.join(others)} or {last}")

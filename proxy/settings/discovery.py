@@ -1,4 +1,4 @@
-"""The options of discovery: where instances come from besides the lists of prefillers, decoders and encoders."""
+"""Options of discovery: sources of instances beside the configured lists."""
 
 # No `from __future__ import annotations` here: pydantic reads the annotations at run time.
 import re
@@ -17,17 +17,17 @@ _is_service = re.compile(r"_[a-z0-9-]+\._(tcp|udp)\..+", re.IGNORECASE).fullmatc
 
 @dataclass(frozen=True, slots=True)
 class DnsName:
-    """A name to look up. `ports`: of each of its addresses; None: its SRV records name hosts and ports."""
+    """A DNS name. `ports`: ports at each of its addresses; None: its SRV records have hosts and ports."""
 
     name: str
     ports: tuple[int, ...] | None
     bootstrap_port: int | None
     models: tuple[str, ...] = ()
-    """What its instances serve; empty: engines are asked."""
+    """Models of its instances; empty: engines are asked."""
 
 
 def parse_dns_name(text: str) -> DnsName:
-    """`name:port`, `name:first-last` or `_service._tcp.name`, perhaps with a bootstrap port and models behind it.
+    """Parse `name:port`, `name:first-last` or `_service._tcp.name`, which a bootstrap port and models may follow.
 
     Raises ValueError.
     """
@@ -58,7 +58,7 @@ def _dns_names(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _servers(servers: tuple[str, ...]) -> tuple[str, ...]:
-    """Raises ValueError."""
+    """Check the addresses of name servers. Raises ValueError."""
     for server in servers:
         if not all(is_literal(endpoint.host) for endpoint in parse_endpoints(server)):
             raise ValueError(f"{server} must be an address and a port, such as 127.0.0.1:8600")
@@ -114,14 +114,14 @@ class Discovery(Section):
 
     @property
     def dns_names(self) -> tuple[str, ...]:
-        """Those of all roles."""
+        """Return the names of all roles."""
         return self.prefill_dns + self.decode_dns + self.encode_dns
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """All that are named here, of whatever kind."""
+        """Return all sources of all kinds."""
         return self.files + self.dns_names
 
     def may_name(self, role: str) -> bool:
-        """Whether instances of a role may come from here."""
+        """Return whether these sources may name instances of a role."""
         return bool(self.files or getattr(self, f"{role}_dns"))

@@ -1,6 +1,6 @@
-"""The types of options: what is accepted as a number of seconds, a secret, a list of endpoints …
+"""Types of options, such as a number of seconds, a secret, or a list of endpoints.
 
-A ValueError that begins with "must" is an expectation; the name of the option and the value are put around it.
+The text of a ValueError that begins with "must" is an expectation, to which the option's name and value are added.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from proxy.settings.policies import known_policy
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# As browsers write it (RFC 6454 6.2): no path, not even a slash.
+# As browsers write an origin (RFC 6454 6.2): without a path, not even a slash.
 _is_origin = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?").fullmatch
 _is_http_url = re.compile(r"https?://[^/?#\s]+([/?#]\S*)?").fullmatch
 
@@ -41,7 +41,7 @@ def _upper(value: object) -> object:
 
 
 def _list(value: object) -> list[object]:
-    """A comma separated text is a list, which is how an environment variable holds one."""
+    """Return a comma-separated text, the form in environment variables, as a list."""
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
     if not isinstance(value, (list, tuple)):
@@ -66,7 +66,7 @@ def empty_is_none(value: object) -> object:
 
 
 def check_header_value(text: str) -> None:
-    """Raise ValueError, which does not tell the text, if it cannot be the value of an HTTP header."""
+    """Raise ValueError, without the text, if it cannot be the value of an HTTP header."""
     if not (text.isascii() and text.isprintable()):
         raise ValueError("must be printable ASCII, as it is sent in an HTTP header")
 
@@ -94,7 +94,7 @@ def _networks(value: object) -> list[object]:
         try:
             found.append(item if not isinstance(item, str) else str(ipaddress.ip_network(item)))
         except ValueError:
-            raise ValueError(f"must be a list of networks like 10.0.0.0/8, and {item!r} is none") from None
+            raise ValueError(f"must be a list of networks like 10.0.0.0/8, not {item!r}") from None
     return found
 
 
@@ -114,8 +114,8 @@ def _aliases(value: object) -> list[object]:
     return found
 
 
-# What each may be, as SGLang checks it (`SamplingParams.verify`). A repetition penalty is not among them: it counts the
-# tokens of an answer, so that none could go on exactly.
+# Ranges of sampling parameters, as SGLang checks them (`SamplingParams.verify`). A repetition penalty is not allowed,
+# because it depends on the tokens of the answer, so no answer could be resumed exactly.
 _SAMPLING: dict[str, Callable[[float], bool]] = {
     "temperature": lambda value: value >= 0,
     "top_p": lambda value: 0 < value <= 1,
@@ -138,7 +138,7 @@ def _sampling(value: object) -> list[object]:
 
 
 def texts(noun: str) -> Callable[[object], list[object]]:
-    """Takes a list of texts that are not empty; `noun` is what they are called."""
+    """Return a type for lists of texts that are not empty. `noun`: their name in errors."""
 
     def checked(value: object) -> list[object]:
         found = _list(value)
@@ -156,7 +156,7 @@ Delay = Annotated[float, _number, Field(ge=0)]
 Ratio = Annotated[float, _number, Field(ge=0, le=1)]
 Natural = Annotated[int, _number, Field(ge=0)]
 Positive = Annotated[int, _number, Field(ge=1)]
-# vLLM-Ascend's example proxy tries once when told 0.
+# vLLM-Ascend's example proxy tries once for the value 0.
 Attempts = Annotated[int, _number, Field(ge=0), AfterValidator(lambda count: max(count, 1))]
 ListenPort = Annotated[int, _number, Field(ge=0, le=65535)]
 Workers = Annotated[int, BeforeValidator(_cores_for_auto), _number, Field(ge=1)]

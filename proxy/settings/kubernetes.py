@@ -9,7 +9,7 @@ from pydantic import AfterValidator, model_validator
 from proxy.settings.kinds import FilePath
 from proxy.settings.section import Section
 
-_is_name = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?").fullmatch  # RFC 1123, as namespaces are called
+_is_name = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?").fullmatch  # RFC 1123, for names of namespaces
 _is_url = re.compile(r"https?://[^\s/?#@]+").fullmatch
 
 
@@ -60,15 +60,15 @@ class Kubernetes(Section):
 
     @property
     def selectors(self) -> dict[str, str]:
-        """By role, of the roles that there are."""
+        """Return the selectors by role, without roles that have none."""
         given = {"prefill": self.prefill_selector, "decode": self.decode_selector, "encode": self.encode_selector}
         return {role: selector for role, selector in given.items() if selector}
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """One for each role."""
+        """Return the sources, one for each role."""
         return tuple(self.selectors)
 
     def may_name(self, role: str) -> bool:
-        """Whether instances of a role may come from here."""
+        """Return whether these sources may name instances of a role."""
         return role in self.selectors

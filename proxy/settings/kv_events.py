@@ -1,4 +1,4 @@
-"""The options of those who hear what engines publish of their KV caches."""
+"""Options of KV events, which engines publish about their prefix caches."""
 
 # No `from __future__ import annotations` here: pydantic reads the annotations at run time.
 import re
@@ -10,8 +10,8 @@ from proxy.settings.kinds import Positive, empty_is_none
 from proxy.settings.section import Section
 
 ASK: Final = "auto"
-"""Engines are asked where they publish."""
-# As engines are told to listen there, whatever the address is called then; or the instance's port and so many.
+"""Value that means: ask engines for their endpoints."""
+# The form in engines' options: any address, with a port, or with a number that is added to the instance's port.
 _is_endpoint = re.compile(r"tcp://(\*|0\.0\.0\.0|\[::\]):(\+?)([0-9]{1,5})").fullmatch
 
 
@@ -28,7 +28,7 @@ def _tcp(text: str | None, others: str = "") -> str | None:
 
 
 def port_at(endpoint: str, port: int) -> int:
-    """The first rank's port, of an instance whose own port is this."""
+    """Return the port of the first rank of an instance with this port. Raises ValueError."""
     found = _is_endpoint(endpoint)
     assert found
     return int(found[3]) + (port if found[2] else 0)
@@ -57,5 +57,5 @@ class KvEvents(Section):
 
     @property
     def tellers(self) -> int:
-        """How many rings of the journal they need."""
+        """Return the number of journal rings that KV events need."""
         return 0 if self.endpoint is None else 1

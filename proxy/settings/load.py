@@ -1,7 +1,7 @@
-"""Settings from everything that may hold them: command line > environment > YAML file > default.
+"""Loading of settings: command line > environment > YAML file > default.
 
-Remembers where each value came from. The keys of clients are read with them, so that both are in order or neither. A
-mistake raises SettingsError, whose text is one sentence.
+The origin of each value is kept. The keys of clients are read together with the settings, so that both are valid or
+neither is used. Errors are raised as SettingsError, in one sentence.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from proxy.settings.client_keys import ClientKey
 
 DEFAULT: Final = "default"
-# A URL may hold a password, where it should not.
+# A URL may contain a password, although it should not.
 _NOT_SHOWN: Final = (*SECRETS, "replicas.url", "tracing.endpoint")
 
 
@@ -49,7 +49,7 @@ class Loaded:
     origins: Mapping[str, str]
     client_keys: tuple[ClientKey, ...] = ()
     warnings: tuple[str, ...] = ()
-    """Sentences about what is probably not meant as it is."""
+    """Sentences about values that are probably mistakes."""
 
 
 def load(
@@ -60,9 +60,14 @@ def load(
     command: str | None = None,
     paths_begin: Path | None = None,
 ) -> Loaded:
-    """Load and check everything. `needs_backends` False accepts settings without engines, to look at them, and leaves
-    the keys of clients alone. `command`: whose flags these are, if it is a sub-command. `paths_begin`: the directory
-    in which relative paths of a file begin; None: the file's.
+    """Load and check everything. Raises SettingsError.
+
+    Args:
+        argv: Command line without the program's name; None: that of the process.
+        environ: Environment variables; None: those of the process.
+        needs_backends: False: accept settings without engines, and do not read the keys of clients.
+        command: Sub-command to which the flags belong; None: the program itself.
+        paths_begin: Directory of relative paths in a file; None: the file's directory.
     """
     line = cli.parse(argv, command)
     warnings = (*line.warnings, *near_misses(environ))
@@ -70,7 +75,7 @@ def load(
         loaded = _loaded(line, environ, needs_backends, paths_begin)
         return replace(loaded, warnings=(*warnings, *loaded.warnings))
     except SettingsError as error:
-        # What is ignored may be what is missing.
+        # an ignored option may be the missing one
         raise SettingsError("; ".join((str(error), *warnings))) from None
 
 
@@ -105,13 +110,15 @@ def _loaded(
 
 
 def _split(found: Sourced) -> Sourced:
-    """A comma separated text as the list that it is."""
+    """Return a comma-separated text as a list."""
     return replace(found, value=found.value.split(",")) if isinstance(found.value, str) else found
 
 
 def _absolute(found: Sourced, begins: Path | None) -> Sourced:
-    """A relative path in a file begins there, or where that file is, so that it is good from everywhere; any other one
-    begins in the working directory.
+    """Return an absolute path for a relative one in a file, so that it is valid in every working directory.
+
+    `begin`: directory of relative paths; None: the file's directory. Other relative paths refer to the working
+    directory.
     """
     directory = (begins or Path(found.origin).absolute().parent) if found.in_file else Path.cwd()
 
@@ -145,7 +152,7 @@ def _validated(values: Mapping[str, Sourced]) -> Settings:
 def _keys(
     settings: Settings, values: Mapping[str, Sourced], environ: Mapping[str, str]
 ) -> Iterator[tuple[str, Sourced]]:
-    """Keys that are held by files, and the engine key's default."""
+    """Read keys from files, and set the default of the engine key."""
     for option in SECRETS:
         section, _, name = option.partition(".")
         path: Path | None = getattr(getattr(settings, section), f"{name}_file")
@@ -159,7 +166,7 @@ def _keys(
 
 
 def read_key(what: str, path: Path) -> str:
-    """The key in a file, which an error calls `what`. Raises SettingsError."""
+    """Return the key in a file. Errors name it `what`. Raises SettingsError."""
     try:
         key = path.read_text(encoding="utf-8").strip()
     except OSError as error:

@@ -1,7 +1,4 @@
-"""A mistake in the configuration, told in one sentence that names where it was made and what is expected there.
-
-Values of secrets never appear in a sentence.
-"""
+"""Errors in the configuration: one sentence with the place and the expectation, and without values of secrets."""
 
 from __future__ import annotations
 
@@ -17,11 +14,11 @@ _SHOWN_CHARACTERS = 80
 
 
 class SettingsError(Exception):
-    """The text is one sentence for the operator."""
+    """An error in the configuration, in one sentence for the operator."""
 
 
 def explain(error: ValidationError, name_of: Callable[[str], str], secrets: Iterable[str]) -> str:
-    """The first of pydantic's complaints as a sentence. `name_of` says where the value of a dotted option came from."""
+    """Return pydantic's first error as a sentence. `name_of` returns the origin of a dotted option."""
     first = error.errors(include_url=False)[0]
     option = ".".join(part for part in first["loc"] if isinstance(part, str))
     text = str(first.get("ctx", {}).get("error") or first["msg"])
@@ -37,18 +34,18 @@ def explain(error: ValidationError, name_of: Callable[[str], str], secrets: Iter
 
 
 def shown(value: object) -> str:
-    """A value as the operator wrote it, on one line and not too long."""
+    """Return a value as the operator wrote it, on one line, and not too long."""
     words = {None: "null", True: "true", False: "false"}
     text = words[value] if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 
 def told(word: str) -> str:
-    """A word of the operator's as it is, if that is one word; what is not may hold anything."""
+    """Return a single word of the operator as it is, and nothing for other texts, which may contain secrets."""
     return word if word.isprintable() and len(word) <= _SHOWN_CHARACTERS else shown(word)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """` (did you mean …?)` for a misspelt word, otherwise nothing."""
+    """Return ` (did you mean …?)` for a misspelt word, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.75)
     return f" (did you mean {close[0]}?)" if close else ""

@@ -153,7 +153,7 @@ class Admission(Section):
 class Balance(Section):
     """How pdproxy chooses an instance."""
 
-    # Not in a docstring, which could not tell what is in the table.
+    # Descriptions instead of docstrings, because the table of policies has the names.
     prefill_policy: PolicyName = Field(default="least_load", description=f"Policy for prefillers: {policy_names()}.")
     decode_policy: PolicyName = Field(default="least_load", description=f"Policy for decoders: {policy_names()}.")
     prefill_dp_ranks: Positive = 1
@@ -629,39 +629,41 @@ class Settings(Section):
 
     @property
     def connector_traits(self) -> ConnectorTraits:
-        """What the rest of the program asks for instead of the connector's name."""
+        """The traits that the program reads instead of the connector's name."""
         return CONNECTOR_TRAITS[self.connector]
 
     @property
     def administration_host(self) -> str:
-        """Where the listener is that has the routes of administration."""
+        """The address of the listener with the routes of administration."""
         return self.listen.host if self.admin.port is None else self.admin.host
 
     @property
-    def doors(self) -> tuple[str, ...]:
-        """What an operator should know about who is served and who may administer, a sentence each."""
-        told = []
+    def access_warnings(self) -> tuple[str, ...]:
+        """Sentences about open access for clients and closed or open access for administrators."""
+        warnings = []
         if not is_loopback(self.listen.host) and self.auth.client_keys_file is None:
-            told.append(
+            warnings.append(
                 f"every client that can reach {self.listen.host} is served without a key: set auth.client_keys_file, "
                 "or make sure that only your clients can reach it"
             )
         if not is_loopback(self.administration_host) and self.auth.admin_key is None:
-            told.append(
+            warnings.append(
                 f"administration is closed, because other hosts may reach {self.administration_host}: set "
                 "auth.admin_key, or admin.port for a listener on this host alone"
             )
         elif self.admin.trust_local and self.admin.port is None and self.auth.admin_key is None:
-            told.append(
+            warnings.append(
                 "every program on this host may administer, and with it every client of a reverse proxy on this host: "
                 "unset admin.trust_local or set auth.admin_key, unless there is no such program"
             )
-        return tuple(told)
+        return tuple(warnings)
 
     @property
     def callback_host(self) -> str:
-        """What decoders are told to call back, where they do. Raises ValueError if that is none."""
+        """The host for callbacks of decoders. Raises ValueError if it is every address."""
         host = self.layerwise.advertised_host or self.layerwise.host or self.listen.host
         if not host.strip("0.:"):
-            raise ValueError(f"layerwise.advertised_host must be where decoders can call back: {host} is every address")
+            raise ValueError(
+                f"layerwise.advertised_host must be an address that decoders can reach: {host} is every address"
+            )
         return host

@@ -1,8 +1,7 @@
-"""What OpenTelemetry's own environment variables say of our options, and whether its SDK is there.
+"""Options from OpenTelemetry's environment variables, and the check for its SDK.
 
 Names and meanings: opentelemetry.io/docs/specs/otel, "Environment Variable Specification" and "OTLP Exporter
-Configuration". Those that are not read here (headers, timeouts, certificates, the name of the service, the sampler …)
-the SDK reads by itself.
+Configuration". The SDK itself reads all other variables, such as headers, timeouts, certificates and the sampler.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _MISSING: Final = "is given, but the extra otel is not installed: pip install 'p
 
 
 def from_otel(environ: Mapping[str, str]) -> Iterator[tuple[str, Sourced]]:
-    """The collector, where the environment names one, and means traces."""
+    """Return the collector's options if the environment names a collector for traces."""
     if _is(environ, "OTEL_SDK_DISABLED", "true") or _is(environ, "OTEL_TRACES_EXPORTER", "none"):
         return
     if full := environ.get(_FULL, "").strip():
@@ -35,9 +34,9 @@ def from_otel(environ: Mapping[str, str]) -> Iterator[tuple[str, Sourced]]:
 
 
 def without_missing(values: Mapping[str, Sourced]) -> tuple[dict[str, Sourced], tuple[str, ...]]:
-    """The options as they can be had, and warnings: nothing can be traced where the SDK is not installed.
+    """Return the options without tracing if the SDK is not installed, and warnings.
 
-    Raises SettingsError where that was asked of us, and not of all programs on this host.
+    Raises SettingsError if the gateway's own options ask for tracing.
     """
     found = values.get(ENDPOINT)
     if found is None or not found.value or is_installed():
@@ -50,7 +49,7 @@ def without_missing(values: Mapping[str, Sourced]) -> tuple[dict[str, Sourced], 
 
 
 def other_protocol(environ: Mapping[str, str]) -> Iterator[str]:
-    """A sentence about a protocol that is not spoken here."""
+    """Return a sentence about an unsupported protocol."""
     for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
         if (value := environ.get(name, "").strip()) and value != "http/protobuf":
             yield f"{name} is {told(value)}, but traces are only sent as http/protobuf (port 4318 of most collectors)"
@@ -58,7 +57,7 @@ def other_protocol(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def is_installed() -> bool:
-    """Whether the extra is."""
+    """Return whether the extra is installed."""
     try:
         return find_spec(_NEEDED) is not None
     except ModuleNotFoundError:

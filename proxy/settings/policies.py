@@ -1,6 +1,6 @@
-"""The table of policies: what an option calls each of them, and the class that it is, in the balancer.
+"""Names of policies in options, and their classes in the balancer.
 
-The classes are named and not imported, because settings stand below the balancer.
+The classes are given as text and not imported, because settings are a lower layer than the balancer.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ POLICIES: Final = {
     "length_groups": "proxy.balancer.policies.least_tokens:LengthGroups",
 }
 DECODE_POLICIES: Final = POLICIES | {"least_load": "proxy.balancer.policies.least_decode_seconds:LeastDecodeSeconds"}
-"""The same for decoders: what they do is not what prefillers do."""
+"""Policies for decoders, which work in another way than those for prefillers."""
 
 
 def policy_names(quote: str = "") -> str:
-    """All of them in words, for people."""
+    """Return all names as text for users."""
     *others, last = (f"{quote}{name}{quote}" for name in POLICIES)
     return f"{', '.join(others)} or {last}"
 
 
 def known_policy(name: str) -> str:
-    """The same name. Raises ValueError for one that no policy has."""
+    """Return the same name. Raises ValueError for an unknown policy."""
     if name not in POLICIES:
         raise ValueError("must be " + policy_names(quote="'"))
     return name

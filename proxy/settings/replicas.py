@@ -1,4 +1,4 @@
-"""The options of gateways that share what they know."""
+"""Options of gateways that share their loads."""
 
 # No `from __future__ import annotations` here: pydantic reads the annotations at run time.
 import re
@@ -71,5 +71,5 @@ class Replicas(Section):
 
     @property
     def guests(self) -> int:
-        """How many rows in shared memory they need."""
+        """Return the number of guest rows in shared memory that they need."""
         return 0 if self.url is None else 1

@@ -1,11 +1,11 @@
-"""What all sections of the settings share."""
+"""The base of all sections of the settings."""
 
 # No `from __future__ import annotations` here: pydantic reads the annotations at run time.
 from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """Frozen, no unknown options, a documented field each."""
+    """A frozen section without unknown options, whose fields are documented."""
 
     model_config = ConfigDict(
         frozen=True,

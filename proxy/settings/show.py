@@ -1,4 +1,4 @@
-"""The effective settings as YAML, each option with its origin as a comment; keys are masked."""
+"""The current settings as YAML, each option with its origin as a comment, and with masked keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def to_yaml(loaded: Loaded) -> str:
-    """One line per option, lists one line per item. Without keys it loads as the same settings."""
+    """Return one line per option, and one line per item of a list. Without keys, it loads as the same settings."""
     tree: dict[str, Any] = loaded.settings.model_dump(mode="json")
     lines: list[str] = []
     section = ""

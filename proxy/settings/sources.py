@@ -1,7 +1,7 @@
-"""Where values come from besides the command line: the environment and a YAML file.
+"""Values from the environment and a YAML file.
 
 Both become a flat table from dotted options such as `listen.port` to a value and its origin, so that a later source
-simply replaces entries. A name that is no option is refused; types are the model's business.
+replaces entries. Unknown names are refused; the model checks types.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ PREFIX: Final = "PROXY_"
 CONFIG: Final = "PROXY_CONFIG"
 """The variable with the path of the file."""
 
-# What Kubernetes sets for a service whose name is, or begins with, `proxy`.
+# Variables that Kubernetes sets for services whose name is, or begins with, `proxy`.
 _NAME_FOR_A_SERVICE: Final = re.compile(r".*_SERVICE_(HOST|PORT(_.*)?)|.*_PORT_[0-9]+_(TCP|UDP|SCTP)(_.*)?")
 _VALUE_FOR_A_SERVICE: Final = re.compile(r"(tcp|udp|sctp)://.*")
-# As near as one letter that is wrong is to the shortest option, PROXY_DECODE.
+# similarity of the shortest option, PROXY_DECODE, with one wrong letter
 _NEAR: Final = 0.82
 
 
 @dataclass(frozen=True, slots=True)
 class Sourced:
-    """A value as it was found, and where: `--port`, `PROXY_LISTEN__PORT`, the path of a file that holds options."""
+    """A value and its origin: `--port`, `PROXY_LISTEN__PORT`, or the path of a file."""
 
     value: object
     origin: str
@@ -62,19 +62,20 @@ PATH_LISTS: Final = ("discovery.files",)
 
 
 def variable(option: str) -> str:
-    """The environment variable of an option: `listen.port` is PROXY_LISTEN__PORT."""
+    """Return the environment variable of an option: `listen.port` is PROXY_LISTEN__PORT."""
     return PREFIX + option.upper().replace(".", "__")
 
 
 def _option(name: str) -> str:
-    """What a variable would set."""
+    """Return the option that a variable sets."""
     return name.removeprefix(PREFIX).replace("__", ".").lower()
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, Sourced]:
-    """Every `PROXY_…` variable that is not empty. Raises SettingsError for one that names no option of a section.
+    """Return the options in `PROXY_…` variables that are not empty.
 
-    Other unknown names are left alone: Kubernetes sets PROXY_PORT and the like for a service that is called proxy.
+    Raises SettingsError for a variable that names no option of a section. Other unknown variables are ignored:
+    Kubernetes sets PROXY_PORT and others for a service named proxy.
     """
     found: dict[str, Sourced] = {}
     for name, value in environ.items():
@@ -92,9 +93,9 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Sourced]:
 
 
 def near_misses(environ: Mapping[str, str]) -> Iterator[str]:
-    """A sentence for each variable that is ignored although its name is almost that of an option.
+    """Return a sentence for each ignored variable whose name resembles that of an option.
 
-    Almost means: in other letter case, with one underscore for two or the other way round, or misspelt.
+    It differs in letter case, in the number of underscores, or by a misspelling.
     """
     meant = {_plain(name): name for name in (CONFIG, *map(variable, OPTIONS))}
     for name, value in environ.items():
@@ -109,12 +110,12 @@ def near_misses(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def _plain(name: str) -> str:
-    """What is compared of a variable's name, which is much longer than the prefix that all have."""
+    """Return the part of a variable's name that is compared, without the common prefix."""
     return re.sub("_+", "_", name.upper()).removeprefix(PREFIX)
 
 
 def from_yaml(path: str) -> dict[str, Sourced]:
-    """The options of a YAML file. Raises SettingsError."""
+    """Return the options of a YAML file. Raises SettingsError."""
     tree = read_yaml(path)
     if not isinstance(tree, dict | None):
         raise SettingsError(f"{path} must hold options such as `workers: 2`, not {_kind(tree)}")
@@ -130,10 +131,10 @@ def _flat(tree: dict[object, object], path: str, prefix: str = "") -> Iterator[t
             raise SettingsError(f"{path}: unknown option {told(name)}{did_you_mean(name, [*OPTIONS, *SECTIONS])}")
         elif isinstance(value, dict):
             yield from _flat(value, path, f"{name}.")
-        elif value is not None:  # nothing but comments below a section's name
+        elif value is not None:  # only comments below the name of a section
             raise SettingsError(f"{path}: {name} is a section: write its options indented below it")
 
 
 def _kind(tree: object) -> str:
-    """What a file holds instead, without a word of it."""
+    """Return the kind of a file's content, without any word of it."""
     return "a list" if isinstance(tree, list) else "a single value"

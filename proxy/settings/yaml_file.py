@@ -1,6 +1,6 @@
-"""Reading a YAML file that people write and that may hold keys.
+"""Reading of YAML files that may contain keys.
 
-Every mistake is one sentence that names the file, if possible the line, and never what stands there.
+Errors are one sentence with the file and, if possible, the line, and without the file's content.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import yaml
 
 from proxy.settings.mistakes import SettingsError
 
-# The only words of PyYAML's scanner and parser that quote more than a character of the file.
+# The only errors of PyYAML's scanner and parser that quote more than a character of the file.
 _QUOTED: Final = re.compile(r"(?<=tag handle) .*")
 _TEXT: Final = "tag:yaml.org,2002:str"
 
 
 def read_yaml(path: str | Path, texts: str = "") -> Any:
-    """What the file holds; None when it holds nothing. `texts`: what mappings are called whose values are texts as they
-    stand there, since YAML reads 4:8 as 248 and off as false. Raises SettingsError, with the whole path of one that
-    cannot be read: which directory it was looked for in may be the mistake.
+    """Return the content of a file, or None if it is empty.
+
+    Raises SettingsError, with the whole path if the file cannot be read, because a wrong directory may be the mistake.
+    `texts`: names of mappings whose values are read as text, because YAML reads 4:8 as 248 and off as false.
     """
     try:
         return _Loader(Path(path).read_text(encoding="utf-8"), texts).get_single_data()
@@ -34,10 +35,10 @@ def read_yaml(path: str | Path, texts: str = "") -> Any:
     except (_GivenTwice, yaml.scanner.ScannerError, yaml.parser.ParserError) as error:
         raise SettingsError(f"{path}{_line(error)}: {_QUOTED.sub('', error.problem or '')}") from None
     except yaml.MarkedYAMLError as error:
-        # Not in its own words, which quote the file.
+        # without PyYAML's text, which quotes the file
         raise SettingsError(f"{path}{_line(error)}: this is not valid YAML") from None
     except (yaml.YAMLError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
-        # PyYAML lets through what its constructors raise, for a date that does not exist or a number without digits.
+        # PyYAML passes on exceptions of its constructors, for a date that does not exist or a number without digits.
         raise SettingsError(f"{path} is not valid YAML") from None
 
 
@@ -50,7 +51,7 @@ class _GivenTwice(yaml.constructor.ConstructorError):
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML lets the last of two equal keys win without a word."""
+    """A loader that refuses duplicate keys. PyYAML would use the last one silently."""
 
     def __init__(self, stream: str, texts: str) -> None:
         super().__init__(stream)

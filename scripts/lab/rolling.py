@@ -25,7 +25,7 @@ from proxy.sim.engine import SimulatedEngine
 from proxy.tools.roll import Gateways, Limits, RollProgress, Walk
 
 _STEP_MS: Final = 100.0
-_TAKEN_OVER: Final = r"process (\d+) has taken over"
+_TAKEN_OVER: Final = r"takeover: complete: process (\d+)"
 _TAKE_OVER_SECONDS: Final = 120.0
 
 

@@ -43,7 +43,7 @@ def test_one_that_ends_has_not_taken_over(
     successor: Callable[[str], Successor], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert not has_taken_over(successor("exit 2"))
-    assert "which was to take over, has ended: this one goes on" in caplog.text
+    assert "takeover: failed, and this process continues: " in caplog.text
 
 
 def test_one_that_does_not_get_ready_is_ended(
@@ -54,7 +54,7 @@ def test_one_that_does_not_get_ready_is_ended(
     while (found := slow.look()) is None:
         pass
     assert not found
-    assert "is not ready after 0.01 s: this one goes on" in caplog.text
+    assert "is not ready after 0.01 s" in caplog.text
     _, status = os.waitpid(slow.pid, 0)
     assert os.WTERMSIG(status) == 15
 
@@ -66,7 +66,7 @@ def test_one_that_is_not_wanted_any_more_is_ended(
     slow = successor("exec sleep 60")
     assert slow.look() is None
     slow.stop()
-    assert f"process {slow.pid}, which was to take over, is told to stop, too" in caplog.text
+    assert f"takeover: successor is stopped, too: process {slow.pid}" in caplog.text
     _, status = os.waitpid(slow.pid, 0)
     assert os.WTERMSIG(status) == 15
     assert slow.fileno() == -1
@@ -109,7 +109,7 @@ def test_instances_that_cannot_be_read_are_missed_once(caplog: pytest.LogCapture
         assert not caplog.messages
         share(loaded, lambda: loaded, listeners, Predecessor(channel, {}, [["of another version"]]))
     [told] = caplog.messages
-    assert told.startswith("the instances of the process before cannot be read")
+    assert told.startswith("takeover: instances of the predecessor cannot be read")
 
 
 def _kept(text: str) -> str:
@@ -173,7 +173,9 @@ def test_it_has_to_listen() -> None:
     ("family", "kind"), [(socket.AF_UNIX, socket.SOCK_STREAM), (socket.AF_INET, socket.SOCK_DGRAM)]
 )
 def test_it_has_to_be_one_for_tcp(family: socket.AddressFamily, kind: socket.SocketKind) -> None:
-    refused = pytest.raises(SettingsError, match="the socket for clients that this process was given is none for TCP")
+    refused = pytest.raises(
+        SettingsError, match="the socket for clients that this process was given is not a TCP socket"
+    )
     with socket.socket(family, kind) as given, refused:
         listen(Settings(listen=Listen(port=0)), {"clients": given})
 

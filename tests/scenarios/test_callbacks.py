@@ -132,7 +132,7 @@ async def test_a_gateway_that_stops_waits_for_decoders_that_have_not_called_back
         answering = asyncio.create_task(ask_anyone(program))
         await until(lambda: decoder.received, "the decode leg")
         program.signal(signal.SIGTERM)
-        await program.says("draining")
+        await program.says("drain: begins")
         room.set()
         answer = await answering
         assert (answer.is_done, answer.text) == (True, TEXT)
@@ -140,7 +140,7 @@ async def test_a_gateway_that_stops_waits_for_decoders_that_have_not_called_back
 
 
 ENGINES = "--prefill a:1 --decode b:1 --connector ascend_layerwise"
-EVERY_ADDRESS = "layerwise.advertised_host must be where decoders can call back: {} is every address"
+EVERY_ADDRESS = "layerwise.advertised_host must be an address that decoders can reach: {} is every address"
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ async def test_a_mistake_changes_nothing(
         await is_ready(session, program.url)
         file.write(decode=[address(another)], fanout={"max_units": 2}, **options)
         program.signal(signal.SIGHUP)
-        await program.says("reload by SIGHUP is refused, and nothing has changed: ")
+        await program.says("reload: refused, and nothing has changed: by SIGHUP: ")
         assert sentence in program.output
         status, told = await reload(session, program)
         assert (status, told["error"]["code"]) == (400, "invalid_configuration")
@@ -206,5 +206,5 @@ async def test_client_keys_change_with_their_file(file: File, session: aiohttp.C
             while [await asks("sk-1"), await asks("sk-2")] != [401, 200]:
                 pass
         keys.write_text("keys: nonsense")
-        await program.says("reload by a change of the client keys' file is refused")
+        await program.says("reload: refused, and nothing has changed: by a change of the client keys' file")
         assert (await asks("sk-1"), await asks("sk-2")) == (401, 200)

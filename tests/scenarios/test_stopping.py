@@ -125,7 +125,7 @@ async def test_a_second_signal_ends_it_at_once(
             program.signal(number)
             answer = await read(response)
         assert await program.ended() == 128 + number
-        await program.says("cut off 1 requests")
+        await program.says("drain: 1 requests were cut off")
     assert not answer.is_whole
     assert answer.error["code"] == "draining"
     await decoder.wait_until(lambda state: state.live == 0)

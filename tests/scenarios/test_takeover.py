@@ -193,7 +193,7 @@ async def test_one_that_does_not_come_up_changes_nothing(
         await is_ready(session, program.url)
         path.write_text("frobnicate: 1")
         program.signal(signal.SIGUSR2)
-        await program.says(r"process \d+, which was to take over, has ended: this one goes on")
+        await program.says(r"takeover: failed, and this process continues: process \d+ has ended")
         assert "unknown option frobnicate" in program.output
         assert (await ask(session, program.url, BODY)).is_done
         path.write_text(f"prefill: ['{prefiller.url}']\ndecode: ['{decoder.url}']\n")

@@ -1,9 +1,8 @@
-"""The configuration in force: one for all workers, replaced as a whole or not at all.
+"""The configuration of all workers, which is replaced as a whole or not at all.
 
-Whichever process is told to reads everything again, checks it, and publishes it in shared memory, the configured
-instances with it. Every worker notices at its next look, a quarter of a second later at most, and applies it to its
-parts. What is refused, with one sentence, changes nothing. The file of client keys is looked at all the time, and read
-again when it is another.
+Any process may reload it: it reads and checks everything and publishes the result, with the configured instances, in
+shared memory. Every worker notices within a quarter of a second and applies it. A refused reload changes nothing. The
+file of client keys is watched and reloaded when it changes.
 """
 
 from proxy.process.configuration.configuration import FIXED, Configuration

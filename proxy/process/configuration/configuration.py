@@ -1,4 +1,4 @@
-"""The configuration that all processes share, and the only way to another one."""
+"""The configuration that all processes share, and its replacement."""
 
 from __future__ import annotations
 
@@ -32,19 +32,26 @@ FIXED: Final = (
     *("replicas.news_seconds", "replicas.key_limits"),
     *("kv_events.endpoint", "kv_events.replay_endpoint", "kv_events.topic", "kv_events.ranks"),
 )
-"""Options that a running gateway is built on: its processes, sockets, routes and memory, the form of its log, and who
-is told of traces or loads."""
+"""Options that cannot change at run time.
+
+They define processes, sockets, routes, memory, the form of the log, and the receivers of traces or loads.
+"""
 
 _CAPACITY_BYTES: Final = 8 * 1024 * 1024  # 1,024 instances with the longest names take 300 KiB
 
 
 class Configuration:
-    """What all processes agree on. Make it before forking."""
+    """The configuration that all processes share. Must be created before forking."""
 
     def __init__(self, loaded: Loaded, load: Callable[[], Loaded], roster: Roster) -> None:
-        """`loaded` is what is in force at first, and `roster` has its instances. `load` reads it again.
+        """Publish the first configuration.
 
         Raises SettingsError.
+
+        Args:
+            loaded: The first configuration, whose instances are in `roster`.
+            roster: Takes the configured instances of each reload.
+            load: Reads the configuration again.
         """
         self._load = load
         self._roster = roster
@@ -54,32 +61,35 @@ class Configuration:
         self._shared.write(to_json(self._current))
 
     def current(self) -> ConfigSnapshot:
-        """The newest. It is the same object as long as nothing is published."""
+        """Return the newest configuration, as the same object until another one is published."""
         if self._shared.version != self._read_version:
             self._read_version, value = self._shared.read()
             self._current = from_json(value)
         return self._current
 
     async def reload(self, *, is_dry_run: bool = False) -> ConfigChange:
-        """Read everything again and publish it. Raises SettingsError, and then nothing has changed. `is_dry_run`:
-        nothing is published, and what is returned or raised is what would be.
+        """Read everything again and publish it. Raises SettingsError, after which nothing has changed.
+
+        `is_dry_run`: nothing is published, and the result or the error is that of a real reload.
         """
         while (change := await self._replace(self._load, is_dry_run=is_dry_run)) is None:
             pass
         return change
 
     def new_keys_stamp(self) -> Stamp | None:
-        """The stamp of the file of client keys if that has changed since it was read last; None: it has not changed, or
-        does not exist any more.
+        """Return the stamp of the file of client keys if it differs from the last reading.
+
+        None: it is the same, or the file is missing.
         """
         current = self.current()
         stamp = _stamp(current.settings)
         return stamp if stamp != current.keys_stamp else None
 
     async def reload_keys(self) -> ConfigChange | None:
-        """Read the file of client keys again and publish them. None: another worker was faster.
+        """Read the file of client keys again and publish them.
 
-        Raises SettingsError, in one worker for one state of the file, and then the keys are what they were.
+        Returns None if another worker did it. Raises SettingsError in one worker for each state of the file; the old
+        keys stay.
         """
         before, version = self.current(), self._read_version
         stamp = _stamp(before.settings)
@@ -93,10 +103,10 @@ class Configuration:
             raise
 
     async def _replace(self, load: Callable[[], Loaded], *, is_dry_run: bool = False) -> ConfigChange | None:
-        """Publish what `load` gives. None: somebody else published meanwhile, perhaps what is newer."""
+        """Publish the result of `load`, or return None if another process has published in the meantime."""
         before, version, read_at = self.current(), self._read_version, time.time()
         stamp = _stamp(before.settings)
-        # A long file takes a while to be parsed, and a slow disk to be read: streams go on meanwhile.
+        # In a thread, because parsing a long file and reading a slow disk would delay streams.
         loaded = await asyncio.to_thread(load)
         after = _current(loaded, before.slots, stamp, read_at)
         with self._shared.exclusive():
@@ -104,7 +114,7 @@ class Configuration:
             return self._publish(before, after, is_dry_run=is_dry_run) if is_newest else None
 
     def _publish(self, before: ConfigSnapshot, after: ConfigSnapshot, *, is_dry_run: bool = False) -> ConfigChange:
-        """Raises SettingsError. The caller holds the lock."""
+        """Publish a configuration. The caller holds the lock. Raises SettingsError."""
         changed = [name for name in OPTIONS if option_of(before.settings, name) != option_of(after.settings, name)]
         fixed: list[str] = [name for name in FIXED if name in changed]
         if fixed:
@@ -112,10 +122,10 @@ class Configuration:
         if before.settings.has_encoders != after.settings.has_encoders:
             raise SettingsError("encode: adding the first or removing the last encode instance requires a restart")
         if before.client_keys != after.client_keys and "auth.client_keys_file" not in changed:
-            changed.append("auth.client_keys_file")  # what is in it
+            changed.append("auth.client_keys_file")  # the published configuration has it
         try:
             commit = self._shared.prepare(to_json(after))
-            # Only what was read again may bring back what an administrator has removed.
+            # Only a full reload may bring back instances that an administrator has removed.
             is_same = after.settings is before.settings
             seconds = after.settings.leaving.evacuate_after_seconds
             leaves_at = None if seconds is None else time.monotonic() + seconds
@@ -133,7 +143,7 @@ class Configuration:
 
 
 def _current(loaded: Loaded, slots_before: Mapping[str, int], stamp: Stamp | None, read_at: float) -> ConfigSnapshot:
-    """Raises SettingsError when there are more client keys than can be counted."""
+    """Return the configuration with slots for its client keys. Raises SettingsError if there are too many keys."""
     try:
         slots = assign_slots((key.name for key in loaded.client_keys), slots_before)
     except ValueError as error:
@@ -142,13 +152,13 @@ def _current(loaded: Loaded, slots_before: Mapping[str, int], stamp: Stamp | Non
 
 
 def _with_keys_anew(before: ConfigSnapshot) -> Loaded:
-    """Raises SettingsError."""
+    """Return the configuration with the client keys of the file. Raises SettingsError."""
     path = before.settings.auth.client_keys_file
     return Loaded(before.settings, before.origins, () if path is None else load_client_keys(path))
 
 
 def _stamp(settings: Settings) -> Stamp | None:
-    """Of the file of client keys; None when there is none, or it cannot be seen."""
+    """Return the stamp of the file of client keys, or None if there is none, or it cannot be read."""
     path = settings.auth.client_keys_file
     if path is None:
         return None

@@ -1,4 +1,4 @@
-"""What is in force, as a value, and how it lies in shared memory: as JSON, secrets in clear."""
+"""A configuration as a value, and its JSON in shared memory, which has secrets in clear."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ if TYPE_CHECKING:
     from pydantic import SecretStr
 
 Stamp = tuple[int, int, int]
-"""Of a file: when it was changed, its inode and its size. One that was written or exchanged has another."""
+"""Time of the last change, inode and size of a file. They differ after the file was written or replaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigSnapshot:
-    """What is in force."""
+    """One configuration."""
 
     settings: Settings
     read_at: float
-    """When it was read, in seconds since the epoch."""
+    """Time of reading, in seconds since the epoch."""
     client_keys: tuple[ClientKey, ...] = ()
     slots: Mapping[str, int] = field(default_factory=dict)
-    """Where the use of each client key is counted, by its name."""
+    """Slots of the client keys' usage, by name."""
     keys_stamp: Stamp | None = None
-    """Of the file of client keys, as it was looked at last; None when there is no such file."""
+    """Stamp of the file of client keys at the last reading; None if there is no such file."""
     origins: Mapping[str, str] = field(default_factory=dict)
-    """Where the value of each option comes from: a flag, a variable, a file or `default`."""
+    """Origin of each option: a flag, a variable, a file, or `default`."""
 
 
 def to_json(current: ConfigSnapshot) -> dict[str, Any]:
-    """For `from_json`."""
+    """Return the JSON that `from_json` reads."""
     settings = current.settings.model_dump(mode="json")
     for option in SECRETS:
         section, _, name = option.partition(".")
@@ -63,7 +63,7 @@ def from_json(value: dict[str, Any]) -> ConfigSnapshot:
 
 
 def shown(current: ConfigSnapshot) -> dict[str, Any]:
-    """For operators: every option with its value, in which keys are masked, and where that comes from."""
+    """Return every option with its value and origin, with masked keys."""
     tree: Mapping[str, Any] = current.settings.model_dump(mode="json")
     return {
         "read_at": current.read_at,
@@ -75,15 +75,15 @@ def shown(current: ConfigSnapshot) -> dict[str, Any]:
 
 
 def secrets_of(settings: Settings) -> list[str]:
-    """What must not be shown to anybody, in clear."""
+    """Return all secrets, in clear."""
     return [text for option in SECRETS if (text := text_of(option_of(settings, option)))]
 
 
 def text_of(secret: SecretStr | None) -> str | None:
-    """In clear."""
+    """Return the text of a secret, in clear."""
     return None if secret is None else secret.get_secret_value()
 
 
 def option_of(settings: Settings, name: str) -> Any:
-    """The value of a dotted option."""
+    """Return the value of a dotted option."""
     return reduce(getattr, name.split("."), settings)

@@ -1,4 +1,4 @@
-"""One worker's part in the configuration that all share."""
+"""Applies the shared configuration in one worker."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ logger = logging.getLogger("proxy.configuration.watcher")
 
 
 class ConfigWatcher(BackgroundOwner):
-    """It applies what is published, by whichever worker. `async with` it, and have it `look` every so often.
+    """Applies published configurations, inside `async with`.
 
-    `applied` is what the worker was built from; `apply` is called with every later one, and must not fail.
+    The worker calls `look` regularly. `applied`: the configuration that the worker was built with. `apply` is called
+    with every later one, and must not fail.
     """
 
     def __init__(
@@ -45,10 +46,10 @@ class ConfigWatcher(BackgroundOwner):
         self._metrics.config_last_reload_success_timestamp_seconds.set(self._applied.read_at)
 
     async def reload(self, by: str, *, is_dry_run: bool = False) -> ConfigChange:
-        """Read everything again and apply it here; the other workers follow. `by`: who wants it, for the log.
-        `is_dry_run`: only what would change is returned, or raised.
+        """Read everything again and apply it in this worker; the other workers follow.
 
-        Raises SettingsError, and then nothing has changed.
+        Raises SettingsError, after which nothing has changed. `by`: origin of the reload, for the log. `is_dry_run`:
+        only return or raise the result.
         """
         if is_dry_run:
             return await self._configuration.reload(is_dry_run=True)
@@ -58,7 +59,7 @@ class ConfigWatcher(BackgroundOwner):
         return change
 
     def begin_reload(self, by: str) -> None:
-        """Reload while other things go on; only the log and the metrics tell how it went."""
+        """Start a reload in the background. The log and the metrics show its result."""
 
         async def reload() -> None:
             with suppress(SettingsError):
@@ -67,12 +68,13 @@ class ConfigWatcher(BackgroundOwner):
         self._background.start(reload())
 
     def look(self) -> None:
-        """Apply what is new. Without news this costs reading a number, and asking for the state of a file if there is
-        one.
+        """Apply a new configuration, if there is one.
+
+        Otherwise it costs reading a number, and the state of the file of client keys.
         """
         self._catch_up()
         stamp = self._configuration.new_keys_stamp()
-        # One that is being written is left alone until it is found the same twice.
+        # A changed file is read when two looks find the same, because it may be half written at the first.
         if stamp is not None and stamp == self._stamp_seen and not self._background:
             self._background.start(self._reload_keys())
         self._stamp_seen = stamp
@@ -98,11 +100,11 @@ class ConfigWatcher(BackgroundOwner):
         except SettingsError as error:
             self._metrics.config_reloads_total.labels("failed").inc()
             self._metrics.config_last_reload_successful.set(0)
-            logger.error("reload by %s is refused, and nothing has changed: %s", by, error)
+            logger.error("reload: refused, and nothing has changed: by %s: %s", by, error)
             raise
 
     def _succeeded(self, change: ConfigChange, by: str) -> None:
         self._catch_up()
         self._metrics.config_reloads_total.labels("ok").inc()
         self._metrics.config_last_reload_successful.set(1)
-        logger.info("reload by %s: %s", by, change)
+        logger.info("reload: by %s: %s", by, change)

@@ -1,4 +1,4 @@
-"""A worker's view of itself, and who tells it to others when the event loop cannot."""
+"""Self-monitoring of a worker, and a thread that answers probes while the event loop is busy."""
 
 from proxy.process.monitor.loop_lag import LoopLag
 from proxy.process.monitor.monitor import Monitor, MonitorParts, Overload, overload_of

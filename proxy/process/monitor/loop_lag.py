@@ -1,4 +1,4 @@
-"""How late the event loop was, for those who measure times on it."""
+"""Delays of the event loop, for code that measures times on it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class LoopLag:
     def __init__(self) -> None:
         self._measured_at = 0.0
         self._notes: deque[tuple[float, float, float]] = deque()
-        """Of each measurement the time of the one before it, its own time, and the delay. The oldest comes first."""
+        """The start, end and delay of each measurement, the oldest first."""
 
     def note(self, now: float, lag: float) -> None:
-        """Note by how many seconds the loop is late now."""
+        """Note that the event loop is late by this number of seconds."""
         notes = self._notes
         notes.append((self._measured_at, now, lag))
         while notes[0][1] < now - _MEMORY_SECONDS:
@@ -26,13 +26,13 @@ class LoopLag:
         self._measured_at = now
 
     def since(self, at: float) -> float:
-        """Return the longest delay that was noted since a time."""
+        """Return the longest delay since a time."""
         return self._longest(at, inf)
 
     def within(self, began: float, ended: float) -> float | None:
-        """Return the longest delay between two times, or None if it was not measured after the second one yet.
+        """Return the longest delay between two times, or None if nothing was measured after the second one yet.
 
-        The first measurement after the second time counts, too: it is not known when its delay began.
+        The first measurement after the second time counts, too, because the start of its delay is not known.
         """
         return None if self._measured_at < ended else self._longest(began, ended)
 

@@ -1,7 +1,7 @@
-"""One timer for each worker: it measures, decides, and calls what else is to be called now and then.
+"""One timer for each worker, which measures, decides on overload, and calls all periodic functions.
 
-It measures how late the event loop is and how much memory and how many descriptors are in use. It decides from the
-memory what has to be done, with the thresholds and actions of Envoy's overload manager. It tells of lost log lines.
+It measures the delay of the event loop, and the use of memory and descriptors. The thresholds and actions for memory
+are those of Envoy's overload manager. It also logs the number of lost log lines.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _HYSTERESIS: Final = 0.02
 
 
 class Overload(IntEnum):
-    """What is done for lack of memory; the value of the metric."""
+    """Overload by lack of memory. The values are those of the metric."""
 
     NONE = 0
     CLOSES_CONNECTIONS = 1
@@ -55,7 +55,7 @@ _MEANINGS: Final = {
 
 
 def overload_of(memory_share: float, before: Overload) -> Overload:
-    """The state for this much memory in use. It is left a little lower than it is entered."""
+    """Return the state for a share of memory in use. The threshold for leaving a state is a little lower."""
     for state, threshold in ((Overload.REFUSES, _REFUSE_FROM), (Overload.CLOSES_CONNECTIONS, _CLOSE_FROM)):
         if memory_share >= threshold - (_HYSTERESIS if before >= state else 0.0):
             return state
@@ -63,22 +63,22 @@ def overload_of(memory_share: float, before: Overload) -> Overload:
 
 
 def _shrink_heap() -> None:
-    """Give back to the system what is free: the C library keeps it otherwise, and overload would never end."""
-    gc.collect()  # a failed request's body may hang in a cycle with its traceback
+    """Return unused memory to the system. The C library would keep it, so overload would never end."""
+    gc.collect()  # the body of a failed request may be in a cycle with its traceback
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)  # glibc only
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class MonitorParts:
-    """One worker's parts that a Monitor works with."""
+    """Parts of one worker that a Monitor uses."""
 
     memory: Memory = field(default_factory=Memory)
     """Memory in use, and its limit."""
     fds: OpenFds = field(default_factory=OpenFds)
     """Open file descriptors, and their limit."""
     every_tick: Sequence[Callable[[], object]] = ()
-    """Called on the event loop at each tick, each by itself."""
+    """Functions that are called on the event loop at each tick. An exception of one does not affect the others."""
     is_ready: Callable[[], bool] = lambda: True
     """Returns whether the worker is ready; `was_ready` returns the last result."""
     tick_seconds: float = _TICK_SECONDS
@@ -92,7 +92,7 @@ class MonitorParts:
 
 
 class Monitor:
-    """A worker's view of itself. `async with` it."""
+    """Monitors one worker inside `async with`."""
 
     def __init__(self, metrics: Metrics, parts: MonitorParts) -> None:
         self._metrics = metrics
@@ -111,7 +111,7 @@ class Monitor:
         self._was_ready = False
         self.overload = Overload.NONE
         self.became_ready = asyncio.Event()
-        """Set once the worker has been ready, for the first time."""
+        """Set when the worker is ready for the first time."""
 
     async def __aenter__(self) -> Self:
         self._due = self._clock()
@@ -124,36 +124,36 @@ class Monitor:
 
     @property
     def closes_connections(self) -> bool:
-        """Whether to close each connection after its answer, because idle ones hold memory."""
+        """Return whether to close each connection after its answer, because idle connections use memory."""
         return self.overload >= Overload.CLOSES_CONNECTIONS
 
     @property
     def refuses(self) -> bool:
-        """Whether to answer new requests with 503 `memory`."""
+        """Return whether to answer new requests with 503 `memory`."""
         return self.overload >= Overload.REFUSES
 
-    # For other threads: plain reads of what the loop has written
+    # For other threads: plain reads of values that the event loop has written.
 
     def is_alive(self) -> bool:
-        """Whether the event loop runs."""
+        """Return whether the event loop runs."""
         return self._clock() - self._ticked_at <= _DEAD_AFTER_SECONDS
 
     def was_ready(self) -> bool:
-        """Whether the worker was ready when the event loop last looked, and could still be."""
+        """Return whether the worker was ready at the last tick, and may still be."""
         return self._was_ready and self.is_alive()
 
     # The timer
 
     def _on_timer(self) -> None:
         loop = asyncio.get_running_loop()
-        # First, so that no mistake below ends it.
+        # First, so that no exception below ends the timer.
         self._timer = loop.call_later(self._tick_seconds, self._on_timer)
         for ticker in self._every_tick:
             loop.call_soon(ticker)
         self.tick()
 
     def tick(self) -> None:
-        """Measure what is due."""
+        """Run the measurements that are due."""
         now = self._clock()
         self._note_lag(now)
         if now >= self._memory_at:
@@ -182,7 +182,7 @@ class Monitor:
         self._metrics.overload_state.set(self.overload)
         if self.overload is not before:
             level = logging.WARNING if self.overload > before else logging.INFO
-            logger.log(level, "memory use is at %.1f %% of the limit: %s", 100 * share, _MEANINGS[self.overload])
+            logger.log(level, "memory: %s: %.1f %% of the limit in use", _MEANINGS[self.overload], 100 * share)
         if self.closes_connections and now >= self._shrink_at:
             self._shrink_at = now + _SHRINK_SECONDS
             self._shrink_heap()

@@ -1,7 +1,7 @@
-"""Answers /livez and /readyz from a thread of its own, so that no busy event loop can delay it.
+"""Answers /livez and /readyz in a thread, so that a busy event loop cannot delay the answers.
 
-One connection at a time, one request for each, one second for that: it is orchestrators that ask. The thread reads what
-the event loop has left for it and touches nothing else of it.
+It serves one connection at a time, one request for each, and one second for that, because only orchestrators ask. The
+thread reads values that the event loop has left, and touches nothing else.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _REASONS: Final = {
 
 
 class ProbeServer:
-    """A thread that answers on a listening socket, which several processes may share. `with` it."""
+    """A thread that answers on a listening socket, inside `with`. Several processes may share the socket."""
 
     def __init__(self, sock: socket.socket, is_alive: Callable[[], bool], is_ready: Callable[[], bool]) -> None:
-        """Both are called in the thread. The socket remains the caller's, who closes it later."""
+        """Keep the parts. Both functions are called in the thread. The caller closes the socket later."""
         self._sock = sock
         self._is_alive = is_alive
         self._is_ready = is_ready
@@ -47,7 +47,7 @@ class ProbeServer:
         self._thread = threading.Thread(target=self._run, name="probes", daemon=True)
 
     def __enter__(self) -> Self:
-        self._sock.setblocking(False)  # another process may be faster to accept
+        self._sock.setblocking(False)  # another process may accept first
         self._stop, self._stopped = socket.socketpair()
         self._thread.start()
         return self
@@ -58,7 +58,7 @@ class ProbeServer:
         self._stopped.close()
 
     def leave(self) -> None:
-        """Accept no further connection, since somebody else does; who is connected is answered."""
+        """Accept no further connection, because a successor does. Open connections are answered."""
         self._has_left = True
 
     def _run(self) -> None:
@@ -67,14 +67,14 @@ class ProbeServer:
                 connection, _ = self._sock.accept()
             except BlockingIOError:
                 continue
-            except OSError:  # above all: no descriptor is left
+            except OSError:  # for example, no free descriptor
                 self._waits_for(self._stopped, _PAUSE_SECONDS)
                 continue
-            with connection, suppress(OSError):  # the prober may leave
+            with connection, suppress(OSError):  # the prober may close the connection
                 self._answer(connection)
 
     def _waits_for(self, sock: socket.socket, seconds: float | None = None) -> bool:
-        """Wait until there is something to read, but not longer than the server runs."""
+        """Wait until the socket can be read, or the server stops."""
         poll = select.poll()
         poll.register(sock, select.POLLIN)
         poll.register(self._stopped, select.POLLIN)
@@ -95,7 +95,7 @@ class ProbeServer:
         connection.sendall(self._reply(request))
 
     def _reply(self, request: bytes) -> bytes:
-        """The answer, as bytes."""
+        """Return the answer, as bytes."""
         request_line = request.partition(b"\r\n")[0].decode("latin-1")
         method, _, rest = request_line.partition(" ")
         target, _, version = rest.partition(" ")
@@ -117,7 +117,7 @@ class ProbeServer:
         return head.encode() + (b"" if method == "HEAD" else body)
 
     def _check(self, method: str, path: str) -> None:
-        """Raises GatewayError unless the answer is that all is well."""
+        """Raise GatewayError if the check fails."""
         if path not in _ALIVE_PATHS | _READY_PATHS:
             raise GatewayError("there is no such route on this port", code="not_found", status=404)
         if method not in ("GET", "HEAD"):

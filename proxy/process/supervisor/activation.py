@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 _FIRST_FD: Final = 3
 CLIENTS: Final = "clients"
 NAMES: Final = (CLIENTS, "admin", "probes")
-"""What such a socket may be called (FileDescriptorName=). A single one need not be called anything."""
+"""Names of such sockets (FileDescriptorName=). A single socket needs no name."""
 
 
 def activated(environ: MutableMapping[str, str]) -> Mapping[str, socket.socket]:
-    """The sockets by name; none if there are none for this process. What says so is taken out of the environment.
+    """Return the sockets by name, which may be none, and remove their variables from the environment.
+
     Raises SettingsError.
     """
     pid, count, called = (environ.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"))

@@ -1,7 +1,7 @@
-"""Connector `auto`: engines are asked what they are, once and before anything is served, so that all workers agree.
+"""Connector `auto`: engines are asked once, before any request, so that all workers agree.
 
-One answer of each role is enough to begin with: an engine that is down must not keep a gateway from starting. While
-there is none they are asked again, as often as an instance that is added at run time would be.
+One answer of each role suffices, because an engine that is down must not prevent the start. Until then engines are
+asked again, as often as instances that are added at run time.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ logger = logging.getLogger("proxy.supervisor.detection")
 
 _MODELS_PATH: Final = "/v1/models"
 _INFO_PATHS: Final = ("/server_info?config_format=json", "/get_server_info")
-# vLLM looks for compilers, drivers and packages when it is asked for the first time, which takes seconds.
+# vLLM searches for compilers, drivers and packages at the first question, which takes seconds.
 _INFO_TIMEOUT_SECONDS: Final = 30.0
 
 
 def find_connector(settings: Settings) -> str:
-    """The configured connector, or for `auto` that of the engines, and then a line in the log says why it is that.
+    """Return the configured connector, or for `auto` that of the engines, and log the reason.
 
-    Raises SettingsError when there is no connector for them all, and ConnectionError, whose text is one sentence, when
-    no engine of a role has answered.
+    Raises SettingsError if no connector fits all engines, and ConnectionError, in one sentence, if no engine of a role
+    has answered.
     """
     if settings.connector != "auto":
         return settings.connector
     if not settings.prefill:
-        logger.info("connector plain is chosen: there are no prefillers")
+        logger.info("connector: auto: plain: there are no prefillers")
         return "plain"
     engines, silent = asyncio.run(_ask_all(settings))
     finding = recognise(engines)
     left_out = "".join(f"; {name} did not say ({problem})" for name, problem in silent.items())
-    logger.info("connector %s is chosen: %s%s", finding.connector, finding.reason, left_out)
+    logger.info("connector: auto: %s: %s%s", finding.connector, finding.reason, left_out)
     return finding.connector
 
 
 def with_connector(loaded: Loaded, connector: str) -> Loaded:
-    """`auto` replaced by what was found at the start: it cannot change later, whatever engines come.
+    """Return the settings with the detected connector, which cannot change later.
 
-    Raises SettingsError when other options do not suit that connector.
+    Raises SettingsError if other options do not fit this connector.
     """
     if loaded.settings.connector != "auto":
         return loaded
@@ -67,7 +67,7 @@ def with_connector(loaded: Loaded, connector: str) -> Loaded:
 
 
 async def _ask_all(settings: Settings) -> tuple[list[EngineReport], Mapping[str, str]]:
-    """What engines say, and which ones say nothing, and why. Raises ConnectionError."""
+    """Return the reports of engines, and the problems of engines without an answer. Raises ConnectionError."""
     given = ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode))
     engines = [Backend(role, at.host, at.port, trusted=True) for role, endpoints in given for at in endpoints]
     key = settings.auth.engine_api_key
@@ -84,12 +84,12 @@ async def _ask_all(settings: Settings) -> tuple[list[EngineReport], Mapping[str,
                 return reports, silent
             problem = f"no {missing.role} instance says what it is; {missing.name}: {silent[missing.name]}"
             if not attempt:
-                logger.info("%s. Waiting for one", problem)
+                logger.info("connector: auto: waiting for an engine: %s", problem)
     raise ConnectionError(f"connector auto: {problem}. Name the connector to start without them")
 
 
 class _Asker:
-    """`async with` it."""
+    """Asks engines, inside `async with`."""
 
     def __init__(self, keys: EngineKeys, timeout_seconds: float) -> None:
         self._keys = keys
@@ -103,7 +103,7 @@ class _Asker:
         await self._client.__aexit__(None, None, None)
 
     async def ask(self, engine: Backend) -> EngineReport | str:
-        """What an engine says, or why it says nothing."""
+        """Return the report of an engine, or the reason why there is none."""
         try:
             answer = await self._get(engine, _MODELS_PATH, self._timeout_seconds)
             if answer.status != 200:
@@ -117,7 +117,7 @@ class _Asker:
         return EngineReport(engine.role, engine.name, Identity(parse_kind(models), setup=setup))
 
     async def _ask_info(self, engine: Backend) -> Any:
-        """None: it does not tell."""
+        """Return the engine's configuration, or None if it reports none."""
         for path in _INFO_PATHS:
             try:
                 answer = await self._get(engine, path, _INFO_TIMEOUT_SECONDS)
@@ -128,5 +128,5 @@ class _Asker:
         return None
 
     async def _get(self, engine: Backend, path: str, timeout_seconds: float) -> BufferedResponse:
-        """Raises EngineRequestError."""
+        """Return an engine's answer. Raises EngineRequestError."""
         return await self._client.get(engine.url, path, timeout_seconds, self._keys.headers(engine))

@@ -1,4 +1,4 @@
-"""Opening the sockets that all workers accept from."""
+"""Opens the sockets from which all workers accept connections."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NONE: Final[Mapping[str, socket.socket]] = MappingProxyType({})
 
 
 class PortInUse(OSError):
-    """Somebody else listens there."""
+    """Another process listens at this address."""
 
     def __init__(self, text: str, host: str, port: int) -> None:
         super().__init__(text)
@@ -31,8 +31,10 @@ class PortInUse(OSError):
 
 
 def listen(settings: Settings, given: Mapping[str, socket.socket] = _NONE) -> Listeners:
-    """The listening sockets. `given`: those that are open already, by their names in Listeners. Raises OSError whose
-    text is one sentence for the operator, and SettingsError, also when one that is given is not where the settings say.
+    """Return the listening sockets. `given`: open sockets by their names in Listeners.
+
+    Raises OSError with one sentence for the operator, and SettingsError, also if a given socket has another address
+    than in the settings.
     """
     admin = settings.admin
     with ExitStack() as stack:
@@ -43,7 +45,7 @@ def listen(settings: Settings, given: Mapping[str, socket.socket] = _NONE) -> Li
                     raise SettingsError(f"this process was given a socket for {name}, for which there is no port")
                 return None
             if name in given:
-                return _checked(name, given[name], host, port)  # not closed here: it may be wanted once more
+                return _checked(name, given[name], host, port)  # not closed here, because the next attempt may need it
             return stack.enter_context(create_listener(host, port, backlog))
 
         clients = open_if("clients", settings.listen.host, settings.listen.port, settings.listen.backlog)
@@ -51,7 +53,7 @@ def listen(settings: Settings, given: Mapping[str, socket.socket] = _NONE) -> Li
         admins, probes = open_if("admin", admin.host, admin.port), open_if("probes", admin.host, admin.probe_port)
         callbacks = [stack.enter_context(listener) for listener in _callback_listeners(settings)]
         listeners = Listeners(clients, admins, probes, callbacks)
-        stack.pop_all()  # all of them are there: from here on they are closed together
+        stack.pop_all()  # from here on all are closed together
         return listeners
 
 
@@ -74,12 +76,13 @@ def _address(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
 
 
 def _checked(name: str, listener: socket.socket, host: str, port: int) -> socket.socket:
-    """A listener that was given, if it is where the settings say: who may administer depends on that. Raises
-    SettingsError.
+    """Return a given socket if its address is that of the settings, which access to administration depends on.
+
+    Raises SettingsError.
     """
     what = f"the socket for {name} that this process was given"
     if listener.family not in (socket.AF_INET, socket.AF_INET6) or listener.type is not socket.SOCK_STREAM:
-        raise SettingsError(f"{what} is none for TCP; of a systemd socket, ListenStream= has to name a port")
+        raise SettingsError(f"{what} is not a TCP socket: ListenStream= of a systemd socket must name a port")
     if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         raise SettingsError(f"{what} does not listen; of a systemd socket, Accept= has to be no")
     bound = listener.getsockname()
@@ -94,9 +97,9 @@ def _checked(name: str, listener: socket.socket, host: str, port: int) -> socket
 
 
 def create_listener(host: str, port: int, backlog: int = _ADMIN_BACKLOG) -> socket.socket:
-    """A listening socket. Raises OSError whose text is one sentence for the operator.
+    """Return a listening socket. Raises OSError with one sentence for the operator.
 
-    A name with several addresses gets its first IPv4 one, because `localhost` is expected to answer there; `::` listens
+    A name with several addresses gets its first IPv4 one, because people expect an answer at `localhost`. `::` listens
     on IPv4, too.
     """
     try:

@@ -1,4 +1,4 @@
-"""Listening where a predecessor still does: a gateway that drains keeps its ports for that time."""
+"""Listening at ports that a predecessor still has: a gateway keeps its ports while it drains."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger("proxy.supervisor.succession")
 
 _LOOK_AGAIN_SECONDS: Final = 0.1
 _ANSWER_SECONDS: Final = 1.0
-# From the end of a drain, or of a part of it, until its port is free.
+# Time from the end of a drain, or of a part of it, until the port is free.
 _LETTING_GO_SECONDS: Final = 3.0
 
 
@@ -35,10 +35,10 @@ def listen_in_succession(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
 ) -> Listeners:
-    """`listen`, but ports that are in use are waited for.
+    """Listen like `listen`, but wait for ports that are in use.
 
-    That is as long as a drain may take, if a gateway has them and drains. Anybody else has as long as a gateway that is
-    told to stop just now would need for its clients' port. Raises what `listen` raises.
+    The limit is the time of a drain, if a draining gateway has the ports. Another process has the time that a gateway
+    needs to free its clients' port after a signal. Raises as `listen`.
     """
     drain = settings.drain
     began = clock()
@@ -61,9 +61,9 @@ def listen_in_succession(
 
 
 def _drains(host: str, port: int) -> bool:
-    """Whether the process that listens there is a gateway that is not ready for requests, as one that drains is not.
+    """Return whether the listening process is a gateway that is not ready, as during a drain.
 
-    Where engines call back it has no such route, but its name.
+    A port for callbacks has no such route, but answers with the gateway's name.
     """
     try:
         answer = blocking_http.get(reachable(host), port, "/readyz", _ANSWER_SECONDS)

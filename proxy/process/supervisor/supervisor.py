@@ -1,4 +1,4 @@
-"""Seats for the workers, and who sits in them: started, replaced when dead, told to stop."""
+"""Slots of the workers, which the supervisor starts, replaces and stops."""
 
 from __future__ import annotations
 
@@ -34,36 +34,36 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("proxy.supervisor.supervisor")
 
-# Where prometheus-client keeps what the workers share.
+# Directory in which workers keep their metrics for each other.
 _METRICS_DIRECTORY: Final = "PROMETHEUS_MULTIPROC_DIR"
 _SUCCESSOR_LOOK_SECONDS: Final = 0.05
 _STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
-# A worker ends by itself after its drain, or at once after the second signal; one that hangs is killed this much later.
+# A worker ends after its drain, or at once after a second signal. A hanging worker is killed this much later.
 _STOP_GRACE_SECONDS = 10.0
 _STOP_NOW_GRACE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """How soon a dead worker is replaced, and when it dies too often to go on."""
+    """Pause before a dead worker is replaced, and the limit of deaths."""
 
     first_delay_seconds: float = 0.1
     max_delay_seconds: float = 5.0
     max_deaths: int = 10
     window_seconds: float = 60.0
-    """Deaths longer ago are forgotten, and with them all deaths of a worker that then lived so long."""
+    """Deaths that are older are forgotten. A worker that has lived this long clears them."""
 
     def delay_seconds(self, deaths: int) -> float:
-        """The wait after `deaths` deaths, the first one being 1."""
+        """Return the pause after a number of deaths, counted from 1."""
         return min(self.first_delay_seconds * 2.0 ** (deaths - 1), self.max_delay_seconds)
 
 
 def serve(load: Callable[[], Loaded], run: RunWorker | None = None, restarts: RestartPolicy | None = None) -> int:
-    """Listen and serve until told to stop; returns the exit code. `run` None means `worker.run`.
+    """Listen and serve until a signal to stop; return the exit code. Raises SettingsError.
 
-    `load` reads the configuration, now and whenever it is to be read again. Raises SettingsError.
+    `run` None: `worker.run`. `load` reads the configuration, now and at each reload.
     """
-    # Until there is somebody to reload, or to be taken over from, these must not end the program.
+    # Until there is a supervisor to handle them, these signals must not end the program.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     _raise_fd_limit()
@@ -75,7 +75,7 @@ def serve(load: Callable[[], Loaded], run: RunWorker | None = None, restarts: Re
     logger.info("%s is starting", BUILD)
     for warning in loaded.warnings:
         logger.warning("%s", warning)
-    # Late, because it takes longer than all before, and an operator waits for a sign of life.
+    # late, because it takes longer than everything before, and the operator waits for the first line
     from proxy.process.supervisor.detection import find_connector, with_connector
 
     with ExitStack() as stack:
@@ -88,7 +88,7 @@ def serve(load: Callable[[], Loaded], run: RunWorker | None = None, restarts: Re
             print(f"pdproxy: error: {error}", file=sys.stderr)
             return 1
         if settings.workers > 1:
-            # prometheus-client looks at this once, when it is first imported: that is why the worker is imported late.
+            # prometheus-client reads this variable once, at its first import, so the worker is imported late.
             os.environ[_METRICS_DIRECTORY] = stack.enter_context(_metrics_directory())
         if run is None:
             from proxy.process import worker
@@ -101,37 +101,38 @@ def serve(load: Callable[[], Loaded], run: RunWorker | None = None, restarts: Re
 
 
 def _raise_fd_limit() -> None:
-    """Allow this process and its workers as many file descriptors as they may have: most systems begin with 1,024, for
-    the sake of programs that still use select().
+    """Raise the limit of file descriptors as far as allowed.
+
+    Most systems begin with 1,024, for programs with select().
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # macOS has a lower limit than it tells
+    with suppress(OSError, ValueError):  # macOS has a lower limit than it reports
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _metrics_directory() -> tempfile.TemporaryDirectory[str]:
-    """Where the workers keep their metrics for each other; only this user can look into it."""
+    """Return the directory of the workers' metrics, which only this user can read."""
     try:
         return tempfile.TemporaryDirectory(prefix="pdproxy-")
-    except FileNotFoundError:  # nothing is writable in a container with a read-only root, except its shared memory
+    except FileNotFoundError:  # In a container with a read-only root, only its shared memory can be written.
         return tempfile.TemporaryDirectory(prefix="pdproxy-", dir="/dev/shm")
 
 
 @dataclass(slots=True)
 class _WorkerSlot:
-    """The place of one worker; a replacement takes the same seat and the same row of the scoreboard."""
+    """The slot of one worker. A replacement takes the same slot and the same row of the scoreboard."""
 
     worker: int
     pid: int | None = None
     start_at: float | None = 0.0
     started_at: float = 0.0
     is_frozen: bool = False
-    """It was killed because it did not work any more."""
+    """Whether the worker was killed because it was frozen."""
     deaths: list[float] = field(default_factory=list)
 
 
 class _Supervisor:
-    """Owns the seats. All times are monotonic seconds."""
+    """Owns the slots. All times are monotonic seconds."""
 
     def __init__(self, shared: Shared, run: RunWorker, restarts: RestartPolicy) -> None:
         self._shared = shared
@@ -150,11 +151,11 @@ class _Supervisor:
         self._successor: Successor | None = None
 
     def keep_alive(self) -> int:
-        """Start the workers and replace the dead until a signal says stop or one dies too often; the exit code."""
+        """Start the workers and replace dead ones until a signal to stop, or too many deaths; return the exit code."""
         waited_for = _STOP_SIGNALS | {signal.SIGHUP, signal.SIGUSR2, signal.SIGCHLD}
-        # Blocked, not handled: a blocked signal waits for sigtimedwait and cannot fall between two lines.
+        # Blocked and not handled: a blocked signal waits for sigtimedwait and cannot get lost between two lines.
         self._signals_before = signal.pthread_sigmask(signal.SIG_BLOCK, waited_for)
-        # The workers share the memory of everything imported so far as long as their collectors leave it alone.
+        # Workers share the memory of all imports as long as their garbage collectors do not touch it.
         gc.freeze()
         try:
             self._start_due()
@@ -190,13 +191,13 @@ class _Supervisor:
     def _pass_on(self, number: signal.Signals) -> None:
         if number in _STOP_SIGNALS:
             if self._has_been_replaced():
-                return  # the workers drain, which is what was asked for
-            logger.info("%s: stopping the workers", number.name)
+                return  # the workers drain already
+            logger.info("supervisor: stopping the workers: %s", number.name)
             self._stop(now=self._stop_signals > 0)
             self._stop_signals += 1
             self._signal_workers(number)
         elif number is signal.SIGHUP:
-            # One reads the configuration for all, and the one that has lived longest is most sure to listen by now.
+            # One worker reloads for all. The oldest is most likely to be listening.
             living = [seat for seat in self._seats if seat.pid is not None]
             for seat in sorted(living, key=lambda seat: seat.started_at)[:1]:
                 self._signal(seat, number)
@@ -204,7 +205,7 @@ class _Supervisor:
             self._successor = start_successor(self._shared)
 
     def _look_for_successor(self) -> bool:
-        """Let the workers drain when another process has taken over; whether one has just now."""
+        """Drain the workers if another process has taken over; return whether it has just done so."""
         if self._successor is None or (has_taken_over := self._successor.look()) is None:
             return False
         self._successor = None
@@ -215,7 +216,7 @@ class _Supervisor:
         return True
 
     def _has_been_replaced(self) -> bool:
-        """Whether another process has taken over just now. One that has not is told to stop, too."""
+        """Return whether another process has just taken over. A process that has not is stopped, too."""
         if self._look_for_successor():
             return True
         if self._successor is not None:
@@ -224,8 +225,8 @@ class _Supervisor:
         return False
 
     def _stop(self, *, now: bool) -> None:
-        """No more replacements; the workers, about to be told to leave, get this long for it."""
-        # Only workers accept: were our copy open when they have closed theirs, clients would queue unserved.
+        """Replace no more workers. They get this time to stop, after the signal that follows."""
+        # Only workers accept. If this copy stayed open after theirs, clients would wait in its queue.
         self._shared.listeners.close()
         drain = self._shared.configuration.current().settings.drain
         seconds = drain.not_ready_seconds + drain.streams_seconds + _STOP_GRACE_SECONDS
@@ -238,7 +239,7 @@ class _Supervisor:
             self._signal(seat, number)
 
     def _signal(self, seat: _WorkerSlot, number: signal.Signals) -> None:
-        if seat.pid is not None:  # ours until it is buried, so this cannot hit a stranger
+        if seat.pid is not None:  # until it is waited for, the pid cannot belong to another process
             os.kill(seat.pid, number)
 
     def _kill_frozen(self) -> None:
@@ -250,13 +251,15 @@ class _Supervisor:
             seat = self._seats[worker]
             seat.is_frozen = True
             logger.warning(
-                "worker %d (pid %d) has stood still for more than worker_timeout_seconds: killing it", worker, seat.pid
+                "supervisor: killing a frozen worker, without progress for worker_timeout_seconds: worker %d (pid %d)",
+                worker,
+                seat.pid,
             )
             self._signal(seat, signal.SIGKILL)
 
     def _kill_overdue(self) -> None:
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
-            logger.error("killing the workers that did not stop in time")
+            logger.error("supervisor: killing the workers that did not stop in time")
             self._signal_workers(signal.SIGKILL)
             self._kill_at = time.monotonic() + _STOP_GRACE_SECONDS
 
@@ -265,7 +268,7 @@ class _Supervisor:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            # As process 1 of a container we are also given orphans of others: those have no seat.
+            # As process 1 of a container, the supervisor also gets orphans of other processes, which have no slot.
             for seat in self._seats:
                 if seat.pid == pid:
                     self._reap(seat, pid, os.waitstatus_to_exitcode(status))
@@ -277,7 +280,7 @@ class _Supervisor:
         reason = "frozen" if seat.is_frozen else "died"
         seat.is_frozen = False
         self._shared.erase(seat.worker)
-        with suppress(FileNotFoundError):  # something else deleted a file at this moment
+        with suppress(FileNotFoundError):  # another process has deleted a file in the meantime
             multiprocess.mark_process_dead(pid)  # type: ignore[no-untyped-call]
         if self._is_stopping:
             self._exit_code = max(self._exit_code, exit_code if exit_code >= 0 else 128 - exit_code)
@@ -286,7 +289,7 @@ class _Supervisor:
         seat.deaths = [death for death in seat.deaths if death > now - self._restarts.window_seconds] + [now]
         if len(seat.deaths) >= self._restarts.max_deaths:
             logger.error(
-                "worker %d (pid %d) ended with code %d: restart limit reached, shutting down",
+                "supervisor: restart limit reached, shutting down: worker %d (pid %d) ended with code %d",
                 seat.worker,
                 pid,
                 exit_code,
@@ -297,7 +300,7 @@ class _Supervisor:
             return
         delay = self._restarts.delay_seconds(len(seat.deaths))
         logger.error(
-            "worker %d (pid %d) ended with code %d: restarting it in %.1f s", seat.worker, pid, exit_code, delay
+            "supervisor: worker %d (pid %d) ended with code %d: restart in %.1f s", seat.worker, pid, exit_code, delay
         )
         seat.start_at = now + delay
         self._shared.heartbeats.note_replacement(reason)
@@ -308,29 +311,30 @@ class _Supervisor:
             if seat.start_at is not None and seat.start_at <= now:
                 try:
                     pid = os.fork()
-                except OSError as error:  # out of memory or processes; the other workers go on meanwhile
-                    logger.error("cannot start worker %d: %s", seat.worker, error)
+                except OSError as error:  # out of memory or processes; the other workers continue
+                    logger.error("supervisor: cannot start worker %d: %s", seat.worker, error)
                     seat.start_at = now + self._restarts.max_delay_seconds
                     continue
                 seat.pid = pid or self._be_worker(seat.worker)
                 seat.start_at, seat.started_at = None, now
 
     def _be_worker(self, worker: int) -> NoReturn:
-        """The forked process: runs the worker and leaves without unwinding what belongs to the supervisor."""
+        """Run the worker in the forked process, and leave without closing what belongs to the supervisor."""
         exit_code = 1
         try:
             os.close(self._alive_writer)
-            # Its own process group, or a Ctrl-C would arrive twice, from the terminal and from the supervisor.
+            # A separate process group. Otherwise a Ctrl-C would arrive twice, from the terminal and from the
+            # supervisor.
             os.setpgid(0, 0)
-            # Until the worker has handlers of its own there is nothing to drain.
+            # before the worker has handlers, there is nothing to drain
             for number in (*_STOP_SIGNALS, signal.SIGUSR2):
                 signal.signal(number, lambda *_: os._exit(0))
             signal.pthread_sigmask(signal.SIG_SETMASK, self._signals_before)
             exit_code = self._run(self._shared, worker, self._alive_reader)
         except BaseException:
-            logger.exception("worker %d failed", worker)
+            logger.exception("supervisor: worker %d failed", worker)
         finally:
-            if select.select([self._alive_reader], [], [], 0)[0]:  # the supervisor was killed, and cannot do it
+            if select.select([self._alive_reader], [], [], 0)[0]:  # the supervisor was killed and cannot clean up
                 shutil.rmtree(os.environ[_METRICS_DIRECTORY], ignore_errors=True)
             sys.stdout.flush()
             sys.stderr.flush()

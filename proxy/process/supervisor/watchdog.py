@@ -1,7 +1,7 @@
-"""Which workers live without working: stopped by a signal, or in a call that does not come back.
+"""Detects frozen workers: stopped by a signal, or in a call that does not return.
 
-Each worker's event loop counts its turns in shared memory (`shared.Heartbeats`). A worker whose count stands still for
-too long is frozen, and is of no use to anybody: its clients wait, and what it charged to the engines stays charged.
+Each worker's event loop counts its turns in shared memory (`shared.Heartbeats`). A worker is frozen if its count does
+not change for too long. Its clients wait, and its load stays on the engines.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class _Watched:
 
 
 class Watchdog:
-    """Compares the counts from time to time. Pure: the supervisor has the clock, whose seconds all times are.
+    """Compares the counts at intervals. Pure: all times are the supervisor's clock seconds.
 
-    Time in which the supervisor itself did not run says nothing about workers: a container that was stopped, or a
-    machine that was busy with something else, stops all of them together.
+    Time in which the supervisor itself did not run does not count: a stopped container, or a busy machine, stops all
+    processes.
     """
 
     def __init__(self, timeout_seconds: float, now: float) -> None:
@@ -33,9 +33,9 @@ class Watchdog:
         self.next_look = now + self._look_seconds
 
     def look(self, now: float, counts: Mapping[int, int]) -> list[int]:
-        """Take in the counts of the workers that live; those of them that are frozen.
+        """Take the counts of the living workers, and return the frozen ones.
 
-        One that stays frozen is told again after as long.
+        A worker that stays frozen is returned again after the same time.
         """
         late_seconds = now - self.next_look
         lost_seconds = late_seconds if late_seconds > self._look_seconds else 0.0

@@ -1,4 +1,4 @@
-"""One process: build each part once, listen, drain, stop. The only place where the parts are put together."""
+"""One worker process: it builds all parts, listens, drains and stops. Parts are put together only here."""
 
 from proxy.process.worker.assembly import Worker, build
 from proxy.process.worker.listening import listening

@@ -1,4 +1,4 @@
-"""What operators see: metrics, instances, reloads and messages to all engines."""
+"""Routes for operators: metrics, instances, reloads, and messages to all engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def build_administration(
     basis: Basis, balancing: Balancing, engines: Engines, clients: Clients, watcher: ConfigWatcher
 ) -> HttpListener | None:
-    """Where operators connect; None: where clients do, whose application has the routes then."""
+    """Return the application for operators, or None if its routes belong to the application for clients."""
     routes = _routes(basis, balancing, engines, clients, watcher)
     if basis.settings.admin.port is None:
         clients.app.add_routes(routes)

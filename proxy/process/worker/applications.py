@@ -19,14 +19,17 @@ if TYPE_CHECKING:
 
 
 def application(basis: Basis) -> web.Application:
-    """An application without routes, which answers errors in the gateway's words and counts refused requests."""
+    """Return an application without routes that answers errors in the gateway's form, and counts refusals."""
     app = web.Application()
     replies.install(app, basis.metrics)
     return app
 
 
 def administrators_of(basis: Basis, host: str, *, trusts_local: bool = False) -> Administrators:
-    """Create the check for administrators on the listener of this host. `trusts_local`: clients do not use it."""
+    """Return the check for administrators on the listener of this host.
+
+    `trusts_local`: clients do not use the listener.
+    """
 
     def configuration(settings: Settings) -> tuple[str | None, bool]:
         return text_of(settings.auth.admin_key), trusts_local or settings.admin.trust_local
@@ -45,8 +48,9 @@ def administrators_of(basis: Basis, host: str, *, trusts_local: bool = False) ->
 def http_listener(
     basis: Basis, app: web.Application, limits: Callable[[Settings], Listen] = lambda settings: settings.listen
 ) -> HttpListener:
-    """A listener for an application, which does not listen yet. `limits`: picks those of the settings that hold for it,
-    also after a reload.
+    """Return a listener for an application, which does not listen yet.
+
+    `limits`: returns its limits in the settings, also after a reload.
     """
     made = HttpListener(app, limits(basis.settings), basis.metrics)
     basis.live.add(lambda new: made.configure(limits(new)))
@@ -54,7 +58,8 @@ def http_listener(
 
 
 def callback_limits(settings: Settings) -> Listen:
-    """Those of clients, but for the number of connections: an engine takes any answer for a good one, and would wait
-    for what was turned away.
+    """Return the limits of clients without the number of connections.
+
+    An engine takes any answer for success, and would wait for a message that was refused.
     """
     return settings.listen.model_copy(update={"max_connections": None})

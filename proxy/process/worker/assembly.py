@@ -1,4 +1,4 @@
-"""One process's parts, each made once and put together: the builders beside this file, in their order."""
+"""All parts of one worker, built and connected once by the builders beside this file, in their order."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """The parts that are asked for something from outside. They do not listen yet."""
+    """The parts of a worker that its process uses. They do not listen yet."""
 
     index: int
-    """Which of the workers it is, from 0."""
+    """Number of the worker, from 0."""
     live: LiveSettings
     metrics: Metrics
     monitor: Monitor
@@ -67,33 +67,33 @@ class Worker:
     releaser: Releaser
     lanes: Lanes
     service: RequestService
-    """That of the lane of all instances."""
+    """The service of the lane with all instances."""
     observers: Observers
     evacuation: Evacuation
     peer_verdicts: PeerVerdicts
     front: HttpListener
-    """Where clients connect."""
+    """Listener for clients."""
     admin_front: HttpListener | None
-    """Where operators connect, if they do not with the clients."""
+    """Listener for operators; None if they use the listener for clients."""
     callback_front: HttpListener | None
-    """Where engines call back, if the connector has them do it."""
+    """Listener for callbacks of engines; None if the connector has none."""
 
     @property
     def current(self) -> ConfigSnapshot:
-        """The configuration in force now."""
+        """The current configuration."""
         return self.live.current
 
     @property
     def settings(self) -> Settings:
-        """What is in force now."""
+        """The current settings."""
         return self.live.current.settings
 
     def apply(self, current: ConfigSnapshot) -> None:
-        """Let every part go on with this. See `LiveSettings.apply`."""
+        """Apply a configuration to every part; see `LiveSettings.apply`."""
         self.live.apply(current)
 
     def look(self) -> None:
-        """To be called every so often: take notice of what others have decided."""
+        """Apply the decisions of other processes. Must be called regularly."""
         self.watcher.look()
         self.releaser.look()
         self.front.close_after_each_answer = self.drain.is_draining or self.monitor.closes_connections
@@ -104,10 +104,9 @@ class Worker:
 
 @asynccontextmanager
 async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTLE_SECONDS) -> AsyncIterator[Worker]:
-    """Put the parts of one worker together on the running loop; leaving the context stops them.
+    """Build the parts of one worker on the running loop. Leaving the context stops them.
 
-    `settle_seconds`: how long KV that no decoder fetches is left alone before it is released; see
-    `connectors/releaser.py`.
+    `settle_seconds`: time before KV that no decoder fetches is released; see `connectors/releaser.py`.
     """
     live = LiveSettings(shared.configuration.current())
     live.add(lambda settings: logs.configure(settings.log.level))

@@ -1,4 +1,4 @@
-"""What decides: what is known of the engines, and the pools of all roles."""
+"""The deciding parts: facts about the engines, and the pools of all roles."""
 
 from __future__ import annotations
 
@@ -34,34 +34,34 @@ if TYPE_CHECKING:
 
 
 class PoolOf:
-    """In which pool a backend is compared with others: that of its role, unless there are several of them."""
+    """The pool in which a backend is compared with others: that of its role, unless there are several."""
 
     def __init__(self, pools: Pools) -> None:
         self.find: Callable[[Backend], Pool] = lambda backend: pools.of(backend.role)
-        """Replaced once there is somebody who knows."""
+        """Replaced when the lanes exist."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Balancing:
-    """It does no IO."""
+    """The deciding parts, which do no IO."""
 
     health: Health
     keys: EngineKeys
     compatibility: CompatibilityMonitor
     pinned_kv: PinnedKv
-    """The KV that no decoder fetches."""
+    """KV that no decoder fetches."""
     pools: Pools
     models: ServedModels
-    """Which models the instances serve."""
+    """Models of the instances."""
     pool_of: PoolOf
     part: Callable[[Serving], tuple[Pools, Callable[[Settings], None]]]
-    """Makes pools of those backends that serve certain models, and what configures them."""
+    """Returns the pools of the backends that serve certain models, and the function that configures them."""
     on_transition: Callable[[Transition], None]
-    """To be told of changes of health: logs and counts them, and tells other workers."""
+    """Logs and counts a change of health, and reports it to other workers."""
 
 
 def build_balancing(basis: Basis) -> Balancing:
-    """Made first, because nearly everything else asks it."""
+    """Build the deciding parts first, because nearly all other parts use them."""
     shared, live, settings = basis.shared, basis.live, basis.settings
     row = shared.scoreboard.row(basis.index)
     health = Health(lambda: live.current.settings.health, board=shared.health_board)
@@ -158,16 +158,16 @@ def _transitions(basis: Basis) -> Callable[[Transition], None]:
 
 
 class _InstanceRequests:
-    """Counts how leases end, many at a time."""
+    """Counts the results of leases in batches."""
 
     def __init__(self, metrics: Metrics) -> None:
-        # Finding a series by its labels costs more than counting with it, and there are few.
+        # To find a series by its labels costs more than to count in it, and there are few series.
         self._counters = cache(metrics.instance_requests_total.labels)
         self._untold: dict[Role, dict[str, Counter[str]]] = {role: {} for role in Role}  # by results
         metrics.settle_first(self.count)
 
     def of(self, role: Role) -> Callable[[Backend, str], None]:
-        """To be called at the end of each lease on one of this role's backends."""
+        """Return the function to call at the end of each lease of this role."""
         untold = self._untold[role]
 
         def on_end(backend: Backend, result: str) -> None:
@@ -179,7 +179,7 @@ class _InstanceRequests:
         return on_end
 
     def count(self) -> None:
-        """Count what has ended so far."""
+        """Count the leases that have ended."""
         for role, untold in self._untold.items():
             for result, counts in untold.items():
                 for name, count in counts.items():
@@ -193,7 +193,7 @@ def _configuring(pool: Pool, settings: Settings, context: PolicyContext) -> Call
     def configure(new: Settings) -> None:
         nonlocal name
         pool.configure(_limits(new, pool.role))
-        if (newest := _policy_name(new, pool.role)) != name:  # a policy that stays keeps what it remembers
+        if (newest := _policy_name(new, pool.role)) != name:  # a policy that stays keeps its state
             name = newest
             pool.use(make_policy(name, context))
 
@@ -210,7 +210,7 @@ def _limits(settings: Settings, role: Role) -> PoolLimits:
     admission = settings.admission
     max_running = {Role.PREFILL: admission.max_running_prefill, Role.DECODE: admission.max_running_decode}
     return PoolLimits(
-        max_running=max_running.get(role),  # of encoders as many as they say
+        max_running=max_running.get(role),  # encoders have no other limit
         pressure_seconds=settings.resume.pressure_seconds,
         restart_seconds=admission.wait_seconds,
         queues_refused=settings.retry.max_attempts > 1,

@@ -1,4 +1,4 @@
-"""What everything in a worker is built on: who it is, what all workers share, and the settings in force."""
+"""The basis of all parts of a worker: its number, the shared memory, and the current settings."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ if TYPE_CHECKING:
 
 
 class LiveSettings:
-    """The configuration in force, and the parts that are told when it is another.
+    """The current configuration, and the parts that must act when it changes.
 
-    A part whose settings can change at run time is added where it is made, by its own `configure` or by a lambda that
-    gives it the section it needs.
+    A part whose settings can change at run time is added where it is created, by its `configure` or by a lambda.
     """
 
     def __init__(self, current: ConfigSnapshot) -> None:
@@ -29,11 +28,11 @@ class LiveSettings:
         self._configure: list[Callable[[Settings], None]] = []
 
     def add(self, configure: Callable[[Settings], None]) -> None:
-        """Call this with every further settings. It must neither wait nor fail."""
+        """Call a function with each changed configuration. It must neither wait nor fail."""
         self._configure.append(configure)
 
     def apply(self, current: ConfigSnapshot) -> None:
-        """Let every part go on with this. Nothing waits here, so no request sees one half of it."""
+        """Apply a configuration to all parts. Nothing waits in between, so no request sees a mixture."""
         self.current = current
         for configure in self._configure:
             configure(current.settings)
@@ -41,19 +40,19 @@ class LiveSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Basis:
-    """Every builder is given this."""
+    """The argument of every builder."""
 
     shared: Shared
     index: int
-    """Which of the workers it is, from 0."""
+    """Number of the worker, from 0."""
     live: LiveSettings
     metrics: Metrics
     loop_lag: LoopLag = field(default_factory=LoopLag)
-    """How late the worker's event loop was."""
+    """Delays of the worker's event loop."""
     traces: Traces | None = None
-    """Those of the sampled requests under way; None: nothing is traced."""
+    """Traces of the running sampled requests; None without tracing."""
 
     @property
     def settings(self) -> Settings:
-        """What is in force now."""
+        """The current settings."""
         return self.live.current.settings

@@ -1,4 +1,4 @@
-"""What clients see: the service of requests, the routes in front of it, and who may use them."""
+"""The client side: the service of requests, its routes, and access control."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clients:
-    """What works on the other side of a call."""
+    """The parts on the client side of a call."""
 
     lanes: Lanes
     observers: Observers
     probes: ProbeApi
     app: web.Application
     front: HttpListener
-    """Where clients connect."""
+    """Listener for clients."""
 
 
 def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: DrainManager) -> Clients:
-    """Their listener does not listen yet."""
+    """Build the client side. Its listener does not listen yet."""
     suspects = _suspects(basis, engines, balancing.pools)
-    # Lanes of single models have queues that are each worker's own.
+    # Lanes of single models have queues that belong to each worker.
     queue_front = basis.shared.queue_heads.of_worker(basis.index)
     service = _service(basis, engines, balancing.pools, engines.connector, suspects, queue_front)
     basis.live.add(service.configure)
@@ -203,7 +203,7 @@ def _debug_headers(basis: Basis) -> DebugHeaders:
 
 
 def _open_fast_path(basis: Basis, intake: Intake, front: HttpListener) -> None:
-    """Its connections are the first to read what clients send, where that is configured."""
+    """Let the fast reader read requests first, if the settings say so."""
 
     def configure(settings: Settings) -> None:
         intake.configure(settings)
@@ -216,7 +216,7 @@ def _open_fast_path(basis: Basis, intake: Intake, front: HttpListener) -> None:
 def _client_keys(basis: Basis, lanes: Lanes) -> ApiKeys:
     api_keys = ApiKeys(basis.shared.key_usage, basis.index)
 
-    def configure(_: Settings) -> None:  # the keys have a file of their own
+    def configure(_: Settings) -> None:  # the keys are read from their file
         current = basis.live.current
         api_keys.configure(current.client_keys, current.slots)
         priorities = {key.name: key.priority for key in current.client_keys}

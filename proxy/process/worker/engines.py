@@ -1,4 +1,4 @@
-"""What talks to engines: connections, the connector, and those that probe and compare them."""
+"""The engine side: connections, the connector, and the parts that probe and compare engines."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lines:
-    """Connections to engines, and names looked up."""
+    """Connections to engines, and resolved names."""
 
     names: Names
     client: EngineClient
-    """For requests that are not legs of a call."""
+    """Client for requests that are not legs of a call."""
     fresh_client: EngineClient
-    """Like `client`, but each request opens a connection of its own."""
+    """Client that opens a new connection for each request."""
     upstream: Upstream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """The connector, and what it works with."""
+    """The connector and its context."""
 
     connector: Connector
     context: ConnectorContext
@@ -58,26 +58,26 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engines:
-    """What works on one side of a call."""
+    """The parts on the engine side of a call."""
 
     lines: Lines
     releaser: Releaser
     connector: Connector
     connect: Callable[[Pools], Connector]
-    """Another one like it, for such pools."""
+    """Creates another connector, for these pools."""
     serving: Mapping[Role, Pool]
-    """The roles that text needs."""
+    """Roles that text requests need."""
     pools: Mapping[Role, Pool]
-    """The roles that there are, with encoders."""
+    """Pools by role, including encoders."""
     prober: Prober
     joiner: Joiner
     callback_url: str | None
-    """Where engines reach this worker and no other. None: the connector has nothing that they call."""
+    """URL at which engines reach this worker and no other; None if the connector has no callbacks."""
 
 
 @asynccontextmanager
 async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: float) -> AsyncIterator[Engines]:
-    """Leaving closes the connections and ends what is under way."""
+    """Build the engine side. Leaving closes connections and ends all tasks."""
     pools = balancing.pools
     async with AsyncExitStack() as stack:
         lines = await stack.enter_async_context(build_lines(basis, balancing))
@@ -88,7 +88,7 @@ async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: floa
         prober = await stack.enter_async_context(_prober(basis, balancing, lines, everybody))
         joiner = await stack.enter_async_context(_joiner(basis, balancing, lines, everybody, prober))
         basis.metrics.watch_sources(basis.shared.sources, basis.shared.roster)
-        if basis.index == 0:  # a worker that takes its place is the 0th, too
+        if basis.index == 0:  # a worker that replaces it is number 0, too
             watcher_parts = WatcherParts(
                 kinds=SOURCES,
                 roster=basis.shared.roster,
@@ -126,7 +126,7 @@ async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: floa
 
 @asynccontextmanager
 async def build_lines(basis: Basis, balancing: Balancing) -> AsyncIterator[Lines]:
-    """Leaving closes the connections."""
+    """Build the connections. Leaving closes them."""
     settings, live, traces = basis.settings, basis.live, basis.traces
     new_upstream = Upstream if traces is None else partial(TracedUpstream, traces)
     async with (
@@ -166,7 +166,7 @@ def _silence_checks(balancing: Balancing, client: EngineClient) -> SilenceChecks
 async def build_link(
     basis: Basis, balancing: Balancing, lines: Lines, settle_seconds: float = SETTLE_SECONDS
 ) -> AsyncIterator[Link]:
-    """The connector of the settings. Leaving ends what is under way."""
+    """Build the connector of the settings. Leaving ends its tasks."""
     settings, pools = basis.settings, balancing.pools
     parts = ReleaserParts(
         pools=pools,
@@ -263,7 +263,7 @@ def _inspector(
 
 
 def stall_seconds(settings: Settings) -> float:
-    """Where no prefill leg goes before, a stream is silent while its prompt is computed."""
+    """Without a prefill leg, a stream is silent while its prompt is computed."""
     seconds = settings.health.stall_seconds
     if settings.connector_traits.has_prefill_first:
         return seconds
@@ -279,5 +279,5 @@ def _callback_url(basis: Basis) -> str | None:
 
 
 def _hosts(settings: Settings) -> set[str]:
-    """Of the configured instances."""
+    """Return the hosts of the configured instances."""
     return {endpoint.host for endpoint in (*settings.encode, *settings.prefill, *settings.decode)}

@@ -1,4 +1,4 @@
-"""Hearing the KV events of engines, where the settings say that they publish them."""
+"""KV events of engines, if the settings say that they publish them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def build_kv_events(basis: Basis, balancing: Balancing, engines: Engines) -> AsyncIterator[None]:
-    """Within the block, worker 0 subscribes to the KV events of all engines and tells the other workers by the journal.
-    Does nothing in other workers, or where KV events are not configured.
+    """Subscribe in worker 0 to the KV events of all engines, inside `async with`.
+
+    The other workers get them through the journal. Does nothing in other workers, or if KV events are not configured.
     """
     settings, journal = basis.settings.kv_events, basis.shared.journal
     if settings.endpoint is None or basis.index != 0 or Role.PREFILL not in engines.serving:
         yield
         return
-    # Late, because nobody else needs it.
+    # imported here, because no other part needs it
     from proxy.fleet.kv_events.subscriptions import SubscriptionParts, Subscriptions
 
-    # A decoder's cache matters where it may be left with a prompt.
+    # The cache of a decoder matters if it may get a prompt without prefill.
     roles = [Role.PREFILL, Role.DECODE] if basis.settings.kv.skip_prefill else [Role.PREFILL]
     async with Subscriptions(
         SubscriptionParts(

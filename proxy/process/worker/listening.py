@@ -1,4 +1,4 @@
-"""Listening for clients, for operators if they have a port of their own, for probes if they have, and for engines."""
+"""Listening for clients, operators, probes and engines, each at its port."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Doors:
-    """Where a worker listens. Leaving `listening` cuts what is still being answered."""
+    """The listening of a worker. Leaving `listening` cuts the remaining answers."""
 
     def __init__(self, worker: Worker, probes: ProbeServer | None) -> None:
         self._front = worker.front
@@ -23,12 +23,13 @@ class Doors:
         self._probes = probes
 
     async def stop_accepting(self) -> None:
-        """Accept no clients; all others are served on. See HttpListener."""
+        """Accept no more connections of clients, and serve all others. See HttpListener."""
         await self._front.stop_accepting()
 
     def leave(self) -> None:
-        """Accept nobody but engines that call back, where another process goes on. Connections stay open, each until
-        its next answer.
+        """Accept only callbacks of engines, because another process accepts.
+
+        Open connections stay open until their next answer.
         """
         if self._probes is not None:
             self._probes.leave()
@@ -36,7 +37,7 @@ class Doors:
             front.leave_listening()
 
     def end_idle(self, seconds: float) -> int:
-        """Close the connections on which nothing was asked for so long, see HttpListener; how many are left."""
+        """Close connections that were idle for this time, see HttpListener; return the number of those left."""
         for front in self._fronts:
             front.end_idle(seconds)
         return sum(front.connections for front in self._fronts)
@@ -44,7 +45,7 @@ class Doors:
 
 @asynccontextmanager
 async def listening(worker: Worker, listeners: Listeners) -> AsyncIterator[Doors]:
-    """Serve on the listening sockets."""
+    """Serve on the listening sockets, inside `async with`."""
     async with AsyncExitStack() as stack:
         probes = None
         if listeners.probes is not None:
@@ -60,7 +61,7 @@ async def listening(worker: Worker, listeners: Listeners) -> AsyncIterator[Doors
                 if index == worker.index:
                     await worker.callback_front.listen(listener)
                 else:
-                    listener.close()  # or engines would wait for another worker's answer when it has ended
+                    listener.close()  # otherwise engines would wait for the answer of another worker that has ended
         await stack.enter_async_context(worker.front)
         await worker.front.listen(listeners.clients)
         yield Doors(worker, probes)

@@ -1,4 +1,4 @@
-"""The life of one process: it serves until it is told to stop, lets its streams end, and leaves."""
+"""The life of one process: it serves until it must stop, waits for its streams, and ends."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("proxy.worker.process")
 
-# How often a drain tells how much is left of it, how long it may take to let in who is already connected, and how long
-# to tell the error to those who are left at last.
+# Interval of log lines during a drain, time to accept connections that the kernel has queued, and time to send errors
+# to the last clients.
 _LEFT_EVERY_SECONDS: Final = 5.0
 _IDLE_LOOK_SECONDS: Final = 0.2
 _STOP_ACCEPTING_SECONDS: Final = 2.0
 _CUT_OFF_SECONDS: Final = 0.5
 
-# Who wants fewer than this says so by listen.max_connections.
+# A user who wants fewer connections sets listen.max_connections.
 _FEW_CONNECTIONS: Final = 1024
 
 
 def run(shared: Shared, worker: int, alive_fd: int | None = None) -> int:
-    """Serve until told to stop. `alive_fd`: a pipe that closes when the supervisor is gone.
+    """Serve until the process must stop; return the exit code.
 
-    The exit code is 0 after a drain, also one at whose end something was cut off, and 128 and the signal's number
-    after a second signal.
+    The code is 0 after a drain, even if some answers were cut, and 128 plus the signal's number after a second signal.
+    `alive_fd`: a pipe that closes when the supervisor ends.
     """
     settings = shared.configuration.current().settings
     logs.setup(settings.log, secrets=secrets_of(settings))
@@ -76,16 +76,16 @@ async def _serve_until_told(shared: Shared, worker: Worker, stop: Stop) -> None:
     loop = asyncio.get_running_loop()
     manager = ServiceManager(os.environ)
     if shared.predecessor is not None:
-        # It serves until then. If it is gone, somebody who is not ready is better than nobody.
+        # It serves until then. If it is gone, a process that is not ready is better than none.
         await _first_of(worker.monitor.became_ready.wait(), shared.predecessor.gone(), stop.requested.wait())
-        if stop.requested.is_set():  # it was given up, and the other one goes on
+        if stop.requested.is_set():  # the takeover was cancelled, and the old process continues
             return
     async with manager.told_that_it_lives(), listening(worker, shared.listeners) as doors:
         loop.add_signal_handler(signal.SIGHUP, _on_hang_up, worker)
         tune()
         if worker.index == 0:
             logger.info("%s", _banner(worker.settings, shared.listeners))
-            for told in (*worker.settings.doors, *shortages(worker.settings)):
+            for told in (*worker.settings.access_warnings, *shortages(worker.settings)):
                 logger.warning("%s", told)
         if shared.predecessor is None:
             manager.tell(READY, "listening")
@@ -103,7 +103,7 @@ async def _serve_until_told(shared: Shared, worker: Worker, stop: Stop) -> None:
 
 
 async def _tell_when_ready(worker: Worker, shared: Shared, manager: ServiceManager) -> None:
-    """One line for the whole gateway, by the worker that is ready first. For systemd the one that comes last counts."""
+    """Log one line for the whole gateway, in the first worker that is ready. For systemd, the last one counts."""
     await worker.monitor.became_ready.wait()
     host, port = shared.listeners.clients.getsockname()[:2]
     told = f"ready: http://{Endpoint(host=reachable(host), port=port)}"
@@ -118,11 +118,11 @@ def _on_hang_up(worker: Worker) -> None:
 
 
 async def _drain(worker: Worker, stop: Stop, stop_accepting: Callable[[], Awaitable[None]]) -> None:
-    """Let what is being answered come to its end, as long as it may take, and then end it."""
+    """Wait for the running answers, up to the limit, and then end them."""
     drain, limits = worker.drain, worker.settings.drain
     drain.is_draining = worker.front.close_after_each_answer = True
     _tell_left(drain)
-    # Load balancers in front learn from /readyz; until they have, what they still send is served.
+    # Load balancers notice the drain at /readyz. Until then, their requests are served.
     await _first_of(stop.now.wait(), seconds=limits.not_ready_seconds)
     await _first_of(stop.now.wait(), stop_accepting(), seconds=_STOP_ACCEPTING_SECONDS)
     loop = asyncio.get_running_loop()
@@ -134,10 +134,10 @@ async def _drain(worker: Worker, stop: Stop, stop_accepting: Callable[[], Awaita
 
 
 async def _make_room(worker: Worker, stop: Stop, doors: Doors) -> None:
-    """Let what is being answered come to its end, while another process has taken over.
+    """Wait for the running answers after a takeover.
 
-    A client may ask once more on a connection whose last answer did not say that it is the last one: so it stays open
-    for a while, until that was said.
+    A client may send another request on a connection whose last answer did not announce its end, so such connections
+    stay open for a while.
     """
     drain, limits = worker.drain, worker.settings.drain
     drain.is_draining = drain.has_successor = True
@@ -158,16 +158,16 @@ async def _make_room(worker: Worker, stop: Stop, doors: Doors) -> None:
 
 async def _cut_off(drain: DrainManager) -> None:
     if count := drain.cut_off():
-        logger.warning("cut off %d requests", count)
+        logger.warning("drain: %d requests were cut off", count)
         await _first_of(drain.idle(), seconds=_CUT_OFF_SECONDS)
 
 
 def _tell_left(drain: DrainManager) -> None:
-    logger.info("draining", extra={"fields": {"left": drain.in_flight}})
+    logger.info("drain: begins", extra={"fields": {"left": drain.in_flight}})
 
 
 async def _first_of(*waits: Awaitable[object], seconds: float | None = None) -> None:
-    """Wait until one of them is done, for at most `seconds`. Raises what it raised."""
+    """Wait until one of them is done, for at most `seconds`. Raises its exception."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     done, pending = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     for task in pending:
@@ -178,7 +178,7 @@ async def _first_of(*waits: Awaitable[object], seconds: float | None = None) -> 
 
 
 def shortages(settings: Settings) -> Iterator[str]:
-    """What this process may not have as much of as it will need, a sentence each."""
+    """Return a sentence for each limit of this process that is too low for the settings."""
     room = connections_for_fds()
     if room < (settings.listen.max_connections or _FEW_CONNECTIONS):
         fds, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -189,7 +189,7 @@ def shortages(settings: Settings) -> Iterator[str]:
 
 
 def _banner(settings: Settings, listeners: Listeners) -> str:
-    """One line that tells an operator what this process is and what it looks after."""
+    """Return the first line of the log: what this process is, and what it serves."""
     ports = [
         f"{name}{socket_host}:{socket_port}"
         for name, sock in (

@@ -1,4 +1,4 @@
-"""Sharing loads with other gateways, where the settings name a store."""
+"""Sharing loads with other gateways, if the settings name a store."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def build_replicas(basis: Basis, peer_verdicts: PeerVerdicts) -> AsyncIterator[None]:
-    """Within the block, one worker exchanges loads with the other gateways for all workers; leaving it withdraws what
-    they were told. Does nothing in other workers, or without `replicas.url`.
+    """Exchange loads with the other gateways in one worker, inside `async with`.
+
+    Leaving deletes this gateway's loads from the store. Does nothing in other workers, or without `replicas.url`.
     """
     shared, settings = basis.shared, basis.settings
     if settings.replicas.url is None or basis.index != EXCHANGER:
         yield
         return
-    # Late, because only this needs the extra.
+    # imported here, because only this needs the extra
     from proxy.fleet.replicas import ExchangeParts, LocalState, PeerRows, SharedRows, StateExchange, Store
 
     rows = SharedRows(
@@ -54,7 +55,7 @@ async def build_replicas(basis: Basis, peer_verdicts: PeerVerdicts) -> AsyncIter
 
 
 def _key_slots(basis: Basis) -> Mapping[str, int]:
-    """Of the client keys whose limits hold over all gateways."""
+    """Return the slots of client keys whose limits hold over all gateways."""
     if not basis.settings.replicas.key_limits:
         return {}
     current = basis.live.current

@@ -1,6 +1,6 @@
-"""What systemd is told, if the program is a service of `Type=notify` (sd_notify(3), sd_watchdog_enabled(3)).
+"""Messages to systemd, if the program is a service of `Type=notify` (sd_notify(3), sd_watchdog_enabled(3)).
 
-With several workers each of them tells it, which takes `NotifyAccess=all`; what was told before changes nothing.
+Each of several workers sends them, which requires `NotifyAccess=all`. Repeated messages have no effect.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ALIVE: Final = "WATCHDOG=1"
 
 
 class ServiceManager:
-    """Does nothing where no service manager listens."""
+    """Sends messages to the service manager; does nothing without one."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         address = environ.get("NOTIFY_SOCKET", "")
@@ -28,12 +28,12 @@ class ServiceManager:
         self._beat_seconds = int(patience) / 1e6 / 3 if self._address and patience.isdecimal() else None
 
     def tell(self, state: str, status: str) -> None:
-        """What has happened, if anything, and a line for `systemctl status`."""
+        """Report an event, which may be empty, and a line for `systemctl status`."""
         self._send(f"{state}\nSTATUS={status}".strip())
 
     @asynccontextmanager
     async def told_that_it_lives(self) -> AsyncIterator[None]:
-        """As long as the event loop turns; as often as `WatchdogSec=` wants."""
+        """Report regularly that the event loop runs, as often as `WatchdogSec=` requires, inside this context."""
         beating = asyncio.create_task(self._beat(self._beat_seconds)) if self._beat_seconds else None
         try:
             yield
@@ -47,7 +47,7 @@ class ServiceManager:
             await asyncio.sleep(seconds)
 
     def _send(self, message: str) -> None:
-        """Never waits: a service manager that does not listen must not hold up anybody's tokens."""
+        """Send without waiting, because a service manager that does not read must not delay tokens."""
         if self._address:
             with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender:
                 sender.sendto(message.encode(), self._address)

@@ -1,4 +1,4 @@
-"""What tells a worker to stop."""
+"""Signals that stop a worker."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ _LOOK_SECONDS: Final = 1.0
 
 
 class Stop:
-    """The first signal asks the worker to drain; the second, or the supervisor's end, to leave now.
+    """The request to stop.
 
-    SIGUSR2 has another process take over: without a supervisor this one starts it, and drains when it accepts; with one
-    the signal says that it does. Who is asked to drain before that has that process stop, too.
+    The first signal asks the worker to drain; the second, or the end of the supervisor, to stop now. SIGUSR2 means a
+    takeover: without a supervisor, this process starts the successor and drains when that accepts; with one, the signal
+    says that the successor accepts. A request to drain before that stops the successor, too.
     """
 
     def __init__(self, alive_fd: int | None, start_successor: Callable[[], Successor | None]) -> None:
-        """`alive_fd`: see `run`. `start_successor` gives None where that cannot be."""
+        """Keep the parts. `alive_fd`: see `run`. `start_successor` returns None if there can be no successor."""
         self.requested = asyncio.Event()
         self.now = asyncio.Event()
         self.exit_code = 0
         self.has_successor = False
-        """Another process accepts on the same sockets, which is why this one is to drain."""
+        """Whether this worker drains because another process accepts on the same sockets."""
         self.is_supervised = alive_fd is not None
         self._start_successor = start_successor
         self._successor: Successor | None = None
@@ -61,7 +62,7 @@ class Stop:
             self._await_successor()
 
     def _stop_successor(self) -> None:
-        """Unless it has taken over just now."""
+        """Stop the successor, unless it has just taken over."""
         if self._successor is not None:
             self._look()
         if self._successor is not None:

@@ -1,4 +1,4 @@
-"""Tracing, where the settings name a collector."""
+"""Tracing, if the settings name a collector."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def build_tracing(basis: Basis) -> AsyncIterator[RequestListener | None]:
-    """Who hears of requests to trace them; None: nobody. Leaving has the last spans sent."""
+    """Return the listener that traces requests, or None without tracing. Leaving sends the last spans."""
     if basis.traces is None:
         yield None
         return
-    # Late, because only this needs the extra, and it takes long.
+    # imported here, because only this needs the extra, and it is slow
     from proxy.observe.collector import exporting
     from proxy.observe.tracing import TracedGateway, Tracer
 

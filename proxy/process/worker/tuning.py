@@ -1,4 +1,4 @@
-"""What the interpreter and the C library do, set for a process that serves requests and nothing else."""
+"""Settings of the interpreter and the C library for a process that only serves requests."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from enum import EnumType
 from typing import Final
 
 _COLLECT_AFTER_OBJECTS: Final = 20_000
-# The event loop gets the interpreter back from another thread, such as one that renders metrics for 20 ms, after this
-# long and not after 5 ms, each time that it wakes.
+# Time after which the event loop gets the interpreter lock from another thread, such as one that renders metrics for 20
+# ms. Python's default is 5 ms, at each turn of the loop.
 _SWITCH_SECONDS: Final = 0.001
 
-# Parameters of glibc's mallopt(3), malloc.h.
+# Parameters of glibc's mallopt(3), from malloc.h.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _MIB: Final = 1024 * 1024
 
 
 def tune() -> None:
-    """Call it once in each process, when everything is there that lives as long as the process."""
+    """Tune the process. Must be called once, when all long-lived objects exist."""
     _spare_the_collector()
-    sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))  # tracing wants a shorter one
+    sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))  # tracing sets a shorter time
     _keep_pages()
     _find_members_at_once()
 
 
 def _spare_the_collector() -> None:
-    """Let Python look for cycles of garbage seldom, and not among what stays.
+    """Make the garbage collector run rarely, and skip long-lived objects.
 
-    Requests leave no cycles behind, but a few of them at once are enough objects for a look at all of them each time.
+    Requests leave no cycles. But a few requests at once have enough objects to start a full collection each time.
     """
     gc.collect()
     gc.freeze()
@@ -37,9 +37,9 @@ def _spare_the_collector() -> None:
 
 
 def _keep_pages() -> None:
-    """Let the pages of one long body be used for the next one, instead of getting and clearing new ones for each.
+    """Keep freed pages for the next body, instead of getting and clearing new ones for each.
 
-    A body that is longer than the threshold still has pages of its own, which go back when it is freed.
+    A body that is longer than the threshold has separate pages, which the system gets back.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -51,10 +51,10 @@ def _keep_pages() -> None:
 
 
 def _find_members_at_once() -> None:
-    """Let members of enums be found as Python 3.12 finds them.
+    """Make access to members of enums as fast as in Python 3.12.
 
-    Before, the type of all enums has a fallback. It finds nothing that is not found without it, and as there is one,
-    each `Stage.PREFILL` takes ten times as long: 3 % of a request.
+    Before 3.12, the type of enums has a fallback for attribute access that never finds anything else. It makes each
+    `Stage.PREFILL` ten times as slow, which is 3 % of a request.
     """
     if sys.version_info < (3, 12) and "__getattr__" in vars(EnumType):
         delattr(EnumType, "__getattr__")

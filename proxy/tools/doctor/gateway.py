@@ -52,7 +52,7 @@ def check_warnings(host: Host) -> Iterator[Finding]:
 
 def check_doors(host: Host) -> Iterator[Finding]:
     """Check that client and administration access is restricted."""
-    for told in host.loaded.settings.doors:
+    for told in host.loaded.settings.access_warnings:
         words, _, hint = told.partition(": ")
         severity = Severity.NOTE if words.startswith("administration is closed") else Severity.WARNING
         yield Finding(severity, "keys", _SUBJECT, words, hint)

@@ -384,7 +384,7 @@ async def test_all_workers_follow_whichever_reloads(files: Files, caplog: pytest
         assert one.applied == [files.configuration.current()]
         other.watcher.look()
         assert other.applied == one.applied
-    assert [line.getMessage() for line in caplog.records] == ["reload by a test: changed timeouts.idle_seconds"]
+    assert [line.getMessage() for line in caplog.records] == ["reload: by a test: changed timeouts.idle_seconds"]
     assert one.metric("config_reloads_total") == {"ok": 1.0, "failed": 0.0}
     assert one.metric("config_last_reload_successful") == {"": 1.0}
     assert other.metric("config_reloads_total") == {"ok": 0.0, "failed": 0.0}
@@ -404,9 +404,9 @@ async def test_a_refused_reload_is_counted_and_one_line(files: Files, caplog: py
         part.watcher.begin_reload("SIGHUP")
         await until(lambda: part.metric("config_reloads_total")["failed"] == 2, "both to be refused")
         assert part.metric("config_last_reload_successful") == {"": 0.0}
-    sentence = f"and nothing has changed: {files.path}: workers must be a valid integer, not 'many'"
+    sentence = f"{files.path}: workers must be a valid integer, not 'many'"
     assert [line.getMessage() for line in caplog.records] == [
-        f"reload by {by} is refused, {sentence}" for by in ("a test", "SIGHUP")
+        f"reload: refused, and nothing has changed: by {by}: {sentence}" for by in ("a test", "SIGHUP")
     ]
     assert part.applied == []
     assert part.metric("config_last_reload_success_timestamp_seconds") == {"": read_at}
@@ -455,9 +455,9 @@ async def test_the_keys_file_is_looked_at_all_the_time(keyed: Files, caplog: pyt
         await until(lambda: all_look("d"), "the newest keys")
     by = "a change of the client keys' file"
     assert [line.getMessage().partition(" must hold")[0] for line in caplog.records] == [
-        f"reload by {by}: changed auth.client_keys_file",
-        f"reload by {by} is refused, and nothing has changed: {keyed.keys_path}",
-        f"reload by {by}: changed auth.client_keys_file",
+        f"reload: by {by}: changed auth.client_keys_file",
+        f"reload: refused, and nothing has changed: by {by}: {keyed.keys_path}",
+        f"reload: by {by}: changed auth.client_keys_file",
     ]
     counts: list[Any] = [part.metric("config_reloads_total") for part in parts]
     assert {result: sum(count[result] for count in counts) for result in counts[0]} == {"ok": 2.0, "failed": 1.0}
