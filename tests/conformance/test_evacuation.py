@@ -56,7 +56,7 @@ async def has_left(gateway: Deployment, engine: SimulatedEngine) -> None:
             gateway.worker.prober.drop_drained()
 
 
-async def answers_to(gateway: Deployment, *bodies: dict[str, Any]) -> list[asyncio.Task[Answer]]:
+async def start_requests(gateway: Deployment, *bodies: dict[str, Any]) -> list[asyncio.Task[Answer]]:
     return [asyncio.create_task(gateway.ask(body)) for body in bodies]
 
 
@@ -67,14 +67,14 @@ async def test_running_answers_move_before_the_instance_leaves(deploy: Deploy, s
     )  # limits resumes after failures only
     leaving = gateway.decoders[0]
     body = request(Api.CHAT, stream=stream, **LONG)
-    asked = await answers_to(gateway, *[body] * 12)
+    tasks = await start_requests(gateway, *[body] * 12)
     await leaving.wait_until(lambda state: state.live == 4)
     answer = await remove(gateway, leaving, evacuate_after=0)
     assert answer["message"] == f"Instances ['{name_of(leaving)}'] are isolated and waiting to be removed."
     await has_left(gateway, leaving)
-    assert not all(task.done() for task in asked)
+    assert not all(task.done() for task in tasks)
     text = await answer_alone(body)
-    for task in asked:
+    for task in tasks:
         moved_answer = await task
         assert (moved_answer.is_done, moved_answer.text) == (True, text)
     # Answers without a token are retried, and not resumed.
@@ -88,13 +88,13 @@ async def test_answers_may_finish_before_the_evacuation_time(deploy: Deploy) -> 
     gateway = await deploy(1, [slow(), slow()])
     leaving = gateway.decoders[0]
     body = request(Api.CHAT, stream=True, max_tokens=40)
-    asked = await answers_to(gateway, *[body] * 4)
+    tasks = await start_requests(gateway, *[body] * 4)
     await leaving.wait_until(lambda state: state.live == 2)
     await remove(gateway, leaving, evacuate_after=3600)
-    shown = (await instances(gateway))[name_of(leaving)]
-    assert shown["membership"] == "draining"
-    assert 0 < shown["evacuated_in_seconds"] <= 3600
-    for task in asked:
+    instance = (await instances(gateway))[name_of(leaving)]
+    assert instance["membership"] == "draining"
+    assert 0 < instance["evacuated_in_seconds"] <= 3600
+    for task in tasks:
         assert (await task).text == await answer_alone(body)
     await has_left(gateway, leaving)
     assert not gateway.metrics("pdproxy_resumes_total")
@@ -104,13 +104,13 @@ async def test_evacuation_time_has_a_default_and_may_be_changed(deploy: Deploy) 
     gateway = await deploy(1, [slow(), slow()], leaving={"evacuate_after_seconds": 0.0})
     leaving = gateway.decoders[0]
     body = request(Api.CHAT, stream=True, **LONG)
-    asked = await answers_to(gateway, *[body] * 4)
+    tasks = await start_requests(gateway, *[body] * 4)
     await leaving.wait_until(lambda state: state.live == 2)
     await remove(gateway, leaving, evacuate_after=None)
     assert (await instances(gateway))[name_of(leaving)]["evacuated_in_seconds"] is None
     await remove(gateway, leaving)
     await has_left(gateway, leaving)
-    for task in asked:
+    for task in tasks:
         assert (await task).text == await answer_alone(body)
 
 
@@ -125,11 +125,11 @@ async def test_passed_through_request_finishes_on_the_leaving_instance(deploy: D
         async with gateway.session.post(gateway.url + "/tokenize", json=body) as response:
             return response.status
 
-    asked = asyncio.create_task(tokenize())
+    tasks = asyncio.create_task(tokenize())
     await until(lambda: any(seen.path == "/tokenize" for seen in leaving.requests), "the request")
     await remove(gateway, leaving, evacuate_after=0)
     await has_left(gateway, leaving)
-    assert await asked == 200
+    assert await tasks == 200
     assert not any(seen.path == "/tokenize" for seen in gateway.prefillers[1].requests)
 
 
@@ -137,16 +137,16 @@ async def test_prefiller_leaves_while_its_answers_continue(deploy: Deploy) -> No
     gateway = await deploy(2, [slow(), slow()])
     leaving, other = gateway.prefillers
     body = request(Api.CHAT, stream=True, **LONG)
-    asked = await answers_to(gateway, *[body] * 4)
+    tasks = await start_requests(gateway, *[body] * 4)
     await until(lambda: sum(engine.state.live for engine in gateway.decoders) == 4, "four answers")
     await until(lambda: not leaving.pins, "the KV to be fetched")
     leaving.faults.add("hang_before_headers", path=Api.CHAT.path)
-    stuck = await answers_to(gateway, *[body] * 2)
+    stuck = await start_requests(gateway, *[body] * 2)
     await leaving.wait_until(lambda state: state.live == 1)
     await remove(gateway, leaving, evacuate_after=0)
     await has_left(gateway, leaving)
-    assert not any(task.done() for task in asked)
-    for task in (*asked, *stuck):
+    assert not any(task.done() for task in tasks)
+    for task in (*tasks, *stuck):
         assert (await task).text == await answer_alone(body)
     assert not gateway.metrics("pdproxy_resumes_total")
     assert gateway.metrics("pdproxy_retries_total") == {("removed", "prefill"): 1.0}
@@ -157,11 +157,11 @@ async def test_last_decoder_is_not_evacuated(deploy: Deploy, caplog: pytest.LogC
     gateway = await deploy(1, [slow()])
     (last,) = gateway.decoders
     body = request(Api.CHAT, stream=True, max_tokens=60)
-    (asked,) = await answers_to(gateway, body)
+    (tasks,) = await start_requests(gateway, body)
     await last.wait_until(lambda state: state.live == 1)
     answer = await remove(gateway, last, evacuate_after=0)
     assert len(answer["warnings"]) == 2  # it is the last one, and is configured
-    assert (await asked).text == await answer_alone(body)
+    assert (await tasks).text == await answer_alone(body)
     await has_left(gateway, last)
     lines = [record.getMessage() for record in caplog.records if "evacuated" in record.getMessage()]
     assert lines == [
@@ -173,13 +173,13 @@ async def test_evacuation_respects_the_retry_budget(deploy: Deploy) -> None:
     gateway = await deploy(1, [slow(), slow()], retry={"budget_share": 0.0, "budget_least": 1})
     leaving = gateway.decoders[0]
     body = request(Api.CHAT, stream=True, max_tokens=300)
-    asked = await answers_to(gateway, *[body] * 8)
+    tasks = await start_requests(gateway, *[body] * 8)
     await leaving.wait_until(lambda state: state.live == 4)
     await remove(gateway, leaving, evacuate_after=0)
     assert gateway.worker.service.budget.waiting == 0
     await has_left(gateway, leaving)
     assert gateway.worker.service.budget.waiting == 0
-    for task in asked:
+    for task in tasks:
         assert (await task).text == await answer_alone(body)
     assert not gateway.metrics("pdproxy_retry_budget_exhausted_total")
 
@@ -187,13 +187,13 @@ async def test_evacuation_respects_the_retry_budget(deploy: Deploy) -> None:
 async def test_evacuated_answer_ends_with_an_error_when_resume_is_off(deploy: Deploy) -> None:
     gateway = await deploy(1, [slow(), slow()], resume={"mode": "off"})
     leaving = gateway.decoders[0]
-    asked = await answers_to(gateway, *[request(Api.CHAT, stream=True, **LONG)] * 2)
+    tasks = await start_requests(gateway, *[request(Api.CHAT, stream=True, **LONG)] * 2)
     await until(lambda: all(engine.state.live == 1 for engine in gateway.decoders), "one answer each")
     async with gateway.asking(request(Api.CHAT, stream=True, **LONG)) as client:  # so that tokens are on their way
         await client.has_tokens(3)
     await remove(gateway, leaving, evacuate_after=0)
     await has_left(gateway, leaving)
-    assert sorted([(await task).is_whole for task in asked]) == [False, True]
+    assert sorted([(await task).is_whole for task in tasks]) == [False, True]
 
 
 PROBED: dict[str, Any] = {"interval_seconds": 0.02, "changing_interval_seconds": 0.02, "fall": 3, "rise": 1}
@@ -205,15 +205,15 @@ async def test_health_checks_with_503_evacuate_the_instance(deploy: Deploy, is_h
     gateway = await deploy(2, [slow(), slow()], health=PROBED, leaving={"evacuate_on_503": is_heeded})
     leaving, other = gateway.decoders
     body = request(Api.CHAT, stream=True, **LONG)
-    asked = await answers_to(gateway, *[body] * 6)
+    tasks = await start_requests(gateway, *[body] * 6)
     await leaving.wait_until(lambda state: state.live == 3)
     leaving.faults.add("refuse_status", path="/health")
     await until(lambda: is_down(gateway, leaving), "the third health check")
     if is_heeded:
         await leaving.wait_until(lambda state: state.live == 0)
-        assert not any(task.done() for task in asked)
+        assert not any(task.done() for task in tasks)
     text = await answer_alone(body)
-    assert [(await task).text for task in asked] == [text] * 6
+    assert [(await task).text for task in tasks] == [text] * 6
     assert other.state.finished == (6 if is_heeded else 3)
     assert not gateway.metrics("pdproxy_instance_ejected_total")
     leaving.faults.clear()  # the instance stays
@@ -237,12 +237,12 @@ async def test_other_health_check_failures_do_not_evacuate(
     gateway = await deploy(1, [slow(), slow()], health={**PROBED, "timeout_seconds": 0.5})
     failing = gateway.decoders[0]
     body = request(Api.CHAT, stream=True, **LONG)
-    asked = await answers_to(gateway, *[body] * 4)
+    tasks = await start_requests(gateway, *[body] * 4)
     await failing.wait_until(lambda state: state.live == 2)
     failing.faults.add(failure, path="/health", times=times, **fields)
     (fault,) = failing.faults.describe()
     await until(lambda: failing.faults.describe()[0]["fired"] >= 2 if times else is_down(gateway, failing), f"{fault}")
-    assert [(await task).text for task in asked] == [await answer_alone(body)] * 4
+    assert [(await task).text for task in tasks] == [await answer_alone(body)] * 4
     assert not gateway.metrics("pdproxy_resumes_total")
     assert failing.state.finished == 2
 

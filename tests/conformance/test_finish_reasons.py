@@ -51,8 +51,8 @@ def stream_of(reason: Any, *, is_chat: bool) -> list[bytes]:
 
 def whole_of(reason: Any, *, is_chat: bool) -> list[bytes]:
     """Return the same answer without streaming."""
-    said = {"message": {"role": "assistant", "content": "so far"}} if is_chat else {"text": "so far"}
-    return [json_answer({**HEAD, "choices": [{"index": 0, **said, "finish_reason": reason}], "usage": USAGE})]
+    content = {"message": {"role": "assistant", "content": "so far"}} if is_chat else {"text": "so far"}
+    return [json_answer({**HEAD, "choices": [{"index": 0, **content, "finish_reason": reason}], "usage": USAGE})]
 
 
 def events(answer: Answer) -> list[dict[str, Any]]:

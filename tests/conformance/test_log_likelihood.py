@@ -75,9 +75,9 @@ async def test_echoed_prompt_has_the_logprobs_of_a_single_engine(
     assert None not in first["token_logprobs"][1:]
     if connector != "plain":
         assert generations(*gateway.decoders) == []
-        asked = [len(generations(engine)) for engine in gateway.prefillers]
-        assert sum(asked) == UNITS.get(kind, 1)
-        assert bool(min(asked)) == (kind in UNITS)
+        request_counts = [len(generations(engine)) for engine in gateway.prefillers]
+        assert sum(request_counts) == UNITS.get(kind, 1)
+        assert bool(min(request_counts)) == (kind in UNITS)
 
 
 @pytest.mark.parametrize("kind", PROMPT_LOGPROBS)

@@ -79,8 +79,8 @@ async def test_lone_surrogate_reaches_both_engines_unchanged(
 @pytest.mark.parametrize("member", ["messages", "user", "\ud83d", "model"])
 async def test_lone_surrogate_in_any_member_reaches_the_engines(deploy: Deploy, member: str, length: int) -> None:
     prefiller, decoder, gateway = await deploy_pair(deploy)
-    said = [{"role": "user", "content": "x" * length + (CUT if member == "messages" else "")}]
-    body = {"model": "sim", "messages": said, **({} if member == "messages" else {member: CUT})}
+    members = [{"role": "user", "content": "x" * length + (CUT if member == "messages" else "")}]
+    body = {"model": "sim", "messages": members, **({} if member == "messages" else {member: CUT})}
     assert (await post(gateway, Api.CHAT.path, json.dumps(body).encode())).status == 200
     for engine in (prefiller, decoder):
         [received] = engine.received
@@ -105,18 +105,18 @@ async def test_lone_surrogate_survives_translation(deploy: Deploy, stream: bool)
         {"role": "assistant", "content": [{"type": "thinking", "thinking": CUT, "signature": "s"}, use]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": CUT}]},
     ]
-    asked = [{"role": "user", "content": CUT}, {"type": "function_call", "call_id": "a", "name": "f", "arguments": CUT}]
+    items = [{"role": "user", "content": CUT}, {"type": "function_call", "call_id": "a", "name": "f", "arguments": CUT}]
     for path, body in (
         (messages.PATH, messages.question(system=CUT, stream=stream) | {"messages": history}),
-        (responses.PATH, responses.question(asked, instructions=CUT, stream=stream)),
+        (responses.PATH, responses.question(items, instructions=CUT, stream=stream)),
     ):
         prefiller, decoder, gateway = await deploy_pair(deploy)
         given = await post(gateway, path, json.dumps(body).encode())
         assert given.status == 200, given.body
         for engine in (prefiller, decoder):
-            said = parse(engine.received[0])["messages"]
-            assert [message.get("content") for message in said][:2] == [CUT, CUT]
-            assert CUT in str(said[2:]) or "\\ud83d" in str(said[2:])
+            members = parse(engine.received[0])["messages"]
+            assert [message.get("content") for message in members][:2] == [CUT, CUT]
+            assert CUT in str(members[2:]) or "\\ud83d" in str(members[2:])
 
 
 @pytest.mark.fault(122)
@@ -133,10 +133,10 @@ async def test_tokens_of_a_message_with_a_lone_surrogate_are_counted(deploy: Dep
 @pytest.mark.parametrize("length", [0, 20_000])
 async def test_numbers_outside_json_reach_the_engines(deploy: Deploy, number: bytes, length: int) -> None:
     prefiller, decoder, gateway = await deploy_pair(deploy)
-    said = b'"x": [%b], "temperature": %b' % (number, number)
-    body = b'{"prompt": "%b", %b}' % (b"x" * length, said)
+    members = b'"x": [%b], "temperature": %b' % (number, number)
+    body = b'{"prompt": "%b", %b}' % (b"x" * length, members)
     assert (await post(gateway, Api.COMPLETIONS.path, body)).status == 200
-    assert all(said in engine.received[0].body for engine in (prefiller, decoder))
+    assert all(members in engine.received[0].body for engine in (prefiller, decoder))
 
 
 @pytest.mark.fault(122)

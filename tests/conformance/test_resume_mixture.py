@@ -71,29 +71,29 @@ def options(draw: st.DrawFn, profile: str, body: dict[str, Any], end: int) -> di
     """Draw options of the request."""
     some = lambda: draw(st.integers(0, 3)) == 0  # noqa: E731 a coin that falls on its edge
     is_chat = "messages" in body
-    asked: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     if not some():
-        asked["stream"] = True
-        asked["stream_options"] = {"include_usage": not some(), "continuous_usage_stats": some()}
+        members["stream"] = True
+        members["stream_options"] = {"include_usage": not some(), "continuous_usage_stats": some()}
     if some():
-        asked["return_token_ids"] = True
+        members["return_token_ids"] = True
     if some():
-        asked["n"] = 2
+        members["n"] = 2
     # With limits inside a call, versions before 0.27 invent the end of its arguments.
     if some() and ("tools" not in body or profile in NATIVE):
-        asked["max_tokens"] = draw(st.integers(1, end))
+        members["max_tokens"] = draw(st.integers(1, end))
     if some() and (stop := draw(stops(body, end))):
-        asked["stop"] = [stop, "nowhere"]
-        asked["include_stop_str_in_output"] = some()
+        members["stop"] = [stop, "nowhere"]
+        members["include_stop_str_in_output"] = some()
         if some():
-            asked["min_tokens"] = draw(st.integers(0, asked.get("max_tokens", end)))
+            members["min_tokens"] = draw(st.integers(0, members.get("max_tokens", end)))
     # Before 0.33, offsets depend on the chunks if text is held back for stop strings.
-    if some() and (is_chat or "stop" not in asked or profile == "v0.33"):
-        asked |= {"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 1}
+    if some() and (is_chat or "stop" not in members or profile == "v0.33"):
+        members |= {"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 1}
     # Only engines know which tokens are hidden reasoning.
-    if some() and is_chat and not {"return_token_ids", "logprobs"} & set(asked):
-        asked["include_reasoning"] = False
-    return asked
+    if some() and is_chat and not {"return_token_ids", "logprobs"} & set(members):
+        members["include_reasoning"] = False
+    return members
 
 
 @st.composite

@@ -333,10 +333,10 @@ async def test_resumed_chat_continues_the_last_message() -> None:
         first, second = generations(*gateway.decoders)
         assert len(second.body["input_ids"]) == len(render_chat(first.body)) + 60
         assert second.body["max_tokens"] == first.body["max_tokens"] - 60
-        said = second.body["messages"][-1]
-        assert (said["role"], second.body["continue_final_message"]) == ("assistant", True)
-        assert said["content"] == decode(generated(first.body)[:60], keep_markers=True)
-        assert "</think>" in said["content"]
+        message = second.body["messages"][-1]
+        assert (message["role"], second.body["continue_final_message"]) == ("assistant", True)
+        assert message["content"] == decode(generated(first.body)[:60], keep_markers=True)
+        assert "</think>" in message["content"]
         assert all("return_token_ids" not in seen.body for seen in generations(*gateway.prefillers))
 
 

@@ -54,10 +54,10 @@ def sampled(profile: str = NOW, **options: Any) -> AbstractAsyncContextManager[D
 
 def client_content(answer: Answer) -> Any:
     """Return the content of an answer without the members that only the gateway adds."""
-    said = content_of(answer)
-    for choice in said["choices"].values():
+    content = content_of(answer)
+    for choice in content["choices"].values():
         choice["members"] -= {"token_ids"}
-    return said
+    return content
 
 
 def paths(gateway: Deployment) -> list[str]:
@@ -211,8 +211,8 @@ async def test_missing_engine_support_is_logged_once(
         for _ in range(2):
             assert (await gateway.ask(dict(body))).is_done
         assert paths(gateway) == [CHATS] * 2
-    [said] = [record.getMessage() for record in caplog.records if "chat_sampling" in record.getMessage()]
-    assert why in said
+    [content] = [record.getMessage() for record in caplog.records if "chat_sampling" in record.getMessage()]
+    assert why in content
 
 
 async def test_concurrent_renderings_are_limited(caplog: pytest.LogCaptureFixture) -> None:
@@ -222,16 +222,16 @@ async def test_concurrent_renderings_are_limited(caplog: pytest.LogCaptureFixtur
         (prefiller,) = gateway.prefillers
         prefiller.faults.add("hang_before_headers", path="/tokenize")
 
-        def asked() -> int:
+        def render_count() -> int:
             return sum(seen.path == "/tokenize" for seen in prefiller.requests)
 
         async with asyncio.TaskGroup() as group:
             waiting = [group.create_task(gateway.ask(chat(stream=True))) for _ in range(many - 1)]
-            await until(lambda: asked() == many - 1, "the allowed renderings")
+            await until(lambda: render_count() == many - 1, "the allowed renderings")
             assert (await gateway.ask(chat(stream=True))).is_done
             for task in waiting:
                 task.cancel()
-        assert asked() == many - 1
+        assert render_count() == many - 1
         assert paths(gateway) == [CHATS]
         prefiller.faults.clear()
         await until(lambda: not gateway.worker.drain.in_flight, "the end of the requests")

@@ -49,32 +49,22 @@ async def test_no_request_fails_on_a_connection_closed_at_reuse(
 
 @pytest.mark.fault(70)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_request_that_crashes_its_engine_is_not_resent(deploy: Deploy, role: str) -> None:
+@pytest.mark.parametrize(("fault", "requests"), [("kill", 1), ("reset_before_headers", 2)])
+async def test_request_is_resent_once_and_not_after_a_crash(
+    deploy: Deploy, role: str, fault: str, requests: int
+) -> None:
     """A crash looks like a closed connection if the connection has served before."""
     gateway = await deploy(1, 1, kv={"release": "never"})
     body = request(Api.CHAT)
     assert (await gateway.ask(body)).is_done
     (engine,) = gateway.prefillers if role == "prefill" else gateway.decoders
-    seen = len(generations(engine))
-    engine.faults.add("kill")
+    before = len(generations(engine))
+    engine.faults.add(fault)
     answer = await gateway.ask(body)
-    assert answer.status in (502, 503)
-    assert len(generations(engine)) == seen + 1
+    if fault == "kill":
+        assert answer.status in (502, 503)
+    else:
+        assert (answer.status, answer.error["code"]) == (502, f"{role}_reset")
+    assert len(generations(engine)) == before + requests
     gateway.may_stay_pinned = 2  # a new attempt begins with a new prefill
-    gateway.expects_inexact_pins = True
-
-
-@pytest.mark.fault(70)
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_request_is_resent_once_to_the_same_engine(deploy: Deploy, role: str) -> None:
-    gateway = await deploy(1, 1, kv={"release": "never"})
-    body = request(Api.CHAT)
-    assert (await gateway.ask(body)).is_done
-    (engine,) = gateway.prefillers if role == "prefill" else gateway.decoders
-    seen = len(generations(engine))
-    engine.faults.add("reset_before_headers")
-    answer = await gateway.ask(body)
-    assert (answer.status, answer.error["code"]) == (502, f"{role}_reset")
-    assert len(generations(engine)) == seen + 2
-    gateway.may_stay_pinned = 2
     gateway.expects_inexact_pins = True

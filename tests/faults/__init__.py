@@ -1,6 +1,6 @@
-"""The fault table, `tests/faults.yaml`: what goes wrong, what the gateway does then, and which tests show it.
+"""The fault table, `tests/faults.yaml`: failures, the behaviour of the gateway, and the tests that show it.
 
-A row is shown by the tests whose node ids begin as it says, and by those marked with `@pytest.mark.fault(number)`.
+The tests of a row have node ids that begin like its entries, or the marker `@pytest.mark.fault(number)`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def mistakes(rows: Sequence[Row], nodes: Iterable[str], marked: Mapping[int, Col
     """Return the mismatches between the table and the existing tests."""
     nodes = list(nodes)
     numbers = {row.number for row in rows}
-    shown = evidence(rows, nodes, marked)
+    tests_by_row = evidence(rows, nodes, marked)
     return [
         *(
             f"row {row.number} names {beginning}, which is no test"
@@ -57,11 +57,11 @@ def mistakes(rows: Sequence[Row], nodes: Iterable[str], marked: Mapping[int, Col
             for beginning in row.tests
             if not any(node.startswith(beginning) for node in nodes)
         ),
-        *(f"row {row.number} has no test" for row in rows if not shown[row.number] and not row.not_testable),
+        *(f"row {row.number} has no test" for row in rows if not tests_by_row[row.number] and not row.not_testable),
         *(
             f"row {row.number} has tests, and a reason why not"
             for row in rows
-            if shown[row.number] and row.not_testable
+            if tests_by_row[row.number] and row.not_testable
         ),
         *(
             f"{node} is marked with {number}, which is no row"
@@ -74,7 +74,7 @@ def mistakes(rows: Sequence[Row], nodes: Iterable[str], marked: Mapping[int, Col
 def summary(
     rows: Iterable[Row], shown_by: Mapping[int, Collection[str]], passed: Collection[str], failed: Collection[str]
 ) -> tuple[str, bool]:
-    """One line on what a run of the whole suite has shown of the table, and whether that is all there is to show.
+    """Return a line about the rows that a run of the whole suite has shown, and whether these are all rows.
 
     A row is shown if tests for it have passed and none has failed.
     """

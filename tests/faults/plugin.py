@@ -1,4 +1,4 @@
-"""At the end of a run of the whole suite: what it has shown of the fault table. A row that it has not fails the run."""
+"""Report of the fault table after a run of the whole suite, which fails if a row was not shown."""
 
 from __future__ import annotations
 

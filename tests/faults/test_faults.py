@@ -1,4 +1,4 @@
-"""The fault table names tests that exist, and a run of the whole suite says what they have shown."""
+"""The fault table names existing tests, and a run of the whole suite reports the rows that they show."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_every_row_is_there_once_and_in_order() -> None:
+def test_rows_are_complete_and_in_order() -> None:
     numbers = [row.number for row in read_table()]
     assert numbers == sorted(set(numbers))
 
 
-def test_a_row_says_what_goes_wrong_and_what_happens_then() -> None:
+def test_row_names_a_failure_and_a_behaviour() -> None:
     assert [row.number for row in read_table() if not (row.fault and row.behaviour)] == []
 
 
-def test_a_row_names_a_test_once() -> None:
+def test_row_names_each_test_once() -> None:
     assert [row.number for row in read_table() if len(set(row.tests)) < len(row.tests)] == []
 
 
-def test_a_row_names_tests_that_exist() -> None:
+def test_row_names_existing_tests() -> None:
     """Checked without a run of the whole suite, which says the same of parametrized tests, too."""
     missing = []
     for row in read_table():
@@ -49,7 +49,7 @@ TWO = [Row(1, "f", "b", ("a::x",)), Row(2, "f", "b", not_testable="r"), Row(3, "
 NODES = ["a::x[1]", "a::x[2]", "b::y", "c::z"]
 
 
-def test_tests_are_named_by_how_they_begin_or_marked() -> None:
+def test_rows_match_tests_by_prefix_or_marker() -> None:
     assert evidence(TWO, NODES, {1: {"c::z"}}) == {
         1: {"a::x[1]", "a::x[2]", "c::z"},
         2: frozenset(),
@@ -84,7 +84,7 @@ def test_mismatches_between_rows_and_tests_are_reported(row: Row, marked: dict[i
         ),
     ],
 )
-def test_a_row_is_shown_by_tests_that_passed_and_none_that_failed(
+def test_row_is_shown_if_its_tests_passed_and_none_failed(
     passed: set[str], failed: set[str], line: str, is_shown: bool
 ) -> None:
     assert summary(TWO, evidence(TWO, NODES, {}), passed, failed) == (line, is_shown)
@@ -136,7 +136,7 @@ NOT_SHOWN = "faults: 2/3 rows shown (2 cannot be tested); not by tests that pass
         "a choice",
     ],
 )
-def test_a_run_of_the_whole_suite_must_show_every_row(
+def test_run_of_the_whole_suite_must_show_every_row(
     tmp_path: Path, code: str, arguments: tuple[str, ...], lines: list[str], exit_code: int
 ) -> None:
     for name, text in PROJECT.items():

@@ -27,8 +27,8 @@ def check_events(data: bytes) -> None:
     assert b"".join(event.raw for event in events) + rest == stream
 
     # Only the next byte shows whether a last CR is a complete line end.
-    told = [event.data for event in _split([stream, b":"])[0] if event.data is not None]
-    assert told == reference(stream + b":")
+    data_of_events = [event.data for event in _split([stream, b":"])[0] if event.data is not None]
+    assert data_of_events == reference(stream + b":")
 
     longest = max(map(len, (*(event.raw for event in events), rest)))
     assert longest > _SHORT_BYTES or not _is_too_long(pieces)

@@ -29,9 +29,12 @@ def check_grammar(data: bytes) -> None:
     """Check that all cuts of a text are parsed as the simulated engines parse it."""
     kind, text = data[0] if data else 0, spelled(data[1:], WORDS).decode("latin-1")
     in_reasoning, is_old = kind % 2 == 0, kind % 3 == 0
-    said = _read([text], in_reasoning, is_old)
-    assert _read([piece.decode("latin-1") for piece in cut(kind, text.encode("latin-1"))], in_reasoning, is_old) == said
-    assert _read(list(text), in_reasoning, is_old) == said
+    expected = _read([text], in_reasoning, is_old)
+    assert (
+        _read([piece.decode("latin-1") for piece in cut(kind, text.encode("latin-1"))], in_reasoning, is_old)
+        == expected
+    )
+    assert _read(list(text), in_reasoning, is_old) == expected
     if not _NO_ID.search(text):
         # The simulated engines treat half a marker at the end less exactly, and complete open arguments.
         text += f".{CALL_END}"

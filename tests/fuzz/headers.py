@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import h11
 import httptools
@@ -57,17 +57,17 @@ def check_headers(data: bytes) -> None:
 def _of_request(raw: bytes) -> list[CIMultiDictProxy[str]]:
     """Return the headers of the requests that the front parser finds."""
     parser = HttpRequestParser(BaseProtocol(LOOP), LOOP, 2**16, auto_decompress=False)
-    try:
-        messages, _, _ = parser.feed_data(raw)
-    except HttpProcessingError:
-        return []
-    return [message.headers for message, _ in messages]
+    return [message.headers for message in _messages(parser, raw)]
 
 
-def _of_response(raw: bytes) -> list[object]:
+def _of_response(raw: bytes) -> list[Any]:
     parser = HttpResponseParser(
         BaseProtocol(LOOP), LOOP, 2**16, response_with_body=False, read_until_eof=True, auto_decompress=False
     )
+    return _messages(parser, raw)
+
+
+def _messages(parser: HttpRequestParser | HttpResponseParser, raw: bytes) -> list[Any]:
     try:
         messages, _, _ = parser.feed_data(raw)
     except HttpProcessingError:

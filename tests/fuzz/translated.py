@@ -93,7 +93,7 @@ def _check_whole(dialect: Translated, call: Call, raw: bytes) -> None:
     if not isinstance(values, dict):
         return
     try:
-        told = dumps(dialect.answer(call, Completion.read(values)))
+        body = dumps(dialect.answer(call, Completion.read(values)))
     except (UnreadableMember, GatewayError):
         return
-    check(dialect.path, Answer(200, {}, told, is_whole=True), streams=False)
+    check(dialect.path, Answer(200, {}, body, is_whole=True), streams=False)

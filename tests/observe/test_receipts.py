@@ -72,10 +72,10 @@ def test_receipts_of_failed_requests_are_kept_longer(clock: Clock) -> None:
     for number in range(1000):
         clock.now += 1
         serve(observers, f"r{number}", clock)
-    kept = ids(receipts)
-    assert kept[0] == "r999"
-    assert kept[-1] == "broken"
-    assert 20 < len(kept) < 500
+    kept_ids = ids(receipts)
+    assert kept_ids[0] == "r999"
+    assert kept_ids[-1] == "broken"
+    assert 20 < len(kept_ids) < 500
 
 
 def test_receipts_of_a_dead_worker_stay_beside_its_successors() -> None:

@@ -177,10 +177,13 @@ def test_only_valid_usage_is_recorded(usage: Any, expected: tuple[int | None, in
 
 
 def test_only_valid_cached_tokens_are_recorded() -> None:
-    for said, taken in ((7, 7), (0, 0), (-7, None), (2**64 - 7, None), (True, None), (7.0, None), (None, None)):
+    for reported, recorded in ((7, 7), (0, 0), (-7, None), (2**64 - 7, None), (True, None), (7.0, None), (None, None)):
         usage = Timeline().usage
-        assert usage.add_prompt({"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": said}}) == (10, taken)
-        assert usage.cached_tokens == taken
+        assert usage.add_prompt({"prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": reported}}) == (
+            10,
+            recorded,
+        )
+        assert usage.cached_tokens == recorded
 
 
 def test_usage_without_numbers_keeps_earlier_values() -> None:

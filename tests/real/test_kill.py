@@ -109,11 +109,11 @@ def test_rest_of_an_answer_differs_after_a_different_token(cluster: Cluster, sho
     choice = _completed(cluster.single, {**body, "prompt": "What is decoded here?", "max_tokens": 200})
     ids, prompt = choice["token_ids"], choice["prompt_token_ids"]
     differ = []
-    for kept in range(20, 180, 20):
-        asked = {**body, "max_tokens": len(ids) - kept}
-        assert _completed(cluster.single, {**asked, "prompt": prompt + ids[:kept]})["token_ids"] == ids[kept:]
-        wrong = [*prompt, *ids[: kept - 1], ids[kept - 1] ^ 1]
-        differ.append(_completed(cluster.single, {**asked, "prompt": wrong})["token_ids"] != ids[kept:])
+    for count in range(20, 180, 20):
+        rest = {**body, "max_tokens": len(ids) - count}
+        assert _completed(cluster.single, {**rest, "prompt": prompt + ids[:count]})["token_ids"] == ids[count:]
+        wrong = [*prompt, *ids[: count - 1], ids[count - 1] ^ 1]
+        differ.append(_completed(cluster.single, {**rest, "prompt": wrong})["token_ids"] != ids[count:])
     assert all(differ)
     show(f"{len(differ)} rests equal behind the right token, and {sum(differ)} different behind a wrong one")
 

@@ -125,8 +125,8 @@ def timed(port: int, path: str, fields: dict[str, Any], arrivals: list[float]) -
     """Return the answer to a request like `ask`, and note the arrival of each chunk."""
     if not fields["stream"]:
         return ask(port, path, **fields)
-    asked = {"temperature": 0, "return_token_ids": True, **fields, "stream_options": {"include_usage": True}}
-    with request(port, path, asked) as response:
+    request_body = {"temperature": 0, "return_token_ids": True, **fields, "stream_options": {"include_usage": True}}
+    with request(port, path, request_body) as response:
         assert response.status == 200, json.dumps(fields)
         chunks = []
         for chunk in events(response):

@@ -200,8 +200,8 @@ def test_translated_responses_have_the_prompt_that_the_engine_makes_of_them(
 def compare_prompts(cluster: Cluster, path: str, body: dict[str, Any], chat: dict[str, Any]) -> str:
     """Assert that the engine renders a body and its translation to the same prompt; return its length as text."""
     prompts = []
-    for route, asked in ((path, body), (CHAT, chat)):
-        with request(cluster.single.port, route + "/render", asked) as response:
+    for route, request_body in ((path, body), (CHAT, chat)):
+        with request(cluster.single.port, route + "/render", request_body) as response:
             rendered = json.load(response)
             assert response.status == 200, rendered
         prompts.append(rendered["token_ids"])
@@ -279,11 +279,11 @@ def _message_of(events: Iterator[dict[str, Any]]) -> dict[str, Any]:
 def _response(answer: dict[str, Any]) -> dict[str, Any]:
     output = []
     for item in answer["output"]:
-        kept = {name: item[name] for name in ("type", "role", "name") if name in item}
+        members = {name: item[name] for name in ("type", "role", "name") if name in item}
         if "arguments" in item:  # vLLM rewrites the arguments of a whole answer
-            kept["arguments"] = json.loads(item["arguments"])
+            members["arguments"] = json.loads(item["arguments"])
         texts = [part["text"] for part in item.get("content") or ()]
-        output.append({**kept, "texts": texts})
+        output.append({**members, "texts": texts})
     names = ("input_tokens", "output_tokens", "total_tokens")
     return {
         **{name: answer[name] for name in ("object", "model", "status", "incomplete_details")},

@@ -131,11 +131,11 @@ def of_openai() -> Iterator[Conversation]:
 def of_others() -> Iterator[Conversation]:
     question = responses.question
     for shape, fields in OF_MESSAGES.items():
-        asked = [messages.question(**{"max_tokens": 4, "stream": stream, **fields}) for stream in (True, False)]
-        yield Conversation(name=f"messages-{shape}", talk=asking(*asked, path="/v1/messages"), engine=WRITES)
+        bodies = [messages.question(**{"max_tokens": 4, "stream": stream, **fields}) for stream in (True, False)]
+        yield Conversation(name=f"messages-{shape}", talk=asking(*bodies, path="/v1/messages"), engine=WRITES)
     for shape, fields in OF_RESPONSES.items():
-        asked = [{**question(max_output_tokens=4, stream=stream), **fields} for stream in (True, False)]
-        yield Conversation(name=f"responses-{shape}", talk=asking(*asked, path="/v1/responses"), engine=WRITES)
+        bodies = [{**question(max_output_tokens=4, stream=stream), **fields} for stream in (True, False)]
+        yield Conversation(name=f"responses-{shape}", talk=asking(*bodies, path="/v1/responses"), engine=WRITES)
     for shape, fields in OF_GENERATE.items():
         common = {"sampling_params": {"max_new_tokens": 4}, **fields}
         yield Conversation(

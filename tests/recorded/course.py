@@ -245,13 +245,13 @@ def _requests(gateway: Deployment, wiretap: _Wiretap) -> dict[str, list[str]]:
     for role, engines in (("prefiller", gateway.prefillers), ("decoder", gateway.decoders)):
         for number, engine in enumerate(engines):
             if isinstance(engine, CannedEngine):
-                asked = [_request(one) for one in engine.received]
+                requests = [_request(one) for one in engine.received]
             else:
-                asked = [one.decode() for one in wiretap.requests(engine.port) if not _BETWEEN_ENGINES.match(one)]
-            releases = [one for one in asked if _RELEASES.search(one)]
-            found[f"{role} {number}"] = [one for one in asked if one not in releases]
+                requests = [one.decode() for one in wiretap.requests(engine.port) if not _BETWEEN_ENGINES.match(one)]
+            releases = [one for one in requests if _RELEASES.search(one)]
+            found[f"{role} {number}"] = [one for one in requests if one not in releases]
             found[f"{role} {number}, releases"] = releases
-    return {title: list(map(_without_length, asked)) for title, asked in found.items() if asked}
+    return {title: list(map(_without_length, requests)) for title, requests in found.items() if requests}
 
 
 def _request(received: Received) -> str:

@@ -77,11 +77,11 @@ BODIES: Final[Mapping[str, tuple[str, str, dict[str, Any]]]] = {
 }
 
 
-def failing(body: Mapping[str, Any], path: str, asked: str, faults: Sequence[tuple[str, Fault]]) -> Talk:
+def failing(body: Mapping[str, Any], path: str, engine_path: str, faults: Sequence[tuple[str, Fault]]) -> Talk:
     """Ask with the n-th fault of a role at its n-th engine, and then again without faults.
 
     The second request is left out if its course depends on time: engines that refused get no request for a while.
-    `asked`: the engines' path for such a request.
+    `engine_path`: the engines' path for such a request.
     """
 
     async def talk(clients: Clients) -> None:
@@ -89,7 +89,7 @@ def failing(body: Mapping[str, Any], path: str, asked: str, faults: Sequence[tup
         engines = {"prefill": [*gateway.prefillers], "decode": [*gateway.decoders]}
         for role, (action, fields) in faults:
             times = None if fields.get("status") in REFUSALS else 1
-            engines[role].pop(0).faults.add(action, path=asked, times=times, **fields)
+            engines[role].pop(0).faults.add(action, path=engine_path, times=times, **fields)
         line = await clients.connect()
         line.send(raw(dict(body), path))
         await line.answer()
@@ -116,10 +116,10 @@ def conversation(
     **settings: Any,
 ) -> Conversation:
     path, connector, body = BODIES[api]
-    asked = path if api in ("completions", "generate") else "/v1/chat/completions"
+    engine_path = path if api in ("completions", "generate") else "/v1/chat/completions"
     return Conversation(
         name=f"{name}-{form}",
-        talk=failing({**body, "stream": FORMS[form]}, path, asked, faults),
+        talk=failing({**body, "stream": FORMS[form]}, path, engine_path, faults),
         prefillers=2,
         decoders=decoders,
         connector=connector,

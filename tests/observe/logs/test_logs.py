@@ -321,10 +321,10 @@ def test_no_secret_is_written(format: str, secret: str, masked: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("shown", range(MAX_VALUE_CHARS - 10, MAX_VALUE_CHARS + 2))
-def test_cut_value_has_no_part_of_a_secret(format: str, shown: int) -> None:
+@pytest.mark.parametrize("chars", range(MAX_VALUE_CHARS - 10, MAX_VALUE_CHARS + 2))
+def test_cut_value_has_no_part_of_a_secret(format: str, chars: int) -> None:
     file = File(format, secrets=SECRETS)
-    value = "x" * shown + "password-of-the-admin" + "y" * MAX_VALUE_CHARS
+    value = "x" * chars + "password-of-the-admin" + "y" * MAX_VALUE_CHARS
     logger.warning("%s", value)
     logs.access_line({"id": "r1", "error": value})
     assert "xp" not in file.text
