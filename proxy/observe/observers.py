@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MOMENT_SECONDS: Final = 0.2
+_BATCH_SECONDS: Final = 0.2
 # Maximum number of requests in a batch, however fast they come. A batch of this size takes about 2 ms, in which no
 # token passes.
-_MOST: Final = 128
+_MAX_BATCH: Final = 128
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
@@ -93,13 +93,13 @@ class Observers:
         """Create the record of a new request.
 
         Args:
-            api: Label of the route's dialect.
+            label: Label of the route's dialect.
             headers: See RequestListener.
             since: Start of the request in seconds of the record's clock (time.monotonic); None: now.
         """
         record = RequestRecord(label, request_id, monotonic, since)
         for listener in self._at_begin:
-            _tell(listener.request_began, record, headers)
+            _notify(listener.request_began, record, headers)
         self._began.append(record)
         if not self._will_settle:
             self._settle_soon()
@@ -111,7 +111,7 @@ class Observers:
         self._ended.append(record)
         if not self._will_settle:
             self._settle_soon()
-        elif len(self._ended) == _MOST:
+        elif len(self._ended) == _MAX_BATCH:
             self._call(0, self.settle)
 
     def settle(self) -> None:
@@ -120,11 +120,11 @@ class Observers:
         next_began: list[RequestRecord] = []
         next_ended: list[RequestRecord] = []
         began, self._began = self._began, next_began
-        over, self._ended = self._ended, next_ended
-        if not began and not over:
+        pending, self._ended = self._ended, next_ended
+        if not began and not pending:
             return
         ended: list[RequestRecord] = []
-        for record in over:
+        for record in pending:
             # An exception for one request does not affect the others.
             try:
                 record.close()
@@ -133,35 +133,35 @@ class Observers:
             else:
                 ended.append(record)
         for listener in self._at_settle:
-            _tell(listener.settle, began, ended)
+            _notify(listener.settle, began, ended)
         for listener in self._at_end:
             for record in ended:
-                _tell(listener.request_ended, record)
+                _notify(listener.request_ended, record)
 
     def _settle_soon(self) -> None:
         if self._call_later is None:
             self.settle()
             return
         self._will_settle = True
-        self._call(_MOMENT_SECONDS, self._on_time)
+        self._call(_BATCH_SECONDS, self._on_time)
 
-    def _call(self, seconds: float, what: Callable[[], None]) -> None:
+    def _call(self, seconds: float, function: Callable[[], None]) -> None:
         """Call a function later, where ends are collected in batches."""
         assert self._call_later is not None
         # In an empty context, because log lines of the batch do not belong to the current request.
-        self._call_later(seconds, what, context=Context())
+        self._call_later(seconds, function, context=Context())
 
     def _on_time(self) -> None:
         self._will_settle = False
         self.settle()
 
 
-def _tell(tell: Callable[..., None], *what: Any) -> None:
+def _notify(method: Callable[..., None], *arguments: Any) -> None:
     """Call a listener, and log its exceptions."""
     try:
-        tell(*what)
+        method(*arguments)
     except Exception:
-        logger.exception("a listener to requests failed: %s", tell.__qualname__)
+        logger.exception("requests: listener failed: %s", method.__qualname__)
 
 
 def _overrides(listener: RequestListener, method: str) -> bool:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     """Traces of the running sampled requests, by `traceparent`."""
 
 
-_TOLD_FAILURES: Final = (Failure.TIMEOUT, Failure.BAD_ANSWER, Failure.RECOMPUTED)
+_REPORTED_FAILURES: Final = (Failure.TIMEOUT, Failure.BAD_ANSWER, Failure.RECOMPUTED)
 
 
 class Outcome(NamedTuple):
@@ -57,9 +57,7 @@ def _term_and_status(record: RequestRecord, error: BaseException) -> tuple[str, 
         return "cD", 200
     if isinstance(error, ShuttingDown) and record.committed:
         return "KD", 200
-    if isinstance(
-        error, CancelledError | ConnectionError
-    ):  # the two errors are equivalent: either may be noticed first
+    if isinstance(error, CancelledError | ConnectionError):  # either may be noticed first
         return "C" + stage, 200 if record.committed else 499
     if isinstance(error, UpstreamError):
         who = "s" if error.failure is Failure.TIMEOUT else "S"
@@ -70,7 +68,7 @@ def _term_and_status(record: RequestRecord, error: BaseException) -> tuple[str, 
 
 def _broken(error: BaseException) -> tuple[str, str]:
     if isinstance(error, UpstreamError):
-        return "engine", (error.failure if error.failure in _TOLD_FAILURES else Failure.BROKEN).value
+        return "engine", (error.failure if error.failure in _REPORTED_FAILURES else Failure.BROKEN).value
     if isinstance(error, ClientStalled):
         return "client", "write_timeout"
     if isinstance(error, ShuttingDown):
@@ -135,10 +133,9 @@ class AccessFacts:
 
 
 FACTS: Final = tuple(AccessFacts.__dataclass_fields__)
-"""The names of the facts."""
+"""Names of the facts, in the order of `values_of`."""
 values_of: Final = attrgetter(*FACTS)
-"""Return the values of AccessFacts in the order of FACTS."""
-
+"""Return the values of an AccessFacts in the order of FACTS."""
 
 TRACEPARENT: Final = "traceparent"
 """The header with the trace context of a request (W3C Trace Context)."""

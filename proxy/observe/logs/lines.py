@@ -177,8 +177,8 @@ def timestamp(created: float) -> str:
 
 
 MAX_KEPT_BYTES: Final = 1024 * 1024
-# Size of one write.
-_MOST_BYTES: Final = select.PIPE_BUF
+# Maximum size of one write of several lines.
+_WRITE_BYTES: Final = select.PIPE_BUF
 
 
 class LineWriter:
@@ -254,7 +254,7 @@ class LineWriter:
         size_bytes = count = 0
         for line in self._kept:
             size_bytes += len(line)
-            if size_bytes > _MOST_BYTES:
+            if size_bytes > _WRITE_BYTES:
                 break
             count += 1
         return (b"".join(islice(self._kept, count)), count) if count else (self._kept[0], 1)
