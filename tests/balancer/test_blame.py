@@ -37,8 +37,8 @@ KINDS = {
 }
 
 
-class Told:
-    """A request's failures, and who is blamed for them."""
+class Request:
+    """Request that records the engines that are blamed for its failures."""
 
     def __init__(self) -> None:
         self.blamed: list[Backend] = []
@@ -69,47 +69,47 @@ class Told:
 def test_engines_are_not_blamed_for_the_same_breakdown_on_two_of_them(
     failures: Sequence[tuple[Backend, str]], blamed: Sequence[Backend]
 ) -> None:
-    told = Told()
+    request = Request()
     with Blame() as blame:
-        told.fails(blame, *failures)
-        assert told.blamed == []
-    assert told.blamed == blamed
+        request.fails(blame, *failures)
+        assert request.blamed == []
+    assert request.blamed == blamed
 
 
 @pytest.mark.parametrize("word", ["busy", "bad", "refused", "late", "stalled", "no-kv", "no-memory"])
 def test_blame_ignores_failures_that_are_no_breakdown(word: str) -> None:
-    told = Told()
+    request = Request()
     with Blame() as blame:
-        told.fails(blame, (P1, word))
+        request.fails(blame, (P1, word))
         assert not blame.is_open
-    assert told.blamed == []
+    assert request.blamed == []
 
 
 def test_engine_is_blamed_once_per_failure() -> None:
-    told = Told()
+    request = Request()
     with Blame() as blame:
-        told.fails(blame, (P1, "500"))
+        request.fails(blame, (P1, "500"))
         blame.settle()
         blame.settle()
-    assert told.blamed == [P1]
+    assert request.blamed == [P1]
 
 
 def test_breakdowns_of_two_units_of_a_request_count_together() -> None:
-    told = Told()
+    request = Request()
     ways: FailedEngines = {}
     with Blame(ways) as one, Blame(ways) as other:
-        told.fails(one, (P1, "500"))
-        told.fails(other, (P2, "500"))
-    assert told.blamed == []
+        request.fails(one, (P1, "500"))
+        request.fails(other, (P2, "500"))
+    assert request.blamed == []
 
 
 def test_settled_failure_still_counts_for_a_later_breakdown() -> None:
-    told = Told()
+    request = Request()
     with Blame() as blame:
-        told.fails(blame, (P1, "broken"))
+        request.fails(blame, (P1, "broken"))
         blame.settle()
-        told.fails(blame, (P2, "broken"))
-    assert told.blamed == [P1]
+        request.fails(blame, (P2, "broken"))
+    assert request.blamed == [P1]
 
 
 # Quarantine of pairs

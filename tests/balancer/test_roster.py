@@ -116,23 +116,19 @@ def test_address_listed_twice_is_an_error() -> None:
         Roster([], [("a", 1), ("a", 1)], Scoreboard(slots=3))
 
 
-def test_full_roster_rejects_another_backend() -> None:
-    roster = roster_of(Scoreboard(slots=2), decoders=2)
-    with pytest.raises(ValueError, match="all 2 slots are in use"):
-        roster.add(Backend(D, "d", 2))
+@pytest.mark.parametrize(
+    ("slots", "host", "problem"), [(2, "d", "all 2 slots are in use"), (3, "x" * 5000, "too long")]
+)
+def test_backend_without_room_is_rejected(slots: int, host: str, problem: str) -> None:
+    roster = roster_of(Scoreboard(slots=slots), decoders=2)
+    with pytest.raises(ValueError, match=problem):
+        roster.add(Backend(D, host, 2))
     assert names(roster) == ["d:0", "d:1"]
 
 
 def test_longest_host_names_fit_in_every_slot() -> None:
     roster = Roster([], [("x" * 253, 60_000 + port, 65_535) for port in range(50)], Scoreboard(slots=50))
     assert len(roster.members(D)) == 50
-
-
-def test_backend_with_a_too_long_name_is_rejected() -> None:
-    roster = roster_of(Scoreboard(slots=2), decoders=1)
-    with pytest.raises(ValueError, match="too long"):
-        roster.add(Backend(D, "x" * 5000, 1))
-    assert names(roster) == ["d:0"]
 
 
 def test_removing_an_unknown_backend_returns_false() -> None:
