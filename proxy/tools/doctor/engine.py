@@ -88,10 +88,8 @@ def check_health(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
 def check_key(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
     """Check that the engine accepts its API key."""
     if engine.facts.identity.refused_key:
-        words = fleet.keys.advice(engine.backend)
-        what, _, hint = words.partition(": ")
         severity = Severity.WARNING if fleet.keys.forwards_client_key else Severity.FAILURE
-        yield Finding(severity, "key", engine.subject, what, hint)
+        yield Finding.of_text(severity, "key", engine.subject, fleet.keys.advice(engine.backend))
 
 
 def check_models(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
@@ -130,8 +128,7 @@ def check_suits(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
     found = unsuited(report, fleet.settings.connector, backend.bootstrap_port)
     if found is not None:
         kind, words = found
-        what, _, hint = words.partition(": ")
-        yield Finding(Severity.FAILURE, kind.value, engine.subject, what, hint or _HINTS.get(kind, ""))
+        yield Finding.of_text(Severity.FAILURE, kind.value, engine.subject, words, _HINTS.get(kind, ""))
 
 
 def check_bootstrap(engine: Examined, fleet: Fleet) -> Iterator[Finding]:

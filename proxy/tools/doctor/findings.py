@@ -42,6 +42,12 @@ class Finding:
     hint: str = ""
     """Recommended action; empty if none is needed or the description has it."""
 
+    @classmethod
+    def of_text(cls, severity: Severity, check: str, subject: str, text: str, hint: str = "") -> Finding:
+        """Return a finding from the text `description: action` of a log line. `hint`: action if the text has none."""
+        words, _, action = text.partition(": ")
+        return cls(severity, check, subject, words, action or hint)
+
 
 def exit_code(findings: Iterable[Finding]) -> int:
     """Return 0 without problems, 1 with warnings, 2 with failures."""

@@ -24,8 +24,7 @@ def check_same_models(fleet: Fleet) -> Iterator[Finding]:
     """Check that every engine serves a model that all roles serve."""
     told = {engine.backend: engine.serves for engine in fleet.engines if engine.backend.role is not Role.ENCODE}
     for backend, words in minority_instances(told).items():
-        what, _, hint = words.partition(": ")
-        yield Finding(Severity.FAILURE, "model", f"{backend.role} {backend.name}", what, hint)
+        yield Finding.of_text(Severity.FAILURE, "model", f"{backend.role} {backend.name}", words)
 
 
 def check_same_length(fleet: Fleet) -> Iterator[Finding]:

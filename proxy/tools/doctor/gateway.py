@@ -46,16 +46,15 @@ def check_gateway(host: Host) -> list[Finding]:
 def check_warnings(host: Host) -> Iterator[Finding]:
     """Check for misspelt options in the environment and on the command line."""
     for warning in host.loaded.warnings:
-        words, _, hint = warning.partition(": ")
-        yield Finding(Severity.WARNING, "environment", _SUBJECT, words, hint or "remove it, or correct the spelling")
+        hint = "remove it, or correct the spelling"
+        yield Finding.of_text(Severity.WARNING, "environment", _SUBJECT, warning, hint)
 
 
 def check_doors(host: Host) -> Iterator[Finding]:
     """Check that client and administration access is restricted."""
-    for told in host.loaded.settings.access_warnings:
-        words, _, hint = told.partition(": ")
-        severity = Severity.NOTE if words.startswith("administration is closed") else Severity.WARNING
-        yield Finding(severity, "keys", _SUBJECT, words, hint)
+    for text in host.loaded.settings.access_warnings:
+        severity = Severity.NOTE if text.startswith("administration is closed") else Severity.WARNING
+        yield Finding.of_text(severity, "keys", _SUBJECT, text)
 
 
 def check_key_files(host: Host) -> Iterator[Finding]:
@@ -111,9 +110,8 @@ def check_ports(host: Host) -> Iterator[Finding]:
 
 def check_fds(host: Host) -> Iterator[Finding]:
     """Check that there are enough file descriptors for the clients."""
-    for told in shortages(host.loaded.settings):
-        words, _, hint = told.partition(": ")
-        yield Finding(Severity.WARNING, "fds", _SUBJECT, words, hint)
+    for shortage in shortages(host.loaded.settings):
+        yield Finding.of_text(Severity.WARNING, "fds", _SUBJECT, shortage)
 
 
 def check_workers(host: Host) -> Iterator[Finding]:

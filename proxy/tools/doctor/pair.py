@@ -108,8 +108,7 @@ def check_answers(canaries: Canaries) -> Iterator[Finding]:
         yield Finding(Severity.FAILURE, "handover", subject, f"KV handoff failed: {told}", hint)
     for backend, result in of_engine.items():
         if result.failure is Failure.MISSING_KV:
-            what, _, hint = NO_KV_PARAMS.partition(": ")
-            yield Finding(Severity.FAILURE, "no_kv_params", _of(backend), what, hint)
+            yield Finding.of_text(Severity.FAILURE, "no_kv_params", _of(backend), NO_KV_PARAMS)
         else:
             severity, hint = (
                 (Severity.WARNING, "the engine is busy: run the doctor again") if result.is_busy else _FAILED
