@@ -1,4 +1,4 @@
-"""What follows from a canary's numbers."""
+"""Verdicts on canaries by counters, usage, time and answers."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ def after(transferred: float = 0, computed: float = 0, cached: float = 0) -> Pro
 @pytest.mark.parametrize(
     ("reading", "verdict"),
     [
-        (after(), None),  # it has not been counted yet
+        (after(), None),  # the canary is not counted yet
         (after(transferred=2000), HandoffVerdict.TRANSFERRED),
         (after(transferred=1999, computed=1), HandoffVerdict.TRANSFERRED),
         (after(computed=2000), HandoffVerdict.COMPUTED),
-        (after(transferred=2000, computed=4000), HandoffVerdict.UNKNOWN),  # others ask it, too
-        (after(computed=100, cached=1900), HandoffVerdict.UNKNOWN),  # it ignores the salt
-        (PromptTokens(0.0, 5.0, 0.0), HandoffVerdict.UNKNOWN),  # it has started anew
+        (after(transferred=2000, computed=4000), HandoffVerdict.UNKNOWN),  # other clients use the engine
+        (after(computed=100, cached=1900), HandoffVerdict.UNKNOWN),  # the engine ignores the salt
+        (PromptTokens(0.0, 5.0, 0.0), HandoffVerdict.UNKNOWN),  # the engine was restarted
         (None, HandoffVerdict.UNKNOWN),
     ],
 )
-def test_counters_around_a_canary_tell_what_became_of_it(
+def test_counters_before_and_after_a_canary_give_a_verdict(
     reading: PromptTokens | None, verdict: HandoffVerdict | None
 ) -> None:
     assert by_counters(BEFORE, reading, 2000, from_store=False) is verdict
 
 
-def test_what_a_decoder_calls_cached_of_a_fresh_prompt_was_fetched() -> None:
+def test_cached_tokens_of_a_fresh_prompt_were_fetched() -> None:
     assert by_usage(1999, 2000) is HandoffVerdict.TRANSFERRED
     assert by_usage(0, 2000) is by_usage(None, 2000) is HandoffVerdict.UNKNOWN
 
@@ -44,12 +44,12 @@ def test_what_a_decoder_calls_cached_of_a_fresh_prompt_was_fetched() -> None:
     [
         (0.1, 1.0, HandoffVerdict.TRANSFERRED),
         (0.9, 1.0, HandoffVerdict.COMPUTED),
-        (0.09, 0.1, HandoffVerdict.UNKNOWN),  # too fast to tell
+        (0.09, 0.1, HandoffVerdict.UNKNOWN),  # too fast for a verdict
         (None, 1.0, HandoffVerdict.UNKNOWN),
         (0.9, None, HandoffVerdict.UNKNOWN),
     ],
 )
-def test_a_hand_over_that_takes_as_long_as_a_prefill_most_likely_was_one(
+def test_handoff_as_slow_as_a_prefill_is_judged_as_computed(
     handoff_seconds: float | None, alone_seconds: float | None, verdict: HandoffVerdict
 ) -> None:
     assert by_time(handoff_seconds, alone_seconds) is verdict
@@ -66,7 +66,7 @@ def test_a_hand_over_that_takes_as_long_as_a_prefill_most_likely_was_one(
         ("apple beach", "apart", Agreement.DIFFERS),
     ],
 )
-def test_answers_that_begin_alike_may_differ_by_the_order_of_additions(
+def test_answers_with_an_equal_beginning_drift(
     one: list[int] | str, other: list[int] | str, expected: Agreement
 ) -> None:
     assert agreement(one, other) is expected
@@ -78,7 +78,7 @@ def test_a_prompt_fits_even_if_every_byte_is_a_token() -> None:
     assert prompt_bytes(2048, 4, []) == 8192
 
 
-def test_no_two_canaries_are_the_same_to_a_cache() -> None:
+def test_canaries_of_one_prompt_have_different_cache_salts() -> None:
     prompt = CanaryPrompt.of("m", 1000)
     assert prompt.body()["cache_salt"] != prompt.body()["cache_salt"]
     assert prompt.text != CanaryPrompt.of("m", 1000).text

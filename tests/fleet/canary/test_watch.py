@@ -1,4 +1,4 @@
-"""Canaries in a running gateway: counted, told once, and no part of what clients see."""
+"""Canaries in a running gateway: metrics, log lines, and no effect on clients."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def set_interval(gateway: Deployment, every_seconds: float) -> None:
     gateway.worker.apply(replace(gateway.worker.current, settings=settings.model_copy(update={"doctor": doctor})))
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+def log_lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     return [(r.levelname, r.getMessage()) for r in caplog.records if r.name == "proxy.canary.watch"]
 
 
-async def test_none_are_sent_unless_they_are_asked_for(deploy: Deploy) -> None:
+async def test_canaries_are_sent_only_if_an_interval_is_set(deploy: Deploy) -> None:
     gateway = await deploy()
     set_interval(gateway, 0.02)
     await until(lambda: canaries(gateway).get("transferred", 0) >= 2, "canaries")
@@ -44,14 +44,14 @@ async def test_none_are_sent_unless_they_are_asked_for(deploy: Deploy) -> None:
 
 
 @pytest.mark.parametrize("connector", ["vllm_pull", "sglang_bootstrap", "mooncake_bootstrap", "ascend_layerwise"])
-async def test_every_pair_gets_them(deploy: Deploy, connector: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_every_pair_gets_canaries(deploy: Deploy, connector: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "proxy")
     gateway = await deploy(2, 2, connector=connector, doctor=OFTEN)
     await until(lambda: canaries(gateway).get("transferred", 0) >= 4, "one round")
     set_interval(gateway, 0.0)
     assert set(canaries(gateway)) == {"transferred"}
     assert all(generations(engine) for engine in gateway.engines)
-    assert told(caplog) == []
+    assert log_lines(caplog) == []
     assert not [record for record in caplog.records if record.name == "proxy.access"]
     assert gateway.metrics("pdproxy_requests_total") == {}
 
@@ -63,7 +63,7 @@ async def test_every_pair_gets_them(deploy: Deploy, connector: str, caplog: pyte
         ("reset_before_headers", "failed", "decode instance"),
     ],
 )
-async def test_a_pair_that_turns_bad_is_told_once_and_once_that_it_is_well(
+async def test_bad_pair_is_logged_once_and_once_when_good_again(
     deploy: Deploy, caplog: pytest.LogCaptureFixture, fault: str, result: str, words: str
 ) -> None:
     caplog.set_level(logging.INFO, "proxy")
@@ -71,19 +71,19 @@ async def test_a_pair_that_turns_bad_is_told_once_and_once_that_it_is_well(
     gateway.expects_inexact_pins = True
     (decoder,) = gateway.decoders
     decoder.faults.add(fault, path="/v1/completions")
-    await until(lambda: canaries(gateway).get(result, 0) >= 3, "what it has shown")
+    await until(lambda: canaries(gateway).get(result, 0) >= 3, "bad canaries")
     decoder.faults.clear()
-    await until(lambda: canaries(gateway).get("transferred", 0) >= 2, "that it is well")
+    await until(lambda: canaries(gateway).get("transferred", 0) >= 2, "good canaries")
     set_interval(gateway, 0.0)
-    lines = told(caplog)
+    lines = log_lines(caplog)
     assert [level for level, _ in lines] == ["WARNING", "INFO"]
     assert words in lines[0][1]
 
 
-async def test_a_decoder_that_computes_what_it_is_handed_is_counted(deploy: Deploy) -> None:
-    deaf = SimulatedEngine(role="decode", protocol="none")
-    gateway = await deploy(1, [deaf], doctor=OFTEN)
-    gateway.may_stay_pinned, gateway.expects_inexact_pins = 1000, True  # nobody fetches them
+async def test_decoder_that_recomputes_canaries_is_counted(deploy: Deploy) -> None:
+    recomputing = SimulatedEngine(role="decode", protocol="none")
+    gateway = await deploy(1, [recomputing], doctor=OFTEN)
+    gateway.may_stay_pinned, gateway.expects_inexact_pins = 1000, True  # the decoder fetches no KV
     await until(lambda: canaries(gateway).get("computed", 0) >= 1, "a canary")
     set_interval(gateway, 0.0)
     assert set(canaries(gateway)) == {"computed"}

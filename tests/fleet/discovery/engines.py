@@ -1,4 +1,4 @@
-"""Small real servers that are probed, and what a prober and a joiner work with."""
+"""Small real servers to probe, and the parts of a prober and a joiner."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ HOST = "127.0.0.1"
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that happens on another task's own time; the test's time limit bounds it."""
-    while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
+    """Wait until the condition holds. The time limit of the test ends the wait."""
+    while not condition():  # noqa: ASYNC110 - the condition has no event
         await asyncio.sleep(0.001)
 
 
 class Engine:
-    """Answers /health, /version, /v1/models and, if it has answers, /server_info and /metrics, with `status`, and
-    remembers how it was asked.
+    """An engine that answers GET requests with `status`, and records the requests.
+
+    It serves /health, /version and /v1/models, and also /server_info and /metrics if `answers` has them.
     """
 
     def __init__(self, status: int = 200) -> None:
@@ -78,7 +79,7 @@ class Engine:
 
 
 class Gateway:
-    """What the prober works with, as a worker puts it together, on a clock that runs fast."""
+    """The parts of a prober as in a worker, with short intervals."""
 
     def __init__(
         self,
@@ -130,7 +131,7 @@ class Gateway:
 
     @asynccontextmanager
     async def joining(self, client: EngineClient) -> AsyncIterator[Joiner]:
-        """A joiner, with the prober that it tells of whom it lets in."""
+        """Run a joiner that announces joined instances to a prober."""
         async with (
             self.prober(client) as prober,
             Joiner(self.pools, self.roster, self.settings, client, self.keys.headers, prober.joined) as joiner,

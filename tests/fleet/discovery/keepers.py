@@ -1,4 +1,4 @@
-"""Who keeps the list of instances that a source reads: what a test wants there to be, and how it may fail."""
+"""Publishers of instance lists: a file, a name server and an API server, which can also fail."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 
 class Keeper(Protocol):
-    """`settings` has the gateway's sections."""
+    """A publisher of instances. `settings`: sections of the gateway's settings that make it read them."""
 
     settings: dict[str, Any]
 
     def say(self, *engines: SimulatedEngine) -> None:
-        """These there are to be. Whatever was broken is well again."""
+        """Publish these instances, and repair the effect of `fail`."""
 
     def fail(self, turn: int) -> None:
-        """Be broken, in another way each turn."""
+        """Break the list. The way of failure depends on `turn`."""
 
 
 class FileKeeper:
@@ -55,7 +55,7 @@ class FileKeeper:
 
 
 def groups(*engines: SimulatedEngine) -> str:
-    """As a file has them."""
+    """Return the contents of a file that lists the engines."""
     listed = [
         {"targets": [f"{engine.host}:{engine.port}"], "labels": {"role": engine.options.role}} for engine in engines
     ]
@@ -63,7 +63,7 @@ def groups(*engines: SimulatedEngine) -> str:
 
 
 class DnsKeeper:
-    """A service for each role."""
+    """Publishes SRV records: a service for each role."""
 
     def __init__(self, server: NameServer) -> None:
         self._server = server
@@ -87,13 +87,13 @@ class DnsKeeper:
 
 
 def impatient(settings: Settings) -> Iterator[WatchedSlices]:
-    """As they are, without a pause between two watches."""
+    """Yield the sources of the settings, without a pause between two watches."""
     for source in watched_slices(settings):
         yield replace(source, server=replace(source.server, pause_seconds=0.001))
 
 
 class KubernetesKeeper:
-    """A service for each role, whose engines have slices of their own: their ports differ."""
+    """Publishes a slice for each engine, because ports differ, and a service for each role."""
 
     def __init__(self, server: KubernetesServer) -> None:
         self._server = server
@@ -125,7 +125,7 @@ class KubernetesKeeper:
 
 @asynccontextmanager
 async def keeper(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Keeper]:
-    """Of the sources of one kind, which look often."""
+    """Run a publisher for sources of one kind, which then check for changes often."""
     if kind == "file":
         monkeypatch.setitem(SOURCES, "file", lambda new: [WatchedFiles(path, 0.02) for path in new.discovery.files])
         yield FileKeeper(tmp_path / "engines.yaml")

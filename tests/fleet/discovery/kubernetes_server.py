@@ -1,6 +1,6 @@
-"""An API server of Kubernetes, as far as EndpointSlices are listed and watched, simulated in this process.
+"""Simulates the Kubernetes API for lists and watches of EndpointSlices.
 
-Versions, pages, bookmarks and expiry are as https://kubernetes.io/docs/reference/using-api/api-concepts/ has them.
+Versions, pages, bookmarks and expiry follow https://kubernetes.io/docs/reference/using-api/api-concepts/.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PATH = f"/apis/discovery.k8s.io/v1/namespaces/{NAMESPACE}/endpointslices"
 def endpoint_slice(
     name: str, *addresses: str, port: int = 8000, labels: dict[str, str] | None = None, **more: Any
 ) -> dict[str, Any]:
-    """One whose endpoints are ready."""
+    """Return a slice whose endpoints are ready."""
     return {
         "metadata": {"name": name, "labels": labels or {"kubernetes.io/service-name": name}},
         "addressType": "IPv4",
@@ -33,21 +33,21 @@ def endpoint_slice(
 
 
 class KubernetesServer:
-    """`async with` it."""
+    """Serves the slices inside `async with`."""
 
     def __init__(self) -> None:
         self.lists = 0
-        """Pages that were asked for."""
+        """Number of requested pages."""
         self.watches: list[str] = []
-        """The versions from which they were begun."""
+        """Versions from which watches were started."""
         self.page = 500
-        """Most objects of a page, whatever is asked for."""
+        """Maximum number of objects in a page."""
         self.is_endless = False
-        """Every page says that there are more."""
+        """Whether every page announces another one."""
         self.token: str | None = None
-        """That of those who may ask."""
+        """Token that clients must send; None: no token is required."""
         self.refusal: tuple[int, str] | None = None
-        """Everything is answered with this status and message."""
+        """Status and message of all answers; None: the server works."""
         self._slices: dict[str, dict[str, Any]] = {}
         self._version = 100
         self._events: list[tuple[int, dict[str, Any]]] = []
@@ -58,29 +58,29 @@ class KubernetesServer:
     # What happens in the cluster
 
     def put(self, one: dict[str, Any]) -> None:
-        """A slice is made, or changed."""
+        """Create or change a slice."""
         name = one["metadata"]["name"]
         kind = "MODIFIED" if name in self._slices else "ADDED"
         self._slices[name] = one
-        self._happened(kind, one)
+        self._record(kind, one)
 
     def delete(self, name: str) -> None:
-        self._happened("DELETED", self._slices.pop(name))
+        self._record("DELETED", self._slices.pop(name))
 
     def bookmark(self) -> None:
-        """Tell watches how far the collection has come: other objects have changed, too."""
+        """Send watches a bookmark with a later version, as after changes of other objects."""
         self._version += 10
-        self._tell({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": str(self._version)}}})
+        self._send({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": str(self._version)}}})
 
     def forget(self) -> None:
-        """What has happened so far cannot be told any more; nobody's watch is ended by that."""
+        """Let all versions until now expire. Open watches continue."""
         self._events.clear()
         self._oldest = self._version
 
     def end_watches(self, error: dict[str, Any] | None = None) -> None:
-        """As the server does after timeoutSeconds; or they break off with an error."""
+        """End all watches, as after timeoutSeconds, or with an error event."""
         if error is not None:
-            self._tell({"type": "ERROR", "object": error})
+            self._send({"type": "ERROR", "object": error})
         for queue in self._open:
             queue.put_nowait(None)
 
@@ -88,18 +88,18 @@ class KubernetesServer:
     def watching(self) -> int:
         return len(self._open)
 
-    def _happened(self, kind: str, one: dict[str, Any]) -> None:
+    def _record(self, kind: str, one: dict[str, Any]) -> None:
         self._version += 1
         metadata = {**one["metadata"], "resourceVersion": str(self._version)}
         event = {"type": kind, "object": {**one, "metadata": metadata}}
         self._events.append((self._version, event))
-        self._tell(event)
+        self._send(event)
 
-    def _tell(self, event: dict[str, Any]) -> None:
+    def _send(self, event: dict[str, Any]) -> None:
         for queue in self._open:
             queue.put_nowait(orjson.dumps(event))
 
-    # What clients ask
+    # Requests of clients
 
     async def __aenter__(self) -> Self:
         app = web.Application()
@@ -148,8 +148,8 @@ class KubernetesServer:
         try:
             with suppress(ConnectionError):
                 while (line := await queue.get()) is not None:
-                    told = orjson.loads(line)
-                    if told["type"] in ("BOOKMARK", "ERROR") or _fits(told["object"], selector):
+                    event = orjson.loads(line)
+                    if event["type"] in ("BOOKMARK", "ERROR") or _fits(event["object"], selector):
                         await response.write(line + b"\n")
         finally:
             self._open.remove(queue)
@@ -166,5 +166,5 @@ def _status(code: int, message: str) -> web.Response:
 
 
 def gone() -> dict[str, Any]:
-    """As a watch is told that its version has expired meanwhile."""
+    """Return the status that ends a watch whose version has expired."""
     return {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version: 1 (2)"}

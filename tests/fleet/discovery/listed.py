@@ -1,4 +1,4 @@
-"""A source of discovery as a further one would be: this file, and a line in SOURCES. Its list is the test's."""
+"""A custom source of discovery: this file, and an entry in SOURCES. A test sets its list."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Listed:
-    """What a test wants there to be."""
+    """A source of the instances that a test sets."""
 
     name = "test"
 
@@ -21,7 +21,7 @@ class Listed:
         self._problem: Exception | None = None
         self._has_changed = asyncio.Event()
         self.watches = 0
-        """How many are under way."""
+        """Number of running watches."""
 
     def say(self, *backends: Backend) -> None:
         self._backends, self._problem = backends, None

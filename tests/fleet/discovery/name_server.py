@@ -1,4 +1,4 @@
-"""A name server in this process, on a loopback port, over UDP and TCP: it says what a test has put into its zone."""
+"""A name server on a loopback port, over UDP and TCP, with the records that a test sets."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _UDP_BYTES = 1232
 
 
 class NameServer:
-    """`async with` it. What is in no zone does not exist (NXDOMAIN)."""
+    """Serves records inside `async with`. Other names do not exist (NXDOMAIN)."""
 
     def __init__(self) -> None:
         self.asked: Counter[tuple[str, str]] = Counter()
-        """How often, by name and type."""
+        """Number of queries by name and type."""
         self.over_tcp = 0
         self.failure: dns.rcode.Rcode | None = None
-        """Every question is answered by this code."""
+        """Code of all answers; None: the server works."""
         self.is_silent = False
         self._zone: dict[str, dict[str, dns.rrset.RRset]] = {}
         self._stack = AsyncExitStack()
         self.address = ""
-        """And port."""
+        """Address and port, `host:port`."""
 
     def say(self, name: str, kind: str, *records: str, ttl: int = 0) -> None:
-        """A name has these records of a type, and exists if there are none. `kind` is A, AAAA, SRV or CNAME."""
+        """Set the records of a name. Without records the name still exists. `kind`: A, AAAA, SRV or CNAME."""
         rows = self._zone.setdefault(f"{name}.", {})
         rows.pop(kind, None)
         if records:

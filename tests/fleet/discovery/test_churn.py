@@ -1,4 +1,4 @@
-"""What a source names changes again and again, and it fails in between, while clients are served."""
+"""Clients are served while a source changes its instances repeatedly and sometimes fails."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CLIENTS = 4
 
 
 def serving(gateway: Deployment) -> set[int]:
-    """The ports of those that are enabled and up."""
+    """Return the ports of instances that are enabled and up."""
     pools = gateway.worker.pools
     return {backend.port for pool in (pools.prefill, pools.decode) for backend in pool.eligible()}
 
@@ -37,7 +37,7 @@ def ports(engines: Collection[SimulatedEngine]) -> set[int]:
 
 
 @pytest.mark.parametrize("kind", ["file", "dns", "kubernetes"])
-async def test_clients_notice_nothing_of_instances_that_come_and_go(
+async def test_clients_are_served_while_a_source_changes_and_fails(
     deploy: Deploy, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chance = random.Random(7)
@@ -58,11 +58,11 @@ async def test_clients_notice_nothing_of_instances_that_come_and_go(
             **source.settings,
             health={"interval_seconds": 0.1, "changing_interval_seconds": 0.05, "slow_start_seconds": 0.0},
             leaving={"evacuate_after_seconds": 0.02},
-            # On a busy machine the only decoder that is left for a moment may be slow, and then there is a queue.
+            # On a busy machine the only remaining decoder may be slow, so requests queue.
             admission={"wait_seconds": 15.0},
             resume={"deadline_seconds": 15.0},
         )
-        # Some are evacuated while a prefiller answers.
+        # Some requests are evacuated while a prefiller answers.
         gateway.expects_inexact_pins, gateway.may_stay_pinned = True, 1000
         gateway.prefillers.extend(prefillers)
         gateway.decoders.extend([*decoders, unhealthy])
@@ -78,8 +78,8 @@ async def test_clients_notice_nothing_of_instances_that_come_and_go(
                 answer = await gateway.ask(body)
                 answers.append((answer.status, answer.is_done, answer.text or str(answer.error)))
 
-        async def serves(*chosen: SimulatedEngine) -> None:
-            """These do, and nobody else, and somebody has been served meanwhile."""
+        async def wait_until_only(*chosen: SimulatedEngine) -> None:
+            """Wait until only these instances serve, and a client has got an answer since the call."""
             served = len(answers)
             await until(lambda: serving(gateway) == ports(chosen) and len(answers) > served, "the change")
 
@@ -90,16 +90,16 @@ async def test_clients_notice_nothing_of_instances_that_come_and_go(
                 source.fail(turn // 4)
                 states = gateway.sources
                 await until(lambda: all(one.problem for one in states.all().values()), "the failure to be noticed")  # noqa: B023
-                await serves(*chosen)
+                await wait_until_only(*chosen)
             chosen = [
                 *chance.sample(prefillers, chance.randint(1, len(prefillers))),
                 *chance.sample(decoders, chance.randint(1, len(decoders))),
             ]
             source.say(*chosen, unhealthy)
-            await serves(*chosen)
+            await wait_until_only(*chosen)
         has_ended.set()
         await asyncio.gather(*clients)
         assert set(answers) == {(200, True, expected)}
         assert len(answers) >= CHANGES
-        assert not generations(unhealthy), "what has never been well gets no requests"
-        await until(lambda: not gateway.leaks(), "what is left of the last ones, while the engines are there")
+        assert not generations(unhealthy), "an instance that was never healthy gets no requests"
+        await until(lambda: not gateway.leaks(), "the release of the last leases, before the engines stop")

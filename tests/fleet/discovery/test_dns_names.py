@@ -14,7 +14,7 @@ from proxy.common.backend import Role
 from proxy.fleet.discovery.dns_names import LookedUpName
 from proxy.settings import parse_dns_name
 from tests.fleet.discovery.name_server import NameServer
-from tests.fleet.discovery.test_files import told
+from tests.fleet.discovery.test_files import names_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -36,7 +36,7 @@ def source(
 
 async def named(server: NameServer, name: str, role: Role = Role.DECODE) -> list[str]:
     async with aclosing(source(server, name, role).watch()) as found:
-        return told(await anext(found))
+        return names_of(await anext(found))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ async def named(server: NameServer, name: str, role: Role = Role.DECODE) -> list
         ("_http._tcp.prefill.test 8998", "_http._tcp.prefill.test", None, 8998),
     ],
 )
-def test_a_name_says_how_it_is_looked_up(
+def test_dns_name_format_selects_the_record_type(
     text: str, name: str, ports: tuple[int, ...] | None, bootstrap_port: int | None
 ) -> None:
     found = parse_dns_name(text)
@@ -68,7 +68,7 @@ async def test_each_address_is_an_instance_on_each_port(server: NameServer) -> N
     assert await named(server, "decode.test:1") == ["decode [fd00::1]:1"]
 
 
-async def test_services_say_hosts_and_ports_those_of_the_highest_priority(server: NameServer) -> None:
+async def test_srv_records_of_the_highest_priority_give_hosts_and_ports(server: NameServer) -> None:
     server.say(SERVICE, "SRV", "10 5 7200 D-1.test.", "20 5 7300 spare.test.", "10 50 7201 d-0.test.")
     assert await named(server, SERVICE) == ["decode d-0.test:7201", "decode d-1.test:7200"]
     assert await named(server, f"{SERVICE} 8998", Role.PREFILL) == [
@@ -79,7 +79,7 @@ async def test_services_say_hosts_and_ports_those_of_the_highest_priority(server
     assert await named(server, SERVICE) == []
 
 
-async def test_an_answer_that_is_too_long_for_a_datagram_is_taken_whole(server: NameServer) -> None:
+async def test_truncated_answer_is_requested_over_tcp(server: NameServer) -> None:
     hosts = [f"decode-{number:03}.a-name-of-some-length.test" for number in range(100)]
     server.say(SERVICE, "SRV", *(f"0 0 7100 {host}." for host in hosts))
     assert await named(server, SERVICE) == [f"decode {host}:7100" for host in hosts]
@@ -90,18 +90,18 @@ async def test_a_name_is_looked_up_again_when_its_records_expire(server: NameSer
     server.say("alias.test", "CNAME", "decode.test.", ttl=0)
     server.say("decode.test", "A", "10.0.0.1", ttl=3600)
     async with aclosing(source(server, "alias.test:1").watch()) as found:
-        assert told(await anext(found)) == ["decode 10.0.0.1:1"]
+        assert names_of(await anext(found)) == ["decode 10.0.0.1:1"]
         server.say("decode.test", "A", "10.0.0.1", "10.0.0.2", ttl=3600)
-        assert told(await anext(found)) == ["decode 10.0.0.1:1", "decode 10.0.0.2:1"]
+        assert names_of(await anext(found)) == ["decode 10.0.0.1:1", "decode 10.0.0.2:1"]
 
 
 @pytest.mark.parametrize(("ttl", "pause_seconds"), [(0, 5.0), (30, 30.0), (3600, 60.0)])
-def test_however_long_records_last_look_ups_come_within_their_bounds(ttl: int, pause_seconds: float) -> None:
+def test_lookup_interval_is_bounded_for_any_record_lifetime(ttl: int, pause_seconds: float) -> None:
     name = LookedUpName(Role.DECODE, "decode.test:1", (), min_seconds=5.0, max_seconds=60.0)
     assert name.pause_seconds(ttl) == pause_seconds
 
 
-async def test_what_is_said_to_last_is_looked_up_again_all_the_same(server: NameServer) -> None:
+async def test_long_lived_record_is_looked_up_again_after_the_maximum(server: NameServer) -> None:
     server.say("decode.test", "A", "10.0.0.1", ttl=3600)
     async with aclosing(source(server, "decode.test:1", max_seconds=0.001).watch()) as found:
         for _ in range(3):
@@ -121,7 +121,7 @@ async def test_no_answer_is_a_failure_and_not_an_empty_list(server: NameServer, 
         await named(server, name)
 
 
-async def test_a_server_that_says_nothing_is_a_failure(server: NameServer) -> None:
+async def test_silent_name_server_is_a_failure(server: NameServer) -> None:
     server.is_silent = True
     async with aclosing(replace(source(server, "decode.test:1"), timeout_seconds=0.05).watch()) as found:
         with pytest.raises(DNSException, match="timed out"):

@@ -1,4 +1,4 @@
-"""What an engine is asked when it comes up, beside its health: whether the streams of its chats tell token ids."""
+"""The question to SGLang whether its chat streams report token ids."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from proxy.upstream import BufferedResponse
         (None, (0, 33), False),
     ],
 )
-def test_who_is_asked(kind: str | None, version: EngineVersion, is_asked: bool) -> None:
+def test_only_recent_sglang_is_asked_for_chat_token_ids(
+    kind: str | None, version: EngineVersion, is_asked: bool
+) -> None:
     assert needs_chat_ids_question(EngineFacts(version, identity=Identity(kind=kind))) is is_asked
 
 
 @pytest.mark.parametrize(
-    ("answer", "tells"),
+    ("answer", "reports_ids"),
     [
         (BufferedResponse(400, {}, b'{"message":"temperature must be non-negative, got -1.0."}'), True),
         (
@@ -38,7 +40,7 @@ def test_who_is_asked(kind: str | None, version: EngineVersion, is_asked: bool) 
         (None, False),
     ],
 )
-def test_what_an_answer_tells(answer: BufferedResponse | None, tells: bool) -> None:
+def test_answer_shows_whether_chats_have_token_ids(answer: BufferedResponse | None, reports_ids: bool) -> None:
     setup = with_chat_ids(EngineFacts(), answer).identity.setup
     assert setup is not None
-    assert setup.has_chat_token_ids is tells
+    assert setup.has_chat_token_ids is reports_ids

@@ -1,4 +1,4 @@
-"""Instances named by files: what may stand there; and files that are broken, gone or half written do no harm."""
+"""Instances in files: the format, changes, and files that are broken, missing or half written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DECODERS = "- targets: [d:1, d:2]\n  labels: {role: decode}\n"
 
 
-def told(backends: Sequence[Backend]) -> list[str]:
+def names_of(backends: Sequence[Backend]) -> list[str]:
     return [
         f"{backend.role} {backend.name}" + (f" {backend.bootstrap_port}" if backend.bootstrap_port else "")
         for backend in backends
@@ -28,7 +28,7 @@ def told(backends: Sequence[Backend]) -> list[str]:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """As whoever keeps such a file should: nobody sees half of it."""
+    """Replace a file in one step, so that no reader sees half of it."""
     new = path.with_name(f"{path.name}.new")
     new.write_text(text, encoding="utf-8")
     new.replace(path)
@@ -36,10 +36,10 @@ def replace_file(path: Path, text: str) -> None:
 
 async def first(pattern: Path | str) -> list[str]:
     async with aclosing(WatchedFiles(str(pattern)).watch()) as found:
-        return told(await anext(found))
+        return names_of(await anext(found))
 
 
-def test_groups_are_those_of_prometheus_and_say_the_role() -> None:
+def test_groups_have_the_format_of_prometheus_and_a_role() -> None:
     found = parse_groups(
         [
             {"targets": ["10.0.0.1:7100", "[fd00::1]:7100"], "labels": {"role": "prefill", "bootstrap_port": "8998"}},
@@ -48,7 +48,7 @@ def test_groups_are_those_of_prometheus_and_say_the_role() -> None:
             {"targets": [], "labels": {"role": "encode"}},
         ]
     )
-    assert told(found) == [
+    assert names_of(found) == [
         "prefill 10.0.0.1:7100 8998",
         "prefill [fd00::1]:7100 8998",
         "prefill 10.0.0.2:7100 9000",
@@ -58,7 +58,7 @@ def test_groups_are_those_of_prometheus_and_say_the_role() -> None:
     assert all(backend.trusted for backend in found)
 
 
-def test_a_group_may_say_what_its_instances_serve() -> None:
+def test_group_may_name_the_models_of_its_instances() -> None:
     found = parse_groups(
         [
             {"targets": ["p:1", "p:2 model=z"], "labels": {"role": "prefill", "model": "x, org/y"}},
@@ -89,12 +89,12 @@ def test_a_group_may_say_what_its_instances_serve() -> None:
         ([{"targets": ["d:1"], "labels": {"role": "decode", "bootstrap_port": 1}}], "group 1 has a bootstrap_port"),
     ],
 )
-def test_what_is_wrong_with_a_list_is_said(groups: Any, why: str) -> None:
+def test_error_describes_the_problem_of_a_list(groups: Any, why: str) -> None:
     with pytest.raises(ValueError, match="^" + why):
         parse_groups(groups)
 
 
-async def test_json_and_yaml_name_the_same(tmp_path: Path) -> None:
+async def test_json_and_yaml_give_the_same_instances(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(DECODERS, encoding="utf-8")
     group = {"targets": ["d:1", "d:2"], "labels": {"role": "decode"}}
     (tmp_path / "a.json").write_text(json.dumps([group]), encoding="utf-8")
@@ -113,7 +113,7 @@ async def test_json_and_yaml_name_the_same(tmp_path: Path) -> None:
         ("*.yaml", "- targets: [d:1]", "a.yaml: group 1 must have the label role"),
     ],
 )
-async def test_a_file_that_is_broken_or_gone_is_a_failure_of_its_source(
+async def test_broken_or_missing_file_is_a_failure_of_its_source(
     tmp_path: Path, name: str, text: str | None, why: str
 ) -> None:
     if text is not None:
@@ -122,24 +122,24 @@ async def test_a_file_that_is_broken_or_gone_is_a_failure_of_its_source(
         await first(tmp_path / name)
 
 
-async def test_changes_are_followed_also_when_files_come_and_go(tmp_path: Path) -> None:
+async def test_watch_yields_changes_when_files_appear_and_disappear(tmp_path: Path) -> None:
     one, other = tmp_path / "a.yaml", tmp_path / "b.yaml"
     one.write_text(DECODERS, encoding="utf-8")
     async with aclosing(WatchedFiles(str(tmp_path / "*.yaml"), check_seconds=0.001).watch()) as found:
-        assert told(await anext(found)) == ["decode d:1", "decode d:2"]
+        assert names_of(await anext(found)) == ["decode d:1", "decode d:2"]
         replace_file(other, DECODERS.replace("d:2", "d:3"))
-        assert told(await anext(found)) == ["decode d:1", "decode d:2", "decode d:1", "decode d:3"]
+        assert names_of(await anext(found)) == ["decode d:1", "decode d:2", "decode d:1", "decode d:3"]
         replace_file(one, "[]")
-        assert told(await anext(found)) == ["decode d:1", "decode d:3"]
+        assert names_of(await anext(found)) == ["decode d:1", "decode d:3"]
         other.unlink()
-        assert told(await anext(found)) == []
+        assert names_of(await anext(found)) == []
 
 
-async def test_what_is_being_written_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_file_is_not_read_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(DECODERS, encoding="utf-8")
     group = "- targets: [d:3]\n  labels: {role: decode}\n"
-    steps = ["", group, group * 2, group * 3]  # cut off after any of them, the file would be in order
+    steps = ["", group, group * 2, group * 3]  # after each step, the file is valid
     look = files._stamps
 
     def written_between_looks(pattern: str) -> files.Stamps:
@@ -149,5 +149,5 @@ async def test_what_is_being_written_is_not_read(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(files, "_stamps", written_between_looks)
     async with aclosing(WatchedFiles(str(path), check_seconds=0.0).watch()) as found:
-        assert told(await anext(found)) == ["decode d:1", "decode d:2"]
-        assert told(await anext(found)) == ["decode d:1", "decode d:2", *["decode d:3"] * 3]
+        assert names_of(await anext(found)) == ["decode d:1", "decode d:2"]
+        assert names_of(await anext(found)) == ["decode d:1", "decode d:2", *["decode d:3"] * 3]

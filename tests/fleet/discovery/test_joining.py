@@ -39,7 +39,7 @@ async def test_an_instance_joins_once_it_answers(
     assert f"joining: prefill instance {HOST}:{engine.port} is added" in caplog.messages
 
 
-async def test_an_instance_that_joined_has_been_asked_and_serves_at_once(client: EngineClient, engine: Engine) -> None:
+async def test_joined_instance_has_facts_and_serves_at_once(client: EngineClient, engine: Engine) -> None:
     gateway, other = Gateway([], interval_seconds=3600), Engine()
     pool = gateway.pools[Role.PREFILL]
     assert pool.backends() == ()
@@ -64,9 +64,7 @@ async def test_the_engine_key_is_not_for_instances_added_later(client: EngineCli
     assert not any(authorization for _, authorization in engine.seen)
 
 
-async def test_an_added_instance_gets_the_engine_key_when_the_administrator_says_so(
-    client: EngineClient, engine: Engine
-) -> None:
+async def test_added_instance_gets_the_engine_key_when_send_key_is_set(client: EngineClient, engine: Engine) -> None:
     gateway = Gateway([])
     async with gateway.joining(client) as joiner:
         joiner.join(Backend(Role.DECODE, HOST, engine.port, trusted=True))
@@ -74,7 +72,7 @@ async def test_an_added_instance_gets_the_engine_key_when_the_administrator_says
     assert {authorization for _, authorization in engine.seen} == {"Bearer s3cret"}
 
 
-async def test_an_instance_that_never_answers_is_given_up_with_one_warning(
+async def test_silent_instance_is_abandoned_with_one_warning(
     client: EngineClient, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.status = 503
@@ -126,7 +124,7 @@ async def test_an_endpoint_has_one_role(client: EngineClient, engine: Engine) ->
             joiner.join(Backend(Role.PREFILL, HOST, port))
 
 
-async def test_an_instance_for_which_there_is_no_room_is_given_up(
+async def test_instance_is_abandoned_when_the_roster_is_full(
     client: EngineClient, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     gateway = Gateway([])
@@ -146,7 +144,7 @@ async def test_changed_settings_hold_for_the_next_instance(client: EngineClient)
         await until(lambda: not joiner.joining(Role.DECODE))
 
 
-async def test_what_exists_is_the_administrators_from_then_on(client: EngineClient, engine: Engine) -> None:
+async def test_existing_instance_belongs_to_the_administrator_once_added(client: EngineClient, engine: Engine) -> None:
     gateway = Gateway([], [engine.port])
     async with gateway.joining(client) as joiner:
         assert not joiner.join(Backend(Role.DECODE, HOST, engine.port))

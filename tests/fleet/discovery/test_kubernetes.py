@@ -20,7 +20,7 @@ from proxy.fleet.discovery.kubernetes import (
 )
 from tests.asking import until
 from tests.fleet.discovery.kubernetes_server import NAMESPACE, KubernetesServer, endpoint_slice, gone
-from tests.fleet.discovery.test_files import told
+from tests.fleet.discovery.test_files import names_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -33,7 +33,7 @@ def endpoint(address: str, uid: str | None = None, **conditions: bool) -> dict[s
 
 
 def named(*slices: dict[str, Any], role: Role = Role.DECODE, port_name: str | None = None) -> list[str]:
-    return told(instances(role, slices, port_name))
+    return names_of(instances(role, slices, port_name))
 
 
 # What slices say
@@ -53,7 +53,7 @@ def named(*slices: dict[str, Any], role: Role = Role.DECODE, port_name: str | No
     ],
     ids=["none", "one is not ready", "nothing is known", "none is ready", "it terminates"],
 )
-def test_endpoints_count_that_are_ready_and_stay(endpoints: Any, expected: list[str]) -> None:
+def test_only_ready_endpoints_that_are_not_terminating_are_instances(endpoints: Any, expected: list[str]) -> None:
     assert named(endpoint_slice("d", endpoints=endpoints)) == expected
 
 
@@ -75,7 +75,7 @@ def test_a_pod_with_two_addresses_or_in_two_slices_is_one_instance() -> None:
         ({"rank-0": 1, "rank-1": 2, "metrics": 3}, "rank-*", [1, 2]),
     ],
 )
-def test_engines_listen_at_the_port_of_that_name(
+def test_configured_port_name_selects_the_engine_port(
     ports: dict[str, int], port_name: str | None, expected: list[int]
 ) -> None:
     listed = [{"name": name, "port": port} for name, port in ports.items()]
@@ -85,9 +85,7 @@ def test_engines_listen_at_the_port_of_that_name(
 
 
 @pytest.mark.parametrize(("ports", "port_name"), [({"a": 1, "b": 2}, None), ({"a": 1}, "http"), ({}, None)])
-def test_it_is_said_when_it_is_not_clear_which_port_is_the_engines(
-    ports: dict[str, int], port_name: str | None
-) -> None:
+def test_error_lists_the_ports_when_the_engine_port_is_ambiguous(ports: dict[str, int], port_name: str | None) -> None:
     listed = [{"name": name, "port": port} for name, port in ports.items()]
     with pytest.raises(ValueError, match="EndpointSlice d: no port is clearly that of engines"):
         named(endpoint_slice("d", "h", ports=listed), port_name=port_name)
@@ -102,19 +100,19 @@ def test_it_is_said_when_it_is_not_clear_which_port_is_the_engines(
     ],
     ids=["port", "annotation", "label"],
 )
-def test_prefillers_have_the_bootstrap_port_that_their_slice_has(more: dict[str, Any]) -> None:
+def test_prefillers_take_the_bootstrap_port_of_their_slice(more: dict[str, Any]) -> None:
     assert named(endpoint_slice("p", "h", **more), role=Role.PREFILL) == ["prefill h:8000 8998"]
     assert named(endpoint_slice("p", "h", **more)) == ["decode h:8000"]
 
 
-def test_a_bootstrap_port_that_is_none_is_refused() -> None:
+def test_invalid_bootstrap_port_is_rejected() -> None:
     wrong = endpoint_slice("p", "h", metadata={"name": "p", "annotations": {BOOTSTRAP_KEY: "x"}})
     with pytest.raises(ValueError, match=f"{BOOTSTRAP_KEY} of EndpointSlice p must be a port"):
         named(wrong, role=Role.PREFILL)
 
 
 @pytest.mark.parametrize("where", ["annotations", "labels"])
-def test_what_endpoints_serve_may_stand_at_their_slice(where: str) -> None:
+def test_slice_annotation_names_the_models_of_its_endpoints(where: str) -> None:
     said = endpoint_slice("d", "h", metadata={"name": "d", where: {MODEL_KEY: "x,y"}})
     assert [backend.models for backend in instances(Role.DECODE, [said], None)] == [("x", "y")]
     assert [backend.models for backend in instances(Role.DECODE, [endpoint_slice("d", "h")], None)] == [()]
@@ -141,22 +139,22 @@ def decode_slice(name: str, *addresses: str) -> dict[str, Any]:
     return endpoint_slice(name, *addresses, labels={"kubernetes.io/service-name": "decode"})
 
 
-async def test_changes_are_followed_without_another_list(server: KubernetesServer) -> None:
+async def test_watch_delivers_changes_without_another_list(server: KubernetesServer) -> None:
     server.put(decode_slice("d-1", "10.0.0.1"))
     server.put(endpoint_slice("prefill", "10.0.9.1"))
     async with aclosing(source(server).watch()) as found:
-        assert told(await anext(found)) == ["decode 10.0.0.1:8000"]
+        assert names_of(await anext(found)) == ["decode 10.0.0.1:8000"]
         server.put(decode_slice("d-2", "10.0.0.2"))
-        assert told(await anext(found)) == ["decode 10.0.0.1:8000", "decode 10.0.0.2:8000"]
+        assert names_of(await anext(found)) == ["decode 10.0.0.1:8000", "decode 10.0.0.2:8000"]
         server.put(decode_slice("d-1", "10.0.0.3"))
-        assert told(await anext(found)) == ["decode 10.0.0.3:8000", "decode 10.0.0.2:8000"]
+        assert names_of(await anext(found)) == ["decode 10.0.0.3:8000", "decode 10.0.0.2:8000"]
         server.delete("d-2")
-        assert told(await anext(found)) == ["decode 10.0.0.3:8000"]
+        assert names_of(await anext(found)) == ["decode 10.0.0.3:8000"]
     assert (server.lists, server.watches) == (1, ["102"])
     await until(lambda: not server.watching, "the watch to be left")
 
 
-async def test_a_long_list_comes_in_pages_and_a_long_event_in_pieces(server: KubernetesServer) -> None:
+async def test_long_lists_are_paged_and_long_events_reassembled(server: KubernetesServer) -> None:
     server.page = 2
     for number in range(5):
         server.put(decode_slice(f"d-{number}", f"10.0.0.{number}"))
@@ -168,7 +166,7 @@ async def test_a_long_list_comes_in_pages_and_a_long_event_in_pieces(server: Kub
         assert len(await anext(found)) == 5 + len(addresses)
 
 
-async def test_a_watch_that_ends_goes_on_from_the_last_bookmark(server: KubernetesServer) -> None:
+async def test_watch_continues_from_the_last_bookmark_after_its_end(server: KubernetesServer) -> None:
     server.put(decode_slice("d-1", "10.0.0.1"))
     async with aclosing(source(server).watch()) as found:
         await anext(found)
@@ -178,12 +176,12 @@ async def test_a_watch_that_ends_goes_on_from_the_last_bookmark(server: Kubernet
         server.forget()
         server.end_watches()
         server.put(decode_slice("d-1", "10.0.0.3"))
-        assert told(await anext(found)) == ["decode 10.0.0.3:8000"]
+        assert names_of(await anext(found)) == ["decode 10.0.0.3:8000"]
     assert (server.lists, server.watches) == (1, ["101", "112"])
 
 
 @pytest.mark.parametrize("how", ["status", "event"])
-async def test_what_the_server_has_forgotten_is_listed_again(server: KubernetesServer, how: str) -> None:
+async def test_instances_are_listed_again_when_the_version_has_expired(server: KubernetesServer, how: str) -> None:
     server.put(decode_slice("d-1", "10.0.0.1"))
     async with aclosing(source(server).watch()) as found:
         await anext(found)
@@ -193,10 +191,10 @@ async def test_what_the_server_has_forgotten_is_listed_again(server: KubernetesS
         server.delete("d-1")
         server.put(decode_slice("d-2", "10.0.0.3"))
         server.forget()
-        assert told(await anext(found)) == ["decode 10.0.0.3:8000"]
+        assert names_of(await anext(found)) == ["decode 10.0.0.3:8000"]
         assert server.lists == 2
         server.put(decode_slice("d-2", "10.0.0.4"))
-        assert told(await anext(found)) == ["decode 10.0.0.4:8000"]
+        assert names_of(await anext(found)) == ["decode 10.0.0.4:8000"]
 
 
 async def test_an_error_in_a_watch_is_a_failure(server: KubernetesServer) -> None:
@@ -209,14 +207,14 @@ async def test_an_error_in_a_watch_is_a_failure(server: KubernetesServer) -> Non
             await anext(found)
 
 
-async def test_a_server_that_refuses_is_quoted(server: KubernetesServer) -> None:
+async def test_error_quotes_the_message_of_the_api_server(server: KubernetesServer) -> None:
     server.refusal = 403, 'endpointslices is forbidden: User "pdproxy" cannot list resource'
     with pytest.raises(ApiServerError, match=r"^the API server answered 403: endpointslices is forbidden"):
         async with aclosing(source(server).watch()) as found:
             await anext(found)
 
 
-async def test_the_token_is_read_anew_for_each_request(server: KubernetesServer, tmp_path: Path) -> None:
+async def test_token_file_is_read_for_each_request(server: KubernetesServer, tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("one\n", encoding="utf-8")
     server.token = "one"
@@ -228,14 +226,14 @@ async def test_the_token_is_read_anew_for_each_request(server: KubernetesServer,
         file.write_text("two\n", encoding="utf-8")
         server.end_watches()
         server.put(decode_slice("d", "10.0.0.2"))
-        assert told(await anext(found)) == ["decode 10.0.0.2:8000"]
+        assert names_of(await anext(found)) == ["decode 10.0.0.2:8000"]
     file.unlink()
     with pytest.raises(ApiServerError, match="token cannot be read: no such file or directory"):
         async with aclosing(source(server, token_file=file).watch()) as found:
             await anext(found)
 
 
-async def test_outside_of_a_cluster_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_error_names_the_cause_outside_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     pod = WatchedSlices(Role.DECODE, "a=b", ApiServer(None, None, None, None), None)
     with pytest.raises(ApiServerError, match=r"not run in a pod of Kubernetes: set kubernetes\.api_server"):
@@ -244,7 +242,7 @@ async def test_outside_of_a_cluster_that_is_said(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.fault(111)
-async def test_a_list_without_an_end_is_a_failure(server: KubernetesServer) -> None:
+async def test_endless_paging_is_a_failure(server: KubernetesServer) -> None:
     server.is_endless = True
     server.put(decode_slice("d", "10.0.0.1"))
     async with aclosing(source(server).watch()) as found:
@@ -253,7 +251,7 @@ async def test_a_list_without_an_end_is_a_failure(server: KubernetesServer) -> N
 
 
 @pytest.mark.fault(111)
-async def test_more_objects_than_any_fleet_has_are_a_failure(server: KubernetesServer) -> None:
+async def test_too_many_objects_are_a_failure(server: KubernetesServer) -> None:
     for number in range(10_001):
         server.put(decode_slice(f"d{number}"))
     async with aclosing(source(server).watch()) as found:
@@ -262,7 +260,7 @@ async def test_more_objects_than_any_fleet_has_are_a_failure(server: KubernetesS
 
 
 @pytest.mark.fault(111)
-async def test_changes_that_come_together_are_told_together(server: KubernetesServer) -> None:
+async def test_simultaneous_changes_are_yielded_together(server: KubernetesServer) -> None:
     server.put(decode_slice("d", "10.0.0.1"))
     async with aclosing(source(server).watch()) as found:
         await anext(found)

@@ -1,4 +1,4 @@
-"""Probing against small real servers."""
+"""Health probes and questions to small real servers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from proxy.upstream import EngineClient
 from tests.fleet.discovery.engines import HOST, Engine, Gateway, until
 
 
-async def test_one_good_answer_confirms_a_backend(client: EngineClient, engine: Engine) -> None:
+async def test_one_passed_probe_confirms_a_backend(client: EngineClient, engine: Engine) -> None:
     gateway = Gateway([engine.port])
     assert not gateway.pools[Role.PREFILL].is_ready()
     async with gateway.prober(client):
@@ -35,7 +35,7 @@ async def test_one_good_answer_confirms_a_backend(client: EngineClient, engine: 
     assert engine.seen[0] == ("/health", "Bearer s3cret")
 
 
-async def test_a_failing_backend_falls_and_rises_again(client: EngineClient, engine: Engine) -> None:
+async def test_failing_backend_goes_down_and_comes_up_again(client: EngineClient, engine: Engine) -> None:
     gateway = Gateway([engine.port])
     async with gateway.prober(client):
         await gateway.transitions.get()
@@ -49,14 +49,14 @@ async def test_a_failing_backend_falls_and_rises_again(client: EngineClient, eng
         assert len(engine.seen) >= 2
 
 
-async def test_nobody_listening_is_a_failed_probe(client: EngineClient) -> None:
+async def test_refused_connection_is_a_failed_probe(client: EngineClient) -> None:
     gateway = Gateway([unused_port()])
     async with gateway.prober(client):
         transition = await gateway.transitions.get()
     assert (transition.new, transition.reason) == (HealthState.DOWN, "cannot connect (connection refused)")
 
 
-async def test_a_probe_that_takes_too_long_has_failed(client: EngineClient) -> None:
+async def test_late_answer_is_a_failed_probe(client: EngineClient) -> None:
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
@@ -69,14 +69,14 @@ async def test_a_probe_that_takes_too_long_has_failed(client: EngineClient) -> N
     assert (transition.new, transition.reason) == (HealthState.DOWN, "/health did not answer within 0.05 s")
 
 
-async def test_a_host_that_can_be_none_is_a_failed_probe(client: EngineClient) -> None:
+async def test_invalid_host_name_is_a_failed_probe(client: EngineClient) -> None:
     gateway = Gateway([])
     gateway.roster.add(Backend(Role.PREFILL, "a..b", 1))
     async with gateway.prober(client):
         assert (await gateway.transitions.get()).new is HealthState.DOWN
 
 
-async def test_one_slow_backend_does_not_hold_up_the_others(client: EngineClient, engine: Engine) -> None:
+async def test_slow_backend_does_not_delay_other_probes(client: EngineClient, engine: Engine) -> None:
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
@@ -105,7 +105,7 @@ async def test_a_drained_backend_is_dropped(
     assert f"prober: prefill instance {HOST}:{engine.port} is removed" in caplog.messages
 
 
-async def test_a_backend_that_left_during_its_probe_stays_forgotten(client: EngineClient) -> None:
+async def test_backend_removed_during_its_probe_stays_removed(client: EngineClient) -> None:
     arrived, go_on = asyncio.Event(), asyncio.Event()
 
     async def answer(request: web.Request) -> web.Response:
@@ -125,13 +125,13 @@ async def test_a_backend_that_left_during_its_probe_stays_forgotten(client: Engi
             prober.drop_drained()
             go_on.set()
             arrived.clear()
-            # What is heard next comes after the old probe's end.
+            # Its next probe ends after the old one.
             gateway.roster.add(Backend(Role.DECODE, HOST, server.port))
             await gateway.transitions.get()
         assert gateway.health.of(backend).state is HealthState.UNKNOWN
 
 
-async def test_an_instance_that_another_worker_added_serves_once_it_has_passed_a_probe(
+async def test_instance_added_by_another_worker_serves_after_a_passed_probe(
     client: EngineClient, engine: Engine
 ) -> None:
     gateway = Gateway([unused_port()], interval_seconds=3600)
@@ -146,9 +146,7 @@ async def test_an_instance_that_another_worker_added_serves_once_it_has_passed_a
     assert pool.eligible() == (added,)
 
 
-async def test_a_backend_that_refused_connections_is_asked_soon_and_is_back_when_it_answers(
-    client: EngineClient, engine: Engine
-) -> None:
+async def test_backend_that_refused_connections_is_probed_soon(client: EngineClient, engine: Engine) -> None:
     gateway = Gateway([engine.port, unused_port()], interval_seconds=3600)
     backend, _ = gateway.pools[Role.PREFILL].backends()
     async with gateway.prober(client):
@@ -163,7 +161,7 @@ async def test_a_backend_that_refused_connections_is_asked_soon_and_is_back_when
         await until(lambda: gateway.health.of(backend).facts is not None)
 
 
-async def test_an_engine_is_asked_once_what_it_is(client: EngineClient, engine: Engine) -> None:
+async def test_engine_facts_are_requested_once(client: EngineClient, engine: Engine) -> None:
     gateway = Gateway([engine.port])
     (backend,) = gateway.pools[Role.PREFILL].backends()
     async with gateway.prober(client):
@@ -175,9 +173,7 @@ async def test_an_engine_is_asked_once_what_it_is(client: EngineClient, engine: 
     assert {authorization for _, authorization in engine.seen} == {"Bearer s3cret"}
 
 
-async def test_an_engine_that_comes_back_is_asked_again_and_not_before_it_is_up(
-    client: EngineClient, engine: Engine
-) -> None:
+async def test_returned_engine_is_asked_for_facts_once_it_is_up(client: EngineClient, engine: Engine) -> None:
     gateway = Gateway([engine.port])
     (backend,) = gateway.pools[Role.PREFILL].backends()
     async with gateway.prober(client):
@@ -192,7 +188,7 @@ async def test_an_engine_that_comes_back_is_asked_again_and_not_before_it_is_up(
     assert (asked["/version"], asked["/v1/models"]) == (1, 1)
 
 
-async def test_prober_asks_facts_of_an_engine_on_probation(client: EngineClient, engine: Engine) -> None:
+async def test_engine_on_probation_is_asked_for_facts(client: EngineClient, engine: Engine) -> None:
     """Its first request ends the probation, and the requests behind it depend on the facts."""
     gateway = Gateway([engine.port, unused_port()])
     pool = gateway.pools[Role.PREFILL]
@@ -209,7 +205,7 @@ async def test_prober_asks_facts_of_an_engine_on_probation(client: EngineClient,
         assert gateway.health.of(backend).state in (HealthState.EJECTED, HealthState.PROBATION)
 
 
-async def test_an_engine_may_say_how_much_it_works_on_at_a_time(client: EngineClient, engine: Engine) -> None:
+async def test_engine_reports_its_maximum_number_of_sequences(client: EngineClient, engine: Engine) -> None:
     engine.answers["/server_info"] = {"internal_states": [{"effective_max_running_requests_per_dp": 8}] * 2}
     gateway = Gateway([engine.port])
     pool = gateway.pools[Role.PREFILL]
@@ -223,7 +219,7 @@ async def test_an_engine_may_say_how_much_it_works_on_at_a_time(client: EngineCl
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("vllm", 2), ("somebody", None)])
-async def test_vllm_that_does_not_tell_its_configuration_has_gauges_for_its_ranks(
+async def test_ranks_of_vllm_are_read_from_metrics_without_server_info(
     client: EngineClient, engine: Engine, kind: str, ranks: int | None
 ) -> None:
     engine.answers["/v1/models"] = {"data": [{"id": "kimi", "owned_by": kind}]}
@@ -237,7 +233,7 @@ async def test_vllm_that_does_not_tell_its_configuration_has_gauges_for_its_rank
     assert [path for path, _ in engine.seen].count("/metrics") == (ranks is not None)
 
 
-async def test_how_much_an_engine_worked_on_before_it_went_down_says_nothing(client: EngineClient) -> None:
+async def test_limits_of_an_engine_are_forgotten_when_it_goes_down(client: EngineClient) -> None:
     asked, go_on, answers = asyncio.Event(), asyncio.Event(), iter([8, 4])
 
     async def answer(request: web.Request) -> web.Response:
@@ -266,7 +262,7 @@ async def test_how_much_an_engine_worked_on_before_it_went_down_says_nothing(cli
         assert pool.limit(backend) == 4
 
 
-async def test_how_an_engine_was_started_is_heard_also_if_its_models_change_while_it_is_asked(
+async def test_setup_is_noted_when_models_change_during_the_question(
     client: EngineClient,
 ) -> None:
     asked, go_on, model = asyncio.Event(), asyncio.Event(), "kimi"
@@ -301,7 +297,7 @@ async def test_how_an_engine_was_started_is_heard_also_if_its_models_change_whil
 
 
 @pytest.mark.parametrize("says", [None, "no", {"detail": "Not Found"}, {"data": 7, "version": 7}])
-async def test_an_engine_that_does_not_say_what_it_is_is_well_and_not_asked_again(
+async def test_engine_without_facts_is_healthy_and_not_asked_again(
     client: EngineClient, engine: Engine, says: object
 ) -> None:
     engine.answers = {"/version": says, "/v1/models": says}
@@ -316,8 +312,8 @@ async def test_an_engine_that_does_not_say_what_it_is_is_well_and_not_asked_agai
 
 
 @pytest.mark.parametrize("path", ["/version", "/v1/models"])
-async def test_one_that_did_not_answer_what_it_is_is_asked_again(client: EngineClient, path: str) -> None:
-    """It had much to do when it came up."""
+async def test_engine_is_asked_again_when_it_did_not_answer_for_facts(client: EngineClient, path: str) -> None:
+    """The engine was busy when it came up."""
     asked: Counter[str] = Counter()
 
     async def answer(request: web.Request) -> web.Response:
@@ -346,7 +342,7 @@ async def test_one_that_did_not_answer_what_it_is_is_asked_again(client: EngineC
         assert asked[path] == count
 
 
-async def test_what_an_engine_is_is_forgotten_when_it_left_while_it_was_asked(
+async def test_facts_are_dropped_when_the_engine_left_during_the_question(
     client: EngineClient,
 ) -> None:
     asked, go_on = asyncio.Event(), asyncio.Event()
@@ -369,13 +365,13 @@ async def test_what_an_engine_is_is_forgotten_when_it_left_while_it_was_asked(
             prober.drop_drained()
             assert gateway.names(Role.PREFILL) == []
             go_on.set()
-            # What is heard of it comes after the old answer.
+            # Its facts arrive after the old answer.
             gateway.roster.add(Backend(Role.DECODE, HOST, server.port))
             await until(lambda: gateway.health.of(Backend(Role.DECODE, HOST, server.port or 0)).facts is not None)
         assert gateway.health.of(backend).facts is None
 
 
-async def test_leaving_ends_everything_at_once(client: EngineClient, engine: Engine) -> None:
+async def test_prober_exit_cancels_all_tasks(client: EngineClient, engine: Engine) -> None:
     engine.status = 503
     gateway = Gateway([engine.port], interval_seconds=3600, joining_interval_seconds=3600)
     before = asyncio.all_tasks()
@@ -396,7 +392,7 @@ async def test_changed_settings_hold_for_the_next_probe(client: EngineClient, en
         assert (transition.new, transition.reason) == (HealthState.DOWN, "/nowhere answered with status 404")
 
 
-async def test_a_transition_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+async def test_transition_is_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     backend = Backend(Role.DECODE, "10.0.0.1", 7100)
     up, down, ejected, probation = (HealthState(word) for word in ("up", "down", "ejected", "on probation"))
@@ -418,8 +414,8 @@ async def test_a_transition_is_one_line(caplog: pytest.LogCaptureFixture) -> Non
     ]
 
 
-async def test_whether_an_engine_is_gone_is_asked_on_a_new_connection(client: EngineClient) -> None:
-    """A process that has closed its listener may still serve the connections that it has."""
+async def test_gone_check_uses_a_new_connection(client: EngineClient) -> None:
+    """A process that has closed its listener may still serve its open connections."""
     served: set[asyncio.Task[None] | None] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -447,7 +443,7 @@ async def test_whether_an_engine_is_gone_is_asked_on_a_new_connection(client: En
 
 
 @pytest.mark.fault(111)
-async def test_many_health_checks_do_not_begin_in_one_turn_of_the_loop(client: EngineClient) -> None:
+async def test_many_probes_start_over_several_loop_iterations(client: EngineClient) -> None:
     begun: list[int] = []
     with ExitStack() as stack:
         # Sockets that are bound and do not listen: their ports differ, and refuse connections.

@@ -1,4 +1,4 @@
-"""A further source of discovery, in a gateway as it runs: what it takes is `listed.py` and a line in SOURCES."""
+"""A custom source of discovery in a running gateway: `listed.py` and an entry in SOURCES."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ def backend(engine: SimulatedEngine) -> Backend:
     return Backend(Role.DECODE, engine.host, engine.port)
 
 
-async def shown(gateway: Deployment, engine: SimulatedEngine) -> list[Any]:
-    """Who wants an instance, its membership and its state."""
+async def shown_state(gateway: Deployment, engine: SimulatedEngine) -> list[Any]:
+    """Return the origins, membership and state of an instance as GET /instances shows them."""
     async with gateway.session.get(gateway.url + "/instances") as response:
-        told: list[dict[str, Any]] = (await response.json())["instances"]
-    (one,) = (one for one in told if one["address"] == backend(engine).name)
+        instances: list[dict[str, Any]] = (await response.json())["instances"]
+    (one,) = (one for one in instances if one["address"] == backend(engine).name)
     return [one["origins"], one["membership"], one["state"]]
 
 
-async def test_instances_of_a_source_serve_drain_and_leave(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_instances_of_a_custom_source_serve_drain_and_leave(
+    deploy: Deploy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     listed = Listed()
     monkeypatch.setitem(SOURCES, "listed", lambda _: [listed])
     async with AsyncExitStack() as stack:
@@ -46,7 +48,7 @@ async def test_instances_of_a_source_serve_drain_and_leave(deploy: Deploy, monke
         await until(lambda: len(pool.eligible()) == 3, "both to be there")
         async with asyncio.timeout(60):
             for engine in found:
-                while await shown(gateway, engine) != [["listed:test"], "enabled", "up"]:
+                while await shown_state(gateway, engine) != [["listed:test"], "enabled", "up"]:
                     pass
 
         gateway.worker.joiner.remove(Role.DECODE, configured.host, configured.port)
@@ -56,7 +58,7 @@ async def test_instances_of_a_source_serve_drain_and_leave(deploy: Deploy, monke
         await leaving.wait_until(lambda state: state.live == 2)
         listed.say(backend(stays))
         await until(lambda: list(pool.eligible()) == [backend(stays)], "only one to be left")
-        assert (await shown(gateway, leaving))[:2] == [[], "draining"]
+        assert (await shown_state(gateway, leaving))[:2] == [[], "draining"]
         for task in asked:
             answer = await task
             assert (answer.is_done, answer.text) == (True, await answer_alone(body))

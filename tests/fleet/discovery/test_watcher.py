@@ -1,4 +1,4 @@
-"""The roster follows what sources of discovery name, whatever happens to these."""
+"""The roster follows the instances of discovery sources, also when sources fail."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def decoder(port: int) -> Backend:
 
 
 class Gateway:
-    """A roster with one configured decoder, and who watches sources for it."""
+    """A roster with one configured decoder, and a watcher of sources for it."""
 
     def __init__(self) -> None:
         self.roster = Roster([], [("d", 1)], Scoreboard(slots=4))
@@ -55,7 +55,7 @@ class Gateway:
         assert all(source.watches == 0 for source in sources.values())
 
     def state(self, origin: str) -> tuple[bool, int, str | None]:
-        """Whether a source has told anything, how often it has failed, and what is wrong now."""
+        """Return whether a source has ever succeeded, its number of failures, and its current problem."""
         state = self.states.all()[origin]
         return state.succeeded_at is not None, state.failures, state.problem
 
@@ -73,7 +73,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     return [(record.levelname, record.getMessage()) for record in caplog.records]
 
 
-async def test_instances_come_and_go_as_a_source_names_them(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+async def test_roster_follows_the_instances_of_a_source(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
     listed = Listed(decoder(2))
     async with gateway.watching(listed=listed):
         await gateway.has("1 config", "2 listed:test")
@@ -89,20 +89,18 @@ async def test_instances_come_and_go_as_a_source_names_them(gateway: Gateway, ca
     ]
 
 
-async def test_what_was_named_last_holds_while_a_source_fails(
-    gateway: Gateway, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_last_instances_stay_while_a_source_fails(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
     listed = Listed(decoder(2))
     async with gateway.watching(listed=listed):
         await gateway.has("1 config", "2 listed:test")
         caplog.clear()
         listed.fail(OSError("no such name"))
-        await until(lambda: caplog.records, "the failure to be told")
+        await until(lambda: caplog.records, "the line about the failure")
         assert gateway.members() == ["1 config", "2 listed:test"]
-        was_told, failures, problem = gateway.state("listed:test")
-        assert (was_told, failures > 0, problem) == (True, True, "no such name")
+        has_succeeded, failures, problem = gateway.state("listed:test")
+        assert (has_succeeded, failures > 0, problem) == (True, True, "no such name")
         listed.say(decoder(2))
-        await until(lambda: len(caplog.records) > 1, "it to be told that it is well again")
+        await until(lambda: len(caplog.records) > 1, "the line about the recovery")
         assert gateway.state("listed:test")[::2] == (True, None)
     assert lines(caplog) == [
         ("WARNING", "discovery: source failed, and its instances stay: listed:test: no such name"),
@@ -110,7 +108,7 @@ async def test_what_was_named_last_holds_while_a_source_fails(
     ]
 
 
-async def test_a_source_that_fails_again_and_again_is_one_line(
+async def test_repeated_failures_of_a_source_are_logged_once(
     gateway: Gateway, caplog: pytest.LogCaptureFixture
 ) -> None:
     tries = 0
@@ -133,33 +131,33 @@ async def test_a_source_that_fails_again_and_again_is_one_line(
         (Backend(Role.ENCODE, "e", 1), "e:1: this gateway has no encode instances"),
     ],
 )
-async def test_a_list_that_cannot_be_changes_nothing(
+async def test_invalid_list_changes_nothing(
     gateway: Gateway, caplog: pytest.LogCaptureFixture, wrong: Backend, why: str
 ) -> None:
     listed = Listed(decoder(2), wrong)
     async with gateway.watching(listed=listed):
-        await until(lambda: caplog.records, "the mistake to be told")
+        await until(lambda: caplog.records, "the line about the mistake")
         assert gateway.members() == ["1 config"]
         listed.say(decoder(2))
         await gateway.has("1 config", "2 listed:test")
     assert lines(caplog)[0] == ("WARNING", f"discovery: source failed, and its instances stay: listed:test: {why}")
 
 
-async def test_one_source_that_fails_does_not_hold_up_another(gateway: Gateway) -> None:
+async def test_failing_source_does_not_delay_another(gateway: Gateway) -> None:
     failing, other = Listed(), Listed(decoder(2))
     failing.fail(OSError("no such name"))
     async with gateway.watching(failing=failing, other=other):
         await gateway.has("1 config", "2 other:test")
 
 
-async def test_the_next_worker_goes_on_from_what_was_named_last(gateway: Gateway) -> None:
+async def test_next_worker_continues_with_the_last_instances(gateway: Gateway) -> None:
     async with gateway.watching(listed=Listed(decoder(2), decoder(3))):
         await gateway.has("1 config", "2 listed:test", "3 listed:test")
     async with gateway.watching(listed=Listed(decoder(3))):
         await gateway.has("1 config", "2 draining", "3 listed:test")
 
 
-async def test_a_source_that_the_settings_do_not_want_any_more_is_left(gateway: Gateway) -> None:
+async def test_source_is_stopped_when_a_reload_removes_it(gateway: Gateway) -> None:
     listed, wanted = Listed(decoder(2)), True
     kinds = {"listed": lambda _: [listed] if wanted else []}
     async with Watcher(gateway.parts(kinds), SETTINGS) as watcher:
@@ -169,11 +167,11 @@ async def test_a_source_that_the_settings_do_not_want_any_more_is_left(gateway: 
         wanted = False
         watcher.configure(SETTINGS)
         assert gateway.members() == ["1 config", "2 draining"]
-        await until(lambda: listed.watches == 0, "it to be left")
+        await until(lambda: listed.watches == 0, "the end of its watch")
         assert gateway.states.all() == {}
 
 
-async def test_what_moves_from_one_source_to_another_stays(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+async def test_instance_stays_when_it_moves_between_sources(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
     sources = [Listed(decoder(2), decoder(3))]
     kinds = {"listed": lambda _: sources}
     async with Watcher(gateway.parts(kinds), SETTINGS, retry_seconds=0.001) as watcher:
@@ -193,17 +191,17 @@ async def test_what_moves_from_one_source_to_another_stays(gateway: Gateway, cap
     ]
 
 
-async def test_to_look_once_is_to_look_at_all_at_the_same_time() -> None:
+async def test_look_once_reads_all_sources_concurrently() -> None:
     meeting = asyncio.Barrier(2)
 
     class Met(Listed):
-        """It tells when another one is asked, too."""
+        """Yields its instances only while another source is read, too."""
 
         async def watch(self) -> AsyncGenerator[tuple[Backend, ...], None]:
             await meeting.wait()
             async with aclosing(super().watch()) as lists:
-                async for told in lists:
-                    yield told
+                async for instances in lists:
+                    yield instances
 
     gateway = Gateway()
     failing = Listed()

@@ -1,4 +1,4 @@
-"""Engines that do not fit: noticed from traffic, told once, and once more when it is over."""
+"""Incompatible engines: found by traffic or reports, logged once, and logged again when compatible."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 LONG = "every good boy does fine and so does this prompt that is long enough to tell something " * 3
 STORED = LONG * 20
-LOOKS = {"transfer_interval_seconds": 0.02}
+SHORT_INTERVAL = {"transfer_interval_seconds": 0.02}
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +36,8 @@ def _levels(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "proxy")
 
 
-def told(caplog: pytest.LogCaptureFixture, level: str, *words: str) -> list[str]:
-    """The lines of this level that have all these words."""
+def logged(caplog: pytest.LogCaptureFixture, level: str, *words: str) -> list[str]:
+    """Return the log lines of a level that contain all these words."""
     return [
         record.getMessage()
         for record in caplog.records
@@ -49,9 +49,9 @@ def access_lines(caplog: pytest.LogCaptureFixture) -> Iterator[dict[str, object]
     return (record.fields for record in caplog.records if record.name == "proxy.access" and hasattr(record, "fields"))
 
 
-async def watched(deploy: Deploy, *args: Any, **options: Any) -> Deployment:
-    """A deployment whose decoders' counters have been read before there was any request."""
-    gateway = await deploy(*args, health=LOOKS, **options)
+async def deploy_with_readings(deploy: Deploy, *args: Any, **options: Any) -> Deployment:
+    """Deploy a gateway, and wait until it has read the counters of all decoders."""
+    gateway = await deploy(*args, health=SHORT_INTERVAL, **options)
     await until(lambda: all(_readings(engine) for engine in gateway.decoders), "the first readings")
     return gateway
 
@@ -61,19 +61,19 @@ def _readings(engine: SimulatedEngine) -> int:
 
 
 async def send(gateway: Deployment, count: int, text: str = LONG) -> None:
-    """So many requests, each with a prompt of its own, streamed or not."""
+    """Send `count` requests with different prompts, every second one streamed."""
     for number in range(count):
         answer = await gateway.ask(request(Api.CHAT, f"{number} {text}", stream=bool(number % 2)))
         assert answer.status == 200
 
 
-async def judged(gateway: Deployment, result: str, count: int) -> None:
-    """Wait until so many hand-overs have been judged to have come to this."""
+async def wait_for_verdicts(gateway: Deployment, result: str, count: int) -> None:
+    """Wait until at least `count` handoffs have this verdict."""
     await until(lambda: gateway.metrics("pdproxy_handovers_total").get((result,), 0) >= count, "the verdict")
 
 
 def misfits(gateway: Deployment) -> set[tuple[str, ...]]:
-    """Instance, kind and role of each."""
+    """Return instance, kind and role of each incompatible instance."""
     return set(gateway.metrics("pdproxy_instance_misfit"))
 
 
@@ -88,99 +88,106 @@ PAIRS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", PAIRS, ids=str)
-async def test_a_decoder_that_fetches_fits(
+async def test_decoder_that_fetches_kv_is_compatible(
     deploy: Deploy, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
 ) -> None:
-    gateway = await watched(deploy, **options)
+    gateway = await deploy_with_readings(deploy, **options)
     text = STORED if options.get("connector") == "vllm_store" else LONG
     await send(gateway, 4, text)
-    await judged(gateway, "transferred", 1)
+    await wait_for_verdicts(gateway, "transferred", 1)
     await send(gateway, 1, "another " + text)
     assert [line["kv"] for line in access_lines(caplog)][-1] == "transferred"
     assert ("computed",) not in gateway.metrics("pdproxy_handovers_total")
     assert misfits(gateway) == set()
-    assert told(caplog, "WARNING") == []
+    assert logged(caplog, "WARNING") == []
 
 
 @pytest.mark.parametrize("options", [{}, {"connector": "mooncake_bootstrap"}], ids=str)
-async def test_a_decoder_without_a_connector_is_told_of_once(
+async def test_decoder_without_a_connector_is_logged_once(
     deploy: Deploy, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
 ) -> None:
-    gateway = await watched(deploy, decoder={"protocol": "none"}, **options)
+    gateway = await deploy_with_readings(deploy, decoder={"protocol": "none"}, **options)
     decoder = f"{gateway.decoders[0].host}:{gateway.decoders[0].port}"
     await send(gateway, 4)
-    await judged(gateway, "computed", 3)
+    await wait_for_verdicts(gateway, "computed", 3)
     await until(lambda: misfits(gateway), "the misfit")
     assert misfits(gateway) == {(decoder, "kv_not_fetched", "decode")}
-    (line,) = told(caplog, "WARNING")
+    (line,) = logged(caplog, "WARNING")
     assert line.startswith(f"inspector: decode instance {decoder} does not fetch the KV cache that prefillers offer: ")
     assert "--kv-transfer-config" in line
 
-    await until(lambda: gateway.metrics("pdproxy_instance_pinned_kv"), "word of the KV that was pinned before")
+    await until(lambda: gateway.metrics("pdproxy_instance_pinned_kv"), "the metric of pinned KV")
     await send(gateway, 4, "again " + LONG)
     assert [line["kv"] for line in access_lines(caplog)][-4:] == ["computed"] * 4
-    assert len(told(caplog, "WARNING")) == 1
-    await until(lambda: list(gateway.metrics("pdproxy_instance_pinned_kv").values()) == [8], "all of it")
+    assert len(logged(caplog, "WARNING")) == 1
+    await until(lambda: list(gateway.metrics("pdproxy_instance_pinned_kv").values()) == [8], "all pinned KV")
     gateway.expects_pinned = 8
 
 
-async def test_it_is_told_when_a_decoder_fetches_again(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
-    gateway = await watched(deploy, decoder={"protocol": "none"})
+async def test_decoder_is_logged_as_compatible_when_it_fetches_again(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = await deploy_with_readings(deploy, decoder={"protocol": "none"})
     (engine,) = gateway.decoders
     await send(gateway, 3)
-    await judged(gateway, "computed", 3)
-    await until(lambda: gateway.metrics("pdproxy_instance_pinned_kv"), "word of the KV that was pinned before")
+    await wait_for_verdicts(gateway, "computed", 3)
+    await until(lambda: gateway.metrics("pdproxy_instance_pinned_kv"), "the metric of pinned KV")
     engine.options = dataclasses.replace(engine.options, protocol=None)
     readings = _readings(engine)
     await engine.restart()
     await send(gateway, 1, "again " + LONG)
-    await until(lambda: _readings(engine) > readings, "a reading of the counters that began anew")
+    await until(lambda: _readings(engine) > readings, "a reading of the counters of the restarted engine")
     await send(gateway, 3, "once more " + LONG)
-    await judged(gateway, "transferred", 1)
+    await wait_for_verdicts(gateway, "transferred", 1)
     assert misfits(gateway) == set()
-    assert told(caplog, "INFO", "fits again") == [
+    assert logged(caplog, "INFO", "fits again") == [
         (
             f"inspector: decode instance {engine.host}:{engine.port} fits again: it fetches the KV cache that "
             "prefillers offer"
         )
     ]
-    gateway.expects_pinned, gateway.expects_inexact_pins = 3, True  # it was not known at once that it began to fetch
+    gateway.expects_pinned, gateway.expects_inexact_pins = (
+        3,
+        True,
+    )  # the gateway learns later that the decoder fetches again
 
 
-async def test_an_engine_without_counters_is_unknown(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+async def test_handoffs_to_an_engine_without_counters_are_unknown(
+    deploy: Deploy, caplog: pytest.LogCaptureFixture
+) -> None:
     decoder = SimulatedEngine(role="decode", protocol="none")
     decoder.faults.add("refuse_status", path="/metrics", status=404)
-    gateway = await watched(deploy, 1, [decoder])
+    gateway = await deploy_with_readings(deploy, 1, [decoder])
     await send(gateway, 5)
-    await judged(gateway, "unknown", 5)
+    await wait_for_verdicts(gateway, "unknown", 5)
     assert [line["kv"] for line in access_lines(caplog)] == ["unknown"] * 5
-    assert told(caplog, "WARNING") == []
+    assert logged(caplog, "WARNING") == []
     gateway.expects_pinned, gateway.expects_inexact_pins = 5, True
 
 
-async def test_short_prompts_say_nothing(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
-    gateway = await watched(deploy, decoder={"protocol": "none"})
+async def test_short_prompts_give_no_verdict(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await deploy_with_readings(deploy, decoder={"protocol": "none"})
     await send(gateway, 5, "hi")
     assert gateway.scoreboard.handoffs(gateway.worker.pools.decode.backends()[0].slot).count == 0
-    assert told(caplog, "WARNING") == []
+    assert logged(caplog, "WARNING") == []
     gateway.expects_pinned, gateway.expects_inexact_pins = 5, True
 
 
-async def test_what_a_decoder_is_to_compute_is_local(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
-    gateway = await watched(deploy, kv={"prefill_min_tokens": 100_000})
+async def test_prompt_without_prefill_is_counted_as_local(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await deploy_with_readings(deploy, kv={"prefill_min_tokens": 100_000})
     await send(gateway, 4)
     assert [line["kv"] for line in access_lines(caplog)] == ["local"] * 4
     assert gateway.metrics("pdproxy_handovers_total") == {}
 
 
-# Pairs: a decoder counts for all prefillers together
+# Verdicts on pairs: a decoder's counters include all prefillers
 
 RECOMPUTES: dict[str, Any] = {"kv_load_failure_policy": "recompute"}
-NOWHERE = "127.0.0.9"  # nobody listens there
+NOWHERE = "127.0.0.9"  # an address without a listener
 
 
-async def told_of_pairs(gateway: Deployment, expected: set[tuple[str, str]]) -> None:
-    """Send requests one after the other until of these pairs, and of no other, it is known that KV is not fetched."""
+async def wait_for_computed_pairs(gateway: Deployment, expected: set[tuple[str, str]]) -> None:
+    """Send requests one by one until exactly these pairs have the verdict `computed`."""
     computed: set[tuple[str, str]] = set()
     for number in range(200):
         readings = [_readings(engine) for engine in gateway.decoders]
@@ -189,15 +196,15 @@ async def told_of_pairs(gateway: Deployment, expected: set[tuple[str, str]]) -> 
             lambda: [_readings(engine) for engine in gateway.decoders] != readings,  # noqa: B023
             "a reading of the counters",
         )
-        pairs = await known_of_pairs(gateway)
+        pairs = await shown_pair_verdicts(gateway)
         computed = {pair for pair, verdict in pairs.items() if verdict == "computed"}
         if computed == expected:
             return
-    raise AssertionError(f"it is known of {computed}, while {expected} was expected")
+    raise AssertionError(f"pairs that compute: {computed}; expected: {expected}")
 
 
-async def known_of_pairs(gateway: Deployment) -> dict[tuple[str, str], str]:
-    """As an operator is told."""
+async def shown_pair_verdicts(gateway: Deployment) -> dict[tuple[str, str], str]:
+    """Return the verdict of each pair as GET /instances shows it."""
     async with gateway.session.get(gateway.url + "/instances") as answer:
         shown = (await answer.json())["instances"]
     return {
@@ -205,20 +212,20 @@ async def known_of_pairs(gateway: Deployment) -> dict[tuple[str, str], str]:
     }
 
 
-async def test_a_prefiller_whose_kv_no_decoder_reaches_is_told_of_beside_one_that_is_well(
+async def test_unreachable_prefiller_is_logged_beside_a_healthy_one(
     deploy: Deploy, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefillers = [SimulatedEngine(role="prefill"), SimulatedEngine(role="prefill", kv_host=NOWHERE)]
-    gateway = await watched(deploy, prefillers, 1, decoder=RECOMPUTES)
+    gateway = await deploy_with_readings(deploy, prefillers, 1, decoder=RECOMPUTES)
     well, odd, decoder = (address(engine) for engine in gateway.engines)
-    await told_of_pairs(gateway, {(odd, decoder)})
+    await wait_for_computed_pairs(gateway, {(odd, decoder)})
     await until(lambda: misfits(gateway), "the misfit")
     assert misfits(gateway) == {(odd, "kv_not_fetched", "prefill")}
-    (line,) = told(caplog, "WARNING")
+    (line,) = logged(caplog, "WARNING")
     assert line.startswith(
         f"inspector: prefill instance {odd} keeps KV that no decoder fetches, while decoders fetch the KV of others: "
     )
-    assert await known_of_pairs(gateway) == {(odd, decoder): "computed", (well, decoder): "transferred"}
+    assert await shown_pair_verdicts(gateway) == {(odd, decoder): "computed", (well, decoder): "transferred"}
 
     before = len(list(access_lines(caplog)))
     await send(gateway, 4, "again " + LONG)
@@ -227,16 +234,16 @@ async def test_a_prefiller_whose_kv_no_decoder_reaches_is_told_of_beside_one_tha
 
     prefillers[1].options = dataclasses.replace(prefillers[1].options, kv_host=None)
     await prefillers[1].restart()
-    await told_of_pairs(gateway, set())
-    assert told(caplog, "INFO", "fits again") == [
+    await wait_for_computed_pairs(gateway, set())
+    assert logged(caplog, "INFO", "fits again") == [
         f"inspector: prefill instance {odd} fits again: decoders fetch its KV"
     ]
     assert misfits(gateway) == set()
-    assert len(told(caplog, "WARNING")) == 1
+    assert len(logged(caplog, "WARNING")) == 1
     gateway.may_stay_pinned, gateway.expects_inexact_pins = 200, True
 
 
-async def test_a_pair_is_told_of_by_both_names_and_neither_of_the_two_is_blamed(
+async def test_bad_pair_is_logged_without_blaming_either_instance(
     deploy: Deploy, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with SimulatedEngine(role="prefill") as one, SimulatedEngine(role="prefill") as two:
@@ -245,11 +252,11 @@ async def test_a_pair_is_told_of_by_both_names_and_neither_of_the_two_is_blamed(
             SimulatedEngine(role="decode", **RECOMPUTES),
         ]
         stand_ins = [StandIn("prefill", port=engine.port) for engine in (one, two)]
-        gateway = await watched(deploy, stand_ins, decoders, balance={"prefill_policy": "random"})
-        await told_of_pairs(gateway, {(address(two), address(decoders[0]))})
-        await until(lambda: told(caplog, "WARNING"), "the line")
+        gateway = await deploy_with_readings(deploy, stand_ins, decoders, balance={"prefill_policy": "random"})
+        await wait_for_computed_pairs(gateway, {(address(two), address(decoders[0]))})
+        await until(lambda: logged(caplog, "WARNING"), "the line")
         await send(gateway, 8, "again " + LONG)
-        (line,) = told(caplog, "WARNING")
+        (line,) = logged(caplog, "WARNING")
         assert line == (
             f"inspector: prefill instance {address(two)} and decode instance {address(decoders[0])} do not fit each "
             "other: the decoder computes this prefiller's prompts again. Does it reach the address in the prefiller's "
@@ -260,28 +267,28 @@ async def test_a_pair_is_told_of_by_both_names_and_neither_of_the_two_is_blamed(
         await gateway.end()
 
 
-async def test_a_decoder_that_fetches_from_no_prefiller_is_told_of_once(
+async def test_decoder_that_fetches_from_no_prefiller_is_logged_once(
     deploy: Deploy, caplog: pytest.LogCaptureFixture
 ) -> None:
     decoders = [SimulatedEngine(role="decode", protocol="none"), SimulatedEngine(role="decode")]
-    gateway = await watched(deploy, 2, decoders, balance={"prefill_policy": "random"})
+    gateway = await deploy_with_readings(deploy, 2, decoders, balance={"prefill_policy": "random"})
     odd = address(decoders[0])
-    await told_of_pairs(gateway, {(address(engine), odd) for engine in gateway.prefillers})
+    await wait_for_computed_pairs(gateway, {(address(engine), odd) for engine in gateway.prefillers})
     await until(lambda: misfits(gateway), "the misfit")
     assert misfits(gateway) == {(odd, "kv_not_fetched", "decode")}
     assert (
         len(
-            told(
+            logged(
                 caplog, "WARNING", f"inspector: decode instance {odd} does not fetch the KV cache that prefillers offer"
             )
         )
         == 1
     )
-    assert len(told(caplog, "WARNING")) <= 2  # a pair may have been found first
+    assert len(logged(caplog, "WARNING")) <= 2  # a pair may have been found first
     gateway.may_stay_pinned, gateway.expects_inexact_pins = 200, True
 
 
-# Leases, of which prefillers tell where decoders do not
+# Expired leases, which prefillers count
 
 LEASE: dict[str, Any] = {
     "prefiller": {"connector_name": "nixl", "pin_seconds": 0.2},
@@ -290,18 +297,18 @@ LEASE: dict[str, Any] = {
 }
 
 
-async def test_a_prefiller_whose_leases_expire_is_told_of_though_no_decoder_tells_anything(
+async def test_prefiller_with_expiring_leases_is_logged_without_decoder_counters(
     deploy: Deploy, caplog: pytest.LogCaptureFixture
 ) -> None:
     decoder = SimulatedEngine(role="decode", protocol="none", connector_name="nixl")
     decoder.faults.add("refuse_status", path="/metrics", status=404)
-    gateway = await watched(deploy, 1, [decoder], **LEASE)
+    gateway = await deploy_with_readings(deploy, 1, [decoder], **LEASE)
     (engine,) = gateway.prefillers
     await until(lambda: _readings(engine) > 1, "the first reading, beside that for its ranks")
     await send(gateway, 5)
     await until(lambda: misfits(gateway), "the misfit")
     assert misfits(gateway) == {(address(engine), "kv_not_fetched", "prefill")}
-    (line,) = told(caplog, "WARNING")
+    (line,) = logged(caplog, "WARNING")
     assert line.startswith(
         f"inspector: prefill instance {address(engine)} frees KV that no decoder has fetched in time"
     )
@@ -310,27 +317,25 @@ async def test_a_prefiller_whose_leases_expire_is_told_of_though_no_decoder_tell
 
     decoder.options = dataclasses.replace(decoder.options, protocol=None)
     await decoder.restart()
-    await until_told(
+    await send_until_logged(
         gateway, caplog, f"inspector: prefill instance {address(engine)} fits again: decoders fetch its KV"
     )
     assert misfits(gateway) == set()
-    assert len(told(caplog, "WARNING", "frees KV")) == 1
+    assert len(logged(caplog, "WARNING", "frees KV")) == 1
     gateway.expects_inexact_pins = True
 
 
-async def until_told(gateway: Deployment, caplog: pytest.LogCaptureFixture, line: str) -> None:
-    """Send requests one after the other until this line is logged."""
+async def send_until_logged(gateway: Deployment, caplog: pytest.LogCaptureFixture, line: str) -> None:
+    """Send requests one by one until this line is logged."""
     for number in range(2000):
         await send(gateway, 1, f"{number} at last {LONG}")
-        if told(caplog, "INFO", line):
+        if logged(caplog, "INFO", line):
             return
-    raise AssertionError(f"never told: {line}")
+    raise AssertionError(f"not logged: {line}")
 
 
-async def test_leases_that_this_gateway_let_expire_are_nobodys_fault(
-    deploy: Deploy, caplog: pytest.LogCaptureFixture
-) -> None:
-    gateway = await watched(deploy, **LEASE)
+async def test_leases_of_abandoned_requests_blame_no_instance(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await deploy_with_readings(deploy, **LEASE)
     (engine,) = gateway.prefillers
     await until(lambda: _readings(engine) > 1, "the first reading, beside that for its ranks")
     await send(gateway, 4)
@@ -344,56 +349,52 @@ async def test_leases_that_this_gateway_let_expire_are_nobodys_fault(
     await send(gateway, 4, "again " + LONG)
     await until(lambda: _readings(engine) > readings + 2, "readings after that")
     assert misfits(gateway) == set()
-    assert told(caplog, "WARNING") == []
+    assert logged(caplog, "WARNING") == []
     gateway.expects_inexact_pins = True
 
 
-async def test_engines_that_have_no_store_in_common_are_told_of(
-    deploy: Deploy, caplog: pytest.LogCaptureFixture
-) -> None:
-    gateway = await watched(deploy, connector="vllm_store", engine={"protocol": "none"})
+async def test_engines_without_a_common_store_are_logged(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await deploy_with_readings(deploy, connector="vllm_store", engine={"protocol": "none"})
     await send(gateway, 4, STORED)
-    await judged(gateway, "computed", 3)
+    await wait_for_verdicts(gateway, "computed", 3)
     await until(lambda: misfits(gateway), "the misfit")
-    (line,) = told(caplog, "WARNING")
+    (line,) = logged(caplog, "WARNING")
     assert "finds nothing in the KV store" in line
 
 
-async def test_nobody_is_asked_when_there_are_no_hand_overs_or_it_is_not_wished(deploy: Deploy) -> None:
+async def test_counters_are_not_read_without_handoffs_or_when_disabled(deploy: Deploy) -> None:
     silent = await deploy(health={"transfer_interval_seconds": 0.0})
     await until(lambda: _readings(silent.prefillers[0]) == 1, "the question for its ranks")
     await send(silent, 4)
-    gateway = await watched(deploy)
+    gateway = await deploy_with_readings(deploy)
     await send(gateway, 4)
-    await judged(gateway, "transferred", 1)
+    await wait_for_verdicts(gateway, "transferred", 1)
     readings = _readings(gateway.decoders[0])
     await send(gateway, 20, "hi")
-    assert _readings(gateway.decoders[0]) <= readings + 1  # for what came after the last reading
+    assert _readings(gateway.decoders[0]) <= readings + 1  # a reading of the earlier handoffs
     assert (_readings(silent.prefillers[0]), _readings(silent.decoders[0])) == (1, 0)
 
 
-async def test_prefillers_are_asked_where_they_have_leases_only(deploy: Deploy) -> None:
-    gateway = await watched(deploy, connector="mooncake_bootstrap")
+async def test_prefiller_counters_are_read_only_with_leases(deploy: Deploy) -> None:
+    gateway = await deploy_with_readings(deploy, connector="mooncake_bootstrap")
     await until(lambda: _readings(gateway.prefillers[0]) == 1, "the question for its ranks")
     await send(gateway, 4)
-    await judged(gateway, "transferred", 1)
+    await wait_for_verdicts(gateway, "transferred", 1)
     assert _readings(gateway.prefillers[0]) == 1
 
 
-async def test_a_prefiller_without_a_connector_is_told_of_once(
-    deploy: Deploy, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_prefiller_without_a_connector_is_logged_once(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
     gateway = await deploy(prefiller={"protocol": "none"})
     await send(gateway, 3)
     prefiller = f"{gateway.prefillers[0].host}:{gateway.prefillers[0].port}"
     assert misfits(gateway) == {(prefiller, "no_kv_params", "prefill")}
-    (line,) = told(caplog, "WARNING")
+    (line,) = logged(caplog, "WARNING")
     assert line.startswith(f"inspector: prefill instance {prefiller} answers prefills without kv_transfer_params")
     assert "check its --kv-transfer-config" in line
     assert [line["kv"] for line in access_lines(caplog)] == ["local"] * 3
 
 
-async def test_it_is_told_when_a_prefiller_has_parameters_again(
+async def test_prefiller_is_logged_as_compatible_when_it_has_kv_params_again(
     deploy: Deploy, caplog: pytest.LogCaptureFixture
 ) -> None:
     gateway = await deploy()
@@ -402,10 +403,10 @@ async def test_it_is_told_when_a_prefiller_has_parameters_again(
     for _ in range(2):
         answer = await gateway.ask(request(Api.CHAT, long))
         assert (answer.status, answer.error["code"]) == (502, "kv_handoff_failed")
-    assert len(told(caplog, "WARNING", "without kv_transfer_params")) == 1
+    assert len(logged(caplog, "WARNING", "without kv_transfer_params")) == 1
     gateway.prefillers[0].faults.clear()
     await send(gateway, 1, long)
-    assert len(told(caplog, "INFO", "fits again: its answers have KV parameters for decoders")) == 1
+    assert len(logged(caplog, "INFO", "fits again: its answers have KV parameters for decoders")) == 1
     assert misfits(gateway) == set()
 
 
@@ -413,47 +414,47 @@ def address(engine: Any) -> str:
     return f"{engine.host}:{engine.port}"
 
 
-async def noticed(gateway: Deployment, *expected: tuple[str, str, str]) -> None:
-    """Wait until these misfits, and no others, are known."""
+async def wait_for_misfits(gateway: Deployment, *expected: tuple[str, str, str]) -> None:
+    """Wait until exactly these instances are incompatible."""
     await until(lambda: len(misfits(gateway)) >= len(expected), "the misfits")
     assert misfits(gateway) == set(expected)
 
 
-async def test_vllm_is_not_what_sglangs_connector_serves(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+async def test_vllm_is_incompatible_with_the_sglang_connector(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
     vllm = {"profile_name": "v0.30", "protocol": "none"}
-    gateway = await deploy(connector="sglang_bootstrap", engine=vllm, health=LOOKS)
+    gateway = await deploy(connector="sglang_bootstrap", engine=vllm, health=SHORT_INTERVAL)
     prefiller, decoder = (address(engine) for engine in gateway.engines)
-    await noticed(gateway, (prefiller, "connector", "prefill"), (decoder, "connector", "decode"))
-    assert len(told(caplog, "WARNING", "is vLLM, which ignores the parameters of connector sglang_bootstrap")) == 2
+    await wait_for_misfits(gateway, (prefiller, "connector", "prefill"), (decoder, "connector", "decode"))
+    assert len(logged(caplog, "WARNING", "is vLLM, which ignores the parameters of connector sglang_bootstrap")) == 2
 
 
-async def test_sglang_is_not_what_vllms_connectors_serve(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
-    gateway = await deploy(engine={"profile_name": "sglang"}, health=LOOKS)
+async def test_sglang_is_incompatible_with_vllm_connectors(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await deploy(engine={"profile_name": "sglang"}, health=SHORT_INTERVAL)
     prefiller, decoder = (address(engine) for engine in gateway.engines)
-    await noticed(gateway, (prefiller, "connector", "prefill"), (decoder, "connector", "decode"))
-    assert len(told(caplog, "WARNING", "is SGLang, which connector vllm_pull does not serve: use sglang_boot")) == 2
+    await wait_for_misfits(gateway, (prefiller, "connector", "prefill"), (decoder, "connector", "decode"))
+    assert len(logged(caplog, "WARNING", "is SGLang, which connector vllm_pull does not serve: use sglang_boot")) == 2
 
 
-async def test_sglang_in_another_role_is_told_of(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+async def test_sglang_in_another_role_is_logged(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
     gateway = await deploy(
-        connector="sglang_bootstrap", prefiller={"role": "decode"}, decoder={"role": "decode"}, health=LOOKS
+        connector="sglang_bootstrap", prefiller={"role": "decode"}, decoder={"role": "decode"}, health=SHORT_INTERVAL
     )
     prefiller = address(gateway.prefillers[0])
-    await noticed(gateway, (prefiller, "role", "prefill"))
-    (line,) = told(caplog, "WARNING")
+    await wait_for_misfits(gateway, (prefiller, "role", "prefill"))
+    (line,) = logged(caplog, "WARNING")
     assert line == (
         f"inspector: prefill instance {prefiller} is configured as a prefiller but was "
         "started with --disaggregation-mode decode"
     )
 
 
-async def test_another_bootstrap_port_than_sglangs_is_told_of(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+async def test_wrong_bootstrap_port_of_sglang_is_logged(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
     async with SimulatedEngine(role="prefill", profile_name="sglang") as engine:
         stand_in = StandIn("prefill", port=engine.port, bootstrap_port=1)
         decoder = SimulatedEngine(role="decode", profile_name="sglang")
-        gateway = await deploy([stand_in], [decoder], connector="sglang_bootstrap", health=LOOKS)
-        await noticed(gateway, (address(engine), "bootstrap", "prefill"))
-        (line,) = told(caplog, "WARNING")
+        gateway = await deploy([stand_in], [decoder], connector="sglang_bootstrap", health=SHORT_INTERVAL)
+        await wait_for_misfits(gateway, (address(engine), "bootstrap", "prefill"))
+        (line,) = logged(caplog, "WARNING")
         port = engine.bootstrap_port
         assert line.endswith(
             f"has its bootstrap server at port {port}, but decoders are sent to 1: "
@@ -461,46 +462,49 @@ async def test_another_bootstrap_port_than_sglangs_is_told_of(deploy: Deploy, ca
         )
 
 
-async def test_a_connector_that_vllm_does_not_run_is_told_of(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+async def test_connector_that_vllm_does_not_run_is_logged(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
     gateway = await deploy(
-        engine={"dev_mode": True}, prefiller={"protocol": "transfer"}, decoder={"protocol": "none"}, health=LOOKS
+        engine={"dev_mode": True},
+        prefiller={"protocol": "transfer"},
+        decoder={"protocol": "none"},
+        health=SHORT_INTERVAL,
     )
     prefiller, decoder = (address(engine) for engine in gateway.engines)
-    await noticed(gateway, (prefiller, "connector", "prefill"), (decoder, "connector", "decode"))
-    assert told(
+    await wait_for_misfits(gateway, (prefiller, "connector", "prefill"), (decoder, "connector", "decode"))
+    assert logged(
         caplog, "WARNING", prefiller, "which connector vllm_pull does not serve: use mooncake_bootstrap, or auto"
     )
-    assert told(caplog, "WARNING", decoder, "was started without a --kv-transfer-config")
+    assert logged(caplog, "WARNING", decoder, "was started without a --kv-transfer-config")
 
 
 @pytest.mark.parametrize("options", [*PAIRS, {"connector": "plain"}], ids=str)
-async def test_engines_that_suit_the_connector_are_not_told_of(
+async def test_engines_compatible_with_the_connector_are_not_logged(
     deploy: Deploy, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
 ) -> None:
     engine: dict[str, Any] = {**options.get("engine", {}), "dev_mode": True}
-    gateway = await deploy(**{**options, "engine": engine}, health=LOOKS)
+    gateway = await deploy(**{**options, "engine": engine}, health=SHORT_INTERVAL)
     health, pools = gateway.worker.health, gateway.worker.pools
     backends = [*pools.prefill.backends(), *pools.decode.backends()]
-    await until(lambda: all((f := health.of(b).facts) and f.identity.setup for b in backends), "all that engines tell")
+    await until(
+        lambda: all((f := health.of(b).facts) and f.identity.setup for b in backends), "the setup of all engines"
+    )
     await send(gateway, 1)
     assert misfits(gateway) == set()
-    assert told(caplog, "WARNING") == []
+    assert logged(caplog, "WARNING") == []
 
 
-async def test_the_model_that_only_one_engine_serves_is_told_of(
-    deploy: Deploy, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_model_of_a_single_engine_is_logged(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
     engines = [SimulatedEngine(role="decode", model=model) for model in ("sim", "other", "sim")]
-    gateway = await deploy(1, engines, health=LOOKS)
+    gateway = await deploy(1, engines, health=SHORT_INTERVAL)
     odd = address(engines[1])
-    await noticed(gateway, (odd, "model", "decode"))
-    (line,) = told(caplog, "WARNING")
+    await wait_for_misfits(gateway, (odd, "model", "decode"))
+    (line,) = logged(caplog, "WARNING")
     assert line == f"inspector: decode instance {odd} serves 'other', and prefill instances 'sim': it gets no requests"
 
 
-async def test_a_model_whose_decoder_is_down_is_not_told_of(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+async def test_model_is_not_logged_when_its_decoder_is_down(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
     both = [[SimulatedEngine(role=role, model=model) for model in ("sim", "other")] for role in ("prefill", "decode")]
-    gateway = await deploy(*both, health=LOOKS)
+    gateway = await deploy(*both, health=SHORT_INTERVAL)
     worker = gateway.worker
     (first, second), health = worker.pools.decode.backends(), worker.health
     await until(lambda: worker.pools.decode.eligible() and worker.lanes.models.is_mixed, "the engines' models")
@@ -513,62 +517,60 @@ async def test_a_model_whose_decoder_is_down_is_not_told_of(deploy: Deploy, capl
     assert misfits(gateway) == {(first.name, "model", "decode"), (address(gateway.prefillers[0]), "model", "prefill")}
 
 
-async def test_an_engine_key_that_is_refused_is_told_of(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
-    gateway = await deploy(decoder={"api_key": "theirs"}, auth={"engine_api_key": "another-key"}, health=LOOKS)
+async def test_rejected_engine_key_is_logged(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await deploy(decoder={"api_key": "theirs"}, auth={"engine_api_key": "another-key"}, health=SHORT_INTERVAL)
     decoder = address(gateway.decoders[0])
-    await noticed(gateway, (decoder, "engine_key", "decode"))
-    (line,) = told(caplog, "WARNING")
+    await wait_for_misfits(gateway, (decoder, "engine_key", "decode"))
+    (line,) = logged(caplog, "WARNING")
     assert line.startswith(
         f"inspector: decode instance {decoder} rejects the key that pdproxy sends: check OPENAI_API_KEY or auth"
     )
 
 
-async def test_an_engine_that_was_added_without_the_key_it_asks_for_is_told_of(
+async def test_engine_added_without_its_required_key_is_logged(
     deploy: Deploy, caplog: pytest.LogCaptureFixture
 ) -> None:
     key = "the-engines-key"
-    gateway = await deploy(engine={"api_key": key}, auth={"engine_api_key": key}, health=LOOKS)
+    gateway = await deploy(engine={"api_key": key}, auth={"engine_api_key": key}, health=SHORT_INTERVAL)
     async with SimulatedEngine(role="decode", api_key=key) as added:
         gateway.roster.add(Backend(Role.DECODE, added.host, added.port))
         backend = gateway.worker.pools.decode.backends()[-1]
         gateway.worker.health.on_probe(backend, True, "test")
         gateway.worker.health.note_facts(backend, EngineFacts(identity=Identity(refused_key=True)))
-        await noticed(gateway, (address(added), "engine_key", "decode"))
-        (line,) = told(caplog, "WARNING")
+        await wait_for_misfits(gateway, (address(added), "engine_key", "decode"))
+        (line,) = logged(caplog, "WARNING")
         assert 'requires a key, and pdproxy sends it none because it was added without "send_key": true' in line
         gateway.roster.remove(Role.DECODE, added.host, added.port)
         gateway.worker.prober.drop_drained()
         assert misfits(gateway) == set()
 
 
-async def test_a_key_that_nobody_has_is_told_of_when_it_is_missed(
+async def test_missing_engine_key_is_logged_when_a_request_fails(
     deploy: Deploy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gateway = await deploy(engine={"api_key": "theirs"}, health=LOOKS)
+    gateway = await deploy(engine={"api_key": "theirs"}, health=SHORT_INTERVAL)
     prefiller = address(gateway.prefillers[0])
     assert [(await gateway.ask(request(Api.CHAT))).status for _ in range(3)] == [401] * 3
     assert misfits(gateway) == {(prefiller, "engine_key", "prefill")}
-    (line,) = told(caplog, "WARNING")
+    (line,) = logged(caplog, "WARNING")
     assert "requires a key, and this gateway has none: set OPENAI_API_KEY or auth.engine_api_key" in line
     assert (await gateway.ask(request(Api.CHAT), authorization="Bearer theirs")).status == 200
-    assert told(caplog, "INFO", "fits again") == [
+    assert logged(caplog, "INFO", "fits again") == [
         f"inspector: prefill instance {prefiller} fits again: it accepts the key"
     ]
 
 
-async def test_a_client_without_the_key_that_others_bring_is_its_own_mistake(
-    deploy: Deploy, caplog: pytest.LogCaptureFixture
-) -> None:
-    gateway = await deploy(engine={"api_key": "theirs"}, health=LOOKS)
+async def test_client_without_a_key_does_not_blame_the_engine(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await deploy(engine={"api_key": "theirs"}, health=SHORT_INTERVAL)
     assert (await gateway.ask(request(Api.CHAT), authorization="Bearer theirs")).status == 200
     assert (await gateway.ask(request(Api.CHAT))).status == 401
     assert misfits(gateway) == set()
-    assert told(caplog, "WARNING") == []
+    assert logged(caplog, "WARNING") == []
 
 
 @dataclasses.dataclass
 class StandIn(CannedEngine):
-    """Somebody who listens already, in the place of an engine."""
+    """Puts a running server in the place of an engine."""
 
     bootstrap_port: int | None = None
 
@@ -579,25 +581,27 @@ class StandIn(CannedEngine):
         pass
 
 
-async def test_a_gateway_in_the_place_of_an_engine_is_told_of(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+async def test_gateway_configured_as_an_engine_is_logged(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
     inner = await deploy()
     port = int(inner.url.rpartition(":")[2])
-    gateway = await deploy([StandIn("prefill", port=port)], 1, health=LOOKS)
-    await noticed(gateway, (f"127.0.0.1:{port}", "gateway", "prefill"))
-    (line,) = told(caplog, "WARNING")
+    gateway = await deploy([StandIn("prefill", port=port)], 1, health=SHORT_INTERVAL)
+    await wait_for_misfits(gateway, (f"127.0.0.1:{port}", "gateway", "prefill"))
+    (line,) = logged(caplog, "WARNING")
     assert f"prefill instance 127.0.0.1:{port} is a gateway like this one and no engine" in line
 
 
-# Bootstrap servers of vLLM's MooncakeConnector, about which only traffic tells
+# Bootstrap servers of vLLM's MooncakeConnector, which only requests check
 
 
-async def test_a_bootstrap_port_that_nobody_serves_is_told_of_and_the_prefiller_is_not_called_unhealthy(
+async def test_closed_bootstrap_port_is_logged_and_the_prefiller_stays_healthy(
     deploy: Deploy, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefiller = StandIn("prefill", bootstrap_port=1)
     async with SimulatedEngine(role="prefill", protocol="transfer") as engine:
         prefiller.port = engine.port
-        gateway = await deploy([prefiller], 1, connector="mooncake_bootstrap", health=LOOKS, retry={"max_attempts": 1})
+        gateway = await deploy(
+            [prefiller], 1, connector="mooncake_bootstrap", health=SHORT_INTERVAL, retry={"max_attempts": 1}
+        )
         backend = gateway.worker.pools.prefill.backends()[0]
         for _ in range(3):
             answer = await gateway.ask(request(Api.CHAT))
@@ -606,7 +610,7 @@ async def test_a_bootstrap_port_that_nobody_serves_is_told_of_and_the_prefiller_
             assert "127.0.0.1" not in answer.error["message"]
             assert "retry-after" in answer.headers
         assert misfits(gateway) == {(address(engine), "bootstrap", "prefill")}
-        (line,) = told(caplog, "WARNING", "bootstrap")
+        (line,) = logged(caplog, "WARNING", "bootstrap")
         assert line.startswith(
             f"inspector: prefill instance {address(engine)} cannot be met by decoders: its bootstrap server"
         )
@@ -615,21 +619,21 @@ async def test_a_bootstrap_port_that_nobody_serves_is_told_of_and_the_prefiller_
         gateway.roster.add(Backend(Role.PREFILL, backend.host, backend.port, bootstrap_port=engine.bootstrap_port))
         await send(gateway, 1)
         assert misfits(gateway) == set()
-        assert len(told(caplog, "INFO", "fits again: its bootstrap server answers")) == 1
+        assert len(logged(caplog, "INFO", "fits again: its bootstrap server answers")) == 1
         await gateway.end()
 
 
-async def test_a_prefiller_that_is_not_there_has_no_wrong_bootstrap_port(
+async def test_stopped_prefiller_is_not_reported_for_its_bootstrap_port(
     deploy: Deploy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gateway = await deploy(connector="mooncake_bootstrap", health=LOOKS, admission={"wait_seconds": 0.5})
+    gateway = await deploy(connector="mooncake_bootstrap", health=SHORT_INTERVAL, admission={"wait_seconds": 0.5})
     await gateway.prefillers[0].kill()
     answer = await gateway.ask(request(Api.CHAT))
     assert (answer.status, answer.error["code"]) == (503, "no_healthy_prefill")
-    assert told(caplog, "WARNING", "bootstrap server") == []
+    assert logged(caplog, "WARNING", "bootstrap server") == []
 
 
-async def test_another_prefillers_bootstrap_port_is_told_of_and_the_decoder_is_not_blamed(
+async def test_bootstrap_port_of_another_prefiller_does_not_blame_the_decoder(
     deploy: Deploy, caplog: pytest.LogCaptureFixture
 ) -> None:
     short: dict[str, Any] = {"waiting_seconds": 0.05, "pin_seconds": 0.05}
@@ -637,14 +641,14 @@ async def test_another_prefillers_bootstrap_port_is_told_of_and_the_decoder_is_n
         right = SimulatedEngine(role="prefill", protocol="transfer", **short)
         async with right:
             stand_ins = [StandIn("prefill", port=e.port, bootstrap_port=right.bootstrap_port) for e in (wrong, right)]
-            gateway = await deploy(stand_ins, 1, connector="mooncake_bootstrap", decoder=short, health=LOOKS)
-            for number in range(8):  # each of them is asked, and what fails at one goes well at the other
+            gateway = await deploy(stand_ins, 1, connector="mooncake_bootstrap", decoder=short, health=SHORT_INTERVAL)
+            for number in range(8):  # both prefillers are used; requests that fail at one are retried at the other
                 answer = await gateway.ask(request(Api.CHAT, f"{number} {LONG}", stream=bool(number % 2)))
                 assert answer.status == 200
             (decoder,) = gateway.worker.pools.decode.backends()
             assert gateway.worker.health.of(decoder).consecutive_failures == 0
             assert misfits(gateway) == {(address(wrong), "bootstrap", "prefill")}
-            (line,) = told(caplog, "WARNING", "cannot be met by decoders")
+            (line,) = logged(caplog, "WARNING", "cannot be met by decoders")
             assert line.startswith(
                 f"inspector: prefill instance {address(wrong)} cannot be met by decoders: its bootstrap server is"
             )
@@ -654,28 +658,28 @@ async def test_another_prefillers_bootstrap_port_is_told_of_and_the_decoder_is_n
             await gateway.end()
 
 
-async def test_a_prefiller_that_says_what_it_is_called_is_not_met_where_another_is(
+async def test_prefiller_with_an_engine_id_is_not_met_at_a_foreign_port(
     deploy: Deploy, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine: dict[str, Any] = {"role": "prefill", "protocol": "transfer", "dev_mode": True}
     async with SimulatedEngine(**engine) as one, SimulatedEngine(**engine) as other:
         stand_in = StandIn("prefill", port=one.port, bootstrap_port=other.bootstrap_port)
-        gateway = await deploy([stand_in], 1, connector="mooncake_bootstrap", health=LOOKS)
+        gateway = await deploy([stand_in], 1, connector="mooncake_bootstrap", health=SHORT_INTERVAL)
         pool = gateway.worker.pools.prefill
-        await until(lambda: pool.engine_id(pool.backends()[0]), "what it is called")
+        await until(lambda: pool.engine_id(pool.backends()[0]), "its engine_id")
         answer = await gateway.ask(request(Api.CHAT))
         assert (answer.status, answer.error["code"]) == (503, "prefill_bootstrap")
-        (line,) = told(caplog, "WARNING", "cannot be met by decoders")
+        (line,) = logged(caplog, "WARNING", "cannot be met by decoders")
         assert f"the bootstrap server at port {other.bootstrap_port} is another prefiller's" in line
         assert gateway.decoders[0].state.prompt_tokens == 0
         await gateway.end()
 
 
-# The names that engines have for requests
+# Request ids in engines
 
 
 @pytest.mark.parametrize("options", [*PAIRS, {"connector": "plain"}, {"kv": {"prefill_min_tokens": 10_000}}], ids=str)
-async def test_engines_logs_have_the_ids_of_the_access_line(
+async def test_engines_receive_the_request_ids_of_the_access_log(
     deploy: Deploy, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
 ) -> None:
     gateway = await deploy(**options)
@@ -685,15 +689,15 @@ async def test_engines_logs_have_the_ids_of_the_access_line(
         is_sglang = options.get("connector") == "sglang_bootstrap"
         (decode,) = generations(*gateway.decoders)[-1:]
         assert line["d_id"] == (decode.body["rid"] if is_sglang else decode.headers["x-request-id"])
-        told = (answer.events[0] if stream else answer.json)["id"]
-        assert str(line["d_id"]) in told
+        answer_id = (answer.events[0] if stream else answer.json)["id"]
+        assert str(line["d_id"]) in answer_id
         prefills = generations(*gateway.prefillers)[-1:]
         ids = [leg.body["rid"] if is_sglang else leg.headers["x-request-id"] for leg in prefills]
         assert line["p_id"] == (ids[0] if ids else "-")
 
 
 @pytest.mark.parametrize("connector", ["vllm_pull", "vllm_store", "mooncake_bootstrap", "ascend_layerwise"])
-async def test_an_error_of_a_prefiller_with_status_200_is_one(
+async def test_prefill_error_with_status_200_is_an_error(
     deploy: Deploy, caplog: pytest.LogCaptureFixture, connector: str
 ) -> None:
     said = {"object": "error", "message": "out of paper", "type": "InternalServerError", "param": None, "code": 500}
@@ -703,7 +707,7 @@ async def test_an_error_of_a_prefiller_with_status_200_is_one(
     assert (answer.status, answer.json) == (500, said)
     assert gateway.metrics("pdproxy_missing_kv_total") == {}
     assert misfits(gateway) == set()
-    gateway.expects_inexact_pins = True  # it may have pinned something before it failed
+    gateway.expects_inexact_pins = True  # it may have pinned KV before it failed
 
 
 # Progress
@@ -711,7 +715,7 @@ async def test_an_error_of_a_prefiller_with_status_200_is_one(
 
 @pytest.mark.fault(115)
 @pytest.mark.parametrize("profile", ["v0.18", "v0.33"])
-async def test_an_engine_makes_progress_while_its_counters_of_tokens_grow(profile: str) -> None:
+async def test_engine_makes_progress_while_its_token_counters_grow(profile: str) -> None:
     async with SimulatedEngine(role="decode", profile_name=profile) as engine, EngineClient() as client:
         backend = Backend(Role.DECODE, engine.host, engine.port)
         assert not await makes_progress(client, EngineKeys(None), backend, 0.0)
@@ -723,7 +727,7 @@ async def test_an_engine_makes_progress_while_its_counters_of_tokens_grow(profil
 
 
 @pytest.mark.fault(115)
-async def test_an_engine_that_does_not_answer_makes_no_progress() -> None:
+async def test_silent_engine_makes_no_progress() -> None:
     async with EngineClient() as client:
         async with CannedEngine("decode") as engine:
             backend = Backend(Role.DECODE, engine.host, engine.port)

@@ -1,4 +1,4 @@
-"""What the events of an engine say of how far back its cache reaches."""
+"""The reach of an engine's cache, learned from its events."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def removed(*hashes: int, group: int | None = None, medium: str | None = None) -
 
 
 class Engine:
-    """Its blocks are watched."""
+    """An engine whose KV memory publishes events to `Blocks`."""
 
     def __init__(self, count: int, blocks: Blocks) -> None:
         self.memory = KvBlocks(count)
@@ -60,7 +60,7 @@ def prompt(number: int, length: int = 10) -> range:
 
 
 @pytest.mark.parametrize("count", [50, 400])
-def test_how_far_the_cache_reaches_back_is_learned_from_a_few_evictions(count: int) -> None:
+def test_cache_reach_is_learned_from_a_few_evictions(count: int) -> None:
     blocks, rng = Blocks(), random.Random(1)
     engine = Engine(count, blocks)
     number = 0
@@ -71,8 +71,8 @@ def test_how_far_the_cache_reaches_back_is_learned_from_a_few_evictions(count: i
     assert blocks.stored <= (count + 25) * SIZE
 
 
-def test_what_is_used_again_and_again_makes_it_reach_less_far() -> None:
-    """Half of the memory holds the same all the time, so that what is new goes after half of it."""
+def test_reused_blocks_shorten_the_cache_reach() -> None:
+    """A prompt that is used again and again keeps half of the memory, so new blocks have the other half."""
     blocks = Blocks()
     engine = Engine(100, blocks)
     engine.serve(*prompt(1, 50))
@@ -82,20 +82,20 @@ def test_what_is_used_again_and_again_makes_it_reach_less_far() -> None:
     assert blocks.count.reach == pytest.approx(50 * SIZE, rel=0.2)
 
 
-def test_until_it_evicts_it_reaches_back_to_the_beginning() -> None:
+def test_cache_reach_is_unlimited_before_the_first_eviction() -> None:
     blocks = Blocks()
     blocks.take([stored(1, 2, 3)])
     assert (blocks.count.reach, blocks.count.evicts) == (3 * SIZE, False)
-    blocks.take([removed(99), stored(4)])  # of which nothing is known
+    blocks.take([removed(99), stored(4)])  # an unknown block
     assert (blocks.count.reach, blocks.count.evicts) == (3 * SIZE, False)
 
 
-def test_who_comes_late_learns_from_what_is_new() -> None:
+def test_late_subscriber_learns_from_new_blocks() -> None:
     engine = Engine(100, Blocks())
     for number in range(30):
         engine.serve(*prompt(number))
     blocks = engine._blocks = Blocks()
-    engine.serve(*prompt(29), *prompt(50))  # behind a block that is not known
+    engine.serve(*prompt(29), *prompt(50))  # after an unknown block
     assert blocks.stored == 10 * SIZE
     assert not len(blocks)
     for number in range(60, 75):
@@ -105,7 +105,7 @@ def test_who_comes_late_learns_from_what_is_new() -> None:
 
 
 @pytest.mark.parametrize("how", [AllCleared(), "missed", "restarted"])
-def test_what_was_evicted_before_says_nothing_any_more(how: object) -> None:
+def test_old_evictions_no_longer_count(how: object) -> None:
     blocks = Blocks()
     engine = Engine(20, blocks)
     for number in range(9):
@@ -121,17 +121,17 @@ def test_what_was_evicted_before_says_nothing_any_more(how: object) -> None:
     assert not blocks.count.evicts
 
 
-def test_groups_of_other_layers_are_not_counted_once_more() -> None:
+def test_blocks_of_other_layer_groups_are_not_counted_again() -> None:
     blocks = Blocks()
     window = BlocksStored([5, 6], None, SIZE, "GPU", 0, is_whole=False)
     blocks.take([window, stored(1, 2, group=1), stored(1, 2, group=2), removed(1, 2, group=2), removed(5, 6, group=0)])
     assert blocks.stored == 2 * SIZE
     assert len(blocks) == 2
-    blocks.take([removed(1)])  # older engines do not say which
+    blocks.take([removed(1)])  # older engines do not name the group
     assert len(blocks) == 1
 
 
-def test_with_tiers_below_the_device_evictions_from_it_say_nothing() -> None:
+def test_device_evictions_do_not_count_with_lower_tiers() -> None:
     blocks = Blocks()
     engine = Engine(20, blocks)
     for number in range(9):
@@ -140,7 +140,7 @@ def test_with_tiers_below_the_device_evictions_from_it_say_nothing() -> None:
     assert blocks.count == (90 * SIZE, 0, False, 0)
 
 
-def test_so_many_blocks_are_remembered_and_no_more() -> None:
+def test_number_of_remembered_blocks_is_limited() -> None:
     blocks = Blocks(max_blocks=100)
     engine = Engine(400, blocks)
     for number in range(200):
@@ -150,7 +150,7 @@ def test_so_many_blocks_are_remembered_and_no_more() -> None:
 
 
 @pytest.mark.parametrize("lost", [52, 60])
-def test_blocks_whose_removal_was_lost_do_not_take_the_room_for_ever(lost: int) -> None:
+def test_blocks_with_a_lost_removal_are_eventually_dropped(lost: int) -> None:
     blocks = Blocks(max_blocks=60)
     blocks.take([stored(*prompt(900, lost), group=0)])
     engine = Engine(20, blocks)
@@ -159,7 +159,7 @@ def test_blocks_whose_removal_was_lost_do_not_take_the_room_for_ever(lost: int) 
     assert blocks.count.reach == pytest.approx(20 * SIZE, rel=0.25)
 
 
-def test_without_room_all_blocks_are_looked_through_once_for_each_turn_of_the_cache(
+def test_full_table_is_scanned_once_per_turnover_of_the_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reaches: list[float] = []
@@ -171,19 +171,19 @@ def test_without_room_all_blocks_are_looked_through_once_for_each_turn_of_the_ca
     monkeypatch.setattr(module, "median", counted)
     blocks = Blocks(max_blocks=30)
     engine = Engine(40, blocks)
-    looked_through = set[int]()
-    kept = []  # so that no two of them have one identity
+    scanned = set[int]()
+    kept = []  # keeps their ids different
     for number in range(100):
         engine.serve(*prompt(number, 4))
-        if id(blocks._blocks) not in looked_through:
-            looked_through.add(id(blocks._blocks))
+        if id(blocks._blocks) not in scanned:
+            scanned.add(id(blocks._blocks))
             kept.append(blocks._blocks)
     assert 1 < len(kept) <= 1 + 100 * 4 / 30
     assert len(reaches) == len(kept) - 1
     assert blocks.count.evicts
 
 
-def test_what_was_forgotten_takes_no_room_from_what_is_stored_later() -> None:
+def test_dropped_blocks_leave_room_for_later_ones() -> None:
     blocks = Blocks(max_blocks=10)
     blocks.take([stored(*prompt(1)), stored(*prompt(2))])
     blocks.missed()
@@ -191,7 +191,7 @@ def test_what_was_forgotten_takes_no_room_from_what_is_stored_later() -> None:
     assert len(blocks) == 10
 
 
-def test_ranks_count_together_and_are_empty_when_all_of_them_are() -> None:
+def test_ranks_count_together_and_are_empty_only_together() -> None:
     one, other = Blocks(), Blocks()
     for blocks in (one, other):
         engine = Engine(20, blocks)

@@ -1,4 +1,4 @@
-"""Where instances publish by the settings, and at which endpoints that is."""
+"""Endpoints at which instances publish KV events, by the settings."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from tests.clock import Clock
 
 
-def test_the_ranks_of_an_instance_publish_at_ports_one_behind_the_other() -> None:
+def test_ranks_publish_at_consecutive_ports() -> None:
     settings = KvEvents(endpoint="tcp://*:+1000", replay_endpoint="tcp://*:5657", topic="kv", ranks=2)
     told = configured_publishers(settings, Backend(Role.PREFILL, "a", 7100))
     assert told == [EventPublisher(8100, 5657, "kv"), EventPublisher(8101, 5658, "kv")]
 
 
-def test_ports_that_there_are_not_are_refused() -> None:
+def test_ports_out_of_range_are_rejected() -> None:
     settings = KvEvents(endpoint="tcp://*:+1000", ranks=2)
     configured_publishers(settings, Backend(Role.PREFILL, "a", 64534))
     with pytest.raises(ValueError, match="2 ranks have no ports from 65535 on"):
         configured_publishers(settings, Backend(Role.PREFILL, "a", 64535))
 
 
-def test_endpoints_are_those_of_the_address() -> None:
+def test_endpoints_use_the_resolved_address() -> None:
     told = [EventPublisher(5557, 5657, "kv"), EventPublisher(5558, None, "")]
     backend = Backend(Role.PREFILL, "a", 7100)
     assert endpoints("10.0.0.1", backend, told) == [
@@ -41,7 +41,7 @@ def test_endpoints_are_those_of_the_address() -> None:
     assert endpoints("::1", backend, told[1:]) == [EventSource("prefill a 7100", "tcp://[::1]:5558", None, "")]
 
 
-async def test_an_instance_is_heard_at_one_of_its_addresses_as_long_as_it_has_that(clock: Clock) -> None:
+async def test_subscription_keeps_its_address_while_the_name_has_it(clock: Clock) -> None:
     async with desk(clock) as at:
         assert address(at.names, "engine", None) is None
         at.server.say(["::1", "127.0.0.2", "127.0.0.1"])
@@ -59,7 +59,7 @@ async def test_an_instance_is_heard_at_one_of_its_addresses_as_long_as_it_has_th
             assert address(at.names, "engine", "127.0.0.2") == expected
 
 
-async def test_an_instance_is_not_heard_where_it_must_not_be(clock: Clock) -> None:
+async def test_addresses_outside_the_allowed_networks_are_not_used(clock: Clock) -> None:
     async with desk(clock) as at:
         at.server.say(["127.0.0.1"])
         await at.names.find("engine")

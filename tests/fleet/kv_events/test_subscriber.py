@@ -1,4 +1,4 @@
-"""The process that subscribes: what it tells of all instances, and that one that cannot be heard costs no other."""
+"""The subscriber process: its reports on all instances, and endpoints that cannot be opened."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ from proxy.fleet.kv_events import subscriber as subscriber_module
 from proxy.fleet.kv_events.messages import EventSource, InstanceReport, SubscribeTo
 from proxy.fleet.kv_events.subscriber import Subscriber, run
 from tests.asking import until
-from tests.fleet.kv_events.test_subscription import CONFIG, REPLAYS, SIZE, heard, joined, publishing, stored, to
+from tests.fleet.kv_events.test_subscription import (
+    CONFIG,
+    REPLAYS,
+    SIZE,
+    publishing,
+    source_of,
+    stored,
+    wait_for_subscription,
+    wait_for_tokens,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,19 +35,19 @@ if TYPE_CHECKING:
     from proxy.fleet.kv_events.subscriber import Subscription
 
 
-async def test_ranks_of_one_instance_are_told_together_and_only_what_is_new() -> None:
+async def test_ranks_of_an_instance_are_reported_together_and_only_changes() -> None:
     async with publishing(CONFIG) as one, publishing(CONFIG) as other:
         with closing(Subscriber()) as subscriber:
-            subscriber.subscribe_to([to(one), to(other)])
+            subscriber.subscribe_to([source_of(one), source_of(other)])
             ranks = list(subscriber._subscriptions.values())
             for subscription, publisher in zip(ranks, (one, other), strict=True):
-                await joined(subscription, publisher)
+                await wait_for_subscription(subscription, publisher)
                 publisher.say(stored(1))
-                await heard(subscription, SIZE)
-            (told,) = subscriber.reports()
-            assert (told.count, told.events) == ((2 * SIZE, 2 * SIZE, False, 0), {"stored": 2})
+                await wait_for_tokens(subscription, SIZE)
+            (report,) = subscriber.reports()
+            assert (report.count, report.events) == ((2 * SIZE, 2 * SIZE, False, 0), {"stored": 2})
             assert not list(subscriber.reports())
-            subscriber.subscribe_to([to(one)])
+            subscriber.subscribe_to([source_of(one)])
             assert list(subscriber._subscriptions.values()) == ranks[:1]
 
 
@@ -47,17 +56,17 @@ def removed(*numbers: int) -> bytes:
 
 
 def _received(subscription: Subscription) -> Subscription:
-    """It, when it has taken what has come."""
+    """Return the subscription after it has taken all waiting messages."""
     subscription.receive()
     return subscription
 
 
-async def test_one_that_cannot_be_opened_is_told_and_costs_no_other() -> None:
-    """Of an instance with such a rank it is not known how far its cache reaches."""
+async def test_endpoint_that_cannot_be_opened_does_not_affect_others() -> None:
+    """The reach of an instance is not known if one of its ranks cannot be subscribed to."""
     odd = EventSource("prefill 127.0.0.1 1", "tcp://no host:1")
     async with publishing(CONFIG) as publisher:
         with closing(Subscriber()) as subscriber:
-            subscriber.subscribe_to([odd, to(publisher), EventSource("prefill other 1", "tcp://no host:2")])
+            subscriber.subscribe_to([odd, source_of(publisher), EventSource("prefill other 1", "tcp://no host:2")])
             first, other = subscriber.reports()
             assert (first.unopened, other.unopened) == (
                 "tcp://no host:1: Invalid argument",
@@ -65,29 +74,29 @@ async def test_one_that_cannot_be_opened_is_told_and_costs_no_other() -> None:
             )
             assert not list(subscriber.reports())
             (rank,) = subscriber._subscriptions.values()
-            await joined(rank, publisher)
+            await wait_for_subscription(rank, publisher)
             for number in range(20):
                 publisher.say(stored(number))
-            await heard(rank, 20 * SIZE)
+            await wait_for_tokens(rank, 20 * SIZE)
             publisher.say(removed(*range(10)))
             await until(lambda: _received(rank).blocks.count.evicts, "evictions")
-            (told,) = subscriber.reports()
-            assert told.count[:3] == (20 * SIZE, rank.blocks.count.reach, False)
-            subscriber.subscribe_to([to(publisher)])
+            (report,) = subscriber.reports()
+            assert report.count[:3] == (20 * SIZE, rank.blocks.count.reach, False)
+            subscriber.subscribe_to([source_of(publisher)])
             publisher.say(removed(10))
-            await until(lambda: _received(rank).events, "another one")
-            (told,) = subscriber.reports()
-            assert told.count[2]
+            await until(lambda: _received(rank).events, "another event")
+            (report,) = subscriber.reports()
+            assert report.count[2]
 
 
-def test_there_may_be_as_many_sockets_as_there_can_be() -> None:
+def test_subscriber_raises_the_limit_of_sockets() -> None:
     with closing(Subscriber()) as subscriber:
         assert subscriber._context.get(zmq.MAX_SOCKETS) == subscriber._context.get(zmq.SOCKET_LIMIT)
 
 
 @contextmanager
 def running(sources: list[EventSource]) -> Iterator[Iterator[InstanceReport]]:
-    """The program in a thread, and what it tells."""
+    """Run the program in a thread, and yield its reports."""
     (asked, ask), (answers, answer) = os.pipe(), os.pipe()
     thread = Thread(target=run, args=(asked, answer))
     thread.start()
@@ -102,12 +111,12 @@ def running(sources: list[EventSource]) -> Iterator[Iterator[InstanceReport]]:
             os.close(descriptor)
 
 
-async def test_a_long_replay_is_read_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At so many messages each time that something is told it would be given up before its end."""
+async def test_long_replay_is_read_while_it_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay has a time limit, so it must be read faster than one message for each report."""
     monkeypatch.setattr(subscriber_module, "_MAX_MESSAGES_PER_READ", 1)
     async with publishing(REPLAYS) as publisher:
-        with running([to(publisher)]) as told:
-            first = asyncio.create_task(asyncio.to_thread(next, told))
+        with running([source_of(publisher)]) as reports:
+            first = asyncio.create_task(asyncio.to_thread(next, reports))
             while not first.done():
                 publisher.say(stored(1))
                 await asyncio.sleep(0.001)
@@ -116,5 +125,5 @@ async def test_a_long_replay_is_read_as_it_comes(monkeypatch: pytest.MonkeyPatch
                 publisher.say(stored(1))
             words: Counter[str] = Counter()
             while not words:
-                words.update((await asyncio.to_thread(next, told)).gaps)
+                words.update((await asyncio.to_thread(next, reports)).gaps)
             assert words == {"replayed": 1}

@@ -1,4 +1,4 @@
-"""One subscription over real sockets: what is missing, what starts anew, and what cannot be read."""
+"""One subscription over real sockets: lost messages, restarts and unreadable messages."""
 
 from __future__ import annotations
 
@@ -43,60 +43,60 @@ async def publishing(
         await publisher.stop()
 
 
-def to(publisher: KvEventPublisher, topic: str = "") -> EventSource:
+def source_of(publisher: KvEventPublisher, topic: str = "") -> EventSource:
     return EventSource("prefill 127.0.0.1 1", publisher.endpoint, publisher.replay_endpoint, topic)
 
 
-async def joined(subscription: Subscription, publisher: KvEventPublisher) -> None:
-    """What is published before a subscriber has come is nobody's."""
+async def wait_for_subscription(subscription: Subscription, publisher: KvEventPublisher) -> None:
+    """Publish empty messages until the subscriber receives one: earlier ones are lost."""
     before = subscription._next
 
-    def has_joined() -> bool:
+    def has_subscribed() -> bool:
         publisher.say(msgspec.msgpack.encode([0.0, [], 0]))
         subscription.receive()
         return subscription._next != before
 
-    await until(has_joined, "the subscription")
+    await until(has_subscribed, "the subscription")
 
 
-async def heard(subscription: Subscription, tokens: int) -> None:
-    def has_come() -> bool:
+async def wait_for_tokens(subscription: Subscription, tokens: int) -> None:
+    def has_tokens() -> bool:
         subscription.receive()
         return subscription.blocks.stored == tokens
 
-    await until(has_come, f"{tokens} tokens")
+    await until(has_tokens, f"{tokens} tokens")
 
 
 @pytest.mark.parametrize("profile", ["v0.18", "v0.23", "v0.33", "sglang", "sglang-0.5.16"])
-async def test_all_engines_are_heard(context: zmq.Context[zmq.Socket[bytes]], profile: str) -> None:
+async def test_events_of_all_engines_are_received(context: zmq.Context[zmq.Socket[bytes]], profile: str) -> None:
     async with publishing(CONFIG, profile) as publisher:
-        with closing(Subscription(context, to(publisher))) as subscription:
-            await joined(subscription, publisher)
+        with closing(Subscription(context, source_of(publisher))) as subscription:
+            await wait_for_subscription(subscription, publisher)
             publisher.expect(["a", "b"], range(2 * SIZE))
             publisher.stored(None, ["a", "b"])
             publisher.stored("b", ["c"])
             publisher.removed("c")
             publisher.cleared()
-            await heard(subscription, 3 * SIZE)
+            await wait_for_tokens(subscription, 3 * SIZE)
             assert subscription.events == {"stored": 2, "removed": 1, "cleared": 1}
             assert (subscription.blocks.cleared, subscription.gaps) == (1, {})
 
 
 @pytest.mark.parametrize("profile", ["v0.18", "v0.33"])
-async def test_what_was_lost_is_asked_for_again(context: zmq.Context[zmq.Socket[bytes]], profile: str) -> None:
+async def test_lost_messages_are_replayed(context: zmq.Context[zmq.Socket[bytes]], profile: str) -> None:
     async with publishing(REPLAYS, profile) as publisher:
-        with closing(Subscription(context, to(publisher))) as subscription:
-            await joined(subscription, publisher)
+        with closing(Subscription(context, source_of(publisher))) as subscription:
+            await wait_for_subscription(subscription, publisher)
             for lost in (0, 2, 0, 3, 1):
                 publisher.lost = lost
                 for number in range(lost + 1):
                     publisher.say(stored(number))
-            await heard(subscription, 11 * SIZE)
+            await wait_for_tokens(subscription, 11 * SIZE)
             assert subscription.gaps["lost"] == 0
             assert subscription.gaps["replayed"]
 
 
-async def test_what_is_lost_for_good_costs_what_was_known(
+async def test_blocks_are_dropped_when_messages_are_lost_for_good(
     context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_REPLAY_SECONDS", 0.02)
@@ -104,22 +104,22 @@ async def test_what_is_lost_for_good_costs_what_was_known(
     for config, replay in ((CONFIG, None), (CONFIG, "tcp://127.0.0.1:1"), (short, None)):
         async with publishing(config) as publisher:
             publisher.replay_endpoint = publisher.replay_endpoint or replay
-            with closing(Subscription(context, to(publisher))) as subscription:
-                await joined(subscription, publisher)
+            with closing(Subscription(context, source_of(publisher))) as subscription:
+                await wait_for_subscription(subscription, publisher)
                 publisher.say(stored(1))
-                await heard(subscription, SIZE)
+                await wait_for_tokens(subscription, SIZE)
                 publisher.lost = 5
                 for number in range(6):
                     publisher.say(stored(number))
-                await heard(subscription, 2 * SIZE)
+                await wait_for_tokens(subscription, 2 * SIZE)
                 assert subscription.gaps == {"lost": 1}
                 assert subscription.blocks.count.reach == SIZE
 
 
-def test_a_replay_that_is_longer_than_what_is_taken_at_once_is_not_waited_for(
+def test_long_replay_is_processed_in_parts(
     context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one process, where what is sent has come."""
+    """Sockets are inside the process, so that each message has arrived when it is sent."""
     monkeypatch.setattr(module, "_MAX_MESSAGES_PER_READ", 3)
     with context.socket(zmq.XPUB) as pub, context.socket(zmq.ROUTER) as router:
         pub.bind("inproc://events")
@@ -138,56 +138,58 @@ def test_a_replay_that_is_longer_than_what_is_taken_at_once_is_not_waited_for(
             assert (subscription.blocks.stored, subscription.gaps) == (11 * SIZE, {"replayed": 1})
 
 
-async def test_where_lost_messages_cannot_be_asked_for_they_are_lost(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+async def test_gap_without_a_replay_endpoint_counts_as_lost(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     async with publishing(CONFIG) as publisher:
         publisher.replay_endpoint = "tcp://no host:1"
-        with closing(Subscription(context, to(publisher))) as subscription:
-            await joined(subscription, publisher)
+        with closing(Subscription(context, source_of(publisher))) as subscription:
+            await wait_for_subscription(subscription, publisher)
             publisher.lost = 1
             publisher.say(stored(1))
             publisher.say(stored(2))
-            await heard(subscription, SIZE)
+            await wait_for_tokens(subscription, SIZE)
             assert (subscription.gaps, subscription.unopened) == ({"lost": 1}, "tcp://no host:1: Invalid argument")
 
 
-async def test_a_publisher_that_starts_anew_has_nothing_cached(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+async def test_restarted_publisher_has_nothing_cached(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     async with publishing(CONFIG) as publisher:
-        subscription = Subscription(context, to(publisher))
-        publisher._next = 10_000  # the next one will not have published as much before it is heard
-        await joined(subscription, publisher)
+        subscription = Subscription(context, source_of(publisher))
+        publisher._next = 10_000  # the restarted publisher has a lower number when it is received
+        await wait_for_subscription(subscription, publisher)
         publisher.say(stored(1))
-        await heard(subscription, SIZE)
+        await wait_for_tokens(subscription, SIZE)
     with closing(subscription):
-        async with publishing(CONFIG, before=publisher) as anew:
-            await joined(subscription, anew)
-            anew.say(stored(1))
-            await heard(subscription, 2 * SIZE)
+        async with publishing(CONFIG, before=publisher) as restarted:
+            await wait_for_subscription(subscription, restarted)
+            restarted.say(stored(1))
+            await wait_for_tokens(subscription, 2 * SIZE)
             assert subscription.gaps == {"started_anew": 1}
             assert subscription.blocks.count == (2 * SIZE, SIZE, False, 1)
 
 
 @pytest.mark.parametrize("payload", [b"", b"GET / HTTP/1.1\r\n\r\n", msgspec.msgpack.encode([0.0, [["BlockStored"]]])])
-async def test_what_cannot_be_read_costs_no_other(context: zmq.Context[zmq.Socket[bytes]], payload: bytes) -> None:
+async def test_unreadable_message_does_not_affect_others(
+    context: zmq.Context[zmq.Socket[bytes]], payload: bytes
+) -> None:
     async with publishing(CONFIG) as publisher:
-        with closing(Subscription(context, to(publisher))) as subscription:
-            await joined(subscription, publisher)
+        with closing(Subscription(context, source_of(publisher))) as subscription:
+            await wait_for_subscription(subscription, publisher)
             publisher.say(payload)
             publisher._pub.send_multipart((b"", b"1", b"2", b"3"))
             publisher.say(stored(1))
-            await heard(subscription, SIZE)
+            await wait_for_tokens(subscription, SIZE)
             assert subscription.events == {"unreadable": 2, "stored": 1}
             assert subscription.unreadable
 
 
-async def test_only_what_has_the_topic_is_heard(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+async def test_messages_of_other_topics_are_ignored(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     async with publishing({**CONFIG, "topic": "kv@p1"}) as publisher:
         with (
-            closing(Subscription(context, to(publisher, "kv"))) as right,
-            closing(Subscription(context, to(publisher, "events"))) as wrong,
+            closing(Subscription(context, source_of(publisher, "kv"))) as right,
+            closing(Subscription(context, source_of(publisher, "events"))) as wrong,
         ):
-            await joined(right, publisher)
+            await wait_for_subscription(right, publisher)
             publisher.say(stored(1))
-            await heard(right, SIZE)
+            await wait_for_tokens(right, SIZE)
             assert not wrong.receive()
             assert wrong._next is None
 

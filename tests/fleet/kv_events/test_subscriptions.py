@@ -1,4 +1,4 @@
-"""A gateway that hears the KV events of its prefillers, by a process of its own."""
+"""A gateway that receives the KV events of its prefillers through a subscriber process."""
 
 from __future__ import annotations
 
@@ -41,15 +41,17 @@ def prompt(number: int, words: int = 300) -> dict[str, Any]:
     return {"model": "sim", "max_tokens": 1, "messages": [{"role": "user", "content": text}]}
 
 
-async def known(gateway: Deployment) -> CachedPrefixes:
-    """Of the only prefiller. Who chooses hears what is new."""
+async def cached_prefixes(gateway: Deployment) -> CachedPrefixes:
+    """Return the known prefixes of the only prefiller. `has_room` takes the latest events."""
     (prefiller,) = gateway.worker.pools.prefill.policy._prefillers.by_key.values()  # type: ignore[attr-defined]
     gateway.worker.pools.prefill.has_room()
     return prefiller.cached
 
 
-async def heard(gateway: Deployment, condition: Callable[[CachedPrefixes], bool], what: str) -> CachedPrefixes:
-    cached = await known(gateway)
+async def wait_for_prefixes(
+    gateway: Deployment, condition: Callable[[CachedPrefixes], bool], what: str
+) -> CachedPrefixes:
+    cached = await cached_prefixes(gateway)
 
     def holds() -> bool:
         gateway.worker.pools.prefill.has_room()
@@ -60,51 +62,51 @@ async def heard(gateway: Deployment, condition: Callable[[CachedPrefixes], bool]
 
 
 async def publish_until(gateway: Deployment, condition: Callable[[], object]) -> None:
-    """Subscribers may come late: what matters is what is published then."""
+    """Publish events until the condition holds: the subscription may begin late."""
     (engine,) = gateway.prefillers
     async with asyncio.timeout(60):
         while not condition():
             assert engine.kv_events is not None
-            engine.kv_events.removed("what nobody knows")
+            engine.kv_events.removed("unknown")
             await asyncio.sleep(0.005)
 
 
-def has_heard(gateway: Deployment) -> Callable[[], object]:
+def has_events(gateway: Deployment) -> Callable[[], object]:
     return lambda: gateway.metrics("pdproxy_kv_events_total")
 
 
-async def test_an_engine_that_evicts_early_is_known_to_and_one_that_is_reset_is_empty(deploy: Deploy) -> None:
+async def test_early_evictions_and_resets_of_engines_are_noted(deploy: Deploy) -> None:
     gateway = await deploy([publishing()], kv_events=AUTO)
-    await publish_until(gateway, has_heard(gateway))
+    await publish_until(gateway, has_events(gateway))
     for number in range(20):
         await gateway.ask(prompt(number))
-    cached = await heard(gateway, lambda cached: cached.knows_capacity, "evictions")
+    cached = await wait_for_prefixes(gateway, lambda cached: cached.knows_capacity, "evictions")
     assert cached.capacity == pytest.approx(1000 * SIZE, rel=0.3)
     assert len(cached)
     async with gateway.session.post(gateway.url + "/reset_prefix_cache") as response:
         assert response.status == 200
-    await heard(gateway, lambda cached: not len(cached), "an empty cache")
+    await wait_for_prefixes(gateway, lambda cached: not len(cached), "an empty cache")
     address = gateway.prefillers[0].url.removeprefix("http://")
     counted = gateway.metrics("pdproxy_kv_events_total")
     assert {kind for _, kind, _ in counted} == {"stored", "removed", "cleared"}
     assert {each for each, _, _ in counted} == {address}
 
 
-async def test_engines_that_do_not_tell_where_publish_at_a_port_that_is_configured(deploy: Deploy) -> None:
+async def test_configured_port_is_used_when_engines_report_none(deploy: Deploy) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     gateway = await deploy([publishing("v0.23", f"tcp://127.0.0.1:{port}")], kv_events={"endpoint": f"tcp://*:{port}"})
-    await publish_until(gateway, has_heard(gateway))
+    await publish_until(gateway, has_events(gateway))
 
 
-async def test_sglang_tells_where(deploy: Deploy) -> None:
+async def test_sglang_reports_its_endpoints(deploy: Deploy) -> None:
     gateway = await deploy([publishing("sglang")], kv_events=AUTO, connector="sglang_bootstrap")
-    await publish_until(gateway, has_heard(gateway))
+    await publish_until(gateway, has_events(gateway))
 
 
-async def test_one_that_has_started_anew_is_empty_and_heard_again(deploy: Deploy) -> None:
+async def test_restarted_engine_is_empty_and_subscribed_again(deploy: Deploy) -> None:
     gateway = await deploy([publishing()], kv_events=AUTO)
-    await publish_until(gateway, has_heard(gateway))
+    await publish_until(gateway, has_events(gateway))
     (engine,) = gateway.prefillers
     publisher = engine.kv_events
     assert publisher is not None
@@ -113,9 +115,9 @@ async def test_one_that_has_started_anew_is_empty_and_heard_again(deploy: Deploy
     assert [reason for _, reason, _ in gateway.metrics("pdproxy_kv_event_gaps_total")] == ["started_anew"]
 
 
-async def test_what_cannot_be_read_is_said_once(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
+async def test_unreadable_events_are_logged_once(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
     gateway = await deploy([publishing()], kv_events=AUTO)
-    await publish_until(gateway, has_heard(gateway))
+    await publish_until(gateway, has_events(gateway))
     publisher = gateway.prefillers[0].kv_events
     assert publisher is not None
     for _ in range(3):
@@ -136,7 +138,7 @@ def unreadable(gateway: Deployment) -> float:
     )
 
 
-async def test_engines_that_tell_no_sources_and_those_that_are_silent_are_named_once(
+async def test_engines_without_endpoints_and_silent_ones_are_logged_once(
     deploy: Deploy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subscriptions, "_SILENT_UPDATES", 2)
@@ -159,20 +161,20 @@ async def test_engines_that_tell_no_sources_and_those_that_are_silent_are_named_
         await gateway.end()
 
 
-async def test_one_that_does_not_answer_is_asked_again(
+async def test_unresponsive_engine_is_asked_again(
     deploy: Deploy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subscriptions, "_ASK_AGAIN_SECONDS", 0.01)
     prefiller = publishing()
     prefiller.faults.add("refuse_status", status=503, path="/kv_event_sources", times=2)
     gateway = await deploy([prefiller], kv_events=AUTO)
-    await publish_until(gateway, has_heard(gateway))
+    await publish_until(gateway, has_events(gateway))
     (line,) = [line for line in caplog.messages if "is asked again" in line]
     assert line.endswith("/kv_event_sources answered 503")
     assert not [line for line in caplog.messages if "does not report where" in line]
 
 
-async def test_one_whose_events_cannot_be_read_is_not_called_silent(
+async def test_engine_with_unreadable_events_is_not_called_silent(
     deploy: Deploy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subscriptions, "_SILENT_UPDATES", 1)
@@ -188,9 +190,7 @@ async def test_one_whose_events_cannot_be_read_is_not_called_silent(
     assert "has worked and published no KV events" not in caplog.text
 
 
-async def test_one_that_cannot_publish_where_the_settings_say_is_named_once(
-    deploy: Deploy, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_unusable_configured_endpoint_is_logged_once(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
     gateway = await deploy(kv_events={"endpoint": "tcp://*:65535", "ranks": 2})
     await until(lambda: [line for line in caplog.messages if "no ports from 65535 on" in line], "a warning")
     assert (await gateway.ask(prompt(1))).status == 200
@@ -198,7 +198,7 @@ async def test_one_that_cannot_publish_where_the_settings_say_is_named_once(
     assert len([line for line in caplog.messages if "no ports from 65535 on" in line]) == 1
 
 
-async def test_the_process_that_subscribes_is_started_again(
+async def test_subscriber_process_is_restarted(
     deploy: Deploy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subscriptions, "_RESTART_SECONDS", (0.01, 0.01))
@@ -211,7 +211,7 @@ async def test_the_process_that_subscribes_is_started_again(
 
     monkeypatch.setattr(subscriptions, "SubscriberProcess", made)
     gateway = await deploy([publishing()], kv_events=AUTO)
-    await publish_until(gateway, has_heard(gateway))
+    await publish_until(gateway, has_events(gateway))
     os.kill(pids[0], signal.SIGKILL)
     await until(lambda: len(pids) == 2, "another process")
     before = sum(gateway.metrics("pdproxy_kv_events_total").values())

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def serving(port: int = 0) -> Iterator[int]:
-    """An empty store at a port, 0 for any free one, until the end of the block, which closes its connections."""
+    """Run an empty store inside the block, and yield its port. `port` 0: any free one."""
     server = TcpFakeServer(("127.0.0.1", port), server_type="valkey")
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()

@@ -1,4 +1,4 @@
-"""Gateways that tell each other their loads through a store, over real sockets."""
+"""Gateways that share their loads through a store, over real sockets."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _sections(port: int, ttl_seconds: float = 60.0, group: str = "g") -> dict[st
 
 @dataclass
 class Gateway:
-    """What an exchange needs of one."""
+    """Parts of a gateway that an exchange uses."""
 
     scoreboard: Scoreboard
     roster: Roster
@@ -60,7 +60,7 @@ class Gateway:
         return next(m.backend.slot for m in members if (m.backend.host, m.backend.port) == address)
 
     def running(self, address: tuple[str, int]) -> int:
-        """Requests that the instance works on, as this gateway's picks see it."""
+        """Return the requests on the instance, as policies of this gateway see them."""
         return self.scoreboard.running(self.slot(address))
 
     @property
@@ -103,10 +103,10 @@ async def _gateway(
         ),
     ):
         yield gateway
-    assert all(board.running(slot) == board.own(slot)[0] for slot in range(8)), "the guest has left nothing"
+    assert all(board.running(slot) == board.own(slot)[0] for slot in range(8)), "no load of other gateways is left"
 
 
-async def test_the_load_of_all_workers_of_other_gateways_is_charged_by_instance(store_port: int) -> None:
+async def test_load_of_other_gateways_is_charged_by_instance(store_port: int) -> None:
     replicas = _sections(store_port)
     async with (
         _gateway("one", replicas, [_A, _B], workers=2) as one,
@@ -122,59 +122,59 @@ async def test_the_load_of_all_workers_of_other_gateways_is_charged_by_instance(
         await until(lambda: two.scoreboard.load(two.slot(_B)) == Load(0, 3), "the second hears the first")
         assert two.running(_A) == 3
         assert two.scoreboard.load(two.slot(_A)) == Load(11, 15)
-        assert two.scoreboard.requests(two.slot(_A)) == 1  # what leaves waits for this gateway's own requests
+        assert two.scoreboard.requests(two.slot(_A)) == 1  # drains wait only for local requests
         assert two.scoreboard.own(two.slot(_A)) == (1, Load(1, 1))
         await until(lambda: one.running(_A) == 3, "nothing comes back as another's")
         await until(lambda: (one.peers, two.peers, three.peers) == (2, 2, 2), "all know each other")
         one.scoreboard.row(0).add(one.slot(_A), requests=-1, running=-1, compute=-5, kv=-7)
-        await until(lambda: three.running(_A) == 2, "what has ended is told, too")
+        await until(lambda: three.running(_A) == 2, "the ended request is subtracted")
 
 
-async def test_what_changes_is_known_before_the_next_exchange(store_port: int) -> None:
+async def test_changes_arrive_before_the_next_exchange(store_port: int) -> None:
     replicas = {**_sections(store_port), "interval_seconds": 20.0, "news_seconds": 0.001}
     settings = Settings.model_validate({"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": replicas})
     async with Store(settings, "before") as before:
-        await before.exchange(encode(GatewayState(1)))  # somebody for the first one to tell
+        await before.exchange(encode(GatewayState(1)))  # a gateway that the first one announces changes to
         async with _gateway("one", replicas, [_A]) as one:
             await until(lambda: one.peers == 1, "its exchange")
             async with _gateway("two", replicas, [_A]) as two:
                 await until(lambda: two.peers == 2, "its exchange")
-                while not two.running(_A):  # what was told before it listened is lost
+                while not two.running(_A):  # earlier messages are lost
                     one.scoreboard.row(0).add(0, running=1)
                     await asyncio.sleep(0.01)
                 running = one.running(_A)
                 await until(lambda: two.running(_A) == running, "all of it")
                 one.scoreboard.row(0).add(0, running=-running)
                 await until(lambda: two.running(_A) == 0, "its end")
-                told, heard = (
+                sent, received = (
                     gateway.metrics.replicas_news_total.labels(direction)._value.get()
                     for gateway, direction in ((one, "told"), (two, "heard"))
                 )
-                assert told >= heard >= 2
+                assert sent >= received >= 2
 
 
-async def test_a_mistake_of_whoever_hears_is_no_failure_of_the_store(store_port: int) -> None:
+async def test_exception_of_a_listener_is_no_failure_of_the_store(store_port: int) -> None:
     settings = Settings.model_validate(
         {"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": _sections(store_port)}
     )
-    heard: list[bytes] = []
+    received: list[bytes] = []
 
-    def hear(news: bytes) -> None:
-        heard.append(news)
+    def on_news(news: bytes) -> None:
+        received.append(news)
         raise ValueError("not a number")
 
     async with Store(settings, "one") as one, Store(settings, "two") as two:
-        listening = asyncio.create_task(two.listen(hear))
-        while not listening.done():  # what was told before it listened is lost
+        listening = asyncio.create_task(two.listen(on_news))
+        while not listening.done():  # earlier messages are lost
             await one.publish(b"7")
             await asyncio.sleep(0.001)
         with pytest.raises(ValueError, match="not a number"):
             await listening
-    assert heard == [b"7"]
+    assert received == [b"7"]
 
 
 class WithoutChannel(Store):
-    """Whose user may use the hash alone."""
+    """A store that refuses the channel: its user may access only the hash."""
 
     async def publish(self, news: bytes) -> None:
         raise StoreRefused("NOPERM")
@@ -183,7 +183,7 @@ class WithoutChannel(Store):
         raise StoreRefused("NOPERM")
 
 
-async def test_where_the_channel_is_not_allowed_exchanges_go_on_and_one_line_says_so(
+async def test_exchange_continues_with_one_warning_without_the_channel(
     store_port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("proxy.fleet.replicas.exchange._RETRY_SECONDS", 0.001)
@@ -199,7 +199,7 @@ async def test_where_the_channel_is_not_allowed_exchanges_go_on_and_one_line_say
     assert lines == ["replicas: the store refuses subscriptions: changes arrive later: NOPERM"] * 2
 
 
-async def test_without_news_exchanges_tell_as_much(store_port: int) -> None:
+async def test_exchange_shares_loads_without_the_channel(store_port: int) -> None:
     replicas = {**_sections(store_port), "news_seconds": None}
     async with _gateway("one", replicas, [_A]) as one, _gateway("two", replicas, [_A]) as two:
         one.scoreboard.row(0).add(0, running=1)
@@ -207,7 +207,7 @@ async def test_without_news_exchanges_tell_as_much(store_port: int) -> None:
         assert two.metrics.replicas_news_total.labels("heard")._value.get() == 0
 
 
-async def test_a_gateway_that_stops_takes_its_load_away_at_once(store_port: int) -> None:
+async def test_stopping_gateway_removes_its_load_at_once(store_port: int) -> None:
     replicas = _sections(store_port, ttl_seconds=3600.0)
     async with _gateway("one", replicas, [_A]) as one:
         async with _gateway("two", replicas, [_A]) as two:
@@ -216,7 +216,7 @@ async def test_a_gateway_that_stops_takes_its_load_away_at_once(store_port: int)
         await until(lambda: one.running(_A) == 0, "its end")
 
 
-async def test_another_group_is_not_heard(store_port: int) -> None:
+async def test_gateways_of_another_group_are_ignored(store_port: int) -> None:
     async with (
         _gateway("one", _sections(store_port), [_A]) as one,
         _gateway("two", _sections(store_port), [_A]) as two,
@@ -224,11 +224,11 @@ async def test_another_group_is_not_heard(store_port: int) -> None:
     ):
         stranger.scoreboard.row(0).add(0, requests=1, running=1)
         two.scoreboard.row(0).add(0, requests=2, running=2)
-        await until(lambda: one.running(_A) == 2, "the load of its own group")
+        await until(lambda: one.running(_A) == 2, "the load of the same group")
         assert one.peers == 1
 
 
-async def test_an_instance_that_left_and_its_slot_keep_nothing(store_port: int) -> None:
+async def test_load_of_a_removed_instance_and_slot_is_dropped(store_port: int) -> None:
     replicas = _sections(store_port)
     async with _gateway("one", replicas, [_A, _B]) as one, _gateway("two", replicas, [_A, _B]) as two:
         two.scoreboard.row(0).add(two.slot(_B), running=1, compute=9, kv=9)
@@ -239,7 +239,7 @@ async def test_an_instance_that_left_and_its_slot_keep_nothing(store_port: int) 
         await until(lambda: one.scoreboard.load(slot) == Load(), "the slot is free")
 
 
-async def test_a_store_that_is_gone_costs_the_others_loads_and_one_line_each_way(
+async def test_lost_store_drops_peer_loads_and_logs_each_change_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -258,17 +258,17 @@ async def test_a_store_that_is_gone_costs_the_others_loads_and_one_line_each_way
             await until(lambda: one.running(_A) == 1, "the load of the other")
             caplog.clear()
             await asyncio.to_thread(first.close)
-            await until(lambda: one.running(_A) == 0 and one.peers == 0, "what it told is given up")
+            await until(lambda: one.running(_A) == 0 and one.peers == 0, "its load is dropped")
             await until(lambda: len(lines()) == 2, "the lines of both")
             failed = exchanges(one, "failed")
             await until(lambda: exchanges(one, "failed") >= failed + 2, "some more attempts")
             assert lines() == ["the store does not answer"] * 2
             with serving(port):
-                await until(lambda: one.running(_A) == 1 and two.peers == 1, "the load once more")
+                await until(lambda: one.running(_A) == 1 and two.peers == 1, "the load again")
                 assert sorted(lines()[2:]) == ["the store answers again"] * 2
 
 
-async def test_picks_go_around_what_another_gateway_has(store_port: int, deploy: Deploy) -> None:
+async def test_picks_avoid_instances_that_another_gateway_loads(store_port: int, deploy: Deploy) -> None:
     deployment = await deploy(decoders=2, replicas=_sections(store_port))
     busy, free = deployment.decoders
     settings = Settings.model_validate(
@@ -285,7 +285,7 @@ async def test_picks_go_around_what_another_gateway_has(store_port: int, deploy:
     await until(lambda: deployment.scoreboard.running(backend.slot) == 0, "its end")
 
 
-def test_where_the_worker_died_that_exchanges_nothing_stays_charged() -> None:
+def test_no_load_stays_charged_when_the_exchanging_worker_dies() -> None:
     settings = Settings.model_validate(
         {"decode": ["10.0.0.1:1"], "connector": "plain", "workers": 2, "replicas": {"url": "redis://nowhere"}}
     )
@@ -309,7 +309,7 @@ def _refusal(usage: KeyUsage, key: ApiKey) -> str | None:
         return refused.code
 
 
-async def test_limits_of_a_client_key_hold_over_all_gateways(store_port: int) -> None:
+async def test_client_key_limits_apply_across_all_gateways(store_port: int) -> None:
     replicas = _sections(store_port)
     async with (
         _gateway("one", replicas, [_A], workers=2, team=0, other=1) as one,
@@ -322,9 +322,9 @@ async def test_limits_of_a_client_key_hold_over_all_gateways(store_port: int) ->
         await until(lambda: two.usage.in_flight(3) == 2, "requests in flight at the other gateway")
         with ApiKeys(two.usage).enter(held):
             assert _refusal(two.usage, held) == "key_concurrency"
-            await until(lambda: one.usage.in_flight(0) == 3, "both ways")
+            await until(lambda: one.usage.in_flight(0) == 3, "the request at this gateway")
         one.usage.row(0).add(0, -1)
-        await until(lambda: _refusal(two.usage, held) is None, "what has ended")
+        await until(lambda: _refusal(two.usage, held) is None, "the end of a request")
         one.usage.row(1).add(0, -1)
 
         a_few = ApiKey("other", 0, requests_per_minute=5)
@@ -334,7 +334,7 @@ async def test_limits_of_a_client_key_hold_over_all_gateways(store_port: int) ->
         await until(lambda: two.usage.own(0, time.monotonic())[1] == 0 and _used(two.usage, 0) >= 4, "the requests")
         assert _refusal(two.usage, a_few) is None
         assert _refusal(two.usage, a_few) == "key_rate"
-        assert two.usage.own(0, time.monotonic())[1] == 1  # nothing of the others is told as its own
+        assert two.usage.own(0, time.monotonic())[1] == 1  # requests of others are not counted as local
 
 
 def _used(usage: KeyUsage, slot: int) -> int:
@@ -343,10 +343,10 @@ def _used(usage: KeyUsage, slot: int) -> int:
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-async def test_limits_are_shared_only_if_that_is_asked_for(is_shared: bool, deploy: Deploy, store_port: int) -> None:
+async def test_client_key_limits_are_shared_only_if_enabled(is_shared: bool, deploy: Deploy, store_port: int) -> None:
     replicas = {**_sections(store_port), "key_limits": is_shared}
     deployment = await deploy(replicas=replicas)
-    live, hears = deployment.worker.live, deployment.worker.metrics.replicas_peers._value.get
+    live, count_peers = deployment.worker.live, deployment.worker.metrics.replicas_peers._value.get
     names = {"limited": {"max_concurrent": 5}, "rated": {"requests_per_minute": 5}, "free": {}}
     keys = tuple(
         ClientKey.model_validate({"name": name, "key_sha256": sha256(name.encode()).hexdigest(), **limits})
@@ -356,24 +356,24 @@ async def test_limits_are_shared_only_if_that_is_asked_for(is_shared: bool, depl
     async with Store(live.current.settings, "another") as other:
         for name in names:
             assert (await deployment.ask(request(Api.CHAT), Authorization=f"Bearer {name}")).status == 200
-        told: list[dict[str, Used]] = []
+        shared_keys: list[dict[str, Used]] = []
         for turn in count():
             messages = await other.exchange(
                 encode(GatewayState(turn, keys={"limited": (5, 0), "rated": (0, 4), "free": (9, 9)}))
             )
-            heard = [decode(message) for name, message in messages.items() if name != "another"]
-            told += [each.keys for each in heard if each is not None]
-            # What it told before the requests were over may still be there.
-            if (not is_shared and len(told) == 3) or {"limited": (0, 1), "rated": (0, 1)} in told:
+            states = [decode(message) for name, message in messages.items() if name != "another"]
+            shared_keys += [each.keys for each in states if each is not None]
+            # The store may still have the message of a time before the requests ended.
+            if (not is_shared and len(shared_keys) == 3) or {"limited": (0, 1), "rated": (0, 1)} in shared_keys:
                 break
-        assert is_shared or told == [{}] * 3
-        await until(lambda: hears() == 1, "the other gateway")
+        assert is_shared or shared_keys == [{}] * 3
+        await until(lambda: count_peers() == 1, "the other gateway")
         statuses = [(await deployment.ask(request(Api.CHAT), Authorization=f"Bearer {name}")).status for name in names]
         assert statuses == ([429, 429, 200] if is_shared else [200, 200, 200])
         await other.leave()
 
 
-async def test_a_field_that_cannot_be_decoded_costs_only_that_field(store_port: int) -> None:
+async def test_undecodable_field_does_not_affect_other_fields(store_port: int) -> None:
     replicas = _sections(store_port)
     settings = Settings.model_validate({"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": replicas})
     async with _gateway("one", replicas, [_A]) as one, Store(settings, "poisoned") as poisoned:
@@ -384,7 +384,7 @@ async def test_a_field_that_cannot_be_decoded_costs_only_that_field(store_port: 
     assert one.metrics.background_restarts_total.labels("replica_exchange")._value.get() == 0
 
 
-async def test_an_exchange_that_fails_unexpectedly_is_taken_up_again(store_port: int) -> None:
+async def test_exchange_restarts_after_an_unexpected_exception(store_port: int) -> None:
     class Poisoned(Store):
         exchanges = 0
 
@@ -399,8 +399,8 @@ async def test_an_exchange_that_fails_unexpectedly_is_taken_up_again(store_port:
         assert one.metrics.background_restarts_total.labels("replica_exchange")._value.get() == 1
 
 
-async def test_a_server_that_does_not_know_hello_is_served() -> None:
-    """Redis before 6 answers HELLO, with which RESP3 begins, by an error."""
+async def test_exchange_works_with_a_store_without_hello() -> None:
+    """Redis before 6 answers HELLO, the first command of RESP3, with an error."""
     commands: list[bytes] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

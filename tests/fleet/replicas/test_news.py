@@ -1,4 +1,4 @@
-"""What gateways tell each other of changes and of prompts, from the memory of one to that of the other."""
+"""News between gateways about loads and prompts, from the memory of one to that of the other."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _ENDS = [512.0, 1024.0, 1536.0]
 
 @dataclass
 class Gateway:
-    """Of two workers, the first of which has a policy; prefillers have the slots of their order."""
+    """A gateway of two workers, the first with a policy. `order`: ports of prefillers by slot."""
 
     name: str
     order: tuple[int, ...]
@@ -73,7 +73,7 @@ class Gateway:
         return next(each.backend for each in self.roster.members(Role.PREFILL) if each.backend.port == port)
 
     def prefiller(self, port: int) -> Prefiller:
-        """With all that was heard."""
+        """Return the state of a prefiller, after all received news."""
         prefillers = self.policy._prefillers
         known = prefillers.of(self.backend(port))
         prefillers.look_up([])
@@ -83,7 +83,7 @@ class Gateway:
         news = self.own.news(self.clock())
         return None if news is None else decode_news(encode_news(news))
 
-    def hear(self, news: News) -> None:
+    def take(self, news: News) -> None:
         slots = {self.backend(port).key: self.backend(port).slot for port in self.order}
         self.guests.charge_some({slots[key]: charge for key, charge in news.instances.items()})
         self.guests.note_prompts(
@@ -94,49 +94,49 @@ class Gateway:
 def send(
     prefiller: Prefiller, keys: Sequence[int], ends: Sequence[float], tokens: int, seconds: float, now: float
 ) -> Sent:
-    """A prompt of which nothing is cached yet."""
+    """Send a prompt without cached tokens."""
     load = Load(round(seconds / SECONDS_PER_LOAD), tokens)
     return prefiller.send(PromptCosts(PickRequest.of(load), keys, ends, tokens), 0, seconds, *load, now)
 
 
 @pytest.fixture
 def pair() -> tuple[Gateway, Gateway]:
-    """Their hosts' clocks differ, and their instances have other slots."""
+    """Return two gateways with different clocks and different slots of the instances."""
     one, two = Gateway("one", (1, 2), Clock()), Gateway("two", (2, 1), Clock())
     one.clock.now += 1000.0
     return one, two
 
 
-def test_what_was_sent_to_a_prefiller_is_cached_there_for_the_others_too(pair: tuple[Gateway, Gateway]) -> None:
+def test_sent_prompt_is_cached_for_all_gateways(pair: tuple[Gateway, Gateway]) -> None:
     one, two = pair
     two.prefiller(1)
     two.prefiller(2)
     sent = send(one.prefiller(1), _KEYS, _ENDS, 1600, 1.6, one.clock())
     news = one.news()
     assert news is not None
-    two.hear(news)
+    two.take(news)
     assert [two.prefiller(port).cached.hit([*_KEYS, 9]) for port in (1, 2)] == [3, 0]
     one.clock.now += 1.0
     two.clock.now += 1.0
-    assert two.prefiller(1).left(1.6, two.clock()) == pytest.approx(0.6)  # by its own clock
+    assert two.prefiller(1).left(1.6, two.clock()) == pytest.approx(0.6)  # by the local clock
 
     one.prefiller(1).end(sent, served=False, now=one.clock())
     news = one.news()
     assert news is not None
-    two.hear(news)
+    two.take(news)
     assert two.prefiller(1).cached.hit(_KEYS) == 0
     assert one.news() is None
-    assert two.news() is None  # what was heard is not told again
+    assert two.news() is None  # received news are not sent again
 
 
-def test_what_has_changed_on_any_worker_is_told_once(pair: tuple[Gateway, Gateway]) -> None:
+def test_change_on_any_worker_is_published_once(pair: tuple[Gateway, Gateway]) -> None:
     one, two = pair
     assert one.news() is None
     one.scoreboard.row(1).add(one.backend(2).slot, requests=1, running=1, compute=5, kv=7)
     news = one.news()
     assert news is not None
     assert news.instances == {one.backend(2).key: (1, 5, 7)}
-    two.hear(news)
+    two.take(news)
     assert two.scoreboard.running(two.backend(2).slot) == 1
     assert (one.news(), two.news()) == (None, None)
     one.scoreboard.erase(1)
@@ -145,7 +145,7 @@ def test_what_has_changed_on_any_worker_is_told_once(pair: tuple[Gateway, Gatewa
     assert news.instances == {one.backend(2).key: (0, 0, 0)}
 
 
-def test_who_is_next_here_is_told_when_it_is_another(pair: tuple[Gateway, Gateway]) -> None:
+def test_next_waiting_request_is_published_when_it_changes(pair: tuple[Gateway, Gateway]) -> None:
     one, _ = pair
     one.queue_heads.put(1, 70)
     one.queue_heads.put(0, 50)
@@ -155,11 +155,11 @@ def test_who_is_next_here_is_told_when_it_is_another(pair: tuple[Gateway, Gatewa
     assert one.own.state(1.0).front == 70
 
 
-def test_names_of_prefixes_take_no_more_than_so_many_bytes_a_second(pair: tuple[Gateway, Gateway]) -> None:
+def test_published_prefixes_are_limited_in_bytes_per_second(pair: tuple[Gateway, Gateway]) -> None:
     one, _ = pair
     prefiller, rng = one.prefiller(1), random.Random(1)
 
-    def told(prompts: int) -> tuple[int, int]:
+    def published_counts(prompts: int) -> tuple[int, int]:
         for _ in range(prompts):
             keys = [rng.getrandbits(64) for _ in range(100)]
             send(prefiller, keys, [512.0 * (place + 1) for place in range(100)], 51_200, 1.0, 0)
@@ -168,17 +168,17 @@ def test_names_of_prefixes_take_no_more_than_so_many_bytes_a_second(pair: tuple[
         (records,) = news.prompts.values()
         return len(records), sum(1 for data in records if unpacked(data).keys)
 
-    assert told(200) == (200, 52)  # of the others only that something was sent
+    assert published_counts(200) == (200, 52)  # the other records have no prefixes
     one.clock.now += 0.1
-    number, with_keys = told(200)
+    number, with_keys = published_counts(200)
     assert number == 200
     assert 10 <= with_keys <= 21
     one.clock.now += 3600
-    assert told(10) == (10, 10)
+    assert published_counts(10) == (10, 10)
 
-    for _ in range(5000):  # that have no names take nothing of it
+    for _ in range(5000):  # records without prefixes do not count
         send(prefiller, (), (), 100, 1.0, 0)
-    assert told(10) == (5010, 10)
+    assert published_counts(10) == (5010, 10)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_names_of_prefixes_take_no_more_than_so_many_bytes_a_second(pair: tuple[
         b"\xff" * 40,
     ],
 )
-def test_what_is_no_record_is_left_out(data: bytes, pair: tuple[Gateway, Gateway]) -> None:
+def test_invalid_records_are_skipped(data: bytes, pair: tuple[Gateway, Gateway]) -> None:
     with pytest.raises(InvalidRecord):
         translated(unpacked(data), 1, 2.0)
     one, two = pair
@@ -206,11 +206,11 @@ def test_what_is_no_record_is_left_out(data: bytes, pair: tuple[Gateway, Gateway
     assert news is not None
     prompts = {key: [data, *records] for key, records in news.prompts.items()}
     two.prefiller(1)
-    two.hear(News("one", round(one.clock() * 1e9), prompts=prompts))
+    two.take(News("one", round(one.clock() * 1e9), prompts=prompts))
     assert two.prefiller(1).cached.hit(_KEYS) == 3
 
 
-def test_a_record_comes_back_as_it_was() -> None:
+def test_record_survives_encoding_and_decoding() -> None:
     record = Record(RecordKind.SENT, 3, array("Q", _KEYS), array("f", _ENDS), (1.5, 2.5, 3.5))
     assert unpacked(packed(record)) == record
     record = Record(RecordKind.ENDED, 3, (), (), (1.5, 2.5, 3.5, 4.5, -1.0, 1.0))
@@ -219,14 +219,14 @@ def test_a_record_comes_back_as_it_was() -> None:
     assert unpacked(packed(record)) == record
 
 
-def test_what_is_not_understood_are_no_news() -> None:
+def test_invalid_messages_are_no_news() -> None:
     whole = News("one", 1, {"a": (1, 2, 3)}, -5, {"a": 7}, {"a": [b"x"]})
     assert decode_news(encode_news(whole)) == whole
     for message in (b"", b"\xff", encode_news(whole)[:-1], b"[]"):
         assert decode_news(message) is None
 
 
-def test_what_engines_tell_of_their_caches_is_for_the_gateway_that_asks_them(pair: tuple[Gateway, Gateway]) -> None:
+def test_kv_event_counts_are_not_published_to_peers(pair: tuple[Gateway, Gateway]) -> None:
     one, two = pair
     count = CacheCount(stored=10**6, reach=5000, evicts=1, cleared=0)
     one.news()

@@ -1,4 +1,4 @@
-"""What other gateways have told counts for a while, whatever the clocks of hosts say."""
+"""Messages of other gateways expire by the local clock; clocks of hosts may differ."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _message(turn: int, **instances: tuple[int, int, int]) -> bytes:
     return encode(GatewayState(turn, instances))
 
 
-def test_what_others_have_adds_up_and_ones_own_is_left_out() -> None:
+def test_loads_of_peers_are_added_without_the_local_one() -> None:
     peers = Peers("me", ttl_seconds=1.0)
     messages = {
         "me": _message(1, a=(9, 9, 9)),
@@ -26,16 +26,16 @@ def test_what_others_have_adds_up_and_ones_own_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("message", [b"", b"no JSON", b"[]", b'{"turn": ' + b"[" * 200_000, b'{"x": ' + b"[" * 200_000])
-def test_a_message_that_cannot_be_decoded_is_ignored(message: bytes) -> None:
+def test_undecodable_message_is_ignored(message: bytes) -> None:
     assert decode(message) is None
 
 
 @pytest.mark.parametrize("message", [b"", b"\xc1", b"\x91" * 200_000, b"\x81\xa1x" + b"\x91" * 200_000])
-def test_news_that_cannot_be_decoded_are_ignored(message: bytes) -> None:
+def test_undecodable_news_are_ignored(message: bytes) -> None:
     assert decode_news(message) is None
 
 
-def test_a_message_counts_until_it_has_been_the_same_for_the_time_to_live() -> None:
+def test_message_expires_when_unchanged_for_its_time_to_live() -> None:
     peers = Peers("me", ttl_seconds=1.0)
     peers.take_messages({"one": _message(1, a=(1, 0, 0))}, 100.0)
     peers.take_messages({"one": _message(1, a=(1, 0, 0))}, 100.9)
@@ -45,7 +45,7 @@ def test_a_message_counts_until_it_has_been_the_same_for_the_time_to_live() -> N
     assert peers.charges(102.4) == {"a": (1, 0, 0)}
 
 
-def test_news_count_from_gateways_that_are_known_and_not_before_what_they_have_told_since() -> None:
+def test_news_of_known_gateways_count_if_newer_than_their_message() -> None:
     peers = Peers("me", ttl_seconds=1.0)
     assert not peers.take_news(News("one", 1, {"a": (1, 0, 0)}), 100.0)
     peers.take_messages({"one": _message(5, a=(2, 0, 0), b=(1, 1, 1)), "me": _message(1)}, 100.0)
@@ -62,34 +62,34 @@ def test_news_count_from_gateways_that_are_known_and_not_before_what_they_have_t
     assert peers.charges_on(["b"], 103.4) == {}
 
 
-def test_who_waits_longest_at_another_gateway_is_known_by_this_clock() -> None:
+def test_longest_wait_at_a_peer_is_converted_to_the_local_clock() -> None:
     peers = Peers("me", ttl_seconds=1.0)
     ours, theirs = 100.0, 7.0
-    told = GatewayState(round(theirs * 1e9), front=encode_head(0, AGEING * 5.0))  # for two seconds
-    peers.take_messages({"one": encode(told), "two": encode(GatewayState(1))}, ours)
+    state = GatewayState(round(theirs * 1e9), front=encode_head(0, AGEING * 5.0))  # it has waited for two seconds
+    peers.take_messages({"one": encode(state), "two": encode(GatewayState(1))}, ours)
     assert peers.front(ours) == encode_head(0, AGEING * (ours - 2.0))
-    assert peers.take_news(News("one", told.turn + 500_000_000, front=NO_HEAD), ours + 0.5)
+    assert peers.take_news(News("one", state.turn + 500_000_000, front=NO_HEAD), ours + 0.5)
     assert peers.front(ours + 0.5) == NO_HEAD
-    assert peers.take_news(News("one", told.turn + 600_000_000, front=told.front), ours + 0.6)
-    assert peers.take_news(News("one", told.turn + 700_000_000), ours + 0.7)  # where it was
+    assert peers.take_news(News("one", state.turn + 600_000_000, front=state.front), ours + 0.6)
+    assert peers.take_news(News("one", state.turn + 700_000_000), ours + 0.7)  # the head of the queue is unchanged
     assert peers.front(ours + 0.7) == encode_head(0, AGEING * (ours - 2.0))
     assert peers.front(ours + 9.0) == NO_HEAD
 
 
-def test_who_has_left_counts_no_more_at_once() -> None:
+def test_departed_gateway_is_dropped_at_once() -> None:
     peers = Peers("me", ttl_seconds=1.0)
     peers.take_messages({"one": _message(1, a=(1, 0, 0))}, 100.0)
     peers.take_messages({}, 100.1)
     assert peers.charges(100.1) == {}
 
 
-def test_what_was_left_in_the_store_is_deleted_in_the_end() -> None:
+def test_leftover_fields_in_the_store_are_deleted() -> None:
     peers = Peers("me", ttl_seconds=1.0)
     peers.take_messages({"one": _message(1)}, 100.0)
     assert (peers.silent_names(160.0), peers.silent_names(160.1)) == ([], ["one"])
 
 
-def test_what_is_not_understood_is_no_load() -> None:
+def test_invalid_values_are_no_load() -> None:
     peers = Peers("me", ttl_seconds=1.0)
     for message in (
         b"",
@@ -103,5 +103,5 @@ def test_what_is_not_understood_is_no_load() -> None:
         assert (peers.charges(100.0), peers.count(100.0)) == ({}, 0)
 
 
-def test_what_a_later_version_tells_besides_is_ignored() -> None:
+def test_unknown_fields_of_later_versions_are_ignored() -> None:
     assert decode(b'{"turn":1,"instances":{"a":[1,2,3]},"more":[]}') == GatewayState(1, {"a": (1, 2, 3)})

@@ -1,4 +1,4 @@
-"""What one gateway has found of an instance, and what the others make of it."""
+"""Verdicts of one gateway on instances, and their effect on other gateways."""
 
 from __future__ import annotations
 
@@ -31,24 +31,26 @@ _TURNS = count(1)
 
 
 class Another:
-    """A gateway of the group."""
+    """Another gateway of the group, which only writes and reads the store."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._verdicts: dict[str, int] = {}
 
-    async def finds(self, *backends: Backend) -> None:
-        """These are of no use."""
+    async def report_unhealthy(self, *backends: Backend) -> None:
+        """Report these instances as unhealthy, and no others."""
         self._verdicts = {backend.key: next(_TURNS) for backend in backends}
         await self._store.exchange(encode(GatewayState(next(_TURNS), verdicts=self._verdicts)))
 
-    async def hears(self) -> GatewayState:
-        """What the gateway under test tells next."""
-        told: dict[int, GatewayState] = {}
-        while len(told) < 3:  # the second may be under way already
+    async def next_state(self) -> GatewayState:
+        """Return the next state that the tested gateway publishes."""
+        states: dict[int, GatewayState] = {}
+        while len(states) < 3:  # the second one may have been written before the call
             messages = await self._store.exchange(encode(GatewayState(next(_TURNS), verdicts=self._verdicts)))
-            told |= {each.turn: each for name, text in messages.items() if name != "another" and (each := decode(text))}
-        return told[max(told)]
+            states |= {
+                each.turn: each for name, text in messages.items() if name != "another" and (each := decode(text))
+            }
+        return states[max(states)]
 
 
 @asynccontextmanager
@@ -64,50 +66,48 @@ def _replicas(port: int) -> dict[str, object]:
 
 
 def _backends(deployment: Deployment) -> list[Backend]:
-    """In the order of the engines."""
+    """Return the backends in the order of the engines."""
     known = {backend.port: backend for backend in deployment.worker.pools.decode.backends()}
     return [known[engine.port] for engine in deployment.decoders]
 
 
 def _state(deployment: Deployment, backend: Backend) -> HealthState:
-    deployment.worker.pools.of(backend.role).eligible()  # a look at what is due
+    deployment.worker.pools.of(backend.role).eligible()  # updates the states that are due
     return deployment.worker.health.of(backend).state
 
 
-async def test_an_instance_that_another_gateway_has_found_wedged_is_tried_once(store_port: int, deploy: Deploy) -> None:
+async def test_instance_found_wedged_by_a_peer_is_tried_once(store_port: int, deploy: Deploy) -> None:
     deployment = await deploy(decoders=2, replicas=_replicas(store_port))
     wedged, well = deployment.decoders
     backend = _backends(deployment)[0]
     wedged.faults.add("refuse_status", status=500, times=None)  # its health checks pass
-    async with _another(_replicas(store_port)) as another:
-        await another.finds(backend)
+    async with _another(_replicas(store_port)) as other:
+        await other.report_unhealthy(backend)
         await until(lambda: _state(deployment, backend) is PROBATION, "a trial")
         for _ in range(8):
             assert (await deployment.ask(request(Api.CHAT))).status == 200
         assert len(generations(wedged)) == 1
         assert len(generations(well)) == 8
         assert _state(deployment, backend) is EJECTED
-        assert backend.key in (await another.hears()).verdicts  # by itself, now
+        assert backend.key in (await other.next_state()).verdicts  # it is now a local verdict
 
 
-async def test_what_another_gateway_says_of_an_instance_that_is_well_costs_a_probe(
-    store_port: int, deploy: Deploy
-) -> None:
+async def test_peer_verdict_on_a_healthy_instance_costs_one_probe(store_port: int, deploy: Deploy) -> None:
     deployment = await deploy(decoders=2, replicas=_replicas(store_port))
     backend = _backends(deployment)[0]
-    async with _another(_replicas(store_port)) as another:
-        await another.finds(backend)
+    async with _another(_replicas(store_port)) as other:
+        await other.report_unhealthy(backend)
         await until(lambda: _state(deployment, backend) is PROBATION, "a trial")
         for _ in range(4):
             assert (await deployment.ask(request(Api.CHAT))).status == 200
         assert _state(deployment, backend) is UP
         assert sum(1 for engine in deployment.decoders if generations(engine)) == 2
-        await another.finds(backend)  # with another number: it has found so once more
+        await other.report_unhealthy(backend)  # a new verdict has another number
         await until(lambda: _state(deployment, backend) is PROBATION, "another trial")
 
 
 class Lent:
-    """An engine that runs for another deployment."""
+    """An engine of another deployment, which this one neither starts nor stops."""
 
     def __init__(self, engine: SimulatedEngine) -> None:
         self._engine = engine
@@ -119,14 +119,12 @@ class Lent:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """It goes on."""
+        """Keep the engine running."""
 
 
 @pytest.mark.fault(104)
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-async def test_an_instance_that_refuses_one_gateway_is_tried_with_care_by_another(
-    store_port: int, deploy: Deploy, role: Role
-) -> None:
+async def test_instance_that_refuses_a_peer_is_put_on_trial(store_port: int, deploy: Deploy, role: Role) -> None:
     here = await deploy(3, 3, replicas=_replicas(store_port))
     lent: list[Any] = [[Lent(engine) for engine in engines] for engines in (here.prefillers, here.decoders)]
     there = await deploy(*lent, replicas=_replicas(store_port))
@@ -149,23 +147,21 @@ async def test_an_instance_that_refuses_one_gateway_is_tried_with_care_by_anothe
     assert 1 <= len(generations(bad)) - before <= 3
 
 
-async def test_a_verdict_of_others_on_all_instances_leaves_those_that_are_needed(
-    store_port: int, deploy: Deploy
-) -> None:
+async def test_peer_verdicts_on_all_instances_leave_the_needed_ones(store_port: int, deploy: Deploy) -> None:
     deployment = await deploy(decoders=2, replicas=_replicas(store_port))
     backends = _backends(deployment)
     for engine in deployment.decoders:
         engine.faults.add("refuse_status", status=500, path="/health", times=None)
-    async with _another(_replicas(store_port)) as another:
-        await another.finds(*backends)
-        await until(lambda: EJECTED in [_state(deployment, backend) for backend in backends], "one is held out")
+    async with _another(_replicas(store_port)) as other:
+        await other.report_unhealthy(*backends)
+        await until(lambda: EJECTED in [_state(deployment, backend) for backend in backends], "an ejection")
         for _ in range(4):
             assert (await deployment.ask(request(Api.CHAT))).status == 200
         assert [_state(deployment, backend) for backend in backends].count(EJECTED) == 1
-        assert not (await another.hears()).verdicts  # what was only heard is not passed on
+        assert not (await other.next_state()).verdicts  # peer verdicts are not published
 
 
-def test_verdicts_of_gateways_count_as_long_as_what_they_tell() -> None:
+def test_peer_verdicts_expire_with_the_messages_of_their_gateway() -> None:
     peers = Peers("me", ttl_seconds=1.0)
     peers.take_messages(
         {"one": encode(GatewayState(1, verdicts={"a": 7})), "two": encode(GatewayState(1, verdicts={"a": 3, "b": 4}))},
@@ -177,18 +173,18 @@ def test_verdicts_of_gateways_count_as_long_as_what_they_tell() -> None:
     assert peers.verdicts(102.0) == set()
 
 
-def test_a_verdict_is_understood_however_long_a_host_is_up() -> None:
-    number = round(10_000_000 * 1e9)  # of the seconds of 115 days
-    told = decode(encode(GatewayState(number, {}, verdicts={"a": number})))
-    assert told is not None
-    assert told.verdicts == {"a": number}
+def test_peer_verdict_is_read_with_any_host_uptime() -> None:
+    number = round(10_000_000 * 1e9)  # nanoseconds of 115 days
+    state = decode(encode(GatewayState(number, {}, verdicts={"a": number})))
+    assert state is not None
+    assert state.verdicts == {"a": number}
     news = decode_news(encode_news(News("one", number, verdicts={"a": number})))
     assert news is not None
     assert news.verdicts == {"a": number}
 
 
 @pytest.mark.parametrize("state", [HealthState.DOWN, HealthState.EJECTED])
-def test_what_was_only_heard_is_no_finding_of_a_workers_own(state: HealthState) -> None:
+def test_peer_verdict_is_not_published_as_a_local_one(state: HealthState) -> None:
     board, backend = HealthBoard(workers=2, slots=4), Backend(Role.DECODE, "d", 1, slot=2)
     board.set_state(0, backend, state, is_from_peer=True)
     assert (board.is_found_unhealthy(backend), board.states(backend)) == (False, [state, HealthState.UNKNOWN])
