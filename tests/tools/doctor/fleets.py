@@ -1,4 +1,4 @@
-"""Fleets of simulated engines that the doctor is sent to, most with one mistake in them."""
+"""Fleets of simulated engines for the doctor, most of them with one mistake."""
 
 from __future__ import annotations
 
@@ -26,44 +26,46 @@ _QUICK = {"connect_seconds": 1.0, "prefill_seconds": 5.0, "handoff_seconds": 5.0
 
 @dataclass(frozen=True)
 class Mistake:
-    """`prefillers` and `decoders`: options of each engine, and `faults` of it. `check`, `severity` and `subject`, which
-    is `P0`, `D1`, `P0 → D0` or `gateway`, are those of the finding that names it.
-    """
+    """A fleet with one mistake, and the finding that the doctor must report."""
 
     name: str
     check: str
+    """Check of the finding."""
     subject: str
+    """Subject of the finding: `P0`, `D1`, `P0 → D0` or `gateway`."""
     severity: Severity = Severity.FAILURE
+    """Severity of the finding."""
     prefillers: Sequence[Options] = ({},)
+    """Options of each prefiller, with its `faults`."""
     decoders: Sequence[Options] = ({},)
     engine: Options = field(default_factory=dict)
     connector: str = "vllm_pull"
     settings: Mapping[str, Any] = field(default_factory=dict)
     canary_seconds: float = 5.0
     places: Callable[[list[SimulatedEngine], list[SimulatedEngine]], Mapping[str, Any]] | None = None
-    """Settings that depend on where the engines are."""
+    """Returns settings that depend on the addresses of the engines."""
 
 
 @dataclass
 class Examined:
-    """What the doctor has found, and what the engines are called in it."""
+    """The findings of the doctor, and short names of the engines."""
 
     findings: list[Finding]
     names: Mapping[str, str]
-    """`P0` and so on, by the names of instances."""
+    """Short names, such as `P0`, by the names of instances."""
 
     def subjects(self, least: Severity) -> set[tuple[str, str]]:
-        """What was found of whom, if it is as bad as that."""
+        """Return subject and check of each finding with at least this severity."""
         return {(self.short(f.subject), f.check) for f in self.findings if f.severity >= least}
 
     def short(self, subject: str) -> str:
-        """A finding's subject, in the words of a Mistake."""
+        """Return a finding's subject with the short names of a Mistake."""
         words = subject.removeprefix("prefill ").removeprefix("decode ")
         return " → ".join(self.names.get(word, word) for word in words.split(" → "))
 
 
 async def examined(mistake: Mistake, store: Callable[[], Path]) -> Examined:
-    """What the doctor finds."""
+    """Run a fleet with a mistake, and let the doctor examine it."""
     async with AsyncExitStack() as stack:
         options = {**engine_options(mistake.connector, store), **mistake.engine}
         both: dict[str, list[SimulatedEngine]] = {"prefill": [], "decode": []}
@@ -97,7 +99,7 @@ async def examined(mistake: Mistake, store: Callable[[], Path]) -> Examined:
 async def examine(
     settings: Settings, *, progress: Callable[[str, int, int], None] = lambda *_: None, **options: Any
 ) -> list[Finding]:
-    """What the doctor finds of instances that are there already."""
+    """Let the doctor examine instances that run already."""
     given = {"canary_seconds": 5.0, "canary_tokens": 256, "idle_seconds": 0.05, **options}
     return await Examination(Loaded(settings, {}), ExaminationOptions(**given), progress=progress).run()
 
@@ -107,7 +109,7 @@ def _endpoint(engine: SimulatedEngine) -> str:
 
 
 def web_server(**headers: str) -> web.Application:
-    """Some server that answers every path alike."""
+    """Return a web server that gives the same answer for every path."""
 
     async def answer(request: web.Request) -> web.Response:
         return web.Response(text="<h1>It works</h1>", content_type="text/html", headers=headers)

@@ -1,4 +1,4 @@
-"""Engines beside each other, as they tell of themselves."""
+"""Checks that compare engines with each other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def engine(host: str, port: int, dp_size: int) -> Examined:
 
 
 @pytest.mark.parametrize(("dp_size", "found"), [(1, ["duplicate"]), (4, [])])
-def test_only_the_ranks_of_one_engine_may_share_its_id(dp_size: int, found: list[str]) -> None:
+def test_only_ranks_of_one_engine_may_share_its_id(dp_size: int, found: list[str]) -> None:
     engines = [engine("10.0.0.1", 7100, dp_size), engine("10.0.0.1", 7101, dp_size)]
     fleet = Fleet(settings=Settings(), keys=EngineKeys(None), engines=engines)
     assert [finding.check for finding in check_different_places(fleet)] == found

@@ -45,33 +45,33 @@ def taken_port() -> Iterator[int]:
         yield sock.getsockname()[1]
 
 
-def test_a_configuration_in_order_is_said_to_be_so() -> None:
+def test_valid_configuration_is_reported() -> None:
     (found,) = check()
     assert found.severity is Severity.OK
 
 
 @pytest.mark.parametrize("name", ["PROXY_LISTEN_PORT", "PROXY_CONECTOR", "PROXY_WORKER"])
-def test_a_variable_that_is_almost_an_option_is_named(name: str) -> None:
+def test_misspelt_environment_variable_is_reported(name: str) -> None:
     found = check(environ={name: "1"})
     assert bad(found) == [("environment", Severity.WARNING)]
     assert name in found[0].words
 
 
-def test_everybody_is_served_where_no_key_is_asked_for() -> None:
+def test_missing_client_keys_are_reported() -> None:
     assert ("keys", Severity.WARNING) in bad(check("--host", "0.0.0.0"))
 
 
-def test_a_port_that_another_program_has_is_named(taken_port: int) -> None:
+def test_port_of_another_program_is_reported(taken_port: int) -> None:
     assert bad(check("--port", str(taken_port))) == [("port", Severity.FAILURE)]
 
 
-def test_a_gateway_that_runs_is_no_mistake(taken_port: int) -> None:
+def test_running_gateway_is_no_problem(taken_port: int) -> None:
     found = check("--port", str(taken_port), is_gateway=True)
     assert bad(found) == []
     assert "port" in {finding.check for finding in found}
 
 
-def test_limits_that_a_running_gateway_has_learned_are_named(taken_port: int) -> None:
+def test_learned_limits_of_a_running_gateway_are_reported(taken_port: int) -> None:
     loaded = load([*ENGINES, "--port", str(taken_port)], {})
     host = Host(
         loaded=loaded,
@@ -102,24 +102,22 @@ def test_learned_limits_are_read_from_the_metrics_of_a_gateway(page: bytes) -> N
     assert _learned_limits("127.0.0.1", server.server_port) == {}, "nobody answers"
 
 
-def test_an_address_of_another_host_is_named() -> None:
+def test_address_of_another_host_is_reported() -> None:
     found = check("--host", "192.0.2.1", "--port", "1999")
     assert ("port", Severity.FAILURE) in bad(found)
 
 
-def test_too_few_file_descriptors_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_file_descriptors_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 256))
     assert bad(check()) == [("fds", Severity.WARNING)]
 
 
-def test_more_workers_than_cores_are_named() -> None:
+def test_more_workers_than_cores_are_reported() -> None:
     assert bad(check("--workers", "4", cores=2)) == [("workers", Severity.WARNING)]
 
 
 @pytest.mark.parametrize(("mode", "expected"), [(0o644, [("keys", Severity.WARNING)]), (0o600, [])])
-def test_a_key_file_that_everybody_can_read_is_named(
-    tmp_path: Path, mode: int, expected: list[tuple[str, Severity]]
-) -> None:
+def test_world_readable_key_file_is_reported(tmp_path: Path, mode: int, expected: list[tuple[str, Severity]]) -> None:
     path = tmp_path / "admin-key"
     path.write_text("sk-admin")
     path.chmod(mode)
@@ -128,6 +126,6 @@ def test_a_key_file_that_everybody_can_read_is_named(
     assert not any("sk-admin" in finding.words + finding.hint for finding in found)
 
 
-def test_one_key_for_engines_and_administrators_is_named() -> None:
+def test_equal_engine_and_admin_keys_are_reported() -> None:
     keys = {"PROXY_AUTH__ADMIN_KEY": "sk-the-same", "OPENAI_API_KEY": "sk-the-same"}
     assert bad(check(environ=keys)) == [("keys", Severity.WARNING)]

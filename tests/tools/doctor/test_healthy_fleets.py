@@ -1,4 +1,4 @@
-"""A fleet that is well: nothing is found, whatever its connector, and nothing is left of the examination."""
+"""Healthy fleets: the doctor reports no problem, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TWO: tuple[dict[str, Any], ...] = ({}, {})
 
 @pytest.mark.parametrize("dev_mode", [False, True])
 @pytest.mark.parametrize("connector", [*CONNECTORS, "auto"])
-async def test_there_is_no_false_alarm(
+async def test_healthy_fleet_has_no_findings(
     connector: str, dev_mode: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     fleet = Mistake(
@@ -41,7 +41,7 @@ async def test_there_is_no_false_alarm(
     assert fetched == (set() if connector == "plain" else {f"P{p} → D{d}" for p in range(2) for d in range(2)})
 
 
-async def test_two_models_are_two_fleets() -> None:
+async def test_instances_of_two_models_are_examined_separately() -> None:
     a, b = {"model": "a"}, {"model": "b", "max_model_len": 4096, "profile_name": "v0.33"}
     found = await examined(Mistake("none", "", "", prefillers=(a, b), decoders=(a, b, b)), Path)
     assert found.subjects(Severity.WARNING) == set()
@@ -50,22 +50,22 @@ async def test_two_models_are_two_fleets() -> None:
 
 
 @pytest.mark.parametrize("profile", ["v0.18", "v0.23", "v0.27", "v0.30", "v0.33"])
-async def test_no_version_is_an_alarm(profile: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_no_engine_version_causes_a_warning(profile: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     fleet = Mistake("none", "", "", engine={"profile_name": profile}, decoders=TWO)
     found = await examined(fleet, cache(lambda: tmp_path_factory.mktemp("store")))
     assert found.subjects(Severity.WARNING) == set()
 
 
-async def test_every_pair_gets_one_canary_and_every_decoder_one_alone() -> None:
+async def test_each_pair_and_each_decoder_alone_gets_one_canary() -> None:
     async with (
         SimulatedEngine(role="prefill", api_key="sk-of-the-engines") as one,
         SimulatedEngine(role="prefill", api_key="sk-of-the-engines") as two,
         SimulatedEngine(role="decode", api_key="sk-of-the-engines") as decoder,
     ):
-        heard: list[tuple[str, int, int]] = []
+        progress: list[tuple[str, int, int]] = []
         settings = _settings([one, two], [decoder])
-        found = await examine(settings, progress=lambda *what: heard.append(what))
-        assert heard == [
+        found = await examine(settings, progress=lambda *step: progress.append(step))
+        assert progress == [
             *(("instances asked", done, 3) for done in (1, 2, 3)),
             *(("canaries", done, 3) for done in (1, 2, 3)),
         ]
@@ -73,14 +73,14 @@ async def test_every_pair_gets_one_canary_and_every_decoder_one_alone() -> None:
         assert not one.pins
         assert not two.pins
         prompts = [seen.body["prompt"] for seen in generations(decoder)]
-    told = as_json(found).decode() + as_table(found, 100, coloured=False)
+    report = as_json(found).decode() + as_table(found, 100, coloured=False)
     first, second, *_ = prompts[0].split()
-    assert f"{first} {second}" not in told
-    assert "sk-of-the-engines" not in told
+    assert f"{first} {second}" not in report
+    assert "sk-of-the-engines" not in report
     assert len(set(prompts)) == 1
 
 
-async def test_without_canaries_nothing_is_generated() -> None:
+async def test_engines_generate_nothing_without_canaries() -> None:
     async with SimulatedEngine(role="prefill") as prefiller, SimulatedEngine(role="decode") as decoder:
         found = await examine(_settings([prefiller], [decoder]), canaries_per_pair=0)
         assert not generations(prefiller, decoder)

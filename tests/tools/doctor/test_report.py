@@ -1,4 +1,4 @@
-"""What people and programs get of the findings."""
+"""The report as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import orjson
 from proxy.tools.doctor.findings import Finding, Severity, exit_code
 from proxy.tools.doctor.report import as_json, as_table
 
-WELL = Finding(Severity.OK, "engine", "decode 10.0.0.3:7100", "vLLM 0.30.0")
+OK = Finding(Severity.OK, "engine", "decode 10.0.0.3:7100", "vLLM 0.30.0")
 NOTE = Finding(Severity.NOTE, "port", "gateway", "a gateway listens there")
 WARNING = Finding(
     Severity.WARNING, "clock", "decode 10.0.0.3:7100", "its clock is 90 s ahead of this host's", "run NTP"
@@ -15,23 +15,23 @@ WARNING = Finding(
 FAILURE = Finding(Severity.FAILURE, "connect", "prefill 10.0.0.1:7100", "cannot connect (timed out)", "is it up?")
 
 
-def test_the_exit_code_is_that_of_the_worst() -> None:
-    assert [exit_code(found) for found in ([], [WELL, NOTE], [WELL, WARNING], [FAILURE, WARNING])] == [0, 0, 1, 2]
+def test_exit_code_is_the_worst_severity() -> None:
+    assert [exit_code(found) for found in ([], [OK, NOTE], [OK, WARNING], [FAILURE, WARNING])] == [0, 0, 1, 2]
 
 
-def test_the_table_ends_with_the_worst_and_has_its_hint() -> None:
-    table = as_table([FAILURE, WELL, WARNING, NOTE], 80, coloured=False).splitlines()
+def test_table_ends_with_the_worst_finding_and_its_hint() -> None:
+    table = as_table([FAILURE, OK, WARNING, NOTE], 80, coloured=False).splitlines()
     assert [line[0] for line in table if line.strip() and line[0] != " "] == ["✓", "·", "!", "✗", "1"]
     assert table[-3].strip() == "→ is it up?"
     assert table[-1] == "1 failure and 1 warning"
 
 
-def test_the_table_is_as_wide_as_it_may_be() -> None:
+def test_table_keeps_to_the_given_width() -> None:
     long = Finding(Severity.FAILURE, "connect", "prefill 10.0.0.1:7100", "many words " * 20, "more words " * 20)
     assert max(map(len, as_table([long], 90, coloured=False).splitlines())) <= 90
 
 
-def test_many_pairs_that_are_well_take_one_line() -> None:
+def test_many_pairs_without_problems_take_one_line() -> None:
     pairs = [Finding(Severity.OK, "kv", f"P{number} → D0", "KV was fetched") for number in range(256)]
     table = as_table(pairs, 80, coloured=False)
     assert "256 pairs" in table
@@ -39,20 +39,20 @@ def test_many_pairs_that_are_well_take_one_line() -> None:
     assert len(table.splitlines()) == 3
 
 
-def test_what_an_engine_says_moves_no_cursor() -> None:
+def test_control_characters_of_engines_are_replaced() -> None:
     finding = Finding(Severity.OK, "engine", "decode 10.0.0.3:7100", "vLLM, \x1b[2Jmodel\r\n")
     assert "\x1b" not in as_table([finding], 80, coloured=False)
 
 
-def test_only_a_terminal_gets_colours() -> None:
+def test_table_is_coloured_only_for_a_terminal() -> None:
     assert "\x1b" in as_table([FAILURE], 80, coloured=True)
     assert "\x1b" not in as_table([FAILURE], 80, coloured=False)
 
 
-def test_json_has_every_finding() -> None:
-    told = orjson.loads(as_json([WELL, FAILURE]))
-    assert told["exit_code"] == 2
-    assert told["findings"][1] == {
+def test_json_contains_every_finding() -> None:
+    report = orjson.loads(as_json([OK, FAILURE]))
+    assert report["exit_code"] == 2
+    assert report["findings"][1] == {
         "severity": "failure",
         "check": "connect",
         "subject": "prefill 10.0.0.1:7100",

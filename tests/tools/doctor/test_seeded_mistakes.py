@@ -1,4 +1,4 @@
-"""Mistakes that operators make, each in a fleet that is well otherwise: the doctor names every one of them."""
+"""Mistakes of operators, each in an otherwise healthy fleet: the doctor reports each of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fault(action: str, path: str = "/v1/completions", **more: Any) -> dict[str, 
 
 
 def _at(role: str, *addresses: str) -> Any:
-    """Other instances of a role than there are engines."""
+    """Configure these addresses for a role, instead of the engines."""
     return lambda prefillers, decoders: {role: list(addresses)}
 
 
@@ -77,7 +77,7 @@ MISTAKES = [
     ),
     Mistake("a prefiller without KV connector", "connector", "P0", prefillers=[{"protocol": "none", "dev_mode": True}]),
     Mistake(
-        "another KV connector than is served",
+        "an unsupported KV connector",
         "connector",
         "D0",
         decoders=[{"protocol": "layerwise", "dev_mode": True}],
@@ -100,10 +100,14 @@ MISTAKES = [
     Mistake("connections are closed at once", "keep-alive", "P0", WARNING, prefillers=[{"keep_alive_seconds": 0.01}]),
     Mistake("no metrics", "metrics", "D0", WARNING, decoders=[fault("refuse_status", "/metrics", status=404)]),
     Mistake(
-        "the version is not told", "version", "D0", WARNING, decoders=[fault("refuse_status", "/version", status=404)]
+        "the version is not reported",
+        "version",
+        "D0",
+        WARNING,
+        decoders=[fault("refuse_status", "/version", status=404)],
     ),
     Mistake(
-        "more at a time than the engine takes",
+        "a limit above that of the engine",
         "limit",
         "D0",
         WARNING,
@@ -111,7 +115,7 @@ MISTAKES = [
         settings={"admission": {"max_running_decode": 64}},
     ),
     Mistake(
-        "KV is believed to be kept longer than it is",
+        "kv.pin_seconds is longer than the lease",
         "lease",
         "P0",
         engine={"connector_name": "nixl", "dev_mode": True},
@@ -119,7 +123,7 @@ MISTAKES = [
         settings={"kv": {"pin_seconds": 480}},
     ),
     Mistake(
-        "KV is kept for a shorter time than by default",
+        "the lease is shorter than the default",
         "lease",
         "P0",
         WARNING,
@@ -152,7 +156,7 @@ MISTAKES = [
         places=_by_two_addresses,
     ),
     Mistake(
-        "an alias for a model that nobody serves",
+        "an alias for a model that no engine serves",
         "alias",
         "gateway",
         settings={"models": {"aliases": ["claude-*=kimi"]}},
@@ -168,7 +172,7 @@ MISTAKES = [
         decoders=[{}, {}],
     ),
     Mistake(
-        "a KV connector that nobody was given",
+        "engines without a KV connector",
         "kv_not_fetched",
         "all pairs",
         prefillers=[{}, {}],
@@ -206,7 +210,7 @@ MISTAKES = [
         settings={"timeouts": {"handoff_seconds": 0.5}},
     ),
     Mistake(
-        "a decoder that fetches nothing and tells nothing",
+        "a decoder that recomputes, without counters",
         "kv_not_fetched",
         "D0",
         WARNING,
@@ -234,7 +238,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
-async def test_a_mistake_is_named(mistake: Mistake, tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_doctor_reports_the_mistake(mistake: Mistake, tmp_path_factory: pytest.TempPathFactory) -> None:
     found = await examined(mistake, cache(lambda: tmp_path_factory.mktemp("store")))
     named = [f for f in found.findings if (found.short(f.subject), f.check) == (mistake.subject, mistake.check)]
     assert [f.severity for f in named] == [mistake.severity], found.findings
@@ -246,7 +250,7 @@ def test_every_check_is_in_operating() -> None:
     assert [mistake.check for mistake in MISTAKES if f"`{mistake.check}`" not in doctor] == []
 
 
-async def test_a_decoder_without_a_way_to_one_prefiller_is_named_with_it() -> None:
+async def test_pair_without_a_connection_is_reported() -> None:
     async with SimulatedEngine(role="prefill") as far, SimulatedEngine(role="prefill") as near:
         options: dict[str, Any] = {"kv_load_failure_policy": "recompute", "unreachable_ports": frozenset({far.port})}
         async with SimulatedEngine(role="decode", **options) as cut_off, SimulatedEngine(role="decode") as other:
@@ -258,7 +262,7 @@ async def test_a_decoder_without_a_way_to_one_prefiller_is_named_with_it() -> No
 
 
 @pytest.mark.parametrize(("headers", "check"), [({}, "models"), ({"Server": SERVER}, "gateway")])
-async def test_a_port_of_another_program_is_named(headers: dict[str, str], check: str) -> None:
+async def test_web_server_instead_of_an_engine_is_reported(headers: dict[str, str], check: str) -> None:
     server = TestServer(web_server(**headers))
     async with server, SimulatedEngine(role="prefill") as prefiller, SimulatedEngine(role="decode") as decoder:
         settings = _between([prefiller], [decoder], f"127.0.0.1:{server.port}")
@@ -267,7 +271,7 @@ async def test_a_port_of_another_program_is_named(headers: dict[str, str], check
         assert bad == {(check, f"decode 127.0.0.1:{server.port}")}
 
 
-async def test_a_name_of_which_one_address_is_dead_is_named() -> None:
+async def test_dead_address_of_a_host_name_is_reported() -> None:
     async with SimulatedEngine(role="decode") as decoder:
         settings = _between([], [decoder], connector="plain")
         backend = Backend(Role.DECODE, "decoders.internal", decoder.port)
