@@ -1,4 +1,4 @@
-"""Decision whether a decoder computes a prompt without a prefiller, because that is faster than a prefill and a handoff.
+"""Decision that a decoder computes a prompt, because that is faster than a prefiller and a handoff.
 
 That holds for short prompts, and for long prompts that are mostly in the decoder's cache. After an answer the cache
 holds the prompt and the answer, so only the tool's result is new in the next turn of an agent. The prefill time of

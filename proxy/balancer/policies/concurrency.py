@@ -1,17 +1,16 @@
-"""How many prompts a prefiller computes side by side: it tells, and answers show whether that is how it works.
+"""Number of prompts that a prefiller computes side by side, as reported by it and tested by its answers.
 
 Most engines compute prompts one after the other, or several in one step that takes the sum of their times. Others are
-several engines behind one address (data-parallel ranks), which may tell how many, and of which some are idle while
-others have several prompts, as most of those who share out prompts do not know what they take. To hold prompts back is
-right only where it is known when a prefiller is free. So one gets all at once, as if its load were counted in tokens,
-until its answers show that it computes in order, one after the other, and as soon as those of several ranks do not
-come as fast as if each prompt had one for itself.
+several engines behind one address (data-parallel ranks), and may report their number. Some ranks are idle while others
+have several prompts, because prompts are usually distributed without regard to their cost. pdproxy may hold prompts
+back only if it can predict when a prefiller is free. So a prefiller gets all prompts at once until its answers show
+that it computes them in order. With several ranks, answers must come as fast as if each prompt had its own rank.
 
-What that is measured by needs no costs to be known: if it is so, then there are some that explain the answers.
+This test needs no known costs: the order is confirmed if some costs explain the answers.
 
-That prompts are held back is a learned restriction, so it must prove itself: a prefiller must compute as much with the
-prompts that it may have as with more. Now and then it gets more, to find out. If it computes less with those that it
-may have, nothing is held back for an hour.
+Holding prompts back is a learned restriction, so it must prove itself: throughput with the limit must be as high as
+without. From time to time a prefiller gets more prompts as a test. If its throughput with the limit is lower, nothing
+is held back for an hour.
 """
 
 from __future__ import annotations
@@ -28,74 +27,76 @@ if TYPE_CHECKING:
 
     from proxy.balancer.policies.prefill_cost import PrefillSample
 
-_MOST_LANES: Final = 64
-# So many answers to prompts that had company are enough for a first look, then so many more, and twice as many each
-# time that they do not settle it; the last ones count.
-_ENOUGH: Final = 12
-_MORE: Final = 8
+_MAX_LANES: Final = 64
+# Number of answers to queued prompts before the first test.
+_FIRST_TEST: Final = 12
+# Number of further answers before the second test. It doubles after each test without a result.
+_NEXT_TEST: Final = 8
+# Number of last answers that a test uses.
 _LAST: Final = 32
-# What was found is believed for so many answers: twice as many each time that it is found again.
-_BELIEVED_IN_TURN: Final = 32
-_BELIEVED: Final = 32
-_BELIEVED_AT_MOST: Final = 1024
-# One after the other it explains answers better than side by side by such a factor, and is off by so much at most.
-_BETTER: Final = 0.4
-_OFF: Final = 0.25
-# Who computes in turn answers in turn: nobody is believed to do so of whose last answers so many overtake another one,
-# or not to do so if fewer do. Where none of so many does it is enough if lengths differ, by such a part of their mean:
-# of engines that compute prompts in chunks, several in a step, what each step takes is not known so well.
-_IN_ORDER: Final = 16
+# Number of answers for which a result is valid, for one lane and for several. It doubles with each equal result.
+_VALID_SERIAL: Final = 32
+_VALID: Final = 32
+_MAX_VALID: Final = 1024
+# The error of the serial model must be below this multiple of the side-by-side model's error.
+_SERIAL_FIT_RATIO: Final = 0.4
+# Maximum error of the serial model.
+_MAX_SERIAL_ERROR: Final = 0.25
+# With at least this number of overtaking answers, prompts are not computed in order. With fewer, they may be.
 _OVERTAKING: Final = 3
-_UNLIKE: Final = 0.25
-# Side by side on so many ranks it is off by so much at most.
-_OFF_ON_RANKS: Final = 0.1
-# Answers come from one step if such a part of the time since their prompts were sent is between them at most, and no
-# more than so many seconds.
-_AT_ONCE: Final = 0.02
-_AT_ONCE_SECONDS: Final = 0.01
+# If none of this number of answers overtakes another, the order is confirmed without a fit of costs. Costs of engines
+# that compute chunks of several prompts in a step are not predicted well.
+_IN_ORDER: Final = 16
+# That requires that lengths differ from their mean by more than this share, on average.
+_MIN_LENGTH_SPREAD: Final = 0.25
+# Maximum error of the side-by-side model for several ranks.
+_MAX_RANKS_ERROR: Final = 0.1
+# Answers belong to one step if they are at most this share of their prompts' time apart, and at most these seconds.
+_STEP_SHARE: Final = 0.02
+_STEP_SECONDS: Final = 0.01
 
-# Sooner answers tell nothing: nobody would be held back for so long.
-_LEAST_SECONDS: Final = 0.05
+# Faster answers are not used: no prompt would be held back for so short a time.
+_MIN_SECONDS: Final = 0.05
 
-# Of answers with the prompts that a prefiller may have, and with more, the last groups of so many for each lane; and
-# how many groups are enough.
+# Number of answers in a group, for each lane.
 _GROUP: Final = 3
+# Number of last groups that are kept, with the limit and beyond it, and the minimum for a comparison.
 _GROUPS: Final = 20
 _ENOUGH_GROUPS: Final = 6
-# The next prompts are sent a little before those before them have ended: so many times what it computes at a time.
+# Prompts in flight up to this multiple of the capacity are within the limit, because the next ones are sent early.
 _AHEAD: Final = 2
-# Throughput with more prompts is higher if the logarithm of the ratio is more than this, and this number of deviations.
+# Throughput beyond the limit is higher if the logarithm of the ratio exceeds this value ...
 _HIGHER: Final = 0.03
+# ... by more than this number of standard deviations.
 _SURE: Final = 2.0
-# What was found is not believed any more after this number of answers that taught nothing since then, because the event
-# loop was late, if they are more than the others.
-_MOST_LATE: Final = 64
+# A result is dropped after this number of late answers since then, if they outnumber the timely ones.
+_MAX_LATE: Final = 64
 DOUBT_SECONDS: Final = 3600.0
-"""Nothing is held back for this time after a prefiller has computed more with more prompts."""
+"""Time for which nothing is held back after throughput was higher with more prompts."""
 
 
 class _Throughput:
-    """What a prefiller computed with some numbers of prompts under way: the last groups of answers, one after another.
+    """Throughput of a prefiller, from the last groups of consecutive answers.
 
-    Answers that come at once are in one group: of prompts that are computed together only the first takes time.
+    Answers of one step are in one group, because only the first of them takes time.
     """
 
     __slots__ = ("_group", "_groups")
 
     def __init__(self) -> None:
         self._groups: deque[tuple[float, float, float, float]] = deque(maxlen=_GROUPS)
-        """Answers, uncached tokens, what their attention grows with, and seconds."""
+        """Groups: number of answers, uncached tokens, attention factors, and seconds."""
         self._group = (0.0, 0.0, 0.0, 0.0)
 
     @property
     def is_known(self) -> bool:
-        """Whether there are enough groups."""
+        """Whether there are enough groups for a comparison."""
         return len(self._groups) >= _ENOUGH_GROUPS
 
     def add(self, sample: PrefillSample, size: int) -> bool:
-        """Add an answer to a group of this size, or to the next one. Return whether a group has become complete."""
+        """Add an answer to the current group of this size, or begin the next. Return whether a group is complete."""
         count, uncached, attention, seconds = self._group
-        is_complete = count >= size and not _is_at_once(sample)
+        is_complete = count >= size and not _is_same_step(sample)
         if is_complete:
             self._groups.append(self._group)
             count = uncached = attention = seconds = 0.0
@@ -103,7 +104,7 @@ class _Throughput:
         return is_complete
 
     def rate(self, shape: Sequence[float]) -> tuple[float, float]:
-        """Return the predicted seconds of work that are done in a second, and the variance of the logarithm of that."""
+        """Return the predicted seconds of work per second, and the variance of its logarithm."""
         first, token, attention = shape
         works = [first * count + token * tokens + attention * each for count, tokens, each, _ in self._groups]
         seconds = [each for *_, each in self._groups]
@@ -114,50 +115,54 @@ class _Throughput:
 
 
 class Concurrency:
-    """Of one prefiller."""
+    """Learned concurrency of one prefiller."""
 
     __slots__ = (
         *("lanes", "ranks", "is_orderly", "doubted_until"),
-        *("_answers", "_belief", "_believed", "_more", "_overtaking", "_steps", "_unseen"),
+        *("_answers", "_valid_for", "_valid_left", "_next_test", "_overtaking", "_steps", "_until_test"),
         *("_at", "_beyond", "_late", "_timely", "_tried"),
     )
 
     def __init__(self, ranks: int | None = None) -> None:
-        """`ranks`: see EngineFacts. One, or None, says little: there may be a load balancer in front of several."""
+        """Create it without learned values.
+
+        `ranks`: see EngineFacts. There may be several engines even if it is 1 or None, behind a load balancer.
+        """
         self.ranks = ranks
-        self.lanes = min(ranks or 1, _MOST_LANES)
-        """Prompts that it computes side by side, if it works as is thought."""
+        self.lanes = min(ranks or 1, _MAX_LANES)
+        """Assumed number of prompts that it computes side by side."""
         self.is_orderly: bool | None = None
-        """It works so by what was seen: when it is free can be predicted. None: it is not known yet."""
-        self._belief = self._believed = 0
-        # Of the last answers: tokens, what their attention grows with, and seconds since the answer before or since
-        # the prompt was sent.
+        """Whether answers confirm this number, so that its next free time can be predicted. None: unknown yet."""
+        self._valid_for = self._valid_left = 0
+        # The last answers: tokens, attention factor, and seconds since the previous answer (of steps) or since the
+        # prompt was sent.
         self._steps: deque[tuple[float, float, float]] = deque(maxlen=_LAST)
         self._answers: deque[tuple[float, float, float]] = deque(maxlen=_LAST)
-        self._overtaking: deque[float] = deque(maxlen=_LAST)  # see PrefillSample.overtook, of those that had company
-        self._unseen, self._more = _ENOUGH, _MORE
-        self._at, self._beyond = _Throughput(), _Throughput()  # with as many prompts as it may have, and with more
-        self._tried = 0  # groups of the latter since something was believed
+        self._overtaking: deque[float] = deque(maxlen=_LAST)  # PrefillSample.overtook of queued prompts
+        self._until_test, self._next_test = _FIRST_TEST, _NEXT_TEST
+        self._at, self._beyond = _Throughput(), _Throughput()  # within the limit, and beyond it
+        self._tried = 0  # groups beyond the limit since the last result
         self.doubted_until = -inf
-        """Until this time of the clock nothing is held back, since it computed more with more prompts."""
-        self._late = self._timely = 0  # answers since something was believed
+        """Nothing is held back before this time, because throughput was higher with more prompts."""
+        self._late = self._timely = 0  # answers since the last result
 
     @property
     def is_serial(self) -> bool:
-        """It is known to compute one after the other."""
+        """Whether it is known to compute prompts one after the other."""
         return self.lanes == 1 and self.is_orderly is True
 
     @property
     def wanted(self) -> float:
-        """Prompts that it may have under way: all where it is not known how it works. To find out whether one that has
-        computed one after the other still does takes more than one.
+        """Number of prompts that it should have in flight. It is infinite while the order is unknown.
+
+        It is larger than the number of lanes while a result is tested again.
         """
         if not self.is_orderly:
             return inf
-        return self.lanes if self._believed or (self.lanes > 1 and self._tried >= _ENOUGH_GROUPS) else 3 * self.lanes
+        return self.lanes if self._valid_left or (self.lanes > 1 and self._tried >= _ENOUGH_GROUPS) else 3 * self.lanes
 
     def forget_limit(self) -> None:
-        """Note that it may have another number of prompts from now on."""
+        """Forget the throughput within the limit, because the limit has changed."""
         self._at = _Throughput()
 
     def learn(self, sample: PrefillSample, shape: Sequence[float] = (), now: float = 0.0) -> None:
@@ -165,59 +170,59 @@ class Concurrency:
 
         Args:
             sample: The prompt.
-            shape: What prompts take by prediction, as in `PrefillCost.shape`; empty: throughput is not compared.
-            now: When the prompt had been computed, on the clock.
+            shape: Coefficients of `PrefillCost.shape`. Empty: throughput is not compared.
+            now: Time at which the prompt had been computed.
         """
         self._timely += 1
         if shape:
             self._compare(sample, shape, now)
-        if self._believed:
-            self._believed -= 1
+        if self._valid_left:
+            self._valid_left -= 1
             return
-        if sample.whole < _LEAST_SECONDS:
+        if sample.whole < _MIN_SECONDS:
             return
         if self.lanes > 1 and sample.ahead >= self.lanes:
             return
         uncached, attention = sample.uncached, sample.attention
-        if self._steps and _is_at_once(sample):
+        if self._steps and _is_same_step(sample):
             tokens, attentions, seconds = self._steps.pop()
             self._steps.append((tokens + uncached, attentions + attention, seconds + sample.seconds))
             if self._overtaking:
-                self._overtaking[-1] = 0.0  # in which order the answers of one step come says nothing
+                self._overtaking[-1] = 0.0  # the order of answers within a step has no meaning
         else:
             self._steps.append((uncached, attention, sample.seconds))
         self._answers.append((uncached, attention, sample.whole))
         if sample.ahead:
             self._overtaking.append(sample.overtook)
-            self._unseen -= 1
-            if not self._unseen:
-                self._look()
+            self._until_test -= 1
+            if not self._until_test:
+                self._test()
 
-    def miss(self) -> None:
-        """Note an answer that teaches nothing, as the event loop was late. What cannot prove itself is not believed."""
+    def note_late(self) -> None:
+        """Note a late answer, which teaches nothing. A result that cannot be tested again is dropped."""
         self._late += 1
-        if self._late > max(_MOST_LATE, self._timely):
-            self._believe(False)
+        if self._late > max(_MAX_LATE, self._timely):
+            self._set_result(False)
             self.is_orderly = None
-            self._believed = self._belief = 0
+            self._valid_left = self._valid_for = 0
 
     def _compare(self, sample: PrefillSample, shape: Sequence[float], now: float) -> None:
-        """Compare what it computes with the prompts that it may have with what it computes with more."""
+        """Compare the throughput within the limit with the throughput beyond it."""
         if sample.fill > _AHEAD:
             self._tried += self._beyond.add(sample, _GROUP * self.lanes)
         elif sample.fill >= 1:
             self._at.add(sample, _GROUP * self.lanes)
         if now >= self.doubted_until and self.is_orderly and self._is_lower(shape):
             self.doubted_until = now + DOUBT_SECONDS
-            self._believe(False)
+            self._set_result(False)
         elif now >= self.doubted_until > -inf:
             self.doubted_until = -inf
             self._at, self._beyond = _Throughput(), _Throughput()
 
     def _is_lower(self, shape: Sequence[float]) -> bool:
-        """Return whether it surely computes less with the prompts that it may have than with more.
+        """Return whether throughput within the limit is significantly lower than beyond it.
 
-        With these, several lanes do as many seconds of work in a second, as long as nothing else is known.
+        Without groups within the limit, several lanes are assumed to do one second of work per second each.
         """
         if not self._beyond.is_known or not (self._at.is_known or self.lanes > 1):
             return False
@@ -225,51 +230,56 @@ class Concurrency:
         beyond, beyond_variance = self._beyond.rate(shape)
         return log(beyond / at) > _HIGHER + _SURE * sqrt(at_variance + beyond_variance)
 
-    def _look(self) -> None:
-        self._unseen = self._more
-        self._more *= 2
+    def _test(self) -> None:
+        self._until_test = self._next_test
+        self._next_test *= 2
         side_by_side = misfit(self._answers)
         if self.lanes > 1:
-            self._believe(side_by_side < _OFF_ON_RANKS)
+            self._set_result(side_by_side < _MAX_RANKS_ERROR)
             return
         in_turn = misfit(self._steps)
         if sum(self._overtaking) >= _OVERTAKING:
             if in_turn > side_by_side:
-                self._believe(False)
-        elif in_turn < min(_BETTER * side_by_side, _OFF) or (
-            len(self._overtaking) >= _IN_ORDER and self._are_unlike and not any(self._overtaking)
+                self._set_result(False)
+        elif in_turn < min(_SERIAL_FIT_RATIO * side_by_side, _MAX_SERIAL_ERROR) or (
+            len(self._overtaking) >= _IN_ORDER and self._lengths_differ and not any(self._overtaking)
         ):
-            self._believe(True)
+            self._set_result(True)
 
     @property
-    def _are_unlike(self) -> bool:
-        """Prompts are of different lengths."""
+    def _lengths_differ(self) -> bool:
+        """Whether the lengths of prompts differ enough."""
         lengths = [uncached for uncached, *_ in self._answers]
         mean = sum(lengths) / len(lengths)
-        return sum(abs(length - mean) for length in lengths) > _UNLIKE * mean * len(lengths)
+        return sum(abs(length - mean) for length in lengths) > _MIN_LENGTH_SPREAD * mean * len(lengths)
 
-    def _believe(self, is_orderly: bool) -> None:
+    def _set_result(self, is_orderly: bool) -> None:
         is_orderly = is_orderly and self.doubted_until == -inf
         self._tried = self._late = self._timely = 0
-        if self._belief and is_orderly is self.is_orderly:
-            self._belief = min(2 * self._belief, _BELIEVED_AT_MOST)
+        if self._valid_for and is_orderly is self.is_orderly:
+            self._valid_for = min(2 * self._valid_for, _MAX_VALID)
         else:
-            self._belief = _BELIEVED_IN_TURN if is_orderly and self.lanes == 1 else _BELIEVED
-        self._believed = self._belief
+            self._valid_for = _VALID_SERIAL if is_orderly and self.lanes == 1 else _VALID
+        self._valid_left = self._valid_for
         self.is_orderly = is_orderly
         self._steps.clear()
         self._answers.clear()
         self._overtaking.clear()
-        self._unseen, self._more = _ENOUGH, _MORE
+        self._until_test, self._next_test = _FIRST_TEST, _NEXT_TEST
 
 
-def _is_at_once(sample: PrefillSample) -> bool:
-    """Return whether a prompt was answered at the same time as the one before it."""
-    return sample.seconds <= min(_AT_ONCE_SECONDS, _AT_ONCE * sample.whole)
+def _is_same_step(sample: PrefillSample) -> bool:
+    """Return whether a prompt was answered in the same step as the one before it."""
+    return sample.seconds <= min(_STEP_SECONDS, _STEP_SHARE * sample.whole)
 
 
 def soonest_free(lefts: Sequence[float], behind: Sequence[float]) -> float:
-    """When one of several is free again that still take so long, and those that are behind them one after the other."""
+    """Return the time until a lane is free.
+
+    Args:
+        lefts: Remaining time of the prompt in each lane.
+        behind: Times of the queued prompts, in order.
+    """
     free = list(lefts)
     heapify(free)
     for seconds in behind:

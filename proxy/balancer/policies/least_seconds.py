@@ -15,7 +15,7 @@ from zlib import crc32
 
 from proxy.balancer.pick import CACHED_PREFIX, EQUAL, LEAST_SECONDS, Prediction
 from proxy.balancer.policies.least_tokens import LeastTokens
-from proxy.balancer.policies.prefill_cost import LEAST_TOKENS, SECONDS_PER_LOAD, PromptCosts, prompt_costs
+from proxy.balancer.policies.prefill_cost import MIN_CACHED_PROMPT_TOKENS, SECONDS_PER_LOAD, PromptCosts, prompt_costs
 from proxy.balancer.policies.prefiller import Prefiller, Prefillers
 from proxy.balancer.shared.memory import AGEING
 from proxy.common.backend import Load
@@ -121,7 +121,7 @@ class LeastSeconds(LeastTokens):
         equal = [place for place, score in enumerate(scores) if score <= near]
         if len(equal) == 1:
             return equal[0], False
-        if not prompt.keys and (prompt.tokens < LEAST_TOKENS or request.session is None):
+        if not prompt.keys and (prompt.tokens < MIN_CACHED_PROMPT_TOKENS or request.session is None):
             tied, loads = candidates, weights
             if len(equal) < len(candidates):
                 tied, loads = [candidates[place] for place in equal], [weights[place] for place in equal]

@@ -1,8 +1,12 @@
-"""How long prefills take, learned from those that have ended: S(u, c) = t0 + a·u + b·u·(c + u/2) seconds.
+"""Cost of prefills, learned from completed ones: S(u, c) = t0 + a·u + b·u·(c + u/2) seconds.
 
-u tokens are computed behind c cached ones: each costs the same but for its attention, which grows with what is before
-it. The three numbers are of all backends of a role, by least squares of relative errors in which what is older counts
-less; how fast each backend is beside the others is learned by itself.
+u tokens are computed behind c cached ones. Each costs the same except for its attention, which grows with the number of
+tokens before it. The three coefficients apply to all backends of a role. They are a least-squares fit of relative
+errors in which older samples count less. The relative speed of each backend is learned separately.
+
+The module also has the prompts in flight, the samples that they become, and the records by which workers share both.
+Other gateways receive the same records, see `fleet.replicas`: theirs have other slots and another clock, and their
+contents are not trusted.
 """
 
 from __future__ import annotations
@@ -25,74 +29,76 @@ if TYPE_CHECKING:
     from proxy.balancer.pick import PickRequest, Prediction
 
 SECONDS_PER_LOAD: Final = 0.0345e-3
-"""What one token of `Load.compute` stands for: vllm-ascend's example estimates a prefill as 0.0345 ms a token and
-120 ms, which are 3,480 tokens."""
+"""Seconds per token of `Load.compute`. vllm-ascend's example estimates a prefill as 0.0345 ms per token plus 120 ms,
+the time of 3,480 tokens."""
 _PRIOR: Final[tuple[float, ...]] = (0.12, SECONDS_PER_LOAD, 0.0)
-# The prior counts as such a part of a sample at each of these lengths, once it is brought to the level of the samples:
-# what was only seen of short prompts must not say that long ones cost nothing.
+# The prior is scaled to the level of the samples and added at each of these lengths, with this weight of a sample.
+# Otherwise samples of short prompts could imply that long prompts cost nothing.
 _PRIOR_TOKENS: Final = (500, 5_000, 50_000)
 _PRIOR_WEIGHT: Final = 0.3
 _LEVEL_STEP: Final = 0.02
-# Each new sample makes the older ones count so much less.
+# Each new sample multiplies the weight of the older ones by this factor.
 _FORGETTING: Final = 0.998
-_MOST_WEIGHT: Final = 1e6
+_MAX_WEIGHT: Final = 1e6
 _SAMPLES_PER_FIT: Final = 16
 _SPEED_STEP: Final = 0.05
-_MOST_SPEED: Final = math.log(4)
-# A sample this far off is held to be as far off as this: one that met a garbage collection must not teach anything.
-_MOST_ERROR: Final = math.log(3)
+_MAX_SPEED: Final = math.log(4)
+# Upper bound of a sample's error. It limits outliers, such as a prefill during a garbage collection.
+_MAX_ERROR: Final = math.log(3)
 _TRUSTED_SAMPLES: Final = 16
-# Shorter ones than this part of their mean count as if they were so long: `misfit` goes by relative errors.
-_LEAST_SHARE: Final = 0.05
+# Lower bound of a sample's time in `misfit`, as a share of the mean. Relative errors of shorter times are too large.
+_MIN_SHARE: Final = 0.05
 
 
 class PrefillCost:
-    """Of one role, as one worker knows it."""
+    """Prefill times of the backends of one role, as one worker has learned them."""
 
     def __init__(self) -> None:
         self.shape: tuple[float, ...] = _PRIOR
-        """t0, a and b, in seconds."""
+        """Coefficients t0, a and b, in seconds."""
         self.samples = 0
-        self._slowness: dict[Hashable, float] = {}  # logarithms
-        self._factors: dict[Hashable, float] = {}  # and what these are of
-        # The normal equations, of samples that count by the inverse of their squares.
+        """Number of samples that were learned."""
+        self._slowness: dict[Hashable, float] = {}  # logarithms of `_factors`
+        self._factors: dict[Hashable, float] = {}  # time relative to the other backends
+        # Normal equations of samples, each weighted by the inverse of its square.
         self._matrix = [[0.0] * 3 for _ in range(3)]
         self._vector = [0.0] * 3
-        self._weight = 1.0  # of the next sample: instead of all older ones' becoming less
-        self._level = 0.0  # the logarithm of how much longer prefills take than by the prior
+        self._weight = 1.0  # of the next sample; it grows instead of all older ones shrinking
+        self._level = 0.0  # logarithm of the ratio of prefill times to the prior
 
     def seconds(self, uncached: float, cached: float) -> float:
-        """What such a prompt probably takes a backend that is as fast as most."""
+        """Return the predicted time of a prefill on a backend of normal speed."""
         first, token, attention = self.shape
         return first + uncached * (token + attention * (cached + uncached / 2))
 
     @property
     def overhead(self) -> float:
-        """Seconds that stand for a prompt beside those for its tokens where these are only counted, as vllm-ascend's
-        example does: several engines share prompts out by their number, and not by what they take.
+        """Seconds that each prompt adds to the time of its tokens where loads are only counted, as in vllm-ascend.
+
+        Several engines behind one address distribute prompts by their number and not by their cost.
         """
         return _PRIOR[0] * math.exp(self._level)
 
     def slowness(self, backend: Hashable) -> float:
-        """How many times as long as the most it takes a backend."""
+        """Return the time that a backend takes relative to the others."""
         return self._factors.get(backend, 1.0)
 
     def learn(self, backend: Hashable, uncached: float, cached: float, seconds: float) -> None:
-        """It has taken so long, and not waited for anything else."""
+        """Learn the time of a prefill that did not wait for other prompts."""
         if seconds <= 0 or uncached <= 0:
             return
         slowness = self._slowness.get(backend, 0.0)
         error = math.log(seconds / self.seconds(uncached, cached)) - slowness
         if self.samples >= _TRUSTED_SAMPLES:
-            clipped = max(-_MOST_ERROR, min(_MOST_ERROR, error))
+            clipped = max(-_MAX_ERROR, min(_MAX_ERROR, error))
             seconds *= math.exp(clipped - error)
             error = clipped
-            slower = max(-_MOST_SPEED, min(_MOST_SPEED, slowness + _SPEED_STEP * error))
+            slower = max(-_MAX_SPEED, min(_MAX_SPEED, slowness + _SPEED_STEP * error))
             self._slowness[backend], self._factors[backend] = slower, math.exp(slower)
         self.samples += 1
         self._weight /= _FORGETTING
         seconds /= math.exp(slowness)
-        # By relative errors, but one that seems to have taken no time does not count for all others.
+        # Errors are relative, but a sample that seems to have taken no time must not outweigh all others.
         scale = max(seconds, _seconds(self.shape, uncached, cached))
         _add(self._matrix, self._vector, _terms(uncached, cached), seconds, self._weight / scale**2)
         above = math.log(seconds / _seconds(_PRIOR, uncached, cached))
@@ -101,12 +107,12 @@ class PrefillCost:
             self._fit()
 
     def forget(self, backend: Hashable) -> None:
-        """It has left."""
+        """Forget the speed of a backend that has left."""
         self._slowness.pop(backend, None)
         self._factors.pop(backend, None)
 
     def _fit(self) -> None:
-        if self._weight > _MOST_WEIGHT:
+        if self._weight > _MAX_WEIGHT:
             self._matrix = [[value / self._weight for value in row] for row in self._matrix]
             self._vector = [value / self._weight for value in self._vector]
             self._weight = 1.0
@@ -118,12 +124,13 @@ class PrefillCost:
 
 
 def misfit(samples: Sequence[tuple[float, float, float]]) -> float:
-    """By how much costs are off that explain samples best: the mean of the logarithms, each without its sign. Of each
-    sample the tokens that were computed, what their attention grows with, and the seconds.
+    """Return the mean absolute logarithmic error of the best fit of costs to samples.
+
+    Each sample has its uncached tokens, the factor of its attention costs, and its time in seconds.
     """
     matrix, vector = [[0.0] * 3 for _ in range(3)], [0.0] * 3
-    least = _LEAST_SHARE * sum(seconds for *_, seconds in samples) / len(samples)
-    if least <= 0:  # all were answered at the same time
+    least = _MIN_SHARE * sum(seconds for *_, seconds in samples) / len(samples)
+    if least <= 0:  # all answers came at the same time
         return math.inf
     rows = [((1.0, uncached, attention), max(seconds, least)) for uncached, attention, seconds in samples]
     for terms, seconds in rows:
@@ -136,7 +143,7 @@ def misfit(samples: Sequence[tuple[float, float, float]]) -> float:
 
 
 def _add(matrix: list[list[float]], vector: list[float], terms: Sequence[float], seconds: float, weight: float) -> None:
-    """One more equation, which counts so much."""
+    """Add an equation with a weight."""
     for place, (row, term) in enumerate(zip(matrix, terms, strict=True)):
         for column, other in enumerate(terms):
             row[column] += weight * term * other
@@ -156,7 +163,7 @@ def _product(shape: Sequence[float], terms: Sequence[float]) -> float:
 
 
 def _least_squares(matrix: Sequence[Sequence[float]], vector: Sequence[float]) -> tuple[float, ...] | None:
-    """The solution with no negative number: the best one of those in which some are 0. None: there is none."""
+    """Return the best solution without negative numbers, in which some may be 0. None: there is none."""
     best, least = None, math.inf
     for count in (3, 2, 1):
         for chosen in combinations(range(3), count):
@@ -168,7 +175,7 @@ def _least_squares(matrix: Sequence[Sequence[float]], vector: Sequence[float]) -
             whole = [0.0] * 3
             for place, value in zip(chosen, part, strict=True):
                 whole[place] = value
-            # The sum of squares but for what is the same for all.
+            # The sum of squares without the part that is equal for all solutions.
             squares = sum(
                 whole[row] * (sum(matrix[row][column] * whole[column] for column in range(3)) - 2 * vector[row])
                 for row in range(3)
@@ -181,7 +188,7 @@ def _least_squares(matrix: Sequence[Sequence[float]], vector: Sequence[float]) -
 
 
 def _solved(matrix: list[list[float]], vector: list[float]) -> list[float] | None:
-    """By elimination, with the rows scaled: the terms differ by many orders of magnitude. None: it is singular."""
+    """Solve by elimination. Rows are scaled, since terms differ by orders of magnitude. None: it is singular."""
     size = len(vector)
     scales = [math.sqrt(matrix[place][place]) or 1.0 for place in range(size)]
     rows = [
@@ -200,29 +207,29 @@ def _solved(matrix: list[list[float]], vector: list[float]) -> list[float] | Non
     return [rows[place][size] / rows[place][place] / scales[place] for place in range(size)]
 
 
-# Shorter prompts are not looked up: to compute them anew takes hardly longer.
-LEAST_TOKENS: Final = 256
+# Minimum length of prompts that are looked up in caches. Shorter ones take hardly longer without a cache.
+MIN_CACHED_PROMPT_TOKENS: Final = 256
 
 
 @dataclass(slots=True, eq=False)
 class PromptCosts:
-    """A request that is chosen for, or waits to be, and what it takes each backend."""
+    """Prompt of a request that waits or is being placed, with its costs on the prefillers."""
 
     request: PickRequest
     keys: Sequence[int]
     ends: Sequence[float]
-    """Tokens up to the end of each piece."""
+    """Number of tokens up to the end of each piece."""
     tokens: int
-    """Of the prompt."""
+    """Length of the prompt."""
     by_prefiller: dict[Hashable, tuple[int, int, float]] = field(default_factory=dict)
-    """By Prefiller: the version of what is known of it, the pieces that are cached there, and seconds."""
+    """Costs by Prefiller: its version at that time, the number of cached pieces, and the prefill time in seconds."""
 
 
 def prompt_costs(request: PickRequest) -> PromptCosts:
-    """What is to be known of a request."""
+    """Return the prompt of a request, without costs. Short prompts have no keys."""
     subject = request.subject
     tokens = 0 if subject is None else subject.prompt_tokens
-    if subject is None or tokens < LEAST_TOKENS or not (prefix := subject.prefix_keys).keys:
+    if subject is None or tokens < MIN_CACHED_PROMPT_TOKENS or not (prefix := subject.prefix_keys).keys:
         return PromptCosts(request, (), (), tokens)
     per_byte = tokens / prefix.sizes[-1]
     return PromptCosts(request, prefix.keys, list(map(per_byte.__mul__, prefix.sizes)), tokens)
@@ -230,27 +237,27 @@ def prompt_costs(request: PickRequest) -> PromptCosts:
 
 @dataclass(slots=True, eq=False)
 class Sent(Tracker):
-    """A prompt under way. `known` and `odometer` are what CachedPrefixes wants to know of it again."""
+    """Prompt in flight. `known` and `odometer` are the arguments that `CachedPrefixes.learn` needs at its end."""
 
     on_end: Callable[[Sent, bool], None]
-    """Called when it has been computed, or will not be."""
+    """Called when the prompt has been computed (True) or has failed (False)."""
     compute: int
     kv: int
     prompt: PromptCosts
     at: float
     seconds: float
-    """Predicted."""
+    """Predicted prefill time."""
     cached: float
-    """Of the prompt's tokens, those that are expected to be cached."""
+    """Expected cached tokens of the prompt."""
     known: Sequence[float | None]
     odometer: float
     ahead: int
-    """Prompts that were there before it."""
+    """Number of prompts in flight when it was sent."""
     wait: float
-    """Predicted, for these."""
+    """Predicted wait for these, in seconds."""
     prediction: Prediction | None = None
     answer: tuple[int, int] | None = None
-    """Tokens of the prompt, and those of them that were cached, as the backend told."""
+    """Tokens of the prompt and cached tokens among these, as reported. None: they are not reported."""
 
     def note_usage(self, prompt_tokens: int, cached_tokens: int | None) -> None:
         """See Tracker."""
@@ -258,82 +265,90 @@ class Sent(Tracker):
             self.answer = prompt_tokens, cached_tokens
 
     def note_end(self, served: bool, answer_tokens: int | None) -> None:
-        """An answer teaches how long prompts take and what is cached."""
+        """See Tracker."""
         self.on_end(self, served)
 
 
 class PrefillSample(NamedTuple):
-    """A prompt that has been computed: tokens that were not cached and that were, and how long it took."""
+    """Observation of a prompt that has been computed."""
 
     uncached: float
+    """Tokens that were not cached."""
     cached: float
+    """Tokens that were cached."""
     seconds: float
-    """Since the answer before it, or since it was sent if that was later."""
+    """Time since the previous answer, or since it was sent if that was later."""
     whole: float
-    """Since it was sent."""
+    """Time since it was sent."""
     ahead: float
-    """Prompts that were there when it was sent."""
+    """Number of prompts in flight when it was sent."""
     was_behind: float
-    """Not 0: it came while there were two others at least, so that it could be computed together with the second."""
+    """Not 0: two or more prompts were in flight when it was sent, so it could be batched with the second one."""
     overtook: float
-    """Not 0: one that was sent before it is still under way."""
+    """Not 0: a prompt that was sent earlier is still in flight."""
     fill: float = 0.0
-    """How many times what the prefiller computes at a time was there when it ended, with this one: prompts for each
-    rank, or tokens of a step."""
+    """Work in flight at its end, including this prompt, as a multiple of the prefiller's capacity. That is prompts per
+    rank, or tokens per step."""
 
     @property
     def attention(self) -> float:
-        """What its attention costs grow with."""
+        """Factor of its attention costs."""
         return self.uncached * (self.cached + self.uncached / 2)
 
 
 class Step(NamedTuple):
-    """Prompts that were answered at once: they were computed together, in the time that passed before the first."""
+    """Prompts that were answered at the same time, because they were computed in one step."""
 
     uncached: float
+    """Sum of the uncached tokens."""
     attention: float
+    """Sum of the factors of attention costs."""
     seconds: float
+    """Duration of the step."""
     began: float
-    """By the clock."""
+    """Start of the step on the clock."""
     largest: float
-    """The uncached tokens of its largest prompt."""
+    """Uncached tokens of its largest prompt."""
 
-    def and_another(self, sample: PrefillSample) -> Step:
-        """Return the step with a further prompt, which was answered right behind the others."""
+    def with_prompt(self, sample: PrefillSample) -> Step:
+        """Return the step with another prompt, which was answered directly after the others."""
         uncached, attention = self.uncached + sample.uncached, self.attention + sample.attention
         largest = max(self.largest, sample.uncached)
         return Step(uncached, attention, self.seconds + sample.seconds, self.began, largest)
 
     @property
     def cached(self) -> float:
-        """Behind so many cached tokens one prompt would take as long; less than 0, as several attend to less."""
+        """Number of cached tokens before one prompt with the same cost. It may be negative."""
         return self.attention / self.uncached - self.uncached / 2
 
 
 class RecordKind(IntEnum):
-    """Of a record."""
+    """Kind of a record."""
 
     SENT = 0
-    """A prompt with these keys goes there. Numbers: when, the predicted seconds, and the tokens that are not expected
-    to be cached. The pieces that the keys name have these ends."""
+    """A prompt was sent. Keys and ends: those of its pieces. Numbers: the time, the predicted seconds, and the expected
+    uncached tokens."""
     ENDED = 1
-    """A prompt has ended, and these keys are not cached. Numbers: the time, how far the odometer has to be moved, the
-    trust by now, the greatest age of a prefix that was found, the least age of one that was evicted (NO_AGE: none), and
-    whether it was computed."""
+    """A prompt has ended. Keys: those that are not cached. Numbers: the time, the correction of the odometer, the
+    current trust, the greatest age of a found prefix, the least age of an evicted one (NO_AGE: none), and whether the
+    prompt was computed."""
     COUNTED = 2
-    """The engine has told of its cache. Numbers: those of a CacheCount. Not for other gateways, which ask it, too."""
+    """The engine has reported its cache. Numbers: those of a CacheCount. It is not sent to other gateways, which
+    subscribe to the engine themselves."""
     SAMPLED = 3
-    """A prompt that has ended teaches what prompts take. It is written once it is known that the event loop was not
-    late meanwhile. Numbers: when it ended, and a Sample."""
+    """A sample of prefill times. It is written once the event loop is known to have been on time. Numbers: the time of
+    the end, and a PrefillSample."""
 
 
 class InvalidRecord(ValueError):
-    """It is no record of this version."""
+    """The data is not a record of this version."""
 
 
 class Record(NamedTuple):
-    """`numbers[0]` is seconds of the reader's clock, but in a record COUNTED. `ends` are tokens, in a record SENT one
-    for each key.
+    """Record of the journal.
+
+    `numbers[0]` is a time of the reader's clock, except in a COUNTED record. `ends` are tokens; a SENT record has one
+    for each key, and the others have none.
     """
 
     kind: int
@@ -345,7 +360,7 @@ class Record(NamedTuple):
 
 NO_AGE: Final = -1.0
 
-# Its kind, the prefiller's slot, and how many keys, ends and other numbers follow.
+# Kind, slot of the prefiller, and the counts of keys, ends and numbers.
 _HEAD: Final = struct.Struct("<IIIII")
 _KIND_AND_SLOT: Final = struct.Struct("<II")
 _NUMBERS: Final = {RecordKind.SENT: 3, RecordKind.ENDED: 6, RecordKind.COUNTED: 4, RecordKind.SAMPLED: 9}
@@ -359,7 +374,7 @@ def _doubles(count: int) -> struct.Struct:
 
 
 def packed(record: Record) -> bytes:
-    """As bytes. Ends are rounded to single precision."""
+    """Return a record as bytes. Ends are rounded to single precision."""
     kind, slot, keys, ends, numbers = record
     data = _HEAD.pack(kind, slot, len(keys), len(ends), len(numbers))
     if keys:  # short prompts have none
@@ -368,7 +383,7 @@ def packed(record: Record) -> bytes:
 
 
 def unpacked(data: bytes) -> Record:
-    """What was packed. Raises InvalidRecord."""
+    """Return the record in packed data. Raises InvalidRecord."""
     try:
         kind, slot, key_count, end_count, number_count = _HEAD.unpack_from(data)
     except struct.error as problem:
@@ -376,10 +391,10 @@ def unpacked(data: bytes) -> Record:
     ends_at = _HEAD.size + _KEY_BYTES * key_count
     numbers_at = ends_at + _END_BYTES * end_count
     if number_count != _NUMBERS.get(kind) or end_count != (kind == RecordKind.SENT) * key_count:
-        raise InvalidRecord("it has not the parts of a record")
+        raise InvalidRecord("counts of keys, ends and numbers do not match the kind of the record")
     written = _doubles(number_count)
     if len(data) != numbers_at + written.size:
-        raise InvalidRecord("it has not the length of a record")
+        raise InvalidRecord("length of the data does not match its counts")
     keys: Sequence[int] = ()
     ends: Sequence[float] = ()
     if key_count:
@@ -388,9 +403,7 @@ def unpacked(data: bytes) -> Record:
 
 
 def kind_and_slot(data: bytes) -> tuple[int, int]:
-    """The kind of a packed record and the prefiller's slot, read without unpacking the rest, as most records are for
-    others. Raises InvalidRecord if the data is too short.
-    """
+    """Return the kind and the slot of a packed record without unpacking the rest. Raises InvalidRecord."""
     try:
         kind, slot = _KIND_AND_SLOT.unpack_from(data)
     except struct.error as problem:
@@ -399,19 +412,27 @@ def kind_and_slot(data: bytes) -> tuple[int, int]:
 
 
 def translated(record: Record, slot: int, seconds: float) -> Record:
-    """The same of another gateway, for whom the prefiller has this slot, and whose clock is so much ahead. Raises
-    InvalidRecord for numbers that are none.
+    """Return another gateway's record with this gateway's slot and clock.
+
+    Args:
+        record: The record.
+        slot: Slot of the prefiller in this gateway.
+        seconds: Added to the time.
+
+    Raises:
+        InvalidRecord: It has numbers that are not finite, or is not meant for other gateways.
     """
     if record.kind == RecordKind.COUNTED:
-        raise InvalidRecord("it is not for other gateways")
+        raise InvalidRecord("cache counts are not accepted from other gateways")
     if not all(map(isfinite, record.numbers)) or not all(map(isfinite, record.ends)):
-        raise InvalidRecord("it has numbers that are none")
+        raise InvalidRecord("numbers are not finite")
     at, *others = record.numbers
     return record._replace(slot=slot, numbers=[at + seconds, *others])
 
 
 def without_keys(record: Record) -> Record:
-    """The record without its prefix keys and ends, which are most of its bytes: it still teaches how long prompts take,
-    but not what is cached.
+    """Return the record without its keys and ends, which are most of its bytes.
+
+    It still teaches prefill times, but not the contents of caches.
     """
     return record._replace(keys=(), ends=())

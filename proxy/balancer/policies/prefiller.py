@@ -497,7 +497,7 @@ class Prefillers:
                 self.learn(prefiller, sample, at)
             else:
                 self._close(prefiller, at)
-                prefiller.concurrency.miss()
+                prefiller.concurrency.note_late()
 
     def learn(self, prefiller: Prefiller, sample: PrefillSample, now: float) -> None:
         """Learn the prefill time of a prompt that a prefiller has answered at the time `now`."""
@@ -522,7 +522,7 @@ class Prefillers:
         if sample.was_behind and (is_batched or (step and step.uncached + sample.uncached <= _SURELY_FIT_TOKENS)):
             prefiller.note_completion(is_batched)
         if step is not None and is_batched and not prefiller.computes_one_at_a_time:
-            prefiller.step = step.and_another(sample)
+            prefiller.step = step.with_prompt(sample)
         else:
             if step is not None:
                 was_there = now - sample.whole < step.began - _SURELY_BEFORE_SECONDS
