@@ -1,4 +1,4 @@
-"""The operators' and single-hop routes over a real balancer, with small real servers as engines."""
+"""The routes over a real balancer, with small real servers as engines."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Gateway:
 
     async def start(self) -> None:
         self.engine_client = await self._stack.enter_async_context(EngineClient())
-        # Probes are for the prober's own tests: here they come once, so that a test says itself who is well.
+        # Probes are for the prober's own tests: here they come once, so that tests set the health themselves.
         checks = HealthChecks(interval_seconds=3600, changing_interval_seconds=3600)
         joining = Joining(max_attempts=1)
         parts = ProberParts(
@@ -138,7 +138,7 @@ class Gateway:
         self.joiner = await self._stack.enter_async_context(
             Joiner(self.pools, self.roster, joining, self.engine_client, self.keys().headers, self.prober.joined)
         )
-        await asyncio.sleep(0)  # its first round, over nobody
+        await asyncio.sleep(0)  # its first round, without instances
 
     async def engine(
         self, role: Role | None, answer: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
@@ -166,7 +166,7 @@ class Gateway:
         )
 
     def lanes(self, settings: Settings = _NO_INSTANCES, roles: Collection[Role] = (Role.PREFILL, Role.DECODE)) -> Lanes:
-        """The one lane of all instances, as long as they serve the same; `roles` are those of its connector."""
+        """Return the lane of all instances. `roles`: the roles of its connector."""
 
         def make(serving: Serving) -> Lane:
             raise AssertionError("there is one lane")
@@ -192,7 +192,7 @@ class Gateway:
         return EngineKeys(key)
 
     async def serve(self, routes: Sequence[web.RouteDef], **options: Any) -> TestClient[web.Request, web.Application]:
-        """A client of the gateway with these routes; `options` are those of web.Application."""
+        """Return a client of a gateway with these routes. `options`: see web.Application."""
         app = web.Application(**options)
         replies.install(app, self.metrics)
         app.add_routes(routes)
@@ -200,7 +200,7 @@ class Gateway:
         return await self._stack.enter_async_context(TestClient(server))
 
     def books(self) -> set[tuple[int, Load]]:
-        """What is charged to any slot; {(0, Load())} when nothing is."""
+        """Return the loads of all slots, which are {(0, Load())} if there is none."""
         return {(self.scoreboard.requests(slot), self.scoreboard.load(slot)) for slot in range(self.scoreboard.slots)}
 
     def metric_lines(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The operators' routes as a worker puts them together, and what operators send."""
+"""The operators' routes as a worker creates them, and requests of operators."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def client_of(
     cache_path: str = RESET_PREFIX_CACHE,
     settings: Settings = NO_INSTANCES,
 ) -> Client:
-    """A client of a gateway with the routes of operators and probes."""
+    """Return a client of a gateway with the routes of operators and probes."""
     pools = {role: gateway.pools[role] for role in roles}
     drain = DrainManager()
     drain.is_draining = is_draining

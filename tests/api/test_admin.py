@@ -36,7 +36,7 @@ async def test_livez_does_not_depend_on_engines(gateway: Gateway) -> None:
 async def test_gateway_is_ready_when_each_role_has_a_confirmed_instance(gateway: Gateway, path: str) -> None:
     client = await client_of(gateway)
     await gateway.engine(Role.DECODE)
-    gateway.roster.add(Backend(Role.PREFILL, "10.0.0.1", 1))  # nobody has asked it yet
+    gateway.roster.add(Backend(Role.PREFILL, "10.0.0.1", 1))  # it has not been probed yet
     async with client.get(path) as answer:
         assert answer.status == 503
         assert (await answer.json())["error"]["code"] == "no_healthy_prefill"

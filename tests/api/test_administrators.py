@@ -1,4 +1,4 @@
-"""Looking is free, changing takes the key or this host, where that can be told."""
+"""Reading is free, changes need the admin key or a program on this host."""
 
 from __future__ import annotations
 

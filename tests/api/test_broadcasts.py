@@ -1,4 +1,4 @@
-"""What all engines are told at once."""
+"""Requests of administrators to all engines at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages of other origins in browsers: who may read what clients' routes answer."""
+"""Pages of other origins in browsers: which origins may use the clients' routes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /v1/messages/count_tokens: the tokens that the message would be charged."""
+"""POST /v1/messages/count_tokens counts the tokens that the message would have as usage."""
 
 from __future__ import annotations
 

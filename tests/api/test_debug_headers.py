@@ -1,4 +1,4 @@
-"""Who asks for it, and may, sees in the head of an answer where it comes from and what it took."""
+"""Administrators can request headers that describe how a request was served."""
 
 from __future__ import annotations
 

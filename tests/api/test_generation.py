@@ -1,4 +1,4 @@
-"""The two generation routes as their clients use them, and the account of each request."""
+"""The two generation routes as their clients use them, and the records of requests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def deployment(deploy: Deploy) -> Deployment:
 
 @pytest.fixture
 async def sdk(deployment: Deployment) -> AsyncIterator[AsyncOpenAI]:
-    """The OpenAI client as it comes, with its own retries."""
+    """Return the OpenAI client with its default retries."""
     async with openai.AsyncOpenAI(base_url=deployment.url + "/v1", api_key="key") as client:
         yield client
 
@@ -90,7 +90,7 @@ async def test_the_sdk_does_not_retry_permanent_errors(sdk: AsyncOpenAI, deploym
     assert deployment.metrics("pdproxy_requests_total") == {("chat", "502"): 1.0}
 
 
-# Requests that are none
+# Invalid requests
 
 NO_REQUESTS = [
     b"",

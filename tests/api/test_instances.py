@@ -1,4 +1,4 @@
-"""The instances: looking at them, adding and removing them."""
+"""The instances: showing, adding and removing them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Client keys at the routes: refused before the body is read, in words that clients understand, and told to nobody."""
+"""Client keys at the routes: rejected before the body is read, in the clients' form, and never passed on."""
 
 from __future__ import annotations
 

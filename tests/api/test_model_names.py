@@ -1,4 +1,4 @@
-"""`models.aliases`: clients say one name, engines serve another, and answers have the client's."""
+"""`models.aliases`: clients use one name, engines another, and answers have the name of the client."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def test_answers_of_other_dialects_have_the_requested_model_name(deploy: D
 
 
 async def test_resumed_answer_keeps_its_model_name(deploy: Deploy) -> None:
-    """Where the tokenizer is asked, too."""
+    """Resuming needs queries of the tokenizer, too."""
     gateway = await deploy(1, 2, models=ALIASES, resume={"repeat_up_to_tokens": 0})
     for decoder in gateway.decoders:
         decoder.faults.add("recompute", tokens=20, times=1)

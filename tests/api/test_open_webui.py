@@ -1,6 +1,6 @@
-"""What Open WebUI asks for: its server for everybody, or its page in the browser ("direct connections").
+"""The requests of Open WebUI, from its server or from its page in the browser ("direct connections").
 
-After its `routers/openai.py` and `src/lib/apis/openai/index.ts`; it is too large to be run here.
+They follow its `routers/openai.py` and `src/lib/apis/openai/index.ts`. It is too large to run here.
 """
 
 from __future__ import annotations

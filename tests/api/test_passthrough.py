@@ -1,4 +1,4 @@
-"""Single-hop routes: bytes in, the same bytes out, on one backend."""
+"""Passed-through routes: the bytes are unchanged in both directions, on one backend."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def client_of(
     callers: ApiKeys | None = None,
     **sections: Any,
 ) -> Client:
-    """A client of the single-hop routes; `sections` are settings."""
+    """Return a client of the passed-through routes. `sections`: settings."""
     retry = {"base_delay_seconds": 0.0, "max_delay_seconds": 0.0, **sections.pop("retry", {})}
     settings = Settings.model_validate({"passthrough": list(groups), "retry": retry, **sections})
     parts = QuestionParts(
@@ -491,7 +491,7 @@ async def test_answer_size_is_limited(gateway: Gateway, monkeypatch: pytest.Monk
 
     prefiller = await gateway.engine(Role.PREFILL, saying(200, b"x" * 11))
     client = await client_of(gateway)
-    async with client.post("/pooling") as answer:  # its length is told
+    async with client.post("/pooling") as answer:  # it has a Content-Length
         assert (answer.status, (await answer.json())["error"]["code"]) == (502, "prefill_bad_answer")
     prefiller.answer = pour
     async with client.post("/pooling") as answer:

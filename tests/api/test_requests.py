@@ -1,4 +1,4 @@
-"""What operators learn of requests that are over: the words of the access line, each attempt, and no content."""
+"""Ended requests that operators can find: the fields of the access log, each attempt, and no content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SGLang's clients ask besides generating, from all engines together."""
+"""Queries of SGLang's clients, answered for all engines together."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def client_of(gateway: Gateway, callers: ApiKeys | None = None) -> Client:
 
 
 async def engine(gateway: Gateway, role: Role, **answers: Any) -> Engine:
-    """One that answers these paths, without their slashes, as JSON or with a status of its own."""
+    """Return an engine that answers these paths (without slashes) with JSON or a status."""
 
     async def answer(request: web.Request) -> web.Response:
         found = answers.get(request.path.strip("/").replace("/", "_"))

@@ -1,4 +1,4 @@
-"""Where no route is: what a client is told of the one it probably means, and what there is at all."""
+"""Unknown paths: hints for mistyped ones, and the list of routes."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def test_sglang_path_gets_no_hint_when_it_is_served(deploy: Deploy) -> Non
     ],
 )
 async def test_path_with_too_many_slashes_is_redirected(deploy: Deploy, path: str, there: str) -> None:
-    """By a redirect that keeps method and body, as engines do it."""
+    """The redirect keeps method and body, as that of engines does."""
     answer = await get(await deploy(), path, "POST")
     assert (answer.status, answer.headers["location"], answer.body) == (307, there, b"")
 

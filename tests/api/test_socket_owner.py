@@ -1,4 +1,4 @@
-"""Whose connection it is, told by real sockets of this user, of another one and of another container."""
+"""The owner of a connection, with real sockets of this user, another user and another container."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def listener(family: socket.AddressFamily = socket.AF_INET, host: str = "127.0.0
 
 
 def found_by(server: socket.socket) -> str | None:
-    """What is said of the next connection that the server accepts."""
+    """Return the objection to the next connection that the server accepts."""
     accepted, peer = server.accept()
     with accepted:
         return objection(peer, accepted.getsockname())

@@ -1,4 +1,4 @@
-"""The status page: what is served, and what browsers are told to refuse. scripts/test-status-page shows it in one."""
+"""The status page and its restrictions for browsers. scripts/test-status-page opens it in a browser."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Requests, from the client's bytes to the end of the answer; both HTTP readers do the same."""
+"""Tests of requests, from the client's bytes to the end of the answer, with both HTTP readers."""

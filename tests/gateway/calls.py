@@ -1,4 +1,4 @@
-"""Counts the calls of the gateway's own code that follow from what has arrived, without what timers do."""
+"""Counts the calls of the gateway's code that follow from received bytes, without the work of timers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROOTS: Final = {FastConnection.data_received.__code__, EngineConnection.data_rec
 
 
 class Ended(RequestListener):
-    """Keeps the records of those that are over."""
+    """Keeps the records of ended requests."""
 
     def __init__(self) -> None:
         self.records: list[RequestRecord] = []

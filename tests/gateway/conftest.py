@@ -1,4 +1,4 @@
-"""Both roads, for the tests that compare them."""
+"""The fixture that compares both HTTP readers."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def roads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Roads:
-    """Takes a conversation through two gateways, and compares what it comes to."""
+    """Return an object that runs a conversation with both readers, and compares the results."""
     return Roads(tmp_path, monkeypatch)

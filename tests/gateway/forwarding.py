@@ -1,4 +1,4 @@
-"""What stands for the connections of engine and client where tokens bypass the delivery."""
+"""Doubles for the connections of engine and client where tokens bypass the delivery."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Engine(FastForward):
         self.left += data
 
     def take(self, tokens: Tokens, data: bytes) -> bytes:
-        """What is left of a read."""
+        """Take the bytes of a read, and return those that were left."""
         self.left = b""
         self._tokens = tokens
         self.data_received(data)

@@ -1,4 +1,4 @@
-"""One conversation through two gateways that differ in nothing but `listen.fast_path`, which must come to the same."""
+"""Runs one conversation with and without `listen.fast_path`, and compares the results."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Roads:
         """Have a conversation on both roads, and compare the courses and the log.
 
         Args:
-            talk: What the clients do.
-            is_fast: How many requests begin on the fast path. None: it depends.
-            settings: Those of the gateway.
+            talk: The actions of the clients.
+            is_fast: The number of requests that begin on the fast path. None: any.
+            settings: The settings of the gateway.
             fields: Other fields of a Conversation.
         """
         conversation = Conversation(name="both", talk=talk, settings=settings, **fields)

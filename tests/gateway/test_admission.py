@@ -1,4 +1,4 @@
-"""Admission: who is let in, who waits and for how long, in which order, and that nothing of it stays behind."""
+"""Admission: which units are admitted, wait or are rejected, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Unit:
-    """One unit of work in a task of its own: in, a place taken at once, and out when told to."""
+    """A unit of work in a task: it takes a place when it is admitted, and leaves on request."""
 
     def __init__(self, gate: Gate, key: str, patient: bool) -> None:
         self.key = key
@@ -67,7 +67,7 @@ class Unit:
 
 
 class Gate:
-    """An admission in front of so many places."""
+    """An AdmissionQueue in front of a number of places."""
 
     def __init__(self, clock: Clock, front: WorkerQueueHead | None = None) -> None:
         self.clock = clock
@@ -98,7 +98,7 @@ class Gate:
         self.listens = is_waiting
 
     def notify(self) -> None:
-        """Say that there is room to whoever wants to hear it."""
+        """Announce room if the queue wants announcements."""
         if self.listens:
             self.admission.notify()
 
@@ -115,17 +115,17 @@ class Gate:
         return units
 
     async def open(self, places: int = 1) -> None:
-        """More room, and somebody who says so."""
+        """Add room, and announce it."""
         self.places += places
         self.notify()
         await settled(2 * places)
 
     def is_waking(self) -> bool:
-        """Whether somebody's turn has come who has not run yet."""
+        """Return whether a unit has its turn and has not run yet."""
         return any(entry.turn.done() for entry in self.admission._queue)
 
     def served(self) -> str:
-        """The keys in the order of their service."""
+        """Return the keys in the order of their service."""
         return " ".join(unit.key for unit in self.admitted)
 
     def queued_requests(self) -> float:
@@ -133,7 +133,7 @@ class Gate:
         return family.samples[0].value
 
     def queue_seconds(self) -> tuple[float, float]:
-        """How many have waited, and how long all together."""
+        """Return the number of units that have waited, and the sum of their waits."""
         (family,) = self.metrics.queue_seconds.collect()
         found = {sample.name: sample.value for sample in family.samples}
         return found["pdproxy_queue_seconds_count"], found["pdproxy_queue_seconds_sum"]
@@ -198,7 +198,7 @@ async def test_unit_waits_until_there_is_room(gate: Gate) -> None:
 async def test_new_unit_does_not_overtake_queued_units(gate: Gate) -> None:
     (first,) = await gate.arrive("-")
     gate.places = 1
-    second = gate.unit()  # finds room, but somebody is before it
+    second = gate.unit()  # finds room, but another unit is before it
     gate.admission.notify()
     await settled()
     assert (first.is_in, second.is_in) == (True, False)
@@ -212,7 +212,7 @@ async def test_free_place_wakes_one_unit(gate: Gate) -> None:
         gate.admission.notify()
     await gate.open()
     assert len(gate.admitted) == 1
-    # Before the wake-up, in the one that was woken, and once more whether there is room for another.
+    # Before the wake-up, in the woken unit, and after it for another unit.
     assert gate.asked - before == 3
 
 
@@ -235,7 +235,7 @@ async def test_woken_unit_that_finds_no_room_keeps_its_place(gate: Gate) -> None
     gate.admission.notify()
     await asyncio.sleep(0)
     assert gate.is_waking()
-    gate.places = 0  # taken by somebody who did not ask here, before the one that was woken ran
+    gate.places = 0  # taken by a unit of another queue before the woken one ran
     await settled()
     assert (gate.admitted, gate.admission.waiting, gate.is_waking()) == ([], 2, False)
     await gate.open()
@@ -481,7 +481,7 @@ async def test_key_with_short_visits_does_not_overtake_waiting_keys(gate: Gate) 
     assert gate.served() == "stays"
 
 
-# What it tells
+# Metrics
 
 
 async def test_histogram_has_only_units_that_waited(gate: Gate) -> None:
@@ -724,7 +724,7 @@ class AnyOrder(RuleBasedStateMachine):
         if not self.gate.places:
             self.elsewhere = 1
             self.room_comes_back(False)
-        while self.running:  # whoever waits gets its turn
+        while self.running:  # all queued units get their turn
             self.leave(0)
         assert not self.units
         self.gate.assert_nothing_is_left()

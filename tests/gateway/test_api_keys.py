@@ -1,4 +1,4 @@
-"""ApiKeys: who holds which key, what each has used over all workers, and until when there is no room."""
+"""ApiKeys: the holders of keys, their usage over all workers, and the time until there is room."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def host(clock: Clock) -> Host:
     return Host(clock)
 
 
-# Who it is
+# Identification
 
 
 def test_clients_are_anonymous_and_not_counted_without_keys(host: Host) -> None:

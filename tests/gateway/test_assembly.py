@@ -1,4 +1,4 @@
-"""Answers that are not streamed: put together from a stream, or passed on as they are, or recognised as no answer."""
+"""Answers that are not streamed: assembled from a stream, passed on, or rejected as invalid."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PREFILLED = {
 
 
 async def answered(deploy: Deploy, decoded: bytes) -> Answer:
-    """What a client gets when a decoder answers this, and nobody watches the answer."""
+    """Return the client's answer for these bytes of a decoder, without resume."""
     prefiller, decoder = CannedEngine("prefill", [json_answer(PREFILLED)]), CannedEngine("decode", [decoded])
     gateway = await deploy([prefiller], [decoder], retry={"max_attempts": 1}, resume={"mode": "off"})
     # The parameters are the same each time, which only matters to engines.
@@ -204,7 +204,7 @@ async def test_assembled_answer_equals_that_of_an_engine(what: str, how: str, st
 @pytest.mark.parametrize("api", OPENAI_APIS)
 async def test_assembled_answer_has_the_members_of_an_engines_answer(deploy: Deploy, api: Api, profile: str) -> None:
     gateway = await deploy(1, 1, engine={"profile_name": profile}, resume={"repeat_up_to_tokens": 0})
-    # Profiles tell what they are once they have passed a health check.
+    # Simulated engines report their version after they have passed a health check.
     pool = gateway.worker.pools.decode
     await until(lambda: all(pool.health.of(backend).facts for backend in pool.backends()), "the engine's version")
     answer = await gateway.ask(request(api))
@@ -246,7 +246,7 @@ def test_resumed_answer_has_no_metrics_of_its_parts() -> None:
 
 
 async def test_incomplete_tool_call_equals_that_of_an_engine() -> None:
-    """But for the reason: `length`, as in a stream. Of a whole answer an engine says `tool_calls` all the same."""
+    """The finish reason is `length`, as in a stream. In a whole answer, an engine would report `tool_calls`."""
     async with SimulatedEngine(profile_name="v0.33", **ENGINE) as engine, aiohttp.ClientSession() as session:
         for max_tokens in range(1, 60):
             body = request(Api.CHAT, max_tokens=max_tokens, tools=TOOLS)

@@ -1,4 +1,4 @@
-"""The client's side of an answer, on raw sockets: framing, headers, and how a cut looks."""
+"""The client's side of an answer on raw sockets: framing, headers and broken answers."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ async def test_valid_request_id_of_a_client_is_returned(gateway: Deployment, giv
 
 
 async def test_client_that_expects_100_continue_gets_it(gateway: Deployment) -> None:
-    """As curl does with a large body."""
+    """Clients such as curl expect it before a large body."""
     head, _, content = raw_request(request(Api.CHAT), b"Expect: 100-continue", b"Connection: close").partition(
         b"\r\n\r\n"
     )

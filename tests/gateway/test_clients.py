@@ -1,4 +1,4 @@
-"""What clients do, and what happens to the gateway meanwhile, comes to the same on both roads."""
+"""Both HTTP readers give the same results whatever clients do."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ async def test_request_with_two_parallel_legs_ends_in_any_phase(
     is_there: Callable[[Deployment], bool],
     how: str,
 ) -> None:
-    """Of legs one after the other this is recorded."""
+    """The recorded conversations have the same cases for sequential legs."""
 
     async def talk(clients: Clients) -> None:
         gateway = clients.gateway

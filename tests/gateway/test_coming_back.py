@@ -1,4 +1,4 @@
-"""A connection that went to aiohttp with a request that is not plain comes back with the next one that is."""
+"""A connection that aiohttp has taken returns to the fast path with the next plain request."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_next_plain_request_uses_the_fast_path(roads: Roads, odd: bytes, b
     await roads.take(talk, is_fast=6, settings=OFF)
 
 
-# What is sent, and how many answers come of it before the next piece. The last piece looks like a plain request.
+# Pieces of bytes, and the number of answers before the next piece. The last piece looks like a plain request.
 UNCERTAIN: Final = {
     "in the middle of a header": [
         (MODELS + HALF, 1),
@@ -57,7 +57,7 @@ UNCERTAIN: Final = {
     ],
     "in the middle of a body": [(MODELS + NOWHERE % len(HIDDEN), 2), (HIDDEN, 0), (MODELS, 1)],
     "behind a blank line": [(MODELS + b"\r\n", 1), (HIDDEN, 1)],
-    "behind a blank line of its own": [(MODELS, 1), (b"\r\n", 0), (HIDDEN, 1)],
+    "behind a separate blank line": [(MODELS, 1), (b"\r\n", 0), (HIDDEN, 1)],
     "behind two pieces": [(MODELS[:-2], 0), (MODELS[-2:], 1), (HIDDEN, 1)],
     "behind two more pieces": [(MODELS, 1), (MODELS[:40], 0), (MODELS[40:], 1), (HIDDEN, 1)],
     "behind two requests at once": [(MODELS, 1), (MODELS + MODELS, 2), (HIDDEN, 1)],

@@ -1,4 +1,4 @@
-"""What the engines that a request may reach have in common."""
+"""The abilities that all engines of a request have in common."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a plain request and a token cost in calls, which are the same on every machine: the price cannot creep back.
+"""The calls that a plain request and a token cost, which are equal on all machines and have bounds.
 
-What is done for many requests at once, 200 ms apart, is counted apart: how many there are then depends on the machine.
+The work for many requests at a time, every 200 ms, is counted separately, because its amount depends on the machine.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ async def test_work_after_a_request_stays_below_its_bound_of_calls(
     observers.add(ended)
     async with connected(gateway, CONNECTIONS) as lines:
         await ask(lines, ROUNDS, stream=True, max_tokens=1)
-        # However busy the machine is: all of them once more, at one time.
+        # All of them again at one time, so that the load of the machine does not matter.
         records = tuple(ended.records)
         with observers.in_batches(lambda *_, **__: None), counting({BATCH}, None) as calls:
             for record in records:

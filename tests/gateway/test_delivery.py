@@ -1,4 +1,4 @@
-"""What the client gets of an answer: the engine's own bytes, whatever else the gateway asked the engine for."""
+"""The bytes that a client gets: those of the engine, whatever else the gateway requests from the engine."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def call_of(body: dict[str, Any]) -> Call:
 
 
 def take(delivery: Delivery, stream: bytes, details: dict[str, Any] | None = None) -> tuple[bytes, Meaning]:
-    """What a relay makes of one engine's stream: the client's bytes, and how it ended.
+    """Return the client's bytes for a stream, and how it ended: DONE is complete, CONTENT is broken off.
 
-    DONE: the answer is whole. CONTENT: it broke off. `details`: the prefiller's, which handed its KV cache over.
+    `details`: the prompt details of a prefiller that has handed over its KV cache.
     """
     segment, output = delivery.begin_stream(), []
     for event in EventSplitter().feed(stream):
@@ -80,12 +80,12 @@ def take(delivery: Delivery, stream: bytes, details: dict[str, Any] | None = Non
 
 
 def delivered(body: dict[str, Any], stream: bytes) -> bytes:
-    """What the client gets who sent this request, without the blanks that stand for ids."""
+    """Return the client's bytes for a request, without the blanks in place of ids."""
     return re.sub(rb'("token_ids":null) +', rb"\1", take(Delivery(call_of(body), is_observed=True), stream)[0])
 
 
 async def said_by(engine: SimulatedEngine, body: dict[str, Any] | Body) -> bytes:
-    """An engine's stream for a request, without what differs from time to time."""
+    """Return the stream of an engine without the members that differ each time."""
     fields = body if isinstance(body, dict) else orjson.loads(joined(body))
     async with aiohttp.ClientSession() as session:
         answer = await ask(session, engine.url, fields, x_request_id="r")
@@ -165,7 +165,7 @@ def _parsed(text: bytes | None) -> Any:
 
 
 def _without_kv_params(payload: Any) -> Any:
-    """What clients get of an event of vLLM 0.33."""
+    """Remove the members of vLLM 0.33 that clients do not get."""
     if payload is not None:
         payload.pop("kv_transfer_params", None)
     return payload
@@ -241,7 +241,7 @@ def test_nothing_is_sent_before_the_first_output() -> None:
     assert delivery.has_output
 
 
-# An answer that nobody watches
+# Unwatched answers
 
 
 def unobserved(body: dict[str, Any]) -> Delivery:
@@ -265,7 +265,7 @@ def test_last_chunk_of_an_unwatched_answer_is_dropped() -> None:
 @pytest.mark.parametrize("is_observed", [True, False])
 @pytest.mark.parametrize("body", [CHAT, COMPLETION], ids=["chat", "completion"])
 def test_prompt_ids_are_kept_in_a_merged_stream(body: dict[str, Any], is_observed: bool) -> None:
-    """Its payloads are written anew, and these were cut out of them."""
+    """The payloads are written again, after the ids were cut out of them."""
     written: list[Any] = []
 
     def rewrite(payload: dict[str, Any]) -> bytes:
@@ -491,7 +491,7 @@ def test_usage_has_the_prompt_details_of_the_prefiller(fields: dict[str, Any], d
 
 
 def test_usage_of_an_unfinished_answer_is_not_sent() -> None:
-    """So vLLM 0.18 to 0.30 ends what it preempted before the first token."""
+    """VLLM 0.18 to 0.30 ends a request in this way if it was preempted before its first token."""
     delivery = Delivery(call_of({**CHAT, **WITH_USAGE}), is_observed=True)
     assert take(delivery, data(ROLE) + data(USAGE) + DONE)[0] == b""
 

@@ -1,4 +1,4 @@
-"""Asking engines what token ids mean: whom, how, and that it harms nobody."""
+"""Queries of engines for the text of token ids: the choice of engines, and failures without effect on them."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ async def test_prefiller_is_queried_and_not_the_decoder(deploy: Deploy) -> None:
 
 
 async def test_decoder_is_queried_when_there_is_no_prefiller(deploy: Deploy) -> None:
-    """As with connector plain."""
+    """The connector `plain` has no prefillers."""
     gateway = await deploy([], [SimulatedEngine()])
     assert await gateway.text() == "naïve"
 
@@ -182,7 +182,7 @@ async def test_decoder_is_queried_when_no_prefiller_is_healthy(deploy: Deploy) -
     assert asked(prefiller, decoder) == [0, 1]
 
 
-async def test_result_is_none_when_there_is_no_engine(deploy: Deploy) -> None:
+async def test_text_is_unknown_without_engines(deploy: Deploy) -> None:
     gateway = await deploy([])
     assert await gateway.text() is None
 
@@ -229,7 +229,7 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("nonsense", NONSENSE.values(), ids=NONSENSE)
-async def test_result_is_none_after_an_invalid_answer(deploy: Deploy, nonsense: bytes) -> None:
+async def test_text_is_unknown_after_an_invalid_answer(deploy: Deploy, nonsense: bytes) -> None:
     engine = CannedEngine("prefill", [nonsense], closes=True)
     gateway = await deploy([engine])
     assert await gateway.text() is None

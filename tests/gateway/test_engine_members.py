@@ -1,4 +1,4 @@
-"""Members of engines' answers that are not for clients: no answer has them, however they are written."""
+"""Members of engines' answers that are not for clients are removed in any notation."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def tells_nothing(answer: Answer) -> bool:
 @pytest.mark.parametrize("mode", ["exact", "restart-only"])
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 async def test_no_answer_contains_kv_transfer_params(deploy: Deploy, stream: bool, mode: str, is_fast: bool) -> None:
-    """As vLLM 0.33 tells it with `bidirectional_kv_xfer`."""
+    """VLLM 0.33 sends these parameters with `bidirectional_kv_xfer`."""
     decoder = {"bidirectional_kv_xfer": True, "kv_host": "10.1.2.3", "tool_call_parser": "kimi_k2"}
     gateway = await deploy(
         engine={"profile_name": "v0.33"}, decoder=decoder, resume={"mode": mode}, listen={"fast_path": is_fast}

@@ -1,4 +1,4 @@
-"""Tokens that are passed on in their chunks: the client gets the same, and as much is known, as if all were parsed."""
+"""Tokens that bypass the delivery give the same result as parsed tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def chunk(delta: dict[str, Any], ids: Sequence[int] | None, **more: Any) -> byte
 
 
 def parsed(delivery: Delivery, segment: Segment, event: Event) -> bytes:
-    """What the client gets of an event that is parsed."""
+    """Return the client's bytes of a parsed event."""
     meaning = segment.read(event)
     if meaning is Meaning.CONTENT:
         return delivery.content(segment, event)
@@ -45,7 +45,7 @@ def parsed(delivery: Delivery, segment: Segment, event: Event) -> bytes:
 def delivered(
     events: Sequence[bytes], body: dict[str, Any], *, forwards: bool, is_observed: bool = True
 ) -> tuple[bytes, list[Any], int]:
-    """What the client gets, what is known of the answer, and how many events bypassed the delivery."""
+    """Return the client's bytes, the transcript, and the number of events that bypassed the delivery."""
     call = parse(api_of(body), orjson.dumps(body), Cost())
     whole = None if body["stream"] or not is_observed else Assembly()
     delivery = Delivery(call, is_observed=is_observed, whole=whole)
@@ -73,7 +73,7 @@ def delivered(
             break
         if output and whole is None:
             client.written.append(framed(output))
-        if delivery.has_lost_track:  # nobody asks for its transcript any more
+        if delivery.has_lost_track:  # its transcript is not used any more
             break
     known = delivery.transcript
     state: list[Any] = [known.content, known.reasoning, known.ids.tolist(), known.settled, known.chunk_start]
@@ -117,7 +117,7 @@ EVENTS = st.one_of(
     st.just(chunk(TOOL, [8])),
     st.just(ROLE),
     st.just(b": comment\n\n"),
-    # What no engine sends: it is passed on as it came, and nothing is known of it.
+    # Invalid text, which no engine sends. It is passed on unchanged, and the answer is unknown after it.
     st.sampled_from([b"\xff", b"a\n\nb", b"\x00", b"\xed\xa0\x80"]).map(
         lambda text: chunk({"content": "@"}, [77]).replace(b"@", text)
     ),
@@ -154,7 +154,7 @@ def test_most_tokens_of_an_ordinary_answer_are_recognised_by_their_bytes(field: 
 def test_tokens_with_null_kv_params_bypass_the_delivery_without_them(
     fields: dict[str, Any],
 ) -> None:
-    """In chunks that get shorter, also where their length takes a digit less then."""
+    """The chunks get shorter, even if the length then has one digit less."""
     tail = b',"kv_transfer_params":null}\n\n'
     texts = [" word" + "d" * length for length in range(80, 160)]
     events = [chunk({"content": text}, [number + 10])[:-3] + tail for number, text in enumerate(texts)]

@@ -1,4 +1,4 @@
-"""Streams that are silent are kept alive, on both roads and in every dialect; their answers are what they would be."""
+"""Silent streams are kept alive with both readers and in every dialect, and their answers do not change."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def streaming(gateway: Deployment, path: str) -> AsyncIterator[Stream]:
 
 
 async def answer(gateway: Deployment, path: str) -> bytes:
-    """What the client gets where nothing is silent."""
+    """Return the answer without any silence."""
     async with streaming(gateway, path) as stream:
         return await stream.rest()
 

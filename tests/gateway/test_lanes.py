@@ -1,4 +1,4 @@
-"""Several models behind one gateway: each request goes where its model is served, and waits for no other."""
+"""Several models behind one gateway: requests go to instances of their model, and wait for no other model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def two_models(deploy: Deploy, **sections: Any) -> Deployment:
 
 
 def is_mixed(gateway: Deployment) -> bool:
-    """As the pools notice, which are looked at for each request."""
+    """Return whether instances serve different models, after the pools were updated."""
     gateway.worker.pools.decode.eligible()
     return gateway.worker.lanes.models.is_mixed
 
@@ -423,7 +423,7 @@ async def take_down(gateway: Deployment, model: str) -> None:
 
 
 def models_of(gateway: Deployment, engine: SimulatedEngine) -> set[str]:
-    """What the gateway takes it to serve."""
+    """Return the models that an engine serves, as the gateway sees them."""
     is_mixed(gateway)
     return set(gateway.worker.lanes.models.of(backend_of(gateway, engine)))
 
@@ -435,7 +435,7 @@ def backend_of(gateway: Deployment, engine: SimulatedEngine) -> Backend:
 
 
 def tell(gateway: Deployment, engine: SimulatedEngine, *models: str) -> None:
-    """What the prober would find when it asks this engine anew."""
+    """Set the models that a probe of this engine would report."""
     backend = backend_of(gateway, engine)
     facts = gateway.worker.health.of(backend).facts
     version = (0, 30) if facts is None else facts.version

@@ -1,4 +1,4 @@
-"""Limits that were learned: requests wait for them for a while, and are never rejected because of them."""
+"""Learned limits: requests wait for them for a limited time, and are never rejected because of them."""
 
 from __future__ import annotations
 

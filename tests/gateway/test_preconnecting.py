@@ -1,4 +1,4 @@
-"""While a prompt is computed, a connection to the decoder is opened, on both roads."""
+"""A connection to the decoder is opened while the prompt is computed, with both readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which order the queue is served where the pool knows what requests take, and who lets whom go first."""
+"""The order of the queue when the pool predicts the work of requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Wishes:
-    """What a client says of one request: how urgent it is, and how soon it wants the first token."""
+    """The priority and deadline that a client sets for a request."""
 
     prompt_tokens = output_tokens = 1
     prefix_keys = NO_KEYS

@@ -1,4 +1,4 @@
-"""How long a wait is predicted, and whom that refuses: from what the queue was served at."""
+"""The prediction of waiting times from the drain rate, and the rejection of requests that would wait too long."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["counter"]
 
 
 def served(rate: DrainRate, amount: float, seconds: float, count: int, now: float) -> float:
-    """So many services, all that time with somebody waiting; the time after them."""
+    """Serve `count` units while others wait, and return the time after them."""
     for _ in range(count):
         now += seconds
         rate.serve(amount, now)
@@ -57,7 +57,7 @@ def test_prediction_grows_while_the_queue_stands_still() -> None:
 
 
 async def seen(counter: Counter, seconds: float = 2.0) -> None:
-    """Requests of 1 s each were served in so many seconds each, and others wait."""
+    """Serve requests of 1 s each in `seconds` each, and leave others in the queue."""
     for number in range(12):
         await counter.arrive(f"seen {number}", 1, key="-")
     for _ in range(10):
@@ -66,7 +66,7 @@ async def seen(counter: Counter, seconds: float = 2.0) -> None:
 
 
 async def refusal(counter: Counter) -> GatewayError:
-    """Of the one that came last."""
+    """Return the error of the last request."""
     with pytest.raises(GatewayError) as refused:
         await counter.tasks.pop()
     return refused.value

@@ -1,6 +1,4 @@
-"""What clients and operators may ask of the queue, through a whole gateway: how urgent requests and keys are, how soon
-a first token is wanted, and who is refused early.
-"""
+"""Priorities of requests and keys, deadlines for the first token and early rejection, in a whole gateway."""
 
 from __future__ import annotations
 
@@ -37,20 +35,20 @@ class Busy:
         self._client = client
 
     async def queue(self, name: str, body: dict[str, Any] | None = None, **headers: str) -> None:
-        """A request with this text, and these members in its body, comes and waits."""
+        """Queue a request with this text and further members."""
         whole = request(Api.CHAT, name, stream=True, max_tokens=1) | (body or {})
         self.asked[name] = asyncio.create_task(self.gateway.ask(whole, **headers))
         waiting = {(): float(len(self.asked))}
         await until(lambda: self.gateway.metrics("pdproxy_queued_requests") == waiting, f"{name} in the queue")
 
     async def refused(self, body: dict[str, Any] | None = None, **headers: str) -> Answer:
-        """What a request is told that need not wait, or not for long."""
+        """Return the answer to a request that is rejected."""
         answer = await self.gateway.ask(request(Api.CHAT, stream=True, max_tokens=1) | (body or {}), **headers)
         assert not generations(*self.gateway.prefillers)[1:]
         return answer
 
     async def served(self) -> list[str]:
-        """The texts in the order in which the decoder got them, once it has time for them."""
+        """Free the decoder, and return the texts in the order in which it got them."""
         await self._client.leave()
         answers = await asyncio.gather(*self.asked.values())
         assert [answer.status for answer in answers] == [200] * len(answers)

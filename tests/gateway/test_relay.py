@@ -1,4 +1,4 @@
-"""The decoder's stream on its way to the client: whatever the network makes of it, and whatever the client does."""
+"""The decoder's stream on its way to the client, for all kinds of packets and clients."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def chunk(text: str, finish_reason: str | None = None, **fields: Any) -> dict[st
 async def streamed(
     deploy: Deploy, *pieces: bytes, is_whole: bool = True, fields: dict[str, Any] | None = None, **sections: Any
 ) -> Answer:
-    """What a client gets when an engine writes these pieces. `fields` are added to the request."""
+    """Return the client's answer for these pieces of an engine. `fields`: members of the request."""
     engine = CannedEngine("both", event_stream(pieces, is_whole=is_whole), closes=not is_whole)
     gateway = await deploy(decoders=[engine], connector="plain", retry={"max_attempts": 1}, **sections)
     return await gateway.ask(request(Api.COMPLETIONS, stream=True, **(fields or {})))
 
 
 async def note_handoff(deploy: Deploy, stream: bytes) -> Deployment:
-    """A gateway whose decoder writes this stream, to each of several answers in one."""
+    """Return a gateway whose decoder writes this stream for each sample."""
     params = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [1]}
     prefilled = {"choices": [{"index": 0, "text": "x", "finish_reason": "length"}], "kv_transfer_params": params}
     prefiller = CannedEngine("prefill", [json_answer(prefilled)])
@@ -148,7 +148,7 @@ async def test_events_before_the_first_token_are_held_and_then_sent(deploy: Depl
 
 @pytest.mark.parametrize("asks", [True, False])
 async def test_a_large_first_event_passes(deploy: Deploy, asks: bool) -> None:
-    """A prompt's token ids come with it, for whoever asked for them."""
+    """The event has the prompt's token ids, which some clients request."""
 
     def first(ids: list[int] | None) -> bytes:
         return data(chunk("a", prompt_token_ids=ids))
@@ -247,7 +247,7 @@ async def test_client_gets_usage_whenever_it_is_known(deploy: Deploy, n: int, st
     """One answer or several in one, streamed or not, whatever hands the KV cache over."""
     gateway = await note_handoff(deploy, TOLD_NO_USAGE)
     body = request(Api.COMPLETIONS, n=n, stream=stream, max_tokens=100)
-    for _ in range(2):  # the second one on the same connections, where nobody finds bytes of another's
+    for _ in range(2):  # the second request uses the same connections, which must have no bytes left
         answer = await gateway.ask(body | (ASKS_USAGE if stream else {}))
         assert answer.is_done
         assert answer.texts == dict.fromkeys(range(n), "ab")
@@ -275,7 +275,7 @@ async def test_usage_sent_before_a_broken_connection_is_not_repeated(deploy: Dep
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("cut", [0, 1])
 async def test_bytes_after_done_are_ignored(deploy: Deploy, n: int, cut: int) -> None:
-    """In the same bytes as `[DONE]`, or later: an engine that says something has not hung up."""
+    """They may arrive with `[DONE]` or later."""
     more = data(chunk("late")) + data({"x": 1}) + b": late\n\n" + DONE
     pieces = [data(chunk("a")) + ENDING, more][: 2 if cut else 1]
     if not cut:
@@ -316,7 +316,7 @@ async def test_an_engines_error_before_the_first_token_is_an_http_error(deploy: 
     assert (answer.status, answer.body) == (400, event[6:-2])
 
 
-async def test_recomputation_is_reported_as_such(deploy: Deploy) -> None:
+async def test_recomputation_is_reported_in_metrics_and_log(deploy: Deploy) -> None:
     """Even when its event says `tool_calls`, which may be made up; its text is not."""
     made_up = [{"index": 0, "function": {"arguments": "}"}}]
     recomputed = {
@@ -350,7 +350,7 @@ async def test_unsent_answer_with_an_unreadable_member_is_repeated_once(deploy: 
 
 
 async def test_stop_string_completed_by_the_last_chunk_ends_the_answer(deploy: Deploy) -> None:
-    """Nobody has to go on with that."""
+    """No other decoder is needed."""
     body = request(Api.COMPLETIONS, "Hello", max_tokens=30)
     text = await answer_alone(body)
     assert text[:14].isascii()

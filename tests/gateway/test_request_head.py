@@ -1,4 +1,4 @@
-"""What the fast path reads as a head, everybody else reads as the very same request: aiohttp, llhttp and our guards."""
+"""Heads that the fast path accepts are read in the same way by aiohttp, llhttp and our guards."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def nearly_plain(draw: st.DrawFn) -> bytes:
 
 @dataclass
 class Read:
-    """A request as a whole, as somebody else has read it; what `refusal_of` looks at."""
+    """A whole request as another parser has read it, for `refusal_of`."""
 
     method: str
     raw_path: str
@@ -143,7 +143,7 @@ def read_by_aiohttp(data: bytes) -> list[Read]:
 
 @dataclass
 class Llhttp:
-    """What llhttp tells of the requests in some bytes."""
+    """The requests that llhttp finds in some bytes."""
 
     heads: list[tuple[bytes, bytes, str, bool]] = field(default_factory=list)
     fields: list[dict[str, str]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""When a failed attempt may be repeated: the matrix, as a table."""
+"""The matrix of failures that may be retried."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MATRIX = [
     (Failure.STATUS, 501, ONCE),
     (Failure.STATUS, 502, ONCE),
     (Failure.STATUS, 504, ONCE),
-    # Waiting as long again helps nobody.
+    # A second wait of the same length helps no client.
     (Failure.TIMEOUT, None, NEVER),
     # The connector has asked for it again already.
     (Failure.MISSING_KV, None, NEVER),

@@ -1,4 +1,4 @@
-"""The retry budget: who may be repeated now, who waits, and that nothing of it stays behind."""
+"""The retry budget: which requests get a permit, which wait, and that nothing is left behind."""
 
 from __future__ import annotations
 

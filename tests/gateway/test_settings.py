@@ -1,4 +1,4 @@
-"""Draining, and settings of which requests are plain, make no difference between the roads."""
+"""Draining and the settings of plain requests give the same results with both readers."""
 
 from __future__ import annotations
 

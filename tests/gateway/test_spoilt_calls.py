@@ -1,4 +1,4 @@
-"""Whole answers whose tool calls the engine's parser for streams has spoilt: the engine is asked for a whole one."""
+"""Whole answers whose tool calls were damaged by the engine's parser for streams are requested again."""
 
 from __future__ import annotations
 

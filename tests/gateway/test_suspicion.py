@@ -1,4 +1,4 @@
-"""Suspicion: which of those that were on an engine when it went down are charged with it, cleared, or stopped."""
+"""Suspicion: which units on a crashed engine are charged with the crash, cleared or stopped."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_only_suspect_on_an_engine_is_the_most_suspicious(
     [
         ([(0, 5.0)], [True]),
         ([(0, 5.0), (0, 0.0), (0, 60.0)], [True, True, False]),  # the two that came last
-        ([(0, 1.0), (0, 1.0), (0, 1.0)], [True, True, True]),  # nobody can tell them apart
+        ([(0, 1.0), (0, 1.0), (0, 1.0)], [True, True, True]),  # they cannot be distinguished
         ([(0, 0.0), (1, 60.0), (0, 0.0)], [False, True, False]),  # there is one who was suspicious before
         ([(2, 1.0), (1, 0.0)], [True, False]),
     ],

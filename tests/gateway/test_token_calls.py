@@ -1,4 +1,4 @@
-"""What a streamed token costs in calls of Python functions: a price that can be told without a clock."""
+"""The calls of Python functions that a streamed token costs, measured without a clock."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ async def calls_for(
 )
 @pytest.mark.interpreted
 async def test_a_token_costs_one_call(body: dict[str, Any], field: str | None, is_observed: bool, ids: bool) -> None:
-    """That where its bytes arrive. Another half times one gap in eight, and reads what was noted of sixteen."""
+    """It is the call for the received bytes. Timing and notes of tokens cost another half call."""
     tokens = [token(field, number, ids=ids) for number in range(73)]
     first = await calls_for(tokens[:9], body, is_observed=is_observed or not body["stream"])
     all_of_them = await calls_for(tokens, body, is_observed=is_observed or not body["stream"])

@@ -1,4 +1,4 @@
-"""A chunk that is passed on unparsed is read as a JSON parser would read it, or it is not taken at all."""
+"""A chunk that is passed on unparsed is read as a JSON parser would read it, or not at all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Forwarded:
-    """What becomes of chunks after an event that was parsed."""
+    """Takes chunks after a parsed event."""
 
     def __init__(self, first: bytes, *, hides_ids: bool = False, keeps: bool = True) -> None:
         self.client = Client()
@@ -32,7 +32,7 @@ class Forwarded:
         self.tokens = tokens_like(shape, self.client, self.transcript if keeps else None, hides_ids=hides_ids)
 
     def take(self, data: bytes) -> bytes:
-        """What is left of a read."""
+        """Take the bytes of a read, and return those that were left."""
         return self.engine.take(self.tokens, data)
 
     def took(self, data: bytes) -> tuple[str, list[int], bytes] | None:

@@ -1,4 +1,4 @@
-"""Events that orjson refuses: read as Python reads them, or the answer is not called complete, nor resumed as exact."""
+"""Events that orjson rejects: they are read as Python reads them, or the answer is incomplete and not resumed."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ UNREADABLE = {
 
 
 def event(path: str, text: bytes, ids: str = "", finish: bytes = b"null") -> bytes:
-    """An event of a chat, or of a completion, with text that stands in JSON like this."""
+    """Return an event with this text in JSON."""
     told = b'"text":"%b"' % text if path == COMPLETIONS else b'"delta":{"content":"%b"}' % text
     return EVENT % (told, finish, f',"token_ids":{ids}'.encode() if ids else b"")
 
 
 def stream(path: str, *middle: bytes) -> list[bytes]:
-    """An answer with these events in its middle."""
+    """Return an answer with these events in its middle."""
     last = [event(path, b" end.", "[9]"), event(path, b"", "[]", b'"stop"'), USAGE, DONE]
     return [event(path, b"Do ", "[7]").replace(b'"index"', b'"prompt_token_ids":[1,2,3],"index"'), *middle, *last]
 
 
 def engine_path(path: str) -> str:
-    """What the decoder is asked for a request of this route."""
+    """Return the path at the decoder for a request of this route."""
     return path if path == COMPLETIONS else CHAT
 
 
@@ -68,7 +68,7 @@ async def ask(gateway: Deployment, path: str, body: dict[str, Any]) -> Answer:
 
 
 def text_of(answer: Answer) -> str:
-    """The text of any dialect, streamed or not. The body must be JSON in UTF-8."""
+    """Return the text of an answer in any dialect. The body must be JSON in UTF-8."""
     assert (answer.status, answer.is_whole) == (200, True), answer.body
     lines = answer.body.decode().split("\n") if answer.is_stream else [f"data: {answer.body.decode()}"]
     payloads = [json.loads(line[6:]) for line in lines if line.startswith("data: ") and line != "data: [DONE]"]
@@ -82,7 +82,7 @@ def joined(text: str) -> str:
 
 
 def pieces(payload: dict[str, Any]) -> Iterable[str]:
-    """What one event, or a whole answer, adds to the text."""
+    """Yield the pieces of text in one event or a whole answer."""
     for choice in payload.get("choices", ()):
         yield choice.get("text") or (choice.get("delta") or choice.get("message") or {}).get("content") or ""
     if payload.get("type") == "content_block_delta":

@@ -1,4 +1,4 @@
-"""Requests that have to wait for their turn come to the same on both roads, and their connections stay fast."""
+"""Requests that wait in the queue give the same results with both readers, and their connections stay fast."""
 
 from __future__ import annotations
 

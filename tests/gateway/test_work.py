@@ -1,4 +1,4 @@
-"""A request's way through the gateway: the answer of a single engine, whole or streamed, in one piece or in units."""
+"""Whole requests through the gateway: the answer equals that of a single engine, whole, streamed or in units."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ async def test_only_decoder_is_tried_again_after_a_lack_of_kv_memory(deploy: Dep
     assert len(generations(*gateway.prefillers)) == 2
 
 
-# What engines are sent
+# Requests to engines
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -273,7 +273,7 @@ async def test_resumable_answer_is_watched(gateway: Deployment, api: Api, stream
 async def test_a_short_answer_that_is_not_streamed_is_not_watched(
     gateway: Deployment, max_tokens: int | None, is_watched: bool
 ) -> None:
-    """To ask for it again costs less than what could be lost."""
+    """Repeating such an answer costs little."""
     fields = {} if max_tokens is None else {"max_tokens": max_tokens}
     body = {**request(Api.CHAT), **fields}
     if max_tokens is None:
@@ -363,7 +363,7 @@ async def test_error_of_an_answer_that_cannot_be_resumed_has_the_reason(deploy: 
 
 @pytest.mark.parametrize("health", [{"rise": 1, "interval_seconds": 0.05}, {}], ids=["probed", "not probed"])
 async def test_answer_waits_for_an_instance_that_can_resume_it(deploy: Deploy, health: dict[str, Any]) -> None:
-    """There is none when the only decoder dies, and one when it is back, after more refusals than a retry may have."""
+    """The only decoder crashes and returns, after more refused connections than a retry allows."""
     gateway = await deploy(connector="plain", resume={"deadline_seconds": 5.0}, health=health)
     (decoder,) = gateway.decoders
     decoder.faults.add("kill", tokens=5, times=1)
