@@ -333,7 +333,8 @@ class AttemptLoop:
             await asyncio.sleep(_CHECK_SECONDS)
         # Report the last error of an engine, unless the engine was not reached.
         elif last is None or (last.failure is Failure.CONNECT and resuming.action is None):
-            if self._guard.awaits_verdict:
+            suspicion = self._guard.suspicion
+            if suspicion.is_confined and suspicion.has_broken_down:  # another unit may soon show why engines crashed
                 await asyncio.sleep(_CHECK_SECONDS)
                 if await self._guard.is_acquitted():
                     return

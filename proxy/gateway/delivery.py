@@ -29,19 +29,20 @@ if TYPE_CHECKING:
 _NOT_COMMON: Final = frozenset({"choices", "usage", "prompt_token_ids", "system_fingerprint", "prompt_text"})
 
 
-# Attempts to learn a shape. Some streams have none, and each attempt costs more than to parse a token.
-_MAX_ATTEMPTS: Final = 8
+MAX_ATTEMPTS: Final = 8
+"""Attempts to learn a shape. Some streams have none, and each attempt costs more than to parse a token."""
 
 
 class TokenShapes:
     """Learns the shape of the tokens in one decoder's stream. The shape may change."""
 
-    __slots__ = ("_attempts_left", "current")
+    __slots__ = ("attempts_left", "current")
 
     def __init__(self) -> None:
         self.current: Shape | None = None
         """The shape of the present tokens. None: unknown."""
-        self._attempts_left = _MAX_ATTEMPTS
+        self.attempts_left = MAX_ATTEMPTS
+        """Attempts to learn another shape."""
 
     def learn(self, raw: bytes, *, is_token: bool, is_whole: bool) -> None:
         """Learn the shape of the next tokens from a parsed event, if it differs from the present shape.
@@ -54,13 +55,9 @@ class TokenShapes:
         if is_token and self.current is not None and self.current.is_around(raw):
             return
         self.current = None
-        if is_token and self._attempts_left and is_whole:
-            self._attempts_left -= 1
+        if is_token and self.attempts_left and is_whole:
+            self.attempts_left -= 1
             self.current = Shape.of(raw)
-
-    def was_right(self) -> None:
-        """Allow further attempts after tokens had the present shape. SGLang's chunks change each second."""
-        self._attempts_left = _MAX_ATTEMPTS
 
 
 _TOKEN_IDS: Final = b'"token_ids":['
@@ -235,11 +232,6 @@ class Delivery:
         writer.keeps_bytes &= keeps_bytes
         self._keeps_bytes = keeps_bytes
         self._tells_shapes = keeps_bytes and not writer.hides_reasoning and (rewrite is None or whole is not None)
-
-    @property
-    def passes_bytes(self) -> bool:
-        """Whether the client gets the bytes of the engine, even those of unreadable events."""
-        return self.seam is None and self.writer.keeps_bytes
 
     @property
     def is_stopped(self) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from proxy.common.errors import Failure, GatewayError
 from proxy.dialects.segment import ABORTED, CONTENT, DONE, ERROR, MALFORMED, OPENING, RECOMPUTED, USAGE
+from proxy.gateway.delivery import MAX_ATTEMPTS
 from proxy.resume.overlap import Mismatch
 from proxy.upstream.fast_forward import Tokens
 from proxy.wire.chat_members import UnreadableMember
@@ -296,7 +297,8 @@ class Relay:
         if clock is not None:
             clock.index = tokens.index
         if tokens.index > self._bypassed_from:
-            self._delivery.shapes.was_right()
+            # The shape was right, so another one is worth learning. SGLang's chunks change each second.
+            self._delivery.shapes.attempts_left = MAX_ATTEMPTS
 
     # Events
 
@@ -346,7 +348,8 @@ class Relay:
         else:
             if meaning is MALFORMED:
                 self.malformed_events += 1
-                if not delivery.passes_bytes or names_engine_members(event.raw):
+                passes_bytes = delivery.seam is None and delivery.writer.keeps_bytes
+                if not passes_bytes or names_engine_members(event.raw):
                     # It may contain a part of the answer, which the client would miss without an error.
                     self._end_unreadable("sent an event that cannot be read")
                     return

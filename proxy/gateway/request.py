@@ -16,6 +16,7 @@ from proxy.gateway.attempts import FailedAttempt
 from proxy.gateway.client_writer import ClientWriter
 from proxy.gateway.relay import unwritable
 from proxy.observe import logs
+from proxy.resume.engines import SGLANG
 from proxy.wire.openai import error_event
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ class Request:
         if call.stream and parts.keeps_streams_alive:
             writer.keep_alive_by(settings.stream, dialect.keep_alive)
         try:
-            if service.needs_prompt(dialect, call):
+            if settings.sglang.chat_sampling and service.watching(dialect, call).engine is SGLANG:
                 self._run(self._go_on())
                 return
             work = self._work = service.work(dialect, call, writer, record)

@@ -392,11 +392,6 @@ class UnitGuard:
         """Give up the backends that the unit is confined to. See Suspects.leave."""
         return self._suspects.leave(self.suspicion, self.history, role)
 
-    @property
-    def awaits_verdict(self) -> bool:
-        """Whether another unit of the request may soon show why engines crashed."""
-        return self.suspicion.is_confined and self.suspicion.has_broken_down
-
     async def is_acquitted(self) -> bool:
         """Wait for the end of a hearing. See Suspects.is_acquitted."""
         return await self._suspects.is_acquitted(self.suspicion)

@@ -15,7 +15,7 @@ from proxy.gateway.attempts import AttemptLoop
 from proxy.gateway.common_abilities import CommonAbilities
 from proxy.gateway.detokenizer import ChatPrompts
 from proxy.gateway.retry import RetryBudget
-from proxy.resume.engines import SGLANG, VLLM, WatchLevel
+from proxy.resume.engines import VLLM, WatchLevel
 from proxy.wire.openai import error_event as openai_error_event
 
 if TYPE_CHECKING:
@@ -115,12 +115,11 @@ class RequestService:
 
     # The work on one request
 
-    def needs_prompt(self, dialect: Dialect, call: Call) -> bool:
-        """Return whether `prompt` must be awaited before `work`."""
-        return bool(self._parts.settings.sglang.chat_sampling) and self.watching(dialect, call).engine is SGLANG
-
     async def prompt(self, call: Call) -> ChatPrompt | None:
-        """Return the prompt of a chat that engines get as a completion, or None if they get the chat itself."""
+        """Return the prompt of a chat that engines get as a completion, or None if they get the chat itself.
+
+        It matters only for SGLang with `sglang.chat_sampling`.
+        """
         return await self._chat_prompts.of(call, self._parts.settings.sglang.chat_sampling)
 
     def work(

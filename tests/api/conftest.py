@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,13 +25,14 @@ from proxy.common.backend import Backend, Load, Role
 from proxy.connectors.base import Connector
 from proxy.fleet.discovery.joining import Joiner
 from proxy.fleet.discovery.prober import Prober, ProberParts
+from proxy.gateway.api_keys import ApiKeys, KeyUsage, assign_slots
 from proxy.gateway.detokenizer import Detokenizer
 from proxy.gateway.lanes import Lane, Lanes
 from proxy.gateway.suspects import Suspects
 from proxy.gateway.work import RequestService, ServiceParts
 from proxy.listener import replies
 from proxy.observe.metrics import Metrics
-from proxy.settings import HealthChecks, Joining, Settings
+from proxy.settings import ClientKey, HealthChecks, Joining, Settings
 from proxy.upstream import EngineClient, Upstream
 
 if TYPE_CHECKING:
@@ -45,6 +47,14 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 _NO_INSTANCES = Settings()
+
+
+def team_key() -> ApiKeys:
+    """Return client keys with the key `client` of `team`."""
+    api_keys = ApiKeys(KeyUsage())
+    digest = hashlib.sha256(b"client").hexdigest()
+    api_keys.configure([ClientKey(name="team", key_sha256=digest)], assign_slots(["team"], {}))
+    return api_keys
 
 
 @dataclass

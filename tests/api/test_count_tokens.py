@@ -24,7 +24,7 @@ PATH = "/v1/messages/count_tokens"
 
 
 def of(body: dict[str, Any]) -> dict[str, Any]:
-    """The same without what is said of the answer."""
+    """Return a request without the members about its answer."""
     return {name: value for name, value in body.items() if name not in ("max_tokens", "stream")}
 
 

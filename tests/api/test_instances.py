@@ -387,7 +387,7 @@ async def test_other_details_of_a_joining_instance_are_ignored_with_a_warning(ga
 
 @pytest.fixture
 async def names(gateway: Gateway) -> AsyncIterator[Names]:
-    """A name server that knows a few."""
+    """Run a name server with a few names."""
     known: dict[str, tuple[str, ...]] = {
         "inside": ("10.0.0.7",),
         "metadata": ("169.254.169.254",),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from typing import TYPE_CHECKING
 
 import orjson
@@ -17,8 +16,9 @@ from proxy.api.credentials import KeyAuth
 from proxy.api.models import ModelsApi
 from proxy.api.questions import QuestionParts
 from proxy.common.backend import Role
-from proxy.gateway.api_keys import ApiKeys, KeyUsage, assign_slots
-from proxy.settings import ClientKey, Settings
+from proxy.gateway.api_keys import ApiKeys, KeyUsage
+from proxy.settings import Settings
+from tests.api.conftest import team_key
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -183,10 +183,7 @@ def test_wait_for_an_engine_is_limited() -> None:
 
 async def test_client_key_is_required_and_not_passed_on(gateway: Gateway) -> None:
     engine = await gateway.engine(Role.DECODE, serving({"id": "kimi"}))
-    callers = ApiKeys(KeyUsage())
-    digest = hashlib.sha256(b"client").hexdigest()
-    callers.configure([ClientKey(name="team", key_sha256=digest)], assign_slots(["team"], {}))
-    client = await client_of(gateway, callers=callers)
+    client = await client_of(gateway, callers=team_key())
     for credential, status in (("Bearer wrong", 401), ("Bearer client", 200)):
         async with client.get("/v1/models", headers={"Authorization": credential}) as answer:
             assert answer.status == status

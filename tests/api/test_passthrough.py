@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +18,10 @@ from proxy.api.credentials import KeyAuth
 from proxy.api.passthrough import ROUTES, PassthroughApi
 from proxy.api.questions import QuestionParts
 from proxy.common.backend import Load, Role
-from proxy.gateway.api_keys import ApiKeys, KeyUsage, assign_slots
+from proxy.gateway.api_keys import ApiKeys, KeyUsage
 from proxy.listener.drain import DrainManager
-from proxy.settings import ClientKey, Settings
+from proxy.settings import Settings
+from tests.api.conftest import team_key
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -226,7 +226,7 @@ def saying(status: int, body: bytes = ODD_BODY) -> Answer:
 
 
 async def drop(request: web.Request) -> web.Response:
-    """The connection is lost before any of the answer."""
+    """Close the connection before the answer."""
     assert request.transport is not None
     request.transport.abort()
     return web.Response()
@@ -435,7 +435,7 @@ async def test_compressed_body_is_rejected(gateway: Gateway) -> None:
 
 
 async def pieces(*parts: bytes) -> AsyncIterator[bytes]:
-    """A body that does not tell its length."""
+    """Yield a body without a Content-Length."""
     for part in parts:
         yield part
 
@@ -465,10 +465,7 @@ async def test_held_bodies_are_limited(gateway: Gateway) -> None:
 async def test_client_key_is_required_and_not_passed_on(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     prefiller = await gateway.engine(Role.PREFILL)
-    callers = ApiKeys(KeyUsage())
-    digest = hashlib.sha256(b"client").hexdigest()
-    callers.configure([ClientKey(name="team", key_sha256=digest)], assign_slots(["team"], {}))
-    client = await client_of(gateway, callers=callers)
+    client = await client_of(gateway, callers=team_key())
     for credential, status in (("Bearer wrong", 401), ("Bearer client", 200)):
         async with client.post("/tokenize", headers={"Authorization": credential}) as answer:
             assert answer.status == status

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -15,9 +14,9 @@ from proxy.api.probes import ProbeApi
 from proxy.api.questions import QuestionParts
 from proxy.api.sglang import SglangApi
 from proxy.common.backend import Role
-from proxy.gateway.api_keys import ApiKeys, KeyUsage, assign_slots
+from proxy.gateway.api_keys import ApiKeys, KeyUsage
 from proxy.listener.drain import DrainManager
-from proxy.settings import ClientKey
+from tests.api.conftest import team_key
 
 if TYPE_CHECKING:
     from aiohttp.test_utils import TestClient
@@ -156,10 +155,7 @@ async def test_error_of_engines_is_passed_on_with_its_status(gateway: Gateway) -
 @pytest.mark.parametrize("path", PATHS)
 async def test_client_key_is_required_and_not_passed_on(gateway: Gateway, path: str) -> None:
     engines = [await engine(gateway, role, server_info=info(role), v1_loads={"loads": []}) for role in gateway.pools]
-    callers = ApiKeys(KeyUsage())
-    digest = hashlib.sha256(b"client").hexdigest()
-    callers.configure([ClientKey(name="team", key_sha256=digest)], assign_slots(["team"], {}))
-    client = await client_of(gateway, callers)
+    client = await client_of(gateway, team_key())
     for credential, status in (("Bearer wrong", 401), ("Bearer client", 200)):
         async with client.get(path, headers={"Authorization": credential}) as answer:
             assert answer.status == status

@@ -149,7 +149,7 @@ class Gate:
 
 @contextmanager
 def no_callback_fails(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """The loop only logs what a callback raises."""
+    """Fail if a callback raises, which the loop only logs."""
     problems: list[object] = []
     loop.set_exception_handler(lambda _, context: problems.append(context))
     yield

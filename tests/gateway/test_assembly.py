@@ -168,7 +168,7 @@ def _is_watched(body: dict[str, Any]) -> bool:
 
 
 def put_together(body: dict[str, Any], stream: bytes, profile: str = "v0.33") -> Any:
-    """The answer to an unstreamed request out of an engine's stream."""
+    """Return the assembled answer to a request that is not streamed."""
     whole = Assembly(has_routed_experts=ALL_PROFILES[profile].has_routed_experts)
     delivery = Delivery(call_of(body), is_observed=True, whole=whole)
     assert take(delivery, stream)[0] == b""

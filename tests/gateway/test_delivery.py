@@ -285,7 +285,7 @@ def test_prompt_ids_are_kept_in_a_merged_stream(body: dict[str, Any], is_observe
 
 
 def words(ids: list[int], **fields: Any) -> bytes:
-    """The chunk with which a decoder gives up."""
+    """Return the last chunk of a decoder that gives up."""
     payload = chunk(ids, "stop", **fields)
     payload["choices"][0]["stop_reason"] = "recomputed"
     return data(payload)
@@ -329,7 +329,7 @@ TOOL_CALL = {"index": 0, "id": "functions.f:0", "type": "function", "function": 
 
 
 def resumed(body: dict[str, Any], kept: int, **options: Any) -> Delivery:
-    """A delivery that goes on behind `kept` ids of an answer that said "a" with the id 7."""
+    """Return a delivery that resumes after `kept` ids an answer with the text "a" and the id 7."""
     delivery = Delivery(call_of(body), is_observed=True)
     is_chat = "messages" in body
     first = data(chunk([7], content="a")) if is_chat else data(chunk([7], text="a"))

@@ -49,7 +49,7 @@ class Deployment:
     ends: list[str] = field(default_factory=list)
 
     async def text(self, ids: Sequence[int] | bytes = tuple(IDS), model: str | None = "sim") -> str | None:
-        """The answer; whatever it is, it must leave no trace."""
+        """Return the answer, and check that it has left no load and no change of health."""
         before = self.judgements()
         text = await self.detokenizer.text(model, ids, {})
         assert self.judgements() == before
@@ -245,7 +245,7 @@ async def test_an_engine_that_does_not_answer_is_given_up(deploy: Deploy) -> Non
 
 
 def dribble() -> Iterator[bytes]:
-    """An answer without an end."""
+    """Write an answer without an end."""
     yield b"HTTP/1.1 200 OK\r\nContent-Length: 100000000\r\n\r\n"
     while True:
         yield b" "

@@ -61,7 +61,7 @@ class Stream:
             self.read += data
 
     async def rest(self) -> bytes:
-        """The answer, without what has kept it alive."""
+        """Return the answer without the keep-alive bytes."""
         try:
             while data := await self.response.content.readany():
                 self.read += data
@@ -86,7 +86,7 @@ async def answer(gateway: Deployment, path: str) -> bytes:
 
 @asynccontextmanager
 async def occupied(gateway: Deployment) -> AsyncIterator[None]:
-    """The only decoder writes an answer until the end of the block, and may write but one."""
+    """Keep the only decoder busy until the end of the block. It writes one answer at a time."""
     gateway.decoders[0].faults.add("stall_after_tokens", times=1, tokens=1)
     async with streaming(gateway, "/v1/completions") as stream:
         await stream.has(1, b"data: ")
@@ -94,7 +94,7 @@ async def occupied(gateway: Deployment) -> AsyncIterator[None]:
 
 
 def working(engines: list[SimulatedEngine]) -> SimulatedEngine:
-    """The only one that works on a request."""
+    """Return the only engine that serves a request."""
     (one,) = (engine for engine in engines if engine.is_running and engine.state.live)
     return one
 

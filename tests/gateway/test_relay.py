@@ -222,7 +222,7 @@ async def test_finish_without_done_does_not_complete_an_unwatched_answer(deploy:
 
 
 def counted(text: str, finish_reason: str | None = None, *, ids: list[int] | None, prompt: list[int] | None) -> bytes:
-    """A chunk that tells token ids, as far as they are given."""
+    """Return a chunk with the given token ids."""
     told = chunk(text, finish_reason)
     told["choices"][0] |= {"prompt_token_ids": prompt, "token_ids": ids}
     return data(told)

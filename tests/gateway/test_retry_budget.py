@@ -35,7 +35,7 @@ class Requests:
 
 
 async def waiting(permit: RetryPermit, budget: RetryBudget, timeout_seconds: float = LONG) -> asyncio.Task[bool]:
-    """A task that waits for its turn already."""
+    """Return a task that waits for a permit."""
     before = budget.waiting
     task = asyncio.create_task(permit.acquire(timeout_seconds))
     await asyncio.sleep(0)  # it runs until it waits

@@ -34,7 +34,7 @@ def call(arguments: str) -> dict[str, Any]:
 
 
 def streamed(finish: str, *calls: dict[str, Any], **last: Any) -> list[bytes]:
-    """An answer in chunks, the first of which has no call."""
+    """Return an answer in chunks. The first one has no tool call."""
     deltas: list[dict[str, Any]] = [
         {"role": "assistant", "content": ""},
         *({"tool_calls": [each]} for each in calls),
@@ -48,7 +48,7 @@ def streamed(finish: str, *calls: dict[str, Any], **last: Any) -> list[bytes]:
 
 
 def whole(finish: str, *calls: dict[str, Any]) -> list[bytes]:
-    """The same answer as a body, with a member that only whole answers have."""
+    """Return the same answer as a body, with a member that only whole answers have."""
     message = {"role": "assistant", "content": None, "tool_calls": list(calls)}
     choice = {"index": 0, "message": message, "finish_reason": finish, "routed_experts": "AAAA"}
     return [json_answer({"id": "y", "choices": [choice], "usage": USAGE, "kv_transfer_params": HANDED_OVER})]
@@ -78,7 +78,7 @@ async def answered(deploy: Deploy, decoder: Decoder, path: str = CHAT, **fields:
 
 
 def calls_of(answer: Answer) -> list[Any]:
-    """The arguments of all tool calls, in any dialect."""
+    """Return the arguments of all tool calls in any dialect."""
     assert answer.status == 200, answer.body
     told = answer.json
     if "choices" in told:

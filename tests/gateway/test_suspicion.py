@@ -12,7 +12,7 @@ NOW = 1000.0
 
 
 def suspicion(*lost: Backend, earlier: int = 0) -> Suspicion:
-    """A request of one unit that has lost these engines without having had a token there."""
+    """Return the suspicion of a request with one unit that crashed these engines before its first token."""
     made = Suspicion(earlier)
     made.add_unit().lost.update(dict.fromkeys(lost, 0.0))
     return made

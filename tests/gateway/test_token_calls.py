@@ -49,7 +49,7 @@ class Streamed(Client):
 
 @contextmanager
 def calls_counted() -> Iterator[Counter[str]]:
-    """Calls within the block of the gateway's functions, by their names."""
+    """Count the calls of the gateway's functions in the block by name."""
     calls: Counter[str] = Counter()
 
     def on_event(frame: FrameType, event: str, _: object) -> None:
@@ -80,7 +80,7 @@ async def calls_for(
     is_observed: bool,
     then: Callable[[EngineConnection, Streamed], None] | None = None,
 ) -> Counter[str]:
-    """Calls for these reads from an engine; those before are the head and three tokens. `then`: what is done next."""
+    """Count the calls for these reads from an engine, after a head. `then`: a function to call next."""
     connection = connected(EngineLine())
     response = Response(connection, lambda error: None)
     connection.begin(response, "/", b"", {}, answer_seconds=1.0)

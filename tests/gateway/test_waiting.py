@@ -23,13 +23,13 @@ BODIES: Final = pytest.mark.parametrize("body", [STREAM, WHOLE], ids=["stream", 
 
 
 def busy(**admission: Any) -> dict[str, Any]:
-    """Settings with which one decoder writes one answer at a time."""
+    """Return settings with which a decoder writes one answer at a time."""
     limits = {"max_running_decode": 1, "wait_seconds": 5.0, **admission}
     return {"admission": limits, "resume": {"mode": "off"}}
 
 
 async def occupied(clients: Clients) -> Line:
-    """The connection of a client whose answer takes all that the decoder can do, until it leaves."""
+    """Return the connection of a client whose answer keeps the decoder busy until it disconnects."""
     decoder = clients.gateway.decoders[0]
     decoder.faults.add("stall_after_tokens", times=1, tokens=1)
     line = await clients.connect()
@@ -39,7 +39,7 @@ async def occupied(clients: Clients) -> Line:
 
 
 async def waits(clients: Clients, body: dict[str, Any], number: int = 1) -> Line:
-    """The connection of one that waits now."""
+    """Return the connection of a client whose request is queued."""
     line = await clients.connect()
     line.send(raw(body, X_Request_Id=f"r-{number}"))
     await until(lambda: clients.gateway.metrics("pdproxy_queued_requests") == {(): float(number)}, "it waits")
