@@ -24,65 +24,70 @@ if TYPE_CHECKING:
 
     _Spent = Sequence[tuple[int, float]]
 
-_EVERY: Final = 16  # up to here each number of answers has a bucket of its own, and then an eighth more
+_EVERY: Final = 16  # up to this number of answers each has a separate bucket; later buckets grow by an eighth
 _BUCKETS: Final = 40
 SIZES: Final = tuple(range(_EVERY + 1)) + tuple(
     accumulate(range(_BUCKETS), lambda size, _: size + size // 8, initial=_EVERY + 2)
 )
-"""The most answers at a time of each bucket; the last bucket has all greater numbers, too."""
+"""Maximum number of concurrent answers of each bucket. The last bucket also has all greater numbers."""
 PLACES: Final = tuple(min(bisect_left(SIZES, answers), len(SIZES) - 1) for answers in range(SIZES[-1] + 1))
-"""The bucket of each number of answers; greater numbers than there are places belong to the last bucket."""
+"""Bucket of each number of concurrent answers. Greater numbers belong to the last bucket."""
 _CENTERS: Final = (0.5, *(0.5 * (SIZES[place - 1] + 1 + SIZES[place]) for place in range(1, len(SIZES))))
 
-# Shorter answers show more of this process and its reads, which bring several tokens at once, than of a decoder.
-_LEAST_SECONDS: Final = 0.1
+# Minimum duration of an answer. The pace of shorter ones depends on reads that bring several tokens at once.
+_MIN_SECONDS: Final = 0.1
+# Weight of a new answer in the relative speed of a backend.
 _SLOWNESS_STEP: Final = 0.03
-_MOST_SLOWNESS: Final = math.log(4)
-# Differences in speed up to here are noise.
+# Bound of the logarithm of a backend's relative speed.
+_MAX_SLOWNESS: Final = math.log(4)
+# Smaller differences in speed are noise.
 _EQUAL_SPEED: Final = math.log(1.05)
-# An answer that is further off what was expected counts as if it were off by this factor: its client may read slowly.
-_MOST_RATIO: Final = 2.5
-# The same for an answer in buckets with less than this number of answers' worth of time: the estimate may be wrong.
+# Maximum factor between an answer's tokens and the expected ones. It limits outliers, such as slow clients.
+_MAX_RATIO: Final = 2.5
+# Time in a bucket from which on its rate is known, in answers.
 _ENOUGH: Final = 4.0
-_MOST_RATIO_UNKNOWN: Final = 10.0
-# Variance of the ratio of an answer's tokens to those expected. One part is the answer's own, such as the drafts that
-# were accepted. The other is common to the answers that a decoder writes at a time, so they count as one for it.
+# Maximum factor if an answer spent time in a bucket without a known rate, because the expectation may be wrong.
+_MAX_RATIO_UNKNOWN: Final = 10.0
+# Variance of the ratio of an answer's tokens to the expected ones, such as by accepted drafts.
 _OWN_VARIANCE: Final = 0.1**2
+# Additional variance that is common to all concurrent answers of a decoder, so that they count as one.
 _COMMON_VARIANCE: Final = 0.04**2
+# Weight of a new answer in the estimate of the variance.
 _NOISE_STEP: Final = 0.02
-# Standard deviation of the difference of two buckets that no number of answers removes: prompts differ, and so on.
+# Standard deviation between two buckets that remains with any number of answers, for example because prompts differ.
 _FLOOR: Final = 0.05
-# Answers' worth of time in a bucket from which on it counts as known.
+# Time in a bucket from which on it counts for the saturation point, in answers.
 _KNOWN: Final = 2.0
+# The same once a saturation point is learned.
 _STILL_KNOWN: Final = 0.2
-# Before this number of answers it is not known how much answers differ among each other.
-_LEAST_SAMPLES: Final = 50
-# Throughput beyond a saturation point is less than this part of the throughput at it, in logarithms.
-_LEAST_DECLINE: Final = -math.log(0.85)
-# The decline must exceed that by this number of standard deviations to be believed, ...
+# Minimum number of answers for a saturation point, so that their variance is known.
+_MIN_SAMPLES: Final = 50
+# Minimum decline of throughput beyond a saturation point, as a logarithm.
+_MIN_DECLINE: Final = -math.log(0.85)
+# A decline is significant if it exceeds the minimum by this number of standard deviations.
 _SURE: Final = 2.0
-# ... and by this number to be still believed. Few answers are written beyond a saturation point that is kept to.
+# A learned saturation point only needs this number, because few answers are still written beyond it.
 _STILL_SURE: Final = 0.5
-# Answers of this age count e times less than new ones.
+# Time in which the weight of an answer falls to 1/e.
 _MEMORY_SECONDS: Final = 1800.0
 
 TRUSTED_SECONDS: Final = 600.0
-"""After this time without answers beyond the saturation point one decoder gets more than that, to find out."""
+"""Time without answers beyond the saturation point after which one decoder gets more answers as a test."""
 DOUBT_SECONDS: Final = 3600.0
-"""No saturation point is believed for this time after one was dropped because it did not prove itself."""
-# With fewer answers than this there is nothing to find out.
-_LEAST_SCOUTED: Final = 4
-# An answer beside others costs at least this part of a step, whatever the line says: otherwise one decoder would get
-# all requests of a moment.
-_LEAST_SLOPE: Final = 0.01
-# A step takes this number of times what an answer adds, as long as nothing is known: of measured machines 10 and 13.
+"""Time without a saturation point after one was dropped because throughput at it was not higher."""
+# Minimum number of concurrent answers for a test with fewer answers.
+_MIN_SCOUTED: Final = 4
+# Minimum cost of an answer as a share of a step. Otherwise one decoder would get all requests of a burst.
+_MIN_SLOPE: Final = 0.01
+# Assumed ratio of a step's time to the time that one answer adds. Measured machines have 10 and 13.
 _FIRST_STEPS: Final = 10.0
 
-# The last answers, as evidence that needs no estimate.
+# Number of last answers that are kept as evidence without estimates.
 _WITNESSES: Final = 512
-# From this number of answers on each side such evidence counts. No more than the last ones are looked at.
+# Minimum number of answers on each side of a limit for a comparison.
 _ENOUGH_WITNESSES: Final = 4
-_MOST_WITNESSES: Final = 32
+# Maximum number of answers on each side; the last ones are used.
+_MAX_WITNESSES: Final = 32
 # An answer is evidence for one side of a limit if it spent this part of its time there.
 _MOSTLY: Final = 0.7
 # It is evidence for the limit itself if its decoder wrote at least this part of that number of answers.
@@ -91,7 +96,7 @@ _NEAR: Final = 0.6
 # Variance of the prior's random walk for one unit of the logarithm of the number of answers.
 _WALK_VARIANCE: Final = 1.0
 # A rate stays above this part of the mean rate, as a linear filter might estimate a negative one.
-_LEAST_RATE: Final = 0.02
+_MIN_RATE: Final = 0.02
 
 
 class RateFilter:
@@ -169,7 +174,7 @@ class RateFilter:
             return
         self._factor, self._solved_first = self._factored(), first
         solution = self._back(self._forward(self._target[first : last + 1]))
-        least = _LEAST_RATE * sum(solution) / len(solution)
+        least = _MIN_RATE * sum(solution) / len(solution)
         if least <= 0.0:
             return  # nonsense in, nonsense out: keep the rates before
         rates = [max(least, rate) for rate in solution]
@@ -259,7 +264,7 @@ class DecodePace:
         self._seen = [0.0] * len(SIZES)  # answers' worth of time in each bucket
         self._solved = [0.0] * len(SIZES)  # the same that are in the rates
         self._seen_at = [-math.inf] * len(SIZES)
-        self._noise = 1.0  # variance of the answers as a multiple of what was assumed
+        self._noise = 1.0  # variance of the answers relative to the assumed one
         self._noted = 4  # answers that it is the mean of, with those that were assumed
         self._slowness: dict[Hashable, float] = {}  # logarithms
         self._witnesses: deque[tuple[_Spent, float, float, float]] = deque(maxlen=_WITNESSES)
@@ -307,7 +312,7 @@ class DecodePace:
             now: When it ended.
         """
         seconds = sum(each for _, each in spent)
-        if tokens < 1 or seconds < _LEAST_SECONDS:
+        if tokens < 1 or seconds < _MIN_SECONDS:
             return
         if not self.samples:
             self._filter.begin(tokens / seconds)
@@ -315,7 +320,7 @@ class DecodePace:
         expected = self._filter.expected(spent)
         ratio = tokens * math.exp(slowness) / expected
         is_known = all(self._solved[place] >= _ENOUGH for place, each in spent if each > 0.1 * seconds)
-        most = _MOST_RATIO if is_known else _MOST_RATIO_UNKNOWN
+        most = _MAX_RATIO if is_known else _MAX_RATIO_UNKNOWN
         ratio = max(1 / most, min(most, ratio))
         answers = sum(_CENTERS[place] * each for place, each in spent) / seconds
         variance = _OWN_VARIANCE + _COMMON_VARIANCE * answers
@@ -330,7 +335,7 @@ class DecodePace:
             self._noted += 1
             self._noise += max(_NOISE_STEP, 1 / self._noted) * (error * error / _OWN_VARIANCE - self._noise)
             slower = slowness - _SLOWNESS_STEP * error
-            self._slowness[backend] = max(-_MOST_SLOWNESS, min(_MOST_SLOWNESS, slower))
+            self._slowness[backend] = max(-_MAX_SLOWNESS, min(_MAX_SLOWNESS, slower))
         self.samples += 1
         self._unsolved += 1
         if self._unsolved >= max(_ENOUGH, self.samples / 2):
@@ -386,7 +391,7 @@ class DecodePace:
         first = next(place for place in range(best + 1, surely[0] + 1) if made[place] < 0.85 * made[best])
         good = first - 1
         if was == math.inf:
-            if self.samples < _LEAST_SAMPLES:
+            if self.samples < _MIN_SAMPLES:
                 return
             at, beyond = self._made(lambda place: place <= good, now), self._made(lambda place: place > good, now)
             if not 0.0 < beyond < at:
@@ -405,7 +410,7 @@ class DecodePace:
 
     def _declines(self, made: Sequence[float], best: int, place: int) -> bool:
         """Return whether surely fewer tokens per second are written in a bucket than in the best one."""
-        decline = math.log(made[best] / made[place]) - _LEAST_DECLINE
+        decline = math.log(made[best] / made[place]) - _MIN_DECLINE
         if decline <= 0.0:
             return False
         variance = max(1.0, self._noise) * self._filter.variance(best, place) + _FLOOR * _FLOOR
@@ -436,7 +441,7 @@ class DecodePace:
         """
         found: list[float] = []
         for spent, seconds, made, ended in reversed(self._witnesses):
-            if ended < now - TRUSTED_SECONDS or ended < since or len(found) == _MOST_WITNESSES:
+            if ended < now - TRUSTED_SECONDS or ended < since or len(found) == _MAX_WITNESSES:
                 break
             if ended - seconds < since:
                 continue
@@ -445,13 +450,13 @@ class DecodePace:
                 found.append(made)
         return sum(found) / len(found) if len(found) >= _ENOUGH_WITNESSES else 0.0
 
-    # What is tried, and the line
+    # Exploration, and the fitted line
 
     def _fewer(self, known: Sequence[int], now: float) -> float:
         """Return how few answers one decoder should have because none has had this few lately; infinite: some have."""
         most = SIZES[known[-1]]
         least, enough = most / 2, most * 0.8
-        if most < _LEAST_SCOUTED or any(
+        if most < _MIN_SCOUTED or any(
             least <= SIZES[place] <= enough and now - self._seen_at[place] < TRUSTED_SECONDS for place in known
         ):
             return math.inf
@@ -468,5 +473,5 @@ class DecodePace:
         both = zip(weights, answers, seconds, strict=True)
         slope = sum(weight * (at - mean_answers) * (each - mean_seconds) for weight, at, each in both)
         spread = sum(weight * (at - mean_answers) ** 2 for weight, at in zip(weights, answers, strict=True))
-        slope = max(slope / spread, _LEAST_SLOPE * mean_seconds)
+        slope = max(slope / spread, _MIN_SLOPE * mean_seconds)
         self.step, self.slope = max(mean_seconds - slope * mean_answers, slope), slope

@@ -26,49 +26,48 @@ if TYPE_CHECKING:
     from proxy.common.backend import Backend
 
     _Snapshot = tuple[Sequence[int], Sequence[float], bool]
-    """Of the candidates: their numbers of answers, what one token more of each takes, and whether several are equal."""
+    """Running answers of the candidates, their scores in seconds per token, and whether several are equal."""
 
 logger = logging.getLogger(__name__)
 
-# What was learned is used for choosing once in this time, and nothing asks for it earlier. This number of answers is
-# learned at once, which costs a fraction of learning each when it ends, among everything else.
+# Interval at which learned values are updated.
 _LOOK_SECONDS: Final = 1.0
-_MOST_ENDED: Final = 64
-# More answers that wait to be learned are forgotten, the oldest first.
+# Number of ended answers that are learned in one batch, which costs a fraction of learning each at its end.
+_BATCH_ANSWERS: Final = 64
+# Maximum number of answers that wait to be learned. The oldest ones are dropped first.
 _MAX_PENDING: Final = 1024
-# An answer teaches nothing if the event loop was late by more than this part of its time, or by this many seconds.
-_MOST_LAG_SHARE: Final = 0.02
-_MOST_LAG_SECONDS: Final = 0.5
-# The KV of an answer counts as this part of an answer, if it is as large as the others': of equal decoders those that
-# hold less are chosen.
+# Answers are not used if the event loop was late by more than this share of their time, or by this time.
+_MAX_LAG_SHARE: Final = 0.02
+_MAX_LAG_SECONDS: Final = 0.5
+# Weight of an answer's KV relative to the answer itself, so that decoders with less KV win among otherwise equal ones.
 _KV_SHARE: Final = 0.1
 # Scores that differ by less than this share are equal.
 _TIE: Final = 1e-3
 _BELOW: Final = 1 - _TIE
 _AS_GOOD: Final = 1 + _TIE
-# Candidates of a higher tier get an answer only if there is none of a lower one. They have as many answers as were
-# tried lately, have all that they should have, or lack KV memory.
+# Tiers of candidates. A higher tier gets an answer only if no lower one exists. In ascending order, they have as many
+# answers as were tried recently, are at the saturation point, or lack KV memory.
 _IS_TRIED: Final = 1
 _IS_SATURATED: Final = 2
 _LACKS_KV: Final = 3
-# An answer shorter than this shows little of how fast the next will be.
-_LEAST_TOKENS: Final = 8
-# The mean lengths of answers are learned by their limits, in powers of two: over about the last _LENGTHS, and used from
-# _ENOUGH_LENGTHS on.
+# Shorter answers are not learned, because their pace predicts little.
+_MIN_TOKENS: Final = 8
+# Mean lengths of answers are learned for each power of two of their limits, over about this number of answers.
 _LENGTHS: Final = 20
+# Minimum number of answers for the use of a mean length.
 _ENOUGH_LENGTHS: Final = 8
 _HELD_STEP: Final = 0.05
-# The part of a decoder's KV memory that answers may have at their ends, with those whose prompts are still computed.
-# They do not end at the same time, so more than the memory fits.
+# Maximum sum of the final KV of all answers, including those in prefill, as a multiple of a decoder's KV memory. It may
+# exceed 1 because answers do not end at the same time.
 _FULL: Final = 1.2
-# A request waits for at most this number of times the seconds that it is predicted to gain by waiting.
+# Maximum wait of a request, as a multiple of the time that it is predicted to gain by waiting.
 _HOLD_GAINS: Final = 2.0
 _ANY: Final = float("inf")
 
 
 @dataclass(slots=True, eq=False)
 class _Decoder:
-    """What one decoder did, as far as this worker knows."""
+    """Activity of one decoder, as this worker knows it."""
 
     at: float
     """The time up to which `spent` is counted."""
@@ -122,7 +121,7 @@ class _Answer(Tracker):
 
 @dataclass(slots=True, eq=False)
 class _Bounds:
-    """What was learned of some candidates, and what engines report. Each list has the candidates' order."""
+    """Learned and reported bounds of some candidates. Each list has the order of the candidates."""
 
     reader: SlotReader
     limits: list[float]
@@ -157,7 +156,7 @@ class LeastDecodeSeconds(LeastTokens):
         self.pace = DecodePace()
         self._decoders: dict[str, _Decoder] = {}  # by name, which has the cheaper hash
         self._pending: PendingSamples[_Ended] = PendingSamples(
-            self.context, max_lag_seconds=_MOST_LAG_SECONDS, max_lag_share=_MOST_LAG_SHARE, capacity=_MAX_PENDING
+            self.context, max_lag_seconds=_MAX_LAG_SECONDS, max_lag_share=_MAX_LAG_SHARE, capacity=_MAX_PENDING
         )
         self._lengths: dict[int, tuple[float, int]] = {}  # mean and number, by the limit's bit length
         self._held = 0.0  # KV tokens of one answer, over the last ones
@@ -336,10 +335,10 @@ class LeastDecodeSeconds(LeastTokens):
                 if number < _LENGTHS:
                     number += 1
                 self._lengths[length] = mean + 1 / number * (tokens - mean), number
-            if tokens >= _LEAST_TOKENS:
+            if tokens >= _MIN_TOKENS:
                 ended = _Ended(backend.name, answer.spent_before, decoder.spent.copy(), tokens)
                 self._pending.add(ended, answer.began_at, now)
-                if len(self._pending) % _MOST_ENDED == 0:
+                if len(self._pending) % _BATCH_ANSWERS == 0:
                     self._learn()
         if now >= self._due:
             self._look(self._candidates)
@@ -363,7 +362,7 @@ class LeastDecodeSeconds(LeastTokens):
         before = self.pace.most
         self.pace.look(now)
         if self.pace.most == _ANY and before < _ANY:
-            self._tell_dropped(before)
+            self._log_dropped(before)
         present = {candidate.backend.name for candidate in candidates}
         for name in [name for name, known in self._decoders.items() if name not in present and not known.writing]:
             del self._decoders[name]
@@ -371,7 +370,7 @@ class LeastDecodeSeconds(LeastTokens):
         if candidates:
             self._candidates, self._bounds = candidates, self._bounds_of(candidates)
 
-    def _tell_dropped(self, most: float) -> None:
+    def _log_dropped(self, most: float) -> None:
         held, self._has_held = self._has_held, False
         if held:
             why = "throughput was not higher at it" if self.pace.is_doubted else "it is no longer certain"

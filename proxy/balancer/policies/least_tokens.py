@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from proxy.balancer.pick import Candidate, PickRequest, PolicyContext
 
 
-# (per compute token, per kv token). A prefiller is busy with the prompts it computes; KV that waits to be pulled, or
-# that no decoder pulls any more, only takes memory: 1 to 0.3 as in vllm-ascend's example proxy, times ten to stay in
-# integers, whose total order has no residue. A decoder works on every token it holds.
+# Weights of a compute token and a KV token. A prefiller is busy with the prompts that it computes. KV that waits for a
+# decoder only takes memory: 1 to 0.3 as in vllm-ascend's example proxy, times ten for exact integers. A decoder works
+# on every token that it holds.
 WEIGHTS: Mapping[Role, tuple[int, int]] = {Role.PREFILL: (10, 3), Role.DECODE: (1, 1), Role.ENCODE: (1, 1)}
 
 
@@ -39,10 +39,10 @@ def make_policy(name: str, context: PolicyContext | None = None) -> Policy:
 
 
 class _Turns(Policy):
-    """Whose turn it is among equals. Turns go by slot and not by position, which changes as backends come and go.
+    """Base of policies that let equal backends take turns, by slot, because positions change with the candidates.
 
-    Workers that pick at the same moment see the same loads. Were all of them to take whose turn it is, a burst would
-    fall on one backend after the other; so each takes the one that comes as many places later as its own number says.
+    Workers that pick at the same time see equal loads. If all chose the same backend, a burst would hit one backend
+    after the other. So each worker adds its index to the turn.
     """
 
     def __init__(self, context: PolicyContext | None = None) -> None:
@@ -112,7 +112,7 @@ class Random(Policy):
 
 
 _AFFINITY_STRENGTH: Final = 0.1
-_GOES_OVER_ABOVE: Final = 0.12
+_OVERFLOW_SCORE: Final = 0.12
 _DEFAULTS: Final = Balance()
 
 
@@ -139,7 +139,7 @@ class LengthGroups(LeastTokens):
         first, last = (0, long_tokens) if is_long else (long_tokens, longest_tokens)
         # The example adds the loads up, which is the same for halves of one size.
         freer = 1.0 - fmean(weights[other]) / mine if (mine := fmean(weights[own])) > 0 else 0.0
-        if freer * nearness(request.prompt_tokens, first, last) > _GOES_OVER_ABOVE:
+        if freer * nearness(request.prompt_tokens, first, last) > _OVERFLOW_SCORE:
             own = other
         return super().choose(candidates[own], weights[own], request)
 

@@ -1,9 +1,9 @@
-"""Which prefixes of prompts an engine probably has in its cache: those that were sent there and not evicted since.
+"""Prefixes of prompts that are probably in an engine's cache: those that were sent there and not evicted since.
 
-Engines evict the least recently used blocks, and of one prompt the tail before the head. So each backend has an
-odometer, which counts the tokens that it has computed, and each prefix has the reading of the odometer at its last use.
-The difference is the prefix's age. It is evicted when its age exceeds the capacity of the cache, which answers teach:
-see CacheReach. Only keys are kept, and a bounded number of them.
+Engines evict the least recently used blocks, and the tail of a prompt before its head. So each backend has an odometer,
+which counts the tokens that it has computed, and each prefix has the reading of the odometer at its last use. The
+difference is the prefix's age. A prefix is evicted when its age exceeds the capacity of the cache, which is learned
+from answers; see CacheReach. A bounded number of keys is kept, and no text.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-_LEAST_TOKENS: Final = 32_768
+_MIN_TOKENS: Final = 32_768
 _BUCKETS_PER_DOUBLING: Final = 4
 _BUCKETS: Final = 45
 """The last one begins at 64 million tokens."""
-_BOUNDS: Final = tuple(_LEAST_TOKENS * 2 ** (bucket / _BUCKETS_PER_DOUBLING) for bucket in range(_BUCKETS))
+_BOUNDS: Final = tuple(_MIN_TOKENS * 2 ** (bucket / _BUCKETS_PER_DOUBLING) for bucket in range(_BUCKETS))
 # Each observation makes the older ones count less by this factor: some 300 of them count.
 _FORGETTING: Final = 1 / 300
 _MAX_WEIGHT: Final = 1e6
 # The reach is computed again after this number of observations.
 _FIT_EVERY: Final = 8
-# A reach must explain the misses better than none does by this logarithm of the odds.
+# Logarithm of the odds by which a reach must explain the misses better than no reach.
 _PROOF: Final = 6.0
 # A proven reach is kept until its proof is weaker than this.
 _DOUBT: Final = 3.0
-# It takes this number of misses beyond it.
+# Minimum number of misses beyond a reach.
 _MISSES: Final = 5.0
-# Beyond a reach at most this share is found of what is found below it.
+# Maximum hit rate beyond a reach, relative to the hit rate below it.
 _MAX_FOUND_BEYOND: Final = 0.4
 # A prefix that is found at an age of more than this number of reaches makes the misses below it count less.
 _SURELY_BEYOND: Final = 1.5
@@ -59,7 +59,7 @@ class CacheReach:
         self._unfitted = 0
 
     def note(self, found_age: float | None, missed_age: float | None) -> None:
-        """Take in one answer: the greatest age of a prefix that was found, and the least age of one that was not.
+        """Learn from an answer: the greatest age of a found prefix, and the least age of a missing one.
 
         None: there was no such prefix.
         """
@@ -78,7 +78,7 @@ class CacheReach:
 
     @property
     def longest_found(self) -> float:
-        """The greatest age at which a prefix was found lately, to the precision of the buckets; 0: none was."""
+        """Greatest recent age of a found prefix, with the precision of the buckets. 0: none was found."""
         least = 0.5 * self._weight
         for bucket in range(_BUCKETS - 1, -1, -1):
             if self._found[bucket] >= least:
@@ -110,7 +110,7 @@ class CacheReach:
         self.tokens = None if best is None else self._boundary(best)
 
     def _boundary(self, bucket: int) -> float:
-        """The age between this bucket, in which prefixes are still found, and the first one with misses behind it."""
+        """Return the age between this bucket, with the last hits, and the first bucket with misses behind it."""
         beyond = bucket + 1
         while beyond < _BUCKETS - 1 and not self._missed[beyond]:
             beyond += 1
@@ -118,51 +118,52 @@ class CacheReach:
 
 
 def _bucket(age: float) -> int:
-    if age < _LEAST_TOKENS:
+    if age < _MIN_TOKENS:
         return 0
-    return min(_BUCKETS - 1, int(_BUCKETS_PER_DOUBLING * log2(age / _LEAST_TOKENS)))
+    return min(_BUCKETS - 1, int(_BUCKETS_PER_DOUBLING * log2(age / _MIN_TOKENS)))
 
 
 def _log_likelihood(found: float, missed: float) -> float:
-    """The logarithm of how likely so many of each are where their shares are the true ones."""
+    """Return the log-likelihood of these counts if their shares are the true probabilities."""
     total = found + missed
     likelihood = found * log(found / total) if found > 1e-9 else 0.0
     return likelihood + (missed * log(missed / total) if missed > 1e-9 else 0.0)
 
 
 class CacheCount(NamedTuple):
-    """What the KV events of one backend say of its cache. A later count replaces an earlier one: some may be lost.
+    """State of one backend's cache according to its KV events. A later count replaces an earlier one.
 
-    Events name blocks by hashes of token ids, which a gateway without a tokenizer cannot compute of a prompt. But
-    engines evict what was used least recently, so it is enough to know how long ago that was of what is evicted now.
+    Events name blocks by hashes of token IDs, which a gateway without a tokenizer cannot compute. But engines evict the
+    least recently used blocks, so the age of the blocks that are evicted now is enough.
     """
 
     stored: float
-    """Tokens whose KV was put into the cache. Less than before: counting has begun again."""
+    """Tokens whose KV was stored in the cache. A decrease means that counting has begun again."""
     reach: float
-    """Tokens that are stored between the last use of a block and its eviction, as CachedPrefixes counts them."""
+    """Age of evicted blocks: the tokens stored between their last use and their eviction."""
     evicts: float
-    """Whether that was seen at evictions; 0: the cache reaches back so far at least."""
+    """Not 0: `reach` was measured at evictions. 0: it is a lower bound."""
     cleared: float
-    """How often it was emptied at once."""
+    """Number of times that the cache was cleared."""
 
 
-# Until a capacity is learned. Too much costs less than too little: a wrong expectation is corrected by the next answer.
+# Assumed capacity in tokens until it is learned. Too much is better than too little: the next answer corrects it.
 _FIRST_CAPACITY: Final = 1_000_000
-# A cache whose limit was not seen is taken to be larger than the greatest age at which it found a prefix.
+# A capacity without a known limit is at least this multiple of the greatest age at which a prefix was found.
 _BEYOND_FOUND: Final = 2.0
-# Each of a backend's two generations has at most this number of keys, at some 110 bytes each.
+# Maximum number of keys in each of a backend's two generations, at about 110 bytes each.
 MAX_KEYS: Final = 16_384
 
 # The trust in a backend that does not report cached tokens.
-_UNTOLD_TRUST: Final = 0.7
+_UNREPORTED_TRUST: Final = 0.7
+# Weight of a new answer in the trust.
 _TRUST_STEP: Final = 0.2
-# A common divisor of the reported tokens up to this one is an engine's block size.
+# A common divisor of the reported cached tokens up to this value is the engine's block size.
 _USUAL_BLOCK_TOKENS: Final = 512
-# Up to this one it is, if this number of different reports have it: fewer have a large divisor in common by chance.
+# Up to this value it is, if this number of different reports share it. Fewer may share a large divisor by chance.
 _MAX_BLOCK_TOKENS: Final = 16_384
 _REPORTS: Final = 4
-# Prompts are cut into pieces at other places than the engine's blocks, and tokens are estimated from bytes.
+# Tolerated difference in cached tokens, because pieces do not end with blocks and tokens are estimated from bytes.
 _TOLERATED_TOKENS: Final = 256
 # Two pieces were last used by the same prompt if their ages differ by their distance in it, to this share and tokens.
 _SAME_USE_SHARE: Final = 0.1
@@ -170,7 +171,7 @@ _SAME_USE_TOKENS: Final = 2.0
 
 
 class CachedPrefixes:
-    """The prefixes of one backend. A position is the index of a piece of a prompt; `ends` are tokens up to its end."""
+    """Cached prefixes of one backend. Prompts are cut into pieces; `ends[i]` is the number of tokens up to piece i."""
 
     __slots__ = (
         *("capacity", "odometer", "trust"),
@@ -179,11 +180,11 @@ class CachedPrefixes:
 
     def __init__(self) -> None:
         self.capacity = float(_FIRST_CAPACITY)
-        """Tokens that fit into its cache."""
+        """Capacity of the cache in tokens."""
         self.odometer = 0.0
-        """Tokens that it has computed."""
-        self.trust = _UNTOLD_TRUST
-        """The share of the expected tokens that was found lately."""
+        """Number of tokens that the backend has computed."""
+        self.trust = _UNREPORTED_TRUST
+        """Share of the expected tokens that recent answers found."""
         self._reach = CacheReach()
         self._count: CacheCount | None = None  # the last one, of an engine with KV events
         self._uncounted = 0.0  # the odometer's reading when the engine's counting began
@@ -230,21 +231,21 @@ class CachedPrefixes:
 
     @property
     def _block_tokens(self) -> int:
-        """The engine's block size as its reports show it; 0: not known."""
+        """Block size of the engine in tokens, from its reports. 0: unknown."""
         most = _MAX_BLOCK_TOKENS if len(self._reports) >= _REPORTS else _USUAL_BLOCK_TOKENS
         return self._block if self._block <= most else 0
 
     def tell(self, cached_tokens: int) -> None:
-        """Take in the number of cached tokens that an answer reports."""
+        """Learn the block size from the cached tokens that an answer reports."""
         if self._block != 1 and cached_tokens:
             self._block = gcd(self._block, cached_tokens)
             if len(self._reports) < _REPORTS:
                 self._reports.add(cached_tokens)
 
     def use(self, keys: Sequence[int], ends: Sequence[float], computed: float) -> list[float | None]:
-        """Note that a prompt goes there, of which `computed` tokens are not cached.
+        """Note that a prompt was sent, of which `computed` tokens are not cached.
 
-        Returns the readings of its pieces before; None for new pieces.
+        Returns the previous readings of its pieces; None for new pieces.
         """
         known: list[float | None] = list(map(self._young.get, keys))
         if None in known and self._old:
@@ -257,7 +258,7 @@ class CachedPrefixes:
         return known
 
     def drop(self, keys: Sequence[int]) -> None:
-        """Forget these pieces: the request with which they were sent has failed, so they are not cached."""
+        """Forget the pieces of a failed request, which are not cached."""
         for key in keys:
             self._young.pop(key, None)
             self._old.pop(key, None)
@@ -267,30 +268,37 @@ class CachedPrefixes:
         self._young, self._old = {}, {}
 
     def learn(
-        self, known: Sequence[float | None], odometer: float, ends: Sequence[float], expected: float, told: float
+        self, known: Sequence[float | None], odometer: float, ends: Sequence[float], expected: float, reported: float
     ) -> tuple[float | None, float | None]:
-        """Learn from an answer that reports `told` cached tokens where `expected` had been predicted.
+        """Learn from the cached tokens of an answer.
 
-        `known` are the readings of the prompt's pieces when it was sent, and `odometer` is the odometer's reading then.
-        Returns the observation for `note`, so that other workers can take it in, too.
+        Args:
+            known: Readings of the prompt's pieces when it was sent.
+            odometer: Reading of the odometer at that time.
+            ends: Tokens up to the end of each piece.
+            expected: Predicted cached tokens.
+            reported: Reported cached tokens.
+
+        Returns:
+            The observation for `note`, which other workers also apply.
         """
         if expected:
-            self.trust += _TRUST_STEP * (min(1.0, told / expected) - self.trust)
-        pieces = bisect_right(ends, told + 1.0) if told else 0
+            self.trust += _TRUST_STEP * (min(1.0, reported / expected) - self.trust)
+        pieces = bisect_right(ends, reported + 1.0) if reported else 0
         oldest = min((reading for reading in known[:pieces] if reading is not None), default=None)
         found_age = None if oldest is None else odometer - oldest
-        missed_age = self._missed_age(known, odometer, ends, pieces, told)
+        missed_age = self._missed_age(known, odometer, ends, pieces, reported)
         self.note(found_age, missed_age)
         return found_age, missed_age
 
     def _missed_age(
-        self, known: Sequence[float | None], odometer: float, ends: Sequence[float], pieces: int, told: float
+        self, known: Sequence[float | None], odometer: float, ends: Sequence[float], pieces: int, reported: float
     ) -> float | None:
-        """Return the age of the first piece that was evicted; None: none was, by what the answer reports.
+        """Return the age of the first evicted piece according to an answer, or None if no piece was evicted.
 
-        `pieces` were found. A piece whose neighbour in front was found, and used last by the same prompt, was not
-        evicted before it: what is missing there is due to the engine's blocks, to its chat template, or to the
-        estimate of tokens from bytes.
+        The first `pieces` pieces were found. A piece whose predecessor was found, and last used by the same prompt, was
+        not evicted before it. If such a piece is missing, the cause is the engine's block size, its chat template, or
+        the estimate of tokens from bytes.
         """
         at, count = pieces, len(known)
         if at:
@@ -311,10 +319,10 @@ class CachedPrefixes:
             return None
         last = next((place for place in range(count - 1, at, -1) if known[place] is not None), at)
         tolerated = max(_TOLERATED_TOKENS, self._block_tokens)
-        return odometer - reading if ends[last] - told > tolerated else None
+        return odometer - reading if ends[last] - reported > tolerated else None
 
     def note(self, found_age: float | None, missed_age: float | None) -> None:
-        """Take in an observation of this worker or of another one, as CacheReach does."""
+        """Learn the capacity from an observation of this worker or another one; see CacheReach.note."""
         if self.knows_capacity or (found_age is None and missed_age is None):
             return
         reach = self._reach
@@ -325,14 +333,14 @@ class CachedPrefixes:
 
     @property
     def knows_capacity(self) -> bool:
-        """Whether the engine's KV events report evictions, which tell the capacity."""
+        """Whether KV events of the engine have shown evictions and so the capacity."""
         return self._count is not None and self._count.evicts > 0
 
     def follow(self, count: CacheCount, computing: float) -> bool:
-        """Take in the engine's KV events: how far its cache reaches back, and the tokens computed for all clients.
+        """Apply a count of the engine's KV events, which include the tokens computed for other clients.
 
-        `computing` are the tokens on the odometer that are not computed yet. Returns whether the cache was emptied
-        since the last time.
+        `computing`: tokens on the odometer that are not computed yet. Returns whether the cache was cleared since the
+        last count.
         """
         before, self._count = self._count, count
         if before is None or count.stored < before.stored:

@@ -30,7 +30,7 @@ def sent(cached: CachedPrefixes, *names: int, piece: int = 100) -> list[int]:
 def learned(cached: CachedPrefixes, told: float) -> None:
     odometer = cached.odometer
     known = cached.use(keys(1, 2, 3), ends(3), 0.0)
-    cached.learn(known, odometer, ends(3), expected=300, told=told)
+    cached.learn(known, odometer, ends(3), expected=300, reported=told)
 
 
 def test_what_was_sent_is_there_as_far_as_prompts_agree() -> None:
@@ -89,10 +89,10 @@ def test_an_instance_that_caches_nothing_is_soon_not_believed() -> None:
     cached = CachedPrefixes()
     sent(cached, 1, 2, 3)
     for _ in range(10):
-        learned(cached, told=0)
+        learned(cached, reported=0)
     assert cached.trust < 0.1
     for _ in range(10):
-        learned(cached, told=300)
+        learned(cached, reported=300)
     assert cached.trust > 0.85
 
 
@@ -147,8 +147,8 @@ def test_an_engine_that_tells_its_evictions_need_not_be_learned() -> None:
     assert cached.capacity == 2_000_000
     cached.follow(CacheCount(stored=2_000_000, reach=500, evicts=True, cleared=0), computing=0)
     assert cached.capacity == 500
-    learned(cached, told=300)
-    learned(cached, told=0)
+    learned(cached, reported=300)
+    learned(cached, reported=0)
     assert cached.capacity == 500
 
 
