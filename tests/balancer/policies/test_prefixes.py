@@ -27,10 +27,10 @@ def sent(cached: CachedPrefixes, *names: int, piece: int = 100) -> list[int]:
     return [name for name, reading in zip(names, known, strict=True) if reading is None]
 
 
-def learned(cached: CachedPrefixes, told: float) -> None:
+def learned(cached: CachedPrefixes, reported: float) -> None:
     odometer = cached.odometer
     known = cached.use(keys(1, 2, 3), ends(3), 0.0)
-    cached.learn(known, odometer, ends(3), expected=300, reported=told)
+    cached.learn(known, odometer, ends(3), expected=300, reported=reported)
 
 
 def test_what_was_sent_is_there_as_far_as_prompts_agree() -> None:
