@@ -64,7 +64,7 @@ async def exporting(
     assert settings.endpoint is not None
     ids = SpanIds()
     reports = _Reports(asyncio.get_running_loop(), settings.endpoint, is_news)
-    session = None if settings.endpoint.startswith("https:") else _direct()
+    session = None if settings.endpoint.startswith("https:") else _session_without_proxy()
     exporter = _ReportingExporter(OTLPSpanExporter(endpoint=settings.endpoint, session=session), reports)
     provider = TracerProvider(
         sampler=None if settings.sample_ratio is None else ParentBasedTraceIdRatio(settings.sample_ratio),
@@ -72,22 +72,22 @@ async def exporting(
         id_generator=ids,
         shutdown_on_exit=False,
     )
-    theirs = logging.getLogger("opentelemetry")
+    sdk_logger = logging.getLogger("opentelemetry")
     # For good, and with a handler: an abandoned thread may still complain, and Python would print that.
-    theirs.propagate = False
-    theirs.handlers[:] = [logging.NullHandler(), reports]
+    sdk_logger.propagate = False
+    sdk_logger.handlers[:] = [logging.NullHandler(), reports]
     provider.add_span_processor(BatchSpanProcessor(exporter))
     switched_seconds = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
         yield provider, ids
     finally:
-        await _ended(provider, exporter)
+        await _send_rest(provider, exporter)
         sys.setswitchinterval(switched_seconds)
-        theirs.removeHandler(reports)
+        sdk_logger.removeHandler(reports)
 
 
-def _direct() -> requests.Session:
+def _session_without_proxy() -> requests.Session:
     """Return a session that ignores http_proxy.
 
     A collector without TLS is in this network. One with TLS may be a service behind a company's proxy.
@@ -99,14 +99,14 @@ def _direct() -> requests.Session:
 
 def _resource() -> Resource:
     """Return OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES, with defaults of the gateway."""
-    told = Resource.create()
-    ours = Resource({"service.version": __version__, "service.instance.id": str(uuid4())})
-    if str(told.attributes["service.name"]).startswith("unknown_service"):
-        told = told.merge(Resource({"service.name": "pdproxy"}))
-    return ours.merge(told)
+    configured = Resource.create()
+    own = Resource({"service.version": __version__, "service.instance.id": str(uuid4())})
+    if str(configured.attributes["service.name"]).startswith("unknown_service"):
+        configured = configured.merge(Resource({"service.name": "pdproxy"}))
+    return own.merge(configured)
 
 
-async def _ended(provider: TracerProvider, exporter: SpanExporter) -> None:
+async def _send_rest(provider: TracerProvider, exporter: SpanExporter) -> None:
     """Send the rest in a thread, and wait at most the limit."""
     loop = asyncio.get_running_loop()
     is_over = asyncio.Event()
@@ -136,29 +136,29 @@ class _Reports(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name.startswith("opentelemetry.exporter"):
-            self.refused(record.getMessage())
+            self.note_refusal(record.getMessage())
 
-    def refused(self, why: str) -> None:
+    def note_refusal(self, why: str) -> None:
         """Note that spans were refused. May be called in any thread. Callers check for earlier refusals."""
-        self._call(self._failed, why)
+        self._call(self._log_failure, why)
 
-    def taken(self) -> None:
+    def note_acceptance(self) -> None:
         """Note that spans were accepted. May be called in any thread."""
         if self._fails:
-            self._call(self._recovered)
+            self._call(self._log_recovery)
 
-    def _call(self, tell: Callable[..., None], *what: object) -> None:
+    def _call(self, method: Callable[..., None], *arguments: object) -> None:
         with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(tell, *what)
+            self._loop.call_soon_threadsafe(method, *arguments)
 
-    def _failed(self, why: str) -> None:
+    def _log_failure(self, why: str) -> None:
         if not self._fails and self._is_news("collector", "lost"):
-            logger.warning("the collector at %s does not take traces, which are dropped: %s", self._collector, why)
+            logger.warning("tracing: the collector refuses spans, which are dropped: %s: %s", self._collector, why)
         self._fails = True
 
-    def _recovered(self) -> None:
+    def _log_recovery(self) -> None:
         if self._fails and self._is_news("collector", "back"):
-            logger.info("the collector at %s takes traces again", self._collector)
+            logger.info("tracing: the collector accepts spans again: %s", self._collector)
         self._fails = False
 
 
@@ -173,12 +173,12 @@ class _ReportingExporter(SpanExporter):
         try:
             result = self._exporter.export(spans)
         except Exception as error:
-            self._reports.refused(f"{type(error).__name__}: {error}")
+            self._reports.note_refusal(f"{type(error).__name__}: {error}")
             return SpanExportResult.FAILURE
         if result is SpanExportResult.SUCCESS:
-            self._reports.taken()
+            self._reports.note_acceptance()
         else:
-            self._reports.refused("no reason was told")
+            self._reports.note_refusal("no reason was given")
         return result
 
     def shutdown(self) -> None:

@@ -19,7 +19,7 @@ from proxy.observe.observers import RequestListener
 from proxy.observe.record import access_line
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from proxy.observe.metrics import Metrics
     from proxy.observe.record import Outcome, RequestRecord
@@ -32,6 +32,8 @@ _API: Final = attrgetter("api")
 _KIND: Final = attrgetter("api", "stream", "outcome", "served_model")
 _TIMELINES: Final = attrgetter("timelines")
 _TOKENS: Final = attrgetter("facts.prompt_tokens", "facts.cached_tokens", "facts.completion_tokens")
+_DURATION: Final = attrgetter("facts.duration_seconds")
+_FIRST_TOKEN: Final = attrgetter("first_token_seconds")
 _ENDED: Final = attrgetter("ended")
 _FACTS: Final = attrgetter("facts")
 # Attributes of timelines and attempts, read in the same way.
@@ -77,7 +79,9 @@ class RequestMetrics(RequestListener):
                 self._by_model(model, status).inc(count)
             if broken is not None:
                 self._broken(*broken).inc(count)
-            self._observe_times(api, records, is_streamed=stream)
+            self._durations(api, "true" if stream else "false").observe_all([*map(_DURATION, records)])
+            if first_tokens := [seconds for seconds in map(_FIRST_TOKEN, records) if seconds is not None]:
+                self._first_tokens(api).observe_all(first_tokens)
         for tokens, amount in zip(TOKEN_KINDS, map(sum, zip(*map(_TOKENS, ended), strict=True)), strict=False):
             self._tokens(tokens).inc(amount)
         units: list[Timeline] = [*chain.from_iterable(map(_TIMELINES, ended))]
@@ -85,18 +89,11 @@ class RequestMetrics(RequestListener):
         self._compare_predictions(units)
         self._count_choices(units)
 
-    def _observe_times(self, api: str, records: Collection[RequestRecord], *, is_streamed: bool) -> None:
-        durations = [record.facts.duration_seconds for record in records]
-        self._durations(api, "true" if is_streamed else "false").observe_all(durations)
-        first_tokens = [record.first_token_seconds for record in records if record.first_token_seconds is not None]
-        if first_tokens:
-            self._first_tokens(api).observe_all(first_tokens)
-
     def _observe_stages(self, units: Iterable[Timeline]) -> None:
         courses: defaultdict[str, list[Sequence[float]]] = defaultdict(list)
         for timeline in units:
             courses[timeline.course].append(timeline.spent)
-        for letters, all_seconds in courses.items():  # few requests have these
+        for letters, all_seconds in courses.items():  # there are few different courses
             for letter, times in zip(letters, zip(*all_seconds, strict=True), strict=True):
                 self._stages(Stage(letter).label).observe_all(times)
 

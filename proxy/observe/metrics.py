@@ -507,11 +507,11 @@ class WorkerFiles:
                     _write_again(file)
         except OSError as error:
             if self.trouble is None:
-                logger.error("the metrics' directory %s was deleted and cannot be created: %s", self._directory, error)
+                logger.error("metrics: deleted directory cannot be created: %s: %s", self._directory, error)
             self.trouble = str(error)
         else:
             if self.trouble is not None:
-                logger.info("the metrics' directory %s is back", self._directory)
+                logger.info("metrics: directory exists again: %s", self._directory)
             self.trouble = None
 
     def collect(self) -> Iterable[Metric]:

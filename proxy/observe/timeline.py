@@ -26,7 +26,7 @@ NO_STAGE: Final = "-"
 """Mark in a course: a stage was left without entering another."""
 
 
-OF_AN_ATTEMPT: Final = (
+ATTEMPT_ATTRIBUTES: Final = (
     *("prefiller", "decoder", "prefill_id", "decode_id", "kv", "prefill_pick", "decode_pick", "left", "continues"),
     *("failure", "stages", "times", "reasons"),
 )
@@ -41,7 +41,7 @@ class AttemptFailure(NamedTuple):
     instance: str
 
 
-class LeftLeg(NamedTuple):
+class ReplacedLeg(NamedTuple):
     """A leg that was replaced: the attempt sent it to another instance afterwards."""
 
     instance: str
@@ -68,7 +68,7 @@ class AttemptRecord:
     prefill_pick: Pick | None = None
     decode_pick: Pick | None = None
     """Reason for choosing this backend; None without a backend of that role."""
-    left: Sequence[LeftLeg] = ()
+    left: Sequence[ReplacedLeg] = ()
     continues: bool = False
     """Whether the attempt continues the broken answer of the previous one."""
     failure: AttemptFailure | None = None
@@ -96,7 +96,7 @@ class AttemptRecord:
     def move_out(self) -> AttemptRecord:
         """Move all values into a new record, and reset this one."""
         moved, new = AttemptRecord(), AttemptRecord()
-        for name in OF_AN_ATTEMPT:
+        for name in ATTEMPT_ATTRIBUTES:
             setattr(moved, name, getattr(self, name))
             setattr(self, name, getattr(new, name))
         return moved
@@ -145,7 +145,7 @@ class Timeline(AttemptRecord):
     Set when the unit is closed.
     """
     spent: Sequence[float]
-    _seen_resumes: int = 0
+    _counted_resumes: int = 0
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -179,18 +179,18 @@ class Timeline(AttemptRecord):
             self._has_encoded = False
             return
         if self.attempts or self.stages:
-            self._start_anew()
+            self._start_again()
         self.attempts += 1
 
-    def _start_anew(self) -> None:
+    def _start_again(self) -> None:
         spent = self.seconds
         if not self.usage.is_resumed:
             spent = {stage: seconds for stage, seconds in spent.items() if stage is Stage.QUEUE}
         self._spent = spent
         if self.attempts:
             self.past = (*self.past, self.move_out())
-            self.continues = self.resumes > self._seen_resumes
-            self._seen_resumes = self.resumes
+            self.continues = self.resumes > self._counted_resumes
+            self._counted_resumes = self.resumes
         else:
             self.stages, self.times = [], []
 
@@ -200,12 +200,12 @@ class Timeline(AttemptRecord):
 
     def left_prefiller(self, pick: Pick) -> None:
         """Note that the prefill leg, which produced nothing, is sent again, to this prefiller."""
-        self.left = (*self.left, LeftLeg(self.prefiller, self.prefill_id))
+        self.left = (*self.left, ReplacedLeg(self.prefiller, self.prefill_id))
         self.prefill_pick = pick
 
     def left_decoder(self, pick: Pick) -> None:
         """Note that the decode leg is sent to this decoder instead."""
-        self.left = (*self.left, LeftLeg(self.decoder, self.decode_id))
+        self.left = (*self.left, ReplacedLeg(self.decoder, self.decode_id))
         self.decode_pick = pick
 
     def begin_encoding(self) -> None:

@@ -14,7 +14,7 @@ from proxy.common.backend import Role
 from proxy.common.errors import NoBackendAvailable
 from proxy.common.terms import Stage
 from proxy.observe.record import FACTS, AccessFacts, RequestRecord, access_line, values_of
-from proxy.observe.timeline import OF_AN_ATTEMPT, AttemptRecord, Timeline, seconds_of
+from proxy.observe.timeline import ATTEMPT_ATTRIBUTES, AttemptRecord, Timeline, seconds_of
 
 if TYPE_CHECKING:
     from proxy.observe.timeline import Marks
@@ -289,7 +289,7 @@ def test_access_line_has_no_error_without_a_message_for_clients(record: RequestR
 
 @pytest.mark.interpreted
 def test_moved_attributes_are_all_attributes_of_an_attempt() -> None:
-    assert set(OF_AN_ATTEMPT) == set(AttemptRecord.__annotations__)
+    assert set(ATTEMPT_ATTRIBUTES) == set(AttemptRecord.__annotations__)
 
 
 @pytest.mark.interpreted

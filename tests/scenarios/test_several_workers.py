@@ -230,7 +230,7 @@ async def test_metrics_say_why_their_directory_cannot_be_created(
         directory = tmp_path / os.listdir(tmp_path)[0]
         shutil.rmtree(directory)
         directory.touch()
-        await program.says(r"(?s)(directory \S+ was deleted and cannot be created: .*){2}")
+        await program.says(r"(?s)(metrics: deleted directory cannot be created: .*){2}")
         async with session.get(f"{program.url}/metrics") as response:
             assert response.status == 503
             assert (await response.json())["error"]["code"] == "metrics_unavailable"

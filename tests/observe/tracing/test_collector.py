@@ -45,8 +45,8 @@ async def test_lost_collector_and_its_return_are_logged_once(
                 assert (await gateway.ask(request(Api.CHAT))).status == 200
             await until(lambda: len(messages(caplog)) == 2, "the log line about its return")
     lost, back = messages(caplog)
-    assert f"127.0.0.1:{port} does not take traces" in lost
-    assert "takes traces again" in back
+    assert f"refuses spans, which are dropped: 127.0.0.1:{port}: " in lost
+    assert "accepts spans again" in back
 
 
 @pytest.mark.parametrize("status", [400, 503])
