@@ -1,4 +1,4 @@
-"""What every package may use: Backend, errors, endpoints, terms, background tasks.
+"""Types and helpers for all packages: Backend, errors, endpoints, terms, background tasks.
 
-Nothing in here imports another package of the gateway.
+This package imports no other package of the gateway.
 """

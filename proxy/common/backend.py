@@ -1,4 +1,4 @@
-"""One engine endpoint, its role, and what a request costs it."""
+"""An engine endpoint, its role, and its load."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from proxy.common.endpoints import canonical_host, engine_url
 
 
 class Role(StrEnum):
-    """What an engine does in a disaggregated deployment."""
+    """Role of an engine in a disaggregated deployment."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -18,41 +18,39 @@ class Role(StrEnum):
 
 
 class Load(NamedTuple):
-    """What requests cost a backend, in whole tokens: integers, because float costs leave a residue when given back.
-
-    `compute` is being worked on now, `kv` is cache that is held.
-    """
+    """Load of a backend in tokens. Integers return to zero exactly; floats would leave a residue."""
 
     compute: int = 0
+    """Tokens that the backend is computing."""
     kv: int = 0
+    """Tokens whose KV cache the backend holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One engine endpoint, equal to another with the same role and address, however that is spelled.
-
-    `slot` is its column in the scoreboard. `trusted`: it may be sent the gateway's engine key. `bootstrap_port`: where
-    decoders meet a prefiller of SGLang, or of the upstream MooncakeConnector; None: they know. `models`: what it
-    serves, as whoever named it says; empty: the engine is asked.
-    """
+    """An engine endpoint. Two are equal if role and address are the same, in any spelling of the address."""
 
     role: Role
     host: str = field(compare=False)
     port: int = field(compare=False)
     slot: int = field(default=0, compare=False)
+    """Column of the backend in the scoreboard."""
     trusted: bool = field(default=False, compare=False)
+    """Whether the gateway may send its engine key to the backend."""
     bootstrap_port: int | None = field(default=None, compare=False)
+    """Port where decoders find a prefiller of SGLang or of the upstream MooncakeConnector; None: the default port."""
     models: tuple[str, ...] = field(default=(), compare=False)
+    """Configured names of the models that it serves; empty: the engine reports them."""
     place: tuple[str, int] = field(init=False, repr=False)
-    """The same for all spellings of one address."""
+    """Host and port, the same for all spellings of an address."""
     name: str = field(init=False, compare=False, repr=False)
-    """`host:port`, an IPv6 host in brackets: the metric label, the log word and the Host header."""
+    """`host:port`, with an IPv6 host in brackets. Used as metric label, in logs and as Host header."""
     key: str = field(init=False, compare=False, repr=False)
-    """The same for equal backends only. To look a string up costs less: a backend's hash is a call of Python code."""
+    """Role and address as a string. It is a faster dict key than the backend, whose hash is a call of Python code."""
     _hash: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        # Once: a request asks for both many times.
+        # Computed once, because each request uses them many times.
         name = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
         object.__setattr__(self, "name", name)
         place = (canonical_host(self.host), self.port)
@@ -65,5 +63,5 @@ class Backend:
 
     @property
     def url(self) -> str:
-        """Base URL without a path, for example `http://10.0.0.1:7100`."""
+        """Return the base URL without a path, for example `http://10.0.0.1:7100`."""
         return engine_url(self.host, self.port)

@@ -1,4 +1,4 @@
-"""Background tasks: they end with their owner, their errors are logged, and those that must live are started again."""
+"""Background tasks that end with their owner, log their errors, and are restarted if they must not end."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ _MAX_RESTART_SECONDS: Final = 60.0
 
 
 class Background:
-    """The tasks of one owner. `async with` it: those that still run at the end are cancelled and waited for."""
+    """The tasks of one owner. Leaving its `async with` block cancels running tasks and waits for them."""
 
     def __init__(self, logger: logging.Logger, noun: str, *, grace_seconds: float = 0.0) -> None:
-        """`noun`: what a task is called in the line about an error. `grace_seconds`: what they are granted at the end
-        before they are cancelled.
+        """Store the options.
+
+        Args:
+            logger: Logs the errors of tasks.
+            noun: Name of a task in log lines.
+            grace_seconds: Time for running tasks to end before they are cancelled.
         """
         self._logger = logger
         self._noun = noun
@@ -45,11 +49,11 @@ class Background:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def __len__(self) -> int:
-        """How many have not ended."""
+        """Return the number of running tasks."""
         return len(self._tasks)
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run it. An error that it raises is logged here, and raised where the task is waited for."""
+        """Start a task. An error is logged, and is raised in callers that await the task."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -101,12 +105,12 @@ class Background:
 
 
 class BackgroundOwner:
-    """The base of a part that has tasks of its own, in `self._background`. `async with` it: leaving ends them."""
+    """Base of classes with background tasks in `self._background`. Leaving the `async with` block ends the tasks."""
 
     _background: Background
 
     def _begin(self) -> None:
-        """What the part does at the beginning of the block, such as starting a task."""
+        """Run at the beginning of the block, for example to start a task."""
 
     async def __aenter__(self) -> Self:
         self._begin()

@@ -1,4 +1,4 @@
-"""One GET, for commands and for the supervisor, which have no event loop."""
+"""Blocking GET requests for commands and the supervisor, which have no event loop."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import NamedTuple
 
 
 class HttpResponse(NamedTuple):
-    """A complete response of any status."""
+    """A complete response with any status."""
 
     status: int
     server: str | None
-    """Its `Server` header, or None without one."""
+    """The `Server` header, or None without one."""
     body: bytes
-    """Empty if the caller did not want it."""
+    """The body; empty if the caller did not request it."""
 
 
 class HttpRequestError(Exception):
-    """The request got no valid HTTP response. The text says why.
+    """The request got no valid HTTP response. The text has the reason.
 
     Connecting failed, the connection broke, a read or write timed out, or the peer did not send HTTP.
     """
 
 
 def get(host: str, port: int, path: str, timeout_seconds: float, *, wants_body: bool = False) -> HttpResponse:
-    """GET a path over HTTP/1.1 without TLS. `timeout_seconds`: for each read and write. Raises HttpRequestError.
+    """GET a path over HTTP/1.1 without TLS. `timeout_seconds` limits each read and write. Raises HttpRequestError.
 
-    Whoever only asks who is there does not want the body: of another program it may never end.
+    The body is read only with `wants_body`, because the body of an unknown program may never end.
     """
     connection = http.client.HTTPConnection(host, port, timeout=timeout_seconds)
     try:

@@ -1,4 +1,4 @@
-"""Which build of the gateway this is."""
+"""Version of the running build, and whether it is compiled."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def _is_compiled(module: ModuleSpec | None) -> bool:
 
 
 IS_COMPILED: Final = _is_compiled(find_spec("proxy.gateway.request"))
-"""What a request runs through is machine code; see OPERATING.md."""
+"""Whether the code on the path of a request is compiled; see OPERATING.md."""
 BUILD: Final = f"pdproxy {__version__} (compiled)" if IS_COMPILED else f"pdproxy {__version__}"
-"""As people read it."""
+"""Name, version and kind of the build for log lines and `--version`."""

@@ -1,7 +1,7 @@
-"""Where engines are: `host:port`, alone or as port ranges and lists of hosts; behind that of a prefiller of SGLang
-may stand its bootstrap port, and behind each what it serves, as `model=NAME`.
+"""Parse the addresses of engines: `host:port`, with port ranges and lists of hosts.
 
-Host names stay names: they are resolved when a connection is made. Every ValueError is a sentence for the operator.
+A bootstrap port may follow the address of a prefiller of SGLang, and `model=NAME` may follow every address. Host names
+are resolved when a connection is opened. The text of each ValueError is for operators.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_seriali
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Placeholders of deployment guides such as `141.xx.xx.1` are names, too; they are not resolved before they are used.
+# Placeholders of deployment guides such as `141.xx.xx.1` are valid names. Names are resolved only when they are used.
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252}[A-Za-z0-9_.])?")
 _MODEL = "model="
 _MOST_MODEL_CHARACTERS = 256
@@ -24,7 +24,7 @@ _PORTS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 
 
 def plain_host(text: str) -> str:
-    """A host name or address without brackets, in lower case. Raises ValueError for anything else."""
+    """Return a host name or address without brackets, in lower case. Raises ValueError for anything else."""
     if _NAME.fullmatch(text):
         return text.lower()
     address = text[1:-1] if text.startswith("[") and text.endswith("]") else text
@@ -38,9 +38,9 @@ Host = Annotated[str, AfterValidator(plain_host)]
 
 
 def canonical_host(host: str) -> str:
-    """One spelling for a host that has several: `localhost` is 127.0.0.1, and an IPv4 address in an IPv6 one itself.
+    """Return one spelling for all spellings of a host: `localhost` and IPv4-mapped addresses become IPv4 addresses.
 
-    `::1` stays what it is: another process may listen there.
+    `::1` does not change, because another process may listen there.
     """
     if host.lower().removesuffix(".") == "localhost":
         return "127.0.0.1"
@@ -52,7 +52,7 @@ def canonical_host(host: str) -> str:
 
 
 def is_literal(host: str) -> bool:
-    """Whether a host is an address and not a name: a dotted quad, or an IPv6 address without brackets."""
+    """Return whether a host is an address: a dotted quad, or an IPv6 address without brackets."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -61,8 +61,9 @@ def is_literal(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address, without brackets, is this host's own: a loopback address, or a name that is
-    reserved for one (RFC 6761 6.3). No look-up is made, so any other name is not.
+    """Return whether a host without brackets is a loopback address, or a name reserved for one (RFC 6761 6.3).
+
+    Names are not looked up, so the result is False for any other name.
     """
     name = host.lower().removesuffix(".")
     if name == "localhost" or name.endswith(".localhost"):
@@ -74,17 +75,17 @@ def is_loopback(host: str) -> bool:
 
 
 def reachable(host: str) -> str:
-    """Where a listener on that address is reached from the same host: every interface has no address to ask for."""
+    """Return the address to reach a listener from the same host: loopback for a listener on all interfaces."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def engine_url(host: str, port: int) -> str:
-    """Return the base URL of a server of an engine, without a path, for example `http://10.0.0.1:7100`."""
+    """Return the base URL of an engine without a path, for example `http://10.0.0.1:7100`."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Endpoint(BaseModel):
-    """One engine's address. An IPv6 host is stored without brackets. As text it is `host:port`."""
+    """Address of one engine. An IPv6 host is stored without brackets. Its text form is `host:port`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -92,10 +93,10 @@ class Endpoint(BaseModel):
     port: int = Field(ge=1, le=65535)
 
     bootstrap_port: int | None = Field(default=None, ge=1, le=65535)
-    """Where decoders meet a prefiller of SGLang or of the upstream MooncakeConnector, if not where they assume."""
+    """Port where decoders find a prefiller of SGLang or of the upstream MooncakeConnector; None: the default port."""
 
     models: tuple[str, ...] = ()
-    """What it serves; empty: the engine is asked."""
+    """Names of the models that it serves; empty: the engine reports them."""
 
     @model_serializer
     def _as_written(self) -> str:
@@ -104,7 +105,7 @@ class Endpoint(BaseModel):
 
     @property
     def place(self) -> tuple[str, int]:
-        """The same for all spellings of one address."""
+        """Host and port, the same for all spellings of an address."""
         return canonical_host(self.host), self.port
 
     def __str__(self) -> str:
@@ -112,7 +113,7 @@ class Endpoint(BaseModel):
 
 
 def port_range(text: str) -> range:
-    """The ports of `7100` or of `7100-7115`, both ends included."""
+    """Return the ports of `7100` or of `7100-7115`, including both ends. Raises ValueError."""
     match = _PORTS.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not a port or a port range like 7100-7115")
@@ -125,10 +126,10 @@ def port_range(text: str) -> range:
 
 
 def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
-    """The endpoints of `host:port`, `http://host:port`, `[::1]:port` or `host:first-last`.
+    """Return the endpoints of `host:port`, `http://host:port`, `[::1]:port` or `host:first-last`. Raises ValueError.
 
-    One may be followed by its bootstrap port or `none`, as in the options of SGLang's router, and each by several
-    `model=NAME`.
+    A single address may be followed by its bootstrap port or `none`, as in the options of the SGLang router. Every
+    address may be followed by one or more `model=NAME`.
     """
     where, models = split_models(text)
     address, _, last = where.rpartition(" ")
@@ -145,7 +146,7 @@ def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
 
 
 def split_models(text: str) -> tuple[str, tuple[str, ...]]:
-    """A text without the words `model=NAME` behind its first, and the names. Raises ValueError."""
+    """Return a text without its words `model=NAME`, and the names. Raises ValueError."""
     first, *more = text.split(" ")
     names = tuple(dict.fromkeys(word.removeprefix(_MODEL) for word in more if is_model(word)))
     check_models(names)
@@ -153,19 +154,19 @@ def split_models(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def parse_models(text: str) -> tuple[str, ...]:
-    """The names in `NAME` or `NAME,NAME`. Raises ValueError."""
+    """Return the names in `NAME` or `NAME,NAME`. Raises ValueError."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     check_models(names)
     return names
 
 
 def is_model(word: str) -> bool:
-    """Whether a word names what the address before it serves."""
+    """Return whether a word names a model of the address before it."""
     return word.startswith(_MODEL)
 
 
 def check_models(names: Sequence[str]) -> None:
-    """Raise ValueError for names that no instance is said to serve, or more than fit into the list of instances."""
+    """Raise ValueError for empty model names, or for more than fit into the list of instances."""
     if not all(names):
         raise ValueError(f"{_MODEL} must be followed by the name of a model")
     if sum(map(len, names)) > _MOST_MODEL_CHARACTERS:
@@ -175,7 +176,7 @@ def check_models(names: Sequence[str]) -> None:
 
 
 def is_bootstrap_port(word: str) -> bool:
-    """Whether a word is meant for the bootstrap port of the address before it."""
+    """Return whether a word is meant as the bootstrap port of the address before it."""
     return word.isdecimal() or word.lower() == "none"
 
 
@@ -190,7 +191,7 @@ def _bootstrap_port(word: str) -> int | None:
 def _parse_address(text: str) -> tuple[Endpoint, ...]:
     scheme, separator, rest = text.rpartition("://")
     if "@" in rest:
-        # Not shown: what stands before the @ may be a password.
+        # The text before the @ is not shown, because it may be a password.
         raise ValueError(f"the address of {rest.rpartition('@')[2]!r} must not hold a user name or password")
     if separator and scheme.lower() != "http":
         raise ValueError(f"{text!r} must be http://, as engines are reached without TLS")
@@ -207,9 +208,10 @@ def _parse_address(text: str) -> tuple[Endpoint, ...]:
 
 
 def pair_endpoints(role_noun: str, hosts: Sequence[str], ports: Sequence[range]) -> tuple[Endpoint, ...]:
-    """The n-th host with the n-th port or range; one range serves every host, one host takes several ranges.
+    """Combine the n-th host with the n-th port or range. Raises ValueError.
 
-    Plain lists must be equally long, as in vLLM-Ascend's example proxy.
+    One range applies to all hosts, and one host takes several ranges. Lists of single ports must be as long as the list
+    of hosts, as in the example proxy of vLLM-Ascend.
     """
     if any(len(several) > 1 for several in ports):
         if len(ports) == 1:

@@ -1,7 +1,7 @@
-"""Everything that can go wrong with a request, as the client will see it.
+"""Errors of requests, with the status and message for the client.
 
-A GatewayError carries its HTTP status, a stable machine-readable `code` and a message that says what to do. The kinds
-that come from an engine say which backend failed and how, which is all that retrying, health and logging need to know.
+A GatewayError has an HTTP status, a stable machine-readable `code` and a message. An UpstreamError also has the backend
+that failed and the kind of failure, on which retries, health and logs depend.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
     from proxy.common.backend import Backend, Role
 
-# The OpenAI SDK keeps to the millisecond what it is told: those who are refused together must not return together.
+# The OpenAI SDK waits exactly this long. A random time prevents that clients rejected together return together.
 RETRY_AFTER_SECONDS: Final = (1.0, 2.0)
 
 LONGEST_RETRY_AFTER_SECONDS: Final = 3600.0
-"""The longest Retry-After of an engine that is believed and passed on."""
+"""Upper limit for the Retry-After of an engine. Longer times are cut to it."""
 
 
 class GatewayError(Exception):
-    """A failure with an HTTP answer. `retry_after_seconds` None means that retrying cannot help."""
+    """A failure that is answered with an HTTP error. `retry_after_seconds` None: a retry cannot help."""
 
     status = 500
     code = "internal_error"
@@ -39,7 +39,7 @@ class GatewayError(Exception):
 
 
 class BadRequest(GatewayError):
-    """The client must change its request."""
+    """The request is invalid: the client must change it."""
 
     status = 400
     code = "invalid_request"
@@ -56,7 +56,12 @@ class UnknownModel(BadRequest):
     code = "model_not_found"
 
     def __init__(self, name: str = "", known: str = "") -> None:
-        """`name`: that model, and `known`: what is served instead, in words; empty where they are not told."""
+        """Build the message.
+
+        Args:
+            name: The requested model; empty: the message does not name it.
+            known: Text that lists the models that are served; empty: the message does not list them.
+        """
         what = f"called {name[:64]!r}" if name else "of that name"
         message = f"no instance serves a model {what}; GET /v1/models lists them"
         super().__init__(f"{message}: {known}" if known else message, param="model")
@@ -74,14 +79,14 @@ class NoBackendAvailable(GatewayError):
 
 
 class Unauthorized(GatewayError):
-    """The client did not show a key that is known."""
+    """The client sent no known API key."""
 
     status = 401
     code = "invalid_api_key"
 
 
 class LimitExceeded(GatewayError):
-    """The caller has used up what is its own: the limits of its key."""
+    """The client has reached a limit of its API key."""
 
     status = 429
 
@@ -91,7 +96,7 @@ class LimitExceeded(GatewayError):
 
 
 class Overloaded(GatewayError):
-    """The gateway, or all that is behind it, has no room left for any client."""
+    """The gateway or its engines have no capacity left for any client."""
 
     status = 503
     retry_after_seconds = 1.0
@@ -101,14 +106,14 @@ class Overloaded(GatewayError):
 
 
 def overloaded(code: str, message: str) -> Overloaded:
-    """An Overloaded whose client is told to come back after a time that is drawn for it alone."""
+    """Return an Overloaded error with a random Retry-After."""
     error = Overloaded(message, code=code)
     error.retry_after_seconds = random.uniform(*RETRY_AFTER_SECONDS)
     return error
 
 
 class SuspectRequest(GatewayError):
-    """The same request has broken engines a short while ago."""
+    """The same request has recently crashed engines."""
 
     status = 502
     code = "suspect_request"
@@ -120,7 +125,7 @@ class SuspectRequest(GatewayError):
 
 
 class UnknownFinish(GatewayError):
-    """The engine ended the answer for a reason that the client's API has no word for."""
+    """The engine ended the answer for a reason that the API of the client does not define."""
 
     status = 502
     code = "unknown_finish_reason"
@@ -130,7 +135,7 @@ class UnknownFinish(GatewayError):
 
 
 class ShuttingDown(GatewayError):
-    """This process is about to end; another one may serve the request."""
+    """This process is shutting down; another one may serve the request."""
 
     status = 503
     code = "draining"
@@ -141,27 +146,25 @@ class ShuttingDown(GatewayError):
 
 
 class ClientStalled(Exception):
-    """The client read nothing for the whole write timeout."""
+    """The client read nothing during the whole write timeout."""
 
 
 class Failure(StrEnum):
-    """How a backend failed; the retry matrix and health are written in these words."""
+    """How a backend failed. Retries and health depend on it."""
 
-    CONNECT = "connect"  # nothing was sent: refused, unreachable, name not found, connect timeout
-    BOOTSTRAP = (
-        "bootstrap"  # decoders cannot meet a prefiller that is there: its bootstrap server is none, or another's
-    )
+    CONNECT = "connect"  # nothing was sent: connection refused, host unreachable, name not found, connect timeout
+    BOOTSTRAP = "bootstrap"  # the prefiller runs, but its bootstrap server is missing or belongs to another engine
     RESET = "reset"  # the connection ended before any byte of the answer
     TIMEOUT = "timeout"  # the stage's deadline passed
-    STALLED = "stalled"  # it sent nothing on any of its streams while others of its role did
-    REMOVED = "removed"  # it was taken away from an instance that was removed, to go on elsewhere
-    STATUS = "status"  # the engine answered with an error status; `engine_status` and `body` are its own
+    STALLED = "stalled"  # it sent nothing on all its streams while other backends of its role did
+    REMOVED = "removed"  # the instance was removed, and the request continues on another one
+    STATUS = "status"  # the engine answered with the error status `engine_status` and `body`
     BAD_ANSWER = "bad_answer"  # an answer that is not HTTP, not JSON, or not what the protocol promises
-    BROKEN = "broken"  # the answer had begun and ended before it was complete
-    MISSING_KV = "missing_kv"  # a prefiller answered without the KV parameters a decoder needs
-    NOT_RESUMED = "not_resumed"  # the decoder was given the beginning of an answer and did not go on with it
-    RECOMPUTED = "recomputed"  # the decoder gave up the request for lack of KV memory and asks for a new prefill
-    ABORTED = "aborted"  # the engine ended the answer before it was whole, as it does when it is stopped or paused
+    BROKEN = "broken"  # the connection ended inside the answer
+    MISSING_KV = "missing_kv"  # the prefiller answered without the KV parameters that the decoder needs
+    NOT_RESUMED = "not_resumed"  # the decoder received the beginning of an answer and did not continue it
+    RECOMPUTED = "recomputed"  # the decoder abandoned the request for lack of KV memory and needs a new prefill
+    ABORTED = "aborted"  # the engine abandoned the answer, as when it is stopped or paused
 
 
 _STATUS_OF_FAILURE = {
@@ -174,10 +177,10 @@ _STATUS_OF_FAILURE = {
 
 
 class UpstreamError(GatewayError):
-    """A backend failed while serving one leg of a request.
+    """A backend failed during one leg of a request.
 
-    `engine_status`, `body` and `headers` are the engine's own answer when `failure` is STATUS, or RECOMPUTED if the
-    engine says that in an error: such an answer reaches the client byte for byte.
+    `engine_status`, `body` and `headers` are the answer of the engine if `failure` is STATUS, or RECOMPUTED if the
+    engine reported that as an error. The client receives such a body unchanged.
     """
 
     status = 502
@@ -196,28 +199,27 @@ class UpstreamError(GatewayError):
         self.failure = failure
         self.backend = backend
         self.is_stale = False
-        """RESET on a connection that had served before: it may have been closed just then, while it was idle, and the
-        engine may be well and know nothing of the request."""
+        """RESET on a reused connection. The engine may be healthy and have closed the idle connection just before."""
         self.is_unreadable = False
-        """BAD_ANSWER of an engine that works: a member of the answer has a form that the gateway cannot read. Other
-        engines of its version answer alike, so the request is repeated once, and is not suspected of crashes."""
+        """BAD_ANSWER because the gateway cannot read a member of the answer. The engine works, and others of its version
+        answer alike. So the request is repeated once, and is not suspected of crashing engines."""
         self.engine_status = engine_status
         self.body = body
         self.headers = headers or {}
         self.blame: Callable[[], None] | None = None
-        """Holds a breakdown against the backend, once it is known that it was not the request's; None: nothing is left
-        to say. See `balancer.blame`."""
+        """Counts a breakdown as a failure of the backend, once it is known that the request was not the cause. None:
+        nothing is left to count. See `balancer.blame`."""
         self.status = engine_status or _STATUS_OF_FAILURE.get(failure, 502)
         if failure in (Failure.BOOTSTRAP, Failure.ABORTED):
             self.retry_after_seconds = 1.0
-        told = self.headers.get("retry-after", "")
-        if self.is_backpressure and told.isascii() and told.isdigit():  # it could also be a date, which no engine sends
-            self.retry_after_seconds = min(float(told), LONGEST_RETRY_AFTER_SECONDS)
+        seconds = self.headers.get("retry-after", "")
+        if self.is_backpressure and seconds.isascii() and seconds.isdigit():  # no engine sends a date
+            self.retry_after_seconds = min(float(seconds), LONGEST_RETRY_AFTER_SECONDS)
 
     def as_given_up(self, reason: str, *, keeps_body: bool) -> UpstreamError:
-        """This error as the client is told of it when its answer had begun and cannot be completed.
+        """Change the error to one for a client whose answer began and cannot be completed. Returns the error.
 
-        `keeps_body` False: what the engine says is about a request that the client did not send, so it is not for it.
+        `keeps_body` False: the error of the engine is about a request that the client did not send, so it is removed.
         """
         if not keeps_body:
             self.body = None
@@ -228,7 +230,7 @@ class UpstreamError(GatewayError):
         return self
 
     def as_stopped(self) -> UpstreamError:
-        """This error as the client is told of it when its request must not be sent to another engine."""
+        """Change the error to one for a request that must not be sent to another engine. Returns the error."""
         self.body = self.retry_after_seconds = None
         self.status, self.code = SuspectRequest.status, SuspectRequest.code
         self.message = f"{self.message}; another one had gone down while serving this request, which is stopped"
@@ -236,32 +238,32 @@ class UpstreamError(GatewayError):
 
     @property
     def is_breakdown(self) -> bool:
-        """The engine broke down, or says that it did: be it sick, or be it the request."""
+        """Whether the engine crashed or returned 5xx. The cause may be the engine or the request."""
         if self.failure is Failure.STATUS:
             return (self.engine_status or 500) >= 500 and not self.is_backpressure
         return self.failure in (Failure.RESET, Failure.BROKEN, Failure.BAD_ANSWER) and not self.is_unreadable
 
     @property
     def is_backpressure(self) -> bool:
-        """The engine is busy, not sick."""
+        """Whether the engine reported that it is busy."""
         return self.engine_status in (429, 503)
 
     @property
     def is_refusal(self) -> bool:
-        """The engine answered that it takes no requests now, or not this many."""
+        """Whether the engine rejected the request because it accepts none now, or has too many."""
         return self.failure is Failure.STATUS and self.is_backpressure
 
     @property
     def is_clients_fault(self) -> bool:
-        """The engine refused this request and every other engine would, too."""
+        """Whether the engine rejected an invalid request. Every other engine would reject it too."""
         return self.engine_status is not None and 400 <= self.engine_status < 500 and self.engine_status != 429
 
     @property
     def is_backends_fault(self) -> bool:
-        """The failure says something bad about the backend.
+        """Whether the failure counts against the health of the backend.
 
-        Being busy does not, nor does refusing a bad request, nor a decoder that ran out of KV memory and said so, or
-        that does not know how to go on with an answer, nor one that was removed.
+        It does not count if the engine is busy or was removed, or if the request is invalid. Nor does it count if a
+        decoder reported a lack of KV memory, or cannot continue an answer.
         """
         is_innocent = self.failure in (Failure.RECOMPUTED, Failure.NOT_RESUMED, Failure.REMOVED)
         return not (self.is_backpressure or self.is_clients_fault or is_innocent)

@@ -1,4 +1,4 @@
-"""Words that logs, metrics and messages share with the code that acts on them."""
+"""Names that the code shares with logs, metrics and messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def counted(number: int, noun: str) -> str:
 
 
 class Stage(StrEnum):
-    """Where a unit of a request is; the letter stands second in the access line's `term`."""
+    """Stage of a unit of a request. The value is the second letter of `term` in the access log."""
 
     QUEUE = "Q"
     ENCODE = "E"
@@ -24,33 +24,32 @@ class Stage(StrEnum):
 
     @cached_property
     def label(self) -> str:
-        """The metric label: the member's name in lower case."""
+        """Return the metric label: the name of the member in lower case."""
         return self.name.lower()
 
 
 class Action(StrEnum):
-    """What is done about an answer that was broken off; the value is the metric label."""
+    """How an interrupted answer is continued. The value is the metric label."""
 
     RESTART = "restart"
-    """The client has nothing: from the beginning."""
+    """Generate from the beginning, because the client has received nothing."""
     COMPLETION_TOKENS = "completion_tokens"
-    """A completion, from its token ids."""
+    """Continue a completion from its token IDs."""
     CHAT_TOKENS = "chat_tokens"
-    """A chat, from token ids that the engine takes in place of the messages."""
+    """Continue a chat from token IDs that the engine accepts instead of messages."""
     ROLL_BACK = "roll_back"
-    """Likewise, from before a tool call of which the client has nothing."""
+    """Continue a chat from token IDs before a tool call of which the client has received nothing."""
     RAW_TOKENS = "raw_tokens"
-    """A chat, from token ids as a completion, whose text is parsed here."""
+    """Continue a chat as a completion from token IDs. The gateway parses the text."""
     SUFFIX = "suffix"
-    """Likewise, in the middle of tool calls that the client has the beginning of."""
+    """Continue a chat as a completion inside tool calls whose beginning the client has received."""
     REPLAY = "replay"
-    """From the beginning, showing what is new as long as the rest is the same."""
+    """Generate from the beginning, and send the part that the client lacks while the rest is the same."""
     FINISH = "finish"
-    """Nothing is left to generate."""
+    """End the answer, because nothing is left to generate."""
 
 
 KV_EVENTS: Final = ("stored", "removed", "cleared", "unreadable")
-"""What KV events say."""
+"""Kinds of KV events."""
 KV_EVENT_GAPS: Final = ("lost", "replayed", "started_anew")
-"""How KV events do not follow each other: some were lost, or came when they were asked for again, or the publisher has
-started anew."""
+"""Kinds of gaps between KV events: events were lost, events were resent, or the publisher restarted."""
