@@ -201,14 +201,14 @@ class UpstreamError(GatewayError):
         self.is_stale = False
         """RESET on a reused connection. The engine may be healthy and have closed the idle connection just before."""
         self.is_unreadable = False
-        """BAD_ANSWER because the gateway cannot read a member of the answer. The engine works, and others of its version
-        answer alike. So the request is repeated once, and is not suspected of crashing engines."""
+        """BAD_ANSWER because the gateway cannot read a member of the answer. The engine works, and others of its
+        version answer alike. So the request is repeated once, and is not suspected of crashing engines."""
         self.engine_status = engine_status
         self.body = body
         self.headers = headers or {}
         self.blame: Callable[[], None] | None = None
-        """Counts a breakdown as a failure of the backend, once it is known that the request was not the cause. None:
-        nothing is left to count. See `balancer.blame`."""
+        """Counts a breakdown as a failure of the backend, once the request is known not to be the cause. None: nothing
+        is left to count. See `balancer.blame`."""
         self.status = engine_status or _STATUS_OF_FAILURE.get(failure, 502)
         if failure in (Failure.BOOTSTRAP, Failure.ABORTED):
             self.retry_after_seconds = 1.0

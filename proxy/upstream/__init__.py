@@ -1,9 +1,9 @@
-"""HTTP out: raw HTTP/1.1 connections to the engines, where these are, and the only place that knows transport errors.
+"""HTTP/1.1 connections to engines, their addresses, and the translation of transport errors.
 
-Bytes are parsed inside `data_received` and handed to an Exchange in the same call stack, so a streamed
-token costs a function call and not a task switch. Connections are kept alive and reused per backend. Every failure
-leaves this package as an UpstreamError that says whether the engine can have seen the request. What is not hot goes
-through aiohttp's client, to the same addresses.
+Bytes are parsed inside `data_received` and passed to an Exchange in the same call stack, so a streamed token costs a
+function call instead of a task switch. Connections are kept alive and reused per backend. Every failure leaves this
+package as an UpstreamError, which shows whether the engine may have received the request. Requests that are not on the
+hot path use the client of aiohttp, with the same addresses.
 """
 
 from proxy.upstream.connection import EngineConnection, Exchange, Sink, upstream_error

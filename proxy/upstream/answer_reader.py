@@ -1,7 +1,7 @@
-"""Bytes in, an answer out: ordinary ones are read here by slices, whatever else HTTP/1 allows by httptools.
+"""Read the answers of engines: common ones by slicing bytes, all others with httptools.
 
-Both ways come to the same: this one accepts a subset, and never refuses anything. What is not in it, were it in the
-middle of a body, is httptools' to judge. A parser's callbacks cost more than everything else that is done with a token.
+Slicing is used because the callbacks of a parser cost more than all other work on a token. The slicing reader accepts a
+subset of HTTP/1 and rejects nothing. At the first byte outside the subset, even inside a body, httptools continues.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MAX_CHUNK_BYTES: Final = 4096
 NO_LINE: Final = bytes(MAX_CHUNK_BYTES + 1)
-"""Nothing that is no longer than a chunk of this size begins with it."""
+"""Bytes with which no chunk of up to MAX_CHUNK_BYTES begins."""
 
 
 def _size_lines() -> list[bytes]:
@@ -30,50 +30,50 @@ def _size_lines() -> list[bytes]:
 
 
 SIZE_LINES: Final = _size_lines()
-"""By the length of a whole chunk, up to MAX_CHUNK_BYTES, what it begins with, such as `a\\r\\n` at 15."""
+"""Size lines by the length of the whole chunk, up to MAX_CHUNK_BYTES. For example, `a\\r\\n` is at 15."""
 
 _size_line: Final = re.compile(rb"([0-9A-Fa-f]{1,7})\r\n").match
 _part_of_size_line: Final = re.compile(rb"[0-9A-Fa-f]{1,7}\r?").fullmatch
 _CRLF: Final = b"\r\n"
 _BLANK_LINE: Final = b"\r\n\r\n"
 _EVENT_END: Final = b"\n\n"
-_MAX_PLAIN_BYTES: Final = 4096  # of a head, or of chunks that are read at once
+_MAX_PLAIN_BYTES: Final = 4096  # limit for a head, or for chunks that are read at once
 _END_MARK: Final = b"0\r\n\r\n"
 
 
 class AnswerReader:
-    """Reads the answers on one connection. What follows a complete one is the next."""
+    """Reads the answers on one connection, one after the other."""
 
     __slots__ = ("_any", "_is_chunked", "_left", "_line", "headers", "is_complete", "keeps_alive", "status")
 
     def __init__(self) -> None:
         self.status = 0
-        """0 until the headers are there, or when nothing of the present answer is."""
+        """Status of the current answer; 0 until its headers have arrived."""
         self.headers: Mapping[str, str] = {}
-        """Lower-case names; the last one of equal names. Without trailers."""
+        """Headers by lower-case name, without trailers. The last one of equal names counts."""
         self.is_complete = False
         self.keeps_alive = True
-        """The connection can carry another exchange, if the answer is complete."""
+        """Whether the connection can carry another exchange, if the answer is complete."""
         self._any: AnyAnswer | None = None
         self._is_chunked = False
-        self._left = 0  # of the body that has a length, or of the present chunk and the line end behind it
+        self._left = 0  # bytes left of a body with a length, or of the current chunk with its line end
         self._line = b""  # the beginning of a chunk's size line
 
     def close(self) -> None:
-        """Nothing more is read."""
+        """Release the parser after the last answer."""
         if self._any is not None:
             self._any.close()
             self._any = None
 
     @property
     def is_between_chunks(self) -> bool:
-        """What comes next is the first byte of a chunk, or of the end mark."""
+        """Whether the next byte is the first of a chunk or of the end mark."""
         return self._is_chunked and not self._left and not self._line and not self.is_complete and self._any is None
 
     def feed(self, data: bytes) -> bytes:
-        """Take the next bytes and return the body in them. Raises BadAnswer, after which status and headers count.
+        """Add bytes, and return the body in them. Raises BadAnswer; status and headers stay valid.
 
-        One function for all that is ordinary, as each function that is called costs more than what it does.
+        All common cases are in this one function, because each call would cost more than the work in it.
         """
         if self._any is not None:
             if not self.is_complete:
@@ -106,7 +106,7 @@ class AnswerReader:
             data, self._line = self._line + data, b""
         left, size = self._left, len(data)
         if not left and size - at <= _MAX_PLAIN_BYTES:
-            # Whole chunks with an event in each, as engines write them, and perhaps the end mark.
+            # Engines write whole chunks with one event each. The end mark may follow.
             pieces = data[at:].split(_EVENT_END + _CRLF)
             rest = pieces.pop()
             if not rest or rest == _END_MARK:
@@ -121,7 +121,7 @@ class AnswerReader:
                     self.is_complete = bool(rest)
                     events.append(b"")
                     return _EVENT_END.join(events)
-        # What is left of the present chunk, or else a size line, comes next.
+        # The rest of the current chunk, or a size line, is next.
         pieces = []
         while at < size:
             if not left:
@@ -152,22 +152,22 @@ class AnswerReader:
         """Read the end mark, or the first bytes of a size line. httptools reads everything else.
 
         Args:
-            data: All that has arrived behind the last chunk.
-            pieces: Of the body, read before.
+            data: All bytes after the last chunk.
+            pieces: Parts of the body that were read before.
         """
         if data == _END_MARK:
             self.is_complete = True
         elif _part_of_size_line(data[:9]):
             self._line = data
-        else:  # trailers, a part of the end mark, or a line that is no size
+        else:  # trailers, a part of the end mark, or an invalid size
             return self._give_up(data, 0, pieces)
         self._left = 0
         return b"".join(pieces)
 
     def _give_up(self, data: bytes, left: int, pieces: list[bytes]) -> bytes:
-        """Have httptools read the rest of the body, which stands `left` bytes before the end of a length or a chunk.
+        """Let httptools read the rest of the body. `left` bytes are missing of its length, or of the current chunk.
 
-        It is brought there by an answer of this kind; `pieces` of the body were read before.
+        A made-up beginning of an answer brings the parser to this state. `pieces` of the body were read before.
         """
         connection = b"" if self.keeps_alive else b"Connection: close\r\n"
         if not self._is_chunked:
@@ -195,7 +195,7 @@ class AnswerReader:
 _HEAD: Final = re.compile(
     rb"HTTP/1\.1 ([2-5][0-9][0-9]) [ -~]*((?:\r\n[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*)+)"
 )
-# Whatever says how long the body is, or what becomes of the connection.
+# Headers that determine the length of the body, or the end of the connection.
 _FRAMING: Final = re.compile(
     rb"^(content-length|transfer-encoding|connection|proxy-connection|upgrade):[\t ]*([^\r]*)", re.MULTILINE
 )
@@ -205,12 +205,12 @@ _CHUNKED: Final = b"transfer-encoding", b"chunked"
 
 
 class PlainHeaders(Mapping[str, str]):
-    """Header lines as a mapping, which is made when somebody looks: lower-case names, the last one of equal names."""
+    """Header lines as a mapping with lower-case names, parsed at the first use. The last one of equal names counts."""
 
     __slots__ = ("_by_name", "_fields")
 
     def __init__(self, fields: bytes) -> None:
-        """`fields`: each behind the end of the line before it."""
+        """Store the header lines. Each follows the line end of the line before it."""
         self._fields = fields
         self._by_name: dict[str, str] | None = None
 
@@ -231,20 +231,21 @@ class PlainHeaders(Mapping[str, str]):
 
 
 class PlainHead(NamedTuple):
-    """What there is to know of it."""
+    """Contents of the head of a common answer."""
 
     status: int
-    """From 200 on."""
+    """Status of the answer, at least 200."""
     headers: PlainHeaders
     length: int | None
-    """Of the body in bytes; None: it is chunked."""
+    """Length of the body in bytes; None: it is chunked."""
     keeps_alive: bool
+    """Whether the connection stays open after the answer."""
 
 
-# Engines write the same head for a second, until its date is another: then it is looked up instead of being read.
+# Engines repeat a head for a second, until its date changes. So most heads are found in the cache.
 @lru_cache(maxsize=128)
 def plain_head(head: bytes) -> PlainHead | None:
-    """What the bytes before the first blank line say; None where they are no head, or httptools should read it."""
+    """Parse the bytes before the first blank line. Return None if they are no head of a common answer."""
     match = _HEAD.fullmatch(head)
     if match is None:
         return None

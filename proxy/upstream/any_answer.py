@@ -1,4 +1,4 @@
-"""Any answer of HTTP/1, read by httptools: interim ones, trailers, chunk extensions, a body without a length."""
+"""Read every HTTP/1 answer with httptools, including interim answers, trailers and bodies without a length."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import httptools
 
 
 class BadAnswer(ValueError):
-    """The bytes are not an answer to one request in HTTP/1."""
+    """The bytes are not one HTTP/1 answer."""
 
 
 class AnyAnswer:
-    """Reads one answer, and those with a status below 200 that may precede it."""
+    """Reads one answer, and the interim answers with a status below 200 before it."""
 
     __slots__ = ("_body", "_fields", "_parser", "headers", "is_complete", "keeps_alive", "status")
 
     def __init__(self) -> None:
         self.status = 0
-        """0 until the headers are there."""
+        """Status of the answer; 0 until the headers have arrived."""
         self.headers: dict[str, str] = {}
-        """Lower-case names; the last one of equal names. Without trailers."""
+        """Headers by lower-case name, without trailers. The last one of equal names counts."""
         self.is_complete = False
         self.keeps_alive = False
-        """The connection can carry another exchange, if the answer is complete."""
+        """Whether the connection can carry another exchange, if the answer is complete."""
         self._parser = httptools.HttpResponseParser(self)
         self._fields: dict[str, str] = {}
         self._body: list[bytes] = []
 
     def feed(self, data: bytes) -> bytes:
-        """Take the next bytes and return the body in them. Raises BadAnswer, after which status and headers count."""
+        """Add bytes, and return the body in them. Raises BadAnswer; status and headers stay valid."""
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self.keeps_alive = False
-            if not self.is_complete:  # what follows a complete answer cannot spoil it
+            if not self.is_complete:  # bytes after a complete answer do not invalidate it
                 raise BadAnswer from None
         if not self._body:
             return b""
@@ -41,10 +41,10 @@ class AnyAnswer:
         return body
 
     def close(self) -> None:
-        """Nothing more is read. The parser knows its reader: they would be a cycle of garbage."""
+        """Drop the parser, which refers to this object, so that no reference cycle remains."""
         del self._parser
 
-    # httptools callbacks: what they raise, feed_data raises as HttpParserError
+    # Callbacks of httptools. If one raises, feed_data raises HttpParserError.
 
     def on_message_begin(self) -> None:
         if self.is_complete:
@@ -52,7 +52,7 @@ class AnyAnswer:
         self._fields = {}
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self.status:  # what follows the body is no news to anybody, and has no bound
+        if not self.status:  # trailers are ignored, and have no limit
             self._fields[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:

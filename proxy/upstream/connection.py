@@ -1,7 +1,7 @@
-"""One connection to one backend, and what it tells of an answer.
+"""A connection to a backend, which passes answers to an Exchange.
 
-Whoever begins an Exchange hears of its answer in the call stack of the socket's read: no future, no task. Response is
-the one that tasks await.
+An Exchange is called from the read callback of the socket, without futures or tasks. Response is the Exchange for code
+that runs in tasks.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from proxy.wire.document import Body
 
 _MAX_HEAD_BYTES: Final = 64 * 1024
-# A copy of a longer request costs more than what it spares.
+# Copying a longer request into one piece costs more than it saves.
 _JOINED_BYTES: Final = 64 * 1024
 
-# A cable that was pulled, or a host that lost its power, says nothing: after this long it counts as lost.
+# A host without power or network closes no connection. After this time without a reply it counts as lost.
 _LOST_AFTER_SECONDS: Final = 30
 SOCKET_OPTIONS: Final = [
     (level, getattr(socket, name), value)
@@ -42,34 +42,34 @@ SOCKET_OPTIONS: Final = [
 
 
 class Sink(Protocol):
-    """Takes the body of an answer as it arrives. Both methods are called from the event loop's read callback."""
+    """Receives the body of an answer. Both methods are called from the read callback of the event loop."""
 
     def received(self, data: bytes, /) -> bool | None:
-        """The body bytes of one read from the socket, in order, never empty.
+        """Receive the body bytes of one read from the socket, in order, never empty.
 
-        Whether any of the answer was in them, for streams: a sign of life is none of it, nor is what is not whole yet.
-        None is no.
+        Returns whether they completed a part of the answer, for streams. Comments, heartbeats and incomplete events do
+        not count. None means no.
         """
 
     def ended(self, error: UpstreamError | None) -> None:
-        """No more bytes. None: the body is complete. Called once."""
+        """End the body, once. `error` None: the body is complete."""
 
 
 class Exchange(Sink, Protocol):
-    """One request on a connection, told what becomes of it: `answered` at most once, `received` for each read that has
-    some of the body, and `ended` once, unless the connection was released before.
+    """One request on a connection.
 
-    All may call back into the connection. `ended` may come from within `EngineConnection.abort`, and without
-    `answered`: then there is an error. When it tells None, the connection can be released at once, and carry the next
-    exchange.
+    The connection calls `answered` at most once, `received` for each read with a part of the body, and `ended` once.
+    It calls none of them after it was released. All may call back into the connection. `EngineConnection.abort` may
+    call `ended`, and an error may arrive without `answered`. After `ended(None)` the connection can be released and
+    carry the next exchange at once.
     """
 
     def answered(self, status: int, headers: Mapping[str, str]) -> None:
-        """The status, from 200 on, and headers have arrived: lower-case names; the last one of equal names."""
+        """Receive the status, at least 200, and the headers by lower-case name. The last one of equal names counts."""
 
 
 class EngineConnection(FastForward):
-    """One connection to one backend: idle, or busy with exactly one exchange."""
+    """A connection to a backend, which is idle or has exactly one exchange."""
 
     def __init__(
         self,
@@ -80,67 +80,71 @@ class EngineConnection(FastForward):
         clock: Callable[[], float],
         address: str | None = None,
     ) -> None:
-        """`on_exchanged`: takes the connection back when whoever began an exchange needs it no longer.
+        """Store the options; connect to nothing.
 
-        `head`: renders that of a request; see RequestHeads.
-
-        `address`: the one of the backend's name that it goes to; None: the backend has no name but this address.
+        Args:
+            backend: The engine at the other end.
+            loop: The event loop of the connection.
+            on_exchanged: Takes the connection back after an exchange.
+            head: Renders the head of a request; see RequestHeads.
+            clock: Returns the time in seconds.
+            address: The address of the name of the backend that is used; None: the backend is an address itself.
         """
         super().__init__()
         self.backend = backend
         self.address = address
-        self.loop = loop  # to ask asyncio for it costs a system call in Python 3.11
+        self.loop = loop  # asyncio.get_running_loop makes a system call in Python 3.11
         self.on_exchanged = on_exchanged
         self._head = head
         self._clock = clock
         self.mask_key: Callable[[bytes], bytes] = bytes
-        """Takes the gateway's own key out of an engine's refusal, which goes to the client in the engine's words."""
+        """Removes the key of the gateway from an error of an engine, which is sent to the client."""
         self.is_reused = False
-        """It has carried an exchange before."""
+        """Whether the connection has carried an exchange before."""
         self.usable_until = 0.0
-        """As long as it is idle: when it is too old for another exchange."""
+        """Clock time after which an idle connection is too old for another exchange."""
         self.closed = False
         self.complete = True
-        """None was begun, or the last one's answer has arrived whole, and the connection can carry another."""
+        """Whether no exchange is running and the connection can carry another."""
         self.is_paused = False
-        """We hold the engine back."""
+        """Whether reading is paused, so that flow control slows the engine down."""
         self.transport: asyncio.Transport
-        """Set when it is connected."""
+        """The transport, set by `connection_made`."""
         self.reader = AnswerReader()
         self._exchange: Exchange | None = None
-        """Whom to tell; None before the first exchange, and when one has ended or was released."""
+        """The running exchange; None before the first one, and after one has ended or was released."""
         self._head_bytes = 0
         self._has_head = False
-        """The exchange was told status and headers."""
+        """Whether the exchange has received status and headers."""
         self.quiet_since = 0.0
-        """The clock time of the last look that has found any of the answer, or of its request."""
+        """Clock time of the last check that found a new part of the answer, or of the request."""
         self._limit_seconds = 0.0
         self._is_stream = False
         self.has_begun = False
-        """Part of a streamed answer has arrived, so that the next one may be expected soon."""
+        """Whether part of a streamed answer has arrived, so that the next one is due soon."""
         self.moved_seconds = 0.0
-        """How long the parts took that the last look at silence has found; 0: that is not known."""
+        """Time in which the parts arrived that the last check found; 0: unknown."""
         self._is_timed = False
-        """A look has found parts of the stream, from which on others are timed."""
+        """Whether a check has found parts of the stream, so that later parts are timed."""
 
-    # What Upstream does with it
+    # Methods for Upstream
 
     @property
     def is_reusable(self) -> bool:
-        """Has its exchange ended well, and is it still open? A transport that has seen EOF reports the loss later."""
+        """Whether the exchange ended well and the connection is open. A closing transport reports the loss later."""
         return self.complete and not self.closed and not self.transport.is_closing()
 
     @property
     def is_stream(self) -> bool:
-        """Is a streamed answer under way, that is, one with a bound on its gaps?"""
+        """Whether a streamed answer is running, whose gaps are limited."""
         return self._is_stream and not self.complete and not self.closed
 
     def begin(
         self, exchange: Exchange, path: str, body: Body, headers: Mapping[str, str], *, answer_seconds: float
     ) -> None:
-        """Send a request, see Upstream.open, and tell the exchange of its answer.
+        """Send a request, and pass its answer to the exchange. See Upstream.open.
 
-        `answer_seconds` bounds the wait for the whole answer, unless `limit_silence` is called when it has begun.
+        `answer_seconds` limits the wait for the whole answer, unless `limit_silence` is called after it began.
         """
         self.complete = self._has_head = False
         self._is_stream = self.has_begun = self._is_timed = False
@@ -148,13 +152,13 @@ class EngineConnection(FastForward):
         self._head_bytes = 0
         self._exchange = exchange
         self.quiet_since, self._limit_seconds = self._clock(), answer_seconds
-        if isinstance(body, bytes) and len(body) <= _JOINED_BYTES:  # uvloop writes one piece with less ado
+        if isinstance(body, bytes) and len(body) <= _JOINED_BYTES:  # uvloop writes a single piece faster
             self.transport.write(self._head(self.backend, path, len(body), headers) + body)
         else:
             self.transport.writelines((self._head(self.backend, path, length_of(body), headers), *pieces_of(body)))
 
     def release(self) -> None:
-        """The exchange is told nothing more; dropped unless its answer has arrived whole."""
+        """End the exchange without further calls to it. The connection closes unless the answer is complete."""
         self._exchange = self._tokens = None
         if self.is_reusable:
             self.pause(False)
@@ -162,10 +166,11 @@ class EngineConnection(FastForward):
             self.abort()
 
     def limit_silence(self, seconds: float, has_begun: bool = False) -> None:
-        """From now on this is a stream, which may take as long as it likes: it fails with TIMEOUT when the engine sends
-        nothing of the answer for so long, with STALLED when it does so on all streams while others of its role go on.
+        """Treat the answer as a stream, whose total time is not limited.
 
-        `has_begun`: part of the answer has arrived, see Silences.
+        It fails with TIMEOUT after `seconds` without a new part. It fails with STALLED if the engine sends
+        nothing on all its streams while other engines of its role do. `has_begun`: part of the answer has arrived, see
+        Silences.
         """
         self._limit_seconds = seconds
         self._is_stream = True
@@ -173,16 +178,16 @@ class EngineConnection(FastForward):
         self.arrivals += 1
 
     def is_silent_since(self, since: float) -> bool:
-        """Has nothing of the answer under way arrived since then? `since`: a `quiet_since` of this connection."""
+        """Return whether nothing of the running answer has arrived since `since`, a former `quiet_since`."""
         is_over = self.complete or self.closed or self.is_paused
         return not is_over and not self.arrivals and self.quiet_since == since
 
     def check_silence(self, now: float, lost_seconds: float) -> int:
-        """Fail the exchange if its answer is not there in time, or a stream's next part. Return how many parts have
-        arrived since the last look; -1: it has failed, or we hold it back.
+        """Fail the exchange if its answer, or the next part of a stream, is late.
 
-        Time spent paused by us does not count, nor do `lost_seconds` in which this process did not run. Bytes are no
-        progress by themselves: an engine, or what lies before it, can send some for ever and never come to an end.
+        Returns the number of parts since the last check, or -1 if the exchange failed or reading is paused. Paused time
+        does not count, nor do `lost_seconds` in which this process did not run. Bytes that complete no part are no
+        progress: an engine or a proxy could send some forever.
         """
         arrivals = self.arrivals
         if self.is_paused:
@@ -201,19 +206,19 @@ class EngineConnection(FastForward):
         return 0
 
     def lose(self, message: str) -> None:
-        """Fail the exchange as if the engine had closed the connection. `message` says of the instance what it does."""
+        """Fail the exchange as if the engine had closed the connection. `message` is a predicate about the instance."""
         failure = Failure.BROKEN if self._has_head or self._head_bytes else Failure.RESET
         self.abort(self._error(failure, message))
 
     def stall(self, message: str) -> None:
-        """Fail the exchange because the engine hangs."""
+        """Fail the exchange because the engine hangs. `message` is a predicate about the instance."""
         self.abort(self._error(Failure.STALLED, message))
 
     def pass_on(self, tokens: Tokens | None) -> None:
-        """Send the next reads to the client as they arrive, the framing of chunks included, as far as they are such
-        tokens: that is progress. What comes behind them, and all that follows, the exchange receives. None: all.
+        """Send the next reads to the client unchanged, with their chunk framing, as long as they are such tokens.
 
-        For a chunked answer, of which all that has arrived are whole chunks; nothing happens for any other.
+        They count as progress. The exchange receives everything from the first other bytes on. None: it receives
+        everything. Nothing happens unless the answer is chunked and all chunks so far are complete.
         """
         if self.reader.is_between_chunks:
             self._tokens = tokens
@@ -239,7 +244,7 @@ class EngineConnection(FastForward):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass
-        # What uvloop gives out as a socket makes a new one for each option. The family does not matter to them.
+        # The socket object of uvloop makes a new socket for each option. The family does not matter for options.
         descriptor = transport.get_extra_info("socket").fileno()
         sock = socket.SocketType(socket.AF_INET, socket.SOCK_STREAM, 0, descriptor)
         try:
@@ -251,7 +256,7 @@ class EngineConnection(FastForward):
     def _read(self, data: bytes) -> None:
         exchange = self._exchange
         if exchange is None:
-            self.abort()  # bytes that nobody asked for: whatever they are, this connection cannot be trusted
+            self.abort()  # bytes without a request: the connection cannot be trusted
             return
         reader = self.reader
         try:
@@ -269,10 +274,10 @@ class EngineConnection(FastForward):
                 return
             self._has_head = True
             exchange.answered(reader.status, reader.headers)
-        if body and self._exchange is exchange and exchange.received(body):  # it may have left
+        if body and self._exchange is exchange and exchange.received(body):  # `answered` may have released it
             self.arrivals += 1
         if reader.is_complete and self._exchange is exchange:
-            # An answer that came before the request was written out leaves the rest of the request in the pipe.
+            # If the answer came before the whole request was written, the rest of the request is still in the buffer.
             if reader.keeps_alive and not self.transport.get_write_buffer_size():
                 self.complete = True
             else:
@@ -293,7 +298,7 @@ class EngineConnection(FastForward):
 
     def _end(self, error: UpstreamError | None) -> None:
         self._tokens = None
-        exchange, self._exchange = self._exchange, None  # an exchange knows its connection: one cycle of garbage less
+        exchange, self._exchange = self._exchange, None  # drops the reference cycle with the exchange
         if exchange is not None:
             exchange.ended(error)
 
@@ -310,9 +315,9 @@ def upstream_error(
     body: bytes | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> UpstreamError:
-    """An error whose text clients may see: it names the role, while the address stays in the log.
+    """Return an error whose text is safe for clients: it names the role, but not the address.
 
-    The keywords are UpstreamError's: what the engine itself answered.
+    The keywords are the answer of the engine; see UpstreamError.
     """
     text = f"{backend.role.value} instance: {message}"
     return UpstreamError(failure, backend, text, engine_status=engine_status, body=body, headers=headers)

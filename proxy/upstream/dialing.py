@@ -1,8 +1,8 @@
-"""Which of a name's addresses to connect to: "Happy Eyeballs", RFC 8305.
+"""Connect to one of several addresses of a name: "Happy Eyeballs", RFC 8305.
 
-They are tried a moment apart, beginning with the one that worked last, and the first to take the connection is used.
-Those that lose go on by themselves until they have connected or failed, since only that tells a dead address from a
-slow one: aiohappyeyeballs, which aiohttp uses for the same purpose, cancels them and so cannot say.
+The attempts start a moment apart, beginning with the address that worked last. The first connection is used. The other
+attempts continue until they connect or fail, because only that distinguishes a dead address from a slow one.
+aiohappyeyeballs, which aiohttp uses, cancels them and so cannot report dead addresses.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ logger = logging.getLogger(__name__)
 
 _STAGGER_SECONDS: Final = 0.25  # the delay that RFC 8305 recommends
 _LOOK_AGAIN_SECONDS: Final = 30.0
-# More than there can be names. What was forgotten is found out again.
+# More than the number of names. A forgotten address is tried again.
 _MAX_REMEMBERED: Final = 4096
 
 
 class Dialer:
-    """One worker's memory of which addresses take connections.
+    """Remembers which addresses accept connections, for one worker.
 
-    It is about addresses of one name only: where none of them takes a connection, it is the engine that is down.
+    An address counts as dead only while another address of the same name works. Otherwise the engine is down.
     """
 
     def __init__(self, clock: Callable[[], float], is_news: Callable[[str, str], bool]) -> None:
-        """`is_news`: whether no worker has said that word of that subject last."""
+        """Store the options. `is_news` returns whether the last log message about a subject was another one."""
         self._clock = clock
         self._is_news = is_news
         self._worked: dict[tuple[str, int], str] = {}
-        """By name and port, and only where a name has several addresses."""
+        """The address that worked last, by name and port, for names with several addresses."""
         self._dead: dict[tuple[str, str], dict[int, float]] = {}
-        """By name and address: the ports that take no connections, each with the time at which to look again."""
+        """Ports that accept no connections, with the time of the next attempt, by name and address."""
         self._losers: set[asyncio.Task[EngineConnection]] = set()
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Cancel running attempts."""
         losers = list(self._losers)
         for task in losers:
             task.cancel()
@@ -56,9 +56,9 @@ class Dialer:
     async def dial(
         self, host: str, port: int, addresses: Sequence[str], connect: Connect, seconds: float
     ) -> EngineConnection:
-        """A connection to one of several addresses. Raises the last one's OSError.
+        """Connect to one of several addresses. Raises the OSError of the last attempt.
 
-        `seconds`: how long each may take. All together may take as long as the caller waits.
+        `seconds` limits each attempt. The caller limits all of them together.
         """
         waiting = self._in_order(host, port, addresses)
         stagger_seconds = min(_STAGGER_SECONDS, seconds / (len(addresses) + 1))
@@ -93,12 +93,12 @@ class Dialer:
                 self._let_lose(task, host, port, address)
 
     def _in_order(self, host: str, port: int, addresses: Sequence[str]) -> list[str]:
-        """The one that worked last, then the others, those that are dead at the end."""
+        """Return the address that worked last, then the others, with dead ones at the end."""
         worked = self._worked.get((host, port))
         return sorted(addresses, key=lambda address: (address != worked, port in self._dead.get((host, address), ())))
 
     def _look_again(self, host: str, port: int, addresses: Sequence[str], connect: Connect, seconds: float) -> None:
-        """Try what is dead beside, from time to time: nobody waits for it."""
+        """Try dead addresses in the background from time to time."""
         now = self._clock()
         for address in addresses:
             ports = self._dead.get((host, address), {})
@@ -111,7 +111,7 @@ class Dialer:
         task.add_done_callback(partial(self._lost, host, port, address))
 
     def _lost(self, host: str, port: int, address: str, task: asyncio.Task[EngineConnection]) -> None:
-        """A connection that is not needed has come about, or failed."""
+        """Record the result of an attempt that is no longer needed."""
         self._losers.discard(task)
         if task.cancelled():
             return
@@ -122,7 +122,7 @@ class Dialer:
         elif isinstance(error, OSError) and (host, port) in self._worked:
             self._note_dead(host, port, address, error)
 
-    # What follows from it
+    # Recording results
 
     def _won(self, host: str, port: int, address: str, failed: dict[str, OSError]) -> None:
         self._worked.pop((host, port), None)
@@ -138,12 +138,12 @@ class Dialer:
             _bound(self._dead)
             ports = self._dead[host, address] = {}
             if self._is_news(_subject(host, address), "dead"):
-                # An engine may well listen on one family only. Such an address costs no time.
+                # An engine may listen on one address family only. Such an address takes no time.
                 is_other_family = (":" in address) != (":" in self._worked[host, port])
                 is_usual = isinstance(error, ConnectionRefusedError) and is_other_family
                 logger.log(
                     logging.INFO if is_usual else logging.WARNING,
-                    "the address %s of the name %s takes no connections (%s); another one is used",
+                    "dialing: address accepts no connections, another one is used: %s of %s (%s)",
                     address,
                     host,
                     connect_problem(error),
@@ -155,7 +155,7 @@ class Dialer:
         if ports.pop(port, None) is not None and not ports:
             del self._dead[host, address]
             if self._is_news(_subject(host, address), "alive"):
-                logger.info("the address %s of the name %s takes connections again", address, host)
+                logger.info("dialing: address accepts connections again: %s of %s", address, host)
 
 
 def _subject(host: str, address: str) -> str:

@@ -1,8 +1,8 @@
 """The HTTP client for all requests to engines that are not legs of a call.
 
 Health checks, lists of models, metrics, bootstrap servers, broadcasts and passed-through routes use it. It connects to
-the same addresses under the same rules as `Upstream`. An instance that somebody added at run time may be behind an
-address, so the client follows no redirects, and answers are bounded in bytes and in time.
+the same addresses under the same rules as `Upstream`. An instance may have been added at run time, so the client
+follows no redirects, and answers have limits in bytes and in time.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class EngineClient:
         Args:
             names: Addresses of host names, and which are allowed. None: the system resolves names, and every address
                 is allowed.
-            keeps_connections: False: each request opens a connection of its own.
+            keeps_connections: False: each request opens a new connection.
             on_reuse: Called when a request uses a connection that has carried one before.
         """
         self._names = names

@@ -1,16 +1,14 @@
-"""Tokens that go from the engine's socket to the client's as they came, in the chunk the engine put them into. No IO.
+"""Forward tokens from engine to client in the chunks of the engine, without parsing. No IO.
 
-In a long answer nearly every read is one event in one chunk of HTTP/1.1, and differs from the one before it in nothing
-but its text and its token id. One function sees to that one, and the client is sent the very bytes: nothing else is
-parsed, be it HTTP, events or JSON, and nothing is framed again. Ids that the client did not ask for are overwritten by
-a `null` of the same length, and KV parameters that are null are left out. Everything else takes the way through Relay
-and Delivery, which comes to the same.
+In a long answer nearly every read is one event in one HTTP/1.1 chunk, and differs from the one before only in text and
+token ID. One function recognises it and sends the same bytes to the client, without parsing HTTP, events or JSON. IDs
+that the client did not request are overwritten by a `null` of the same length. KV parameters that are null are removed.
+All other bytes go through Relay and Delivery, with the same result.
 
-Between two tokens of a stream the processor has seen hundreds of others, so that each object of a stream's own which
-its token touches costs as much as a call. So there is one, Tokens, with small numbers in it, and what is behind the
-text is one object for all streams of an engine. There is no regular expression: to match one byte of what is known
-takes it as long as all of it takes a comparison. Text and id are only noted, to be taken many at a time or when
-somebody asks.
+Between two tokens of a stream the processor handles hundreds of others, so each object of the stream that a token
+touches costs as much as a call. So a stream has only one object, Tokens, and all streams of an engine share the bytes
+after the text. There are no regular expressions: matching one known byte takes as long as comparing all of them. Text
+and ID are only noted, and processed later in batches.
 """
 
 from __future__ import annotations
@@ -32,20 +30,20 @@ if TYPE_CHECKING:
 _MAX_DIGITS: Final = 9
 _ZERO: Final = 48
 _NINE: Final = 57
-"""Of ASCII."""
+"""The digits 0 and 9 in ASCII."""
 _text_of: Final = orjson.loads
-"""What a JSON string says."""
+"""Reads a JSON string."""
 _PLAIN: Final = bytes(int(byte == 0) if byte < 0x20 or byte in b'"\\' else byte for byte in range(256))
-"""Translates text that JSON writes as it is to itself, and no other."""
+"""Translation table that changes exactly the texts that JSON writes with escapes."""
 _NULLS: Final = [b"null".ljust(len(b"[]") + digits) for digits in range(_MAX_DIGITS + 1)]
-"""By the digits of an id, what it is overwritten by, with its brackets."""
-# Of an event without carriage returns. There is no line end in the middle of it.
+"""Replacement of an ID with its brackets, by the number of its digits."""
+# End of a chunk with one event without carriage returns. It cannot occur inside the event.
 _CHUNK_END: Final = b"\n\n\r\n"
-_SIZE_LINES: Final = SIZE_LINES  # what is a module's own is found sooner
+_SIZE_LINES: Final = SIZE_LINES  # a name of this module is found faster
 
 
 class Output(Protocol):
-    """The client's connection: chunks can be written to it as they are."""
+    """Connection to a client, to which chunks are written unchanged."""
 
     def write(self, data: bytes) -> None: ...
 
@@ -53,22 +51,23 @@ class Output(Protocol):
 
 
 Notes = tuple[list[str], list[int]]
-"""Of each token that was passed on its text, and its id if it has one."""
+"""Texts, and IDs if there are any, of the tokens that were passed on."""
 
 
 class Ticks(Protocol):
     """Times gaps between tokens."""
 
     gap_from: float
-    """When the gap began that is timed."""
+    """Time when the measured gap began."""
     now: Callable[[], float]
+    """Returns the time in seconds."""
 
     def sample(self) -> None:
-        """The gap has ended."""
+        """Record the gap, which ends now."""
 
 
 class _Rest:
-    """What is behind a token's text, for all streams in which it is alike."""
+    """Bytes after the text of a token, shared by all streams that have the same ones."""
 
     __slots__ = (
         *("behind", "behind_bytes", "between", "between_bytes", "cut_bytes", "hides_ids", "least_digits"),
@@ -76,33 +75,33 @@ class _Rest:
     )
 
     def __init__(self, between: bytes | None, behind: bytes, skips: frozenset[int], *, hides_ids: bool) -> None:
-        """The first two as Shape has them."""
+        """Prepare the bytes. `between` and `behind` are those of a Shape; the others are those of Tokens."""
         self.between = between
-        """From behind the text up to the id, its bracket included; None: there is no id."""
+        """Bytes between text and ID, including the bracket; None: there is no ID."""
         self.between_bytes = 0 if between is None else len(between)
         self.behind = behind + b"\r\n"
-        """What follows the id, or else the text, with the end of the chunk."""
+        """Bytes after the ID, or after the text without an ID, including the end of the chunk."""
         self.behind_bytes = len(self.behind)
         self.hides_ids = hides_ids and between is not None
         shown = self.behind.replace(NO_KV_PARAMS, b"")
         self.cut_bytes = self.behind_bytes - len(shown)
-        """By how much the chunk gets shorter for the client, who is not told of KV parameters."""
+        """Bytes by which the chunk becomes shorter without KV parameters."""
         self.shown_behind: bytes | None = None
-        """What the client gets behind the text or the `null`; None: the chunk as it is."""
+        """Bytes that the client receives after the text or `null`; None: the chunk stays unchanged."""
         if self.hides_ids:
             self.shown_behind = shown.removeprefix(b"]")
         elif self.cut_bytes:
             self.shown_behind = shown
         self.least_digits = 2 if hides_ids else 1  # there is no room for `null` in `[7]`
         self.skips = skips
-        """Ids that stand for more than their text."""
+        """IDs of tokens that need more than their text, such as special tokens."""
 
 
 _rest_of: Final = lru_cache(maxsize=64)(_Rest)
 
 
 class Tokens:
-    """What the tokens of one decoder's stream look like, and where they go."""
+    """Format and destination of the tokens of one stream."""
 
     __slots__ = ("_settle", "head", "index", "notes", "output", "rest", "ticks")
 
@@ -117,21 +116,28 @@ class Tokens:
         skips: frozenset[int],
         hides_ids: bool,
     ) -> None:
-        """`notes` take what is to be known of each token, see Transcript.noting, and `settle` is called when they have
-        grown long; None: nobody will ask. `output` None: the answer is only kept. `skips`: ids that stand for more
-        than their text.
+        """Store the options.
+
+        Args:
+            shape: The bytes that all tokens share.
+            notes: Receives the text and ID of each token; see Transcript.noting. None: they are not needed.
+            settle: Called when the notes have grown long.
+            output: Connection to the client; None: the answer is only kept.
+            ticks: Measures gaps; None: they are not measured.
+            skips: IDs of tokens that need more than their text, and so are not passed on.
+            hides_ids: Whether to overwrite the IDs, because the client did not request them.
         """
         self.head = shape.head
         self.rest = _rest_of(shape.between, shape.behind, skips, hides_ids=hides_ids)
         self.notes = notes
         self.output = output
         self.index = -1
-        """Of the last part of the answer that was passed on; parts are counted from 0 on."""
+        """Index of the last part that was passed on, counted from 0; -1: none."""
         self._settle = settle
         self.ticks = ticks
 
     def sample(self, index: int) -> None:
-        """The part with this index was passed on, with which a gap ends that is timed: one of eight."""
+        """Record the gap that ends with the part of this index. One gap of eight is measured."""
         if self.ticks is not None:
             self.ticks.sample()
         if not index & 8 and self.notes is not None:
@@ -139,24 +145,24 @@ class Tokens:
 
 
 class FastForward(asyncio.Protocol):
-    """A connection to an engine, as far as it passes tokens on. What it does not, `_read` is given."""
+    """Base of connections to engines that passes tokens on, and gives all other bytes to `_read`."""
 
     __slots__ = ("_tokens", "arrivals")
 
     def __init__(self) -> None:
         self._tokens: Tokens | None = None
-        """Which of the next reads are passed on, if they begin with such chunks; None: none is."""
+        """Format of the tokens to pass on; None: nothing is passed on."""
         self.arrivals = 0
-        """How many parts of a streamed answer have arrived since silence was last checked."""
+        """Parts of a streamed answer since the last check of silence."""
 
     def _read(self, data: bytes) -> None:
-        """Take bytes that are not passed on. They begin where a chunk does, if tokens were passed on before."""
+        """Process bytes that are not passed on. After tokens that were passed on, they begin with a chunk."""
         raise NotImplementedError
 
     def data_received(self, data: bytes, is_part: bool = False) -> bool:  # type: ignore[override]
-        """Take what was read. `is_part`: nothing is done with what is not passed on; False: it is not.
+        """Pass on one token, or give the bytes to `_read`. Returns whether a token was passed on.
 
-        Event loops do not look at what is returned.
+        With `is_part`, other bytes are not processed, and the result is False. Event loops ignore the result.
         """
         tokens = self._tokens
         if tokens is None:
@@ -203,8 +209,8 @@ class FastForward(asyncio.Protocol):
                 line = len(before) - len(tokens.head)
                 shown_bytes = size - line - len(b"\r\n") - rest.cut_bytes
                 if rest.hides_ids:
-                    told, null = data[line : end - digits - 1], _NULLS[digits]
-                    data = b"%x\r\n%b%b%b" % (shown_bytes, told, null, shown_behind)
+                    before_id, null = data[line : end - digits - 1], _NULLS[digits]
+                    data = b"%x\r\n%b%b%b" % (shown_bytes, before_id, null, shown_behind)
                 else:
                     data = b"%x\r\n%b%b" % (shown_bytes, data[line:end], shown_behind)
         self.arrivals += 1
@@ -219,9 +225,9 @@ class FastForward(asyncio.Protocol):
         return True
 
     def _part(self, tokens: Tokens, data: bytes) -> bool:
-        """Pass on the chunks that a read begins with, as far as each is a token, and read the rest. False.
+        """Pass on the tokens at the beginning of a read that has several chunks, and read the rest. Returns False.
 
-        The transport of an engine sends together what is written in one turn of its loop.
+        The transport of an engine sends chunks together that are written in one turn of its event loop.
         """
         begin = 0
         while begin < len(data):
@@ -229,7 +235,7 @@ class FastForward(asyncio.Protocol):
             if end < len(_CHUNK_END) or end - begin == len(data) or not self.data_received(data[begin:end], True):
                 break
             begin = end
-            if self._tokens is not tokens:  # the client has left, or somebody else goes on with the answer
+            if self._tokens is not tokens:  # the client disconnected, or the answer is no longer passed on
                 break
         if begin < len(data):
             self._tokens = None

@@ -1,8 +1,8 @@
-"""Where instances are: host names become addresses here, for everything that connects to an instance.
+"""Resolve host names of instances, and check their addresses, for all connections to instances.
 
-A name is looked up in a thread of our own, so that slow name servers hold up nothing else. From then on it is known:
-its last good addresses are used at once, and looked up again in the background when they are older than a few seconds.
-Whoever connects gets addresses that were checked just then, and connects to them and not to the name again.
+Names are looked up in separate threads, so slow name servers block nothing else. After the first look-up, the last good
+addresses are used at once, and refreshed in the background when they are older than a few seconds. Callers connect to
+the checked addresses and not to the name, which could change between check and connection.
 """
 
 from __future__ import annotations
@@ -35,32 +35,34 @@ _FRESH_SECONDS: Final = 10.0
 _UNKNOWN_SECONDS: Final = 1.0
 _WAIT_SECONDS: Final = 5.0
 _THREADS: Final = 2
-# More than there can be instances. A name that was forgotten is looked up once more.
+# More than the number of instances. A forgotten name is looked up again.
 _MAX_NAMES: Final = 4096
 
 _FORBIDDEN: Final = "its address is not allowed by admin.networks"
 
 
 class AddressProblem(OSError):
-    """There is no address to connect to. The text may be shown to clients: it names neither host nor address."""
+    """No address to connect to. The text is safe for clients: it contains neither host nor address."""
 
 
 @dataclass(slots=True, eq=False)
 class _Name:
-    """What is known of one name. A literal is a name that needs no look-up, ever."""
+    """State of one host name. A literal address is a name that is never looked up."""
 
     addresses: tuple[str, ...] = ()
+    """Addresses of the last successful look-up."""
     allowed: tuple[str, ...] | None = None
-    """Those of the addresses that the rules allow, which takes long to find out; None: nobody has asked."""
+    """Addresses that the rules allow; None: not checked yet."""
     due: float = -math.inf
+    """Clock time of the next look-up."""
     pending: asyncio.Future[None] | None = None
-    """Of the look-up under way; it is done when that has ended, well or not."""
+    """Done when the running look-up has ended, with or without success; None: no look-up is running."""
     problem: str = ""
-    """Of the last look-up; empty: it went well."""
+    """Error of the last look-up; empty: it succeeded."""
 
 
 class Names:
-    """One worker's knowledge of names. `async with` it; leaving ends its threads, a stuck one as soon as it can."""
+    """Host names and their addresses, for one worker. Leaving the `async with` block ends its threads."""
 
     def __init__(
         self,
@@ -71,8 +73,14 @@ class Names:
         clock: Callable[[], float] = time.monotonic,
         look_up: Callable[[str], tuple[str, ...]] | None = None,
     ) -> None:
-        """`configured` hosts may be anywhere, any other where `rules` allow it. `look_up` asks for a name's addresses,
-        and is called in a thread; None: it asks the system.
+        """Store the options.
+
+        Args:
+            rules: Which addresses are allowed for hosts that are not configured.
+            configured: Hosts of the configuration, which may have any address.
+            metrics: Counts failed look-ups.
+            clock: Returns the time in seconds.
+            look_up: Returns the addresses of a name; called in a thread. None: the resolver of the system.
         """
         self._rules = rules
         self._configured = frozenset(configured)
@@ -102,27 +110,27 @@ class Names:
                 name.pending = None
 
     def configure(self, rules: AddressRules, configured: Collection[str]) -> None:
-        """Change who may be where, for connections from now on."""
+        """Change which addresses are allowed for new connections."""
         self._rules = rules
         self._configured = frozenset(configured)
         for name in self._names.values():
             name.allowed = None
 
     def known_addresses(self, host: str) -> tuple[str, ...]:
-        """Addresses to try in this order, as far as they can be told at once; none: `find` has to be waited for.
+        """Return the known addresses in the order to try them; empty: `find` must look the name up.
 
-        Raises AddressProblem when the host must not be there.
+        Raises AddressProblem if the host has no allowed address.
         """
         name = self._refreshed(host)
         return self._allowed(host, name) if name.addresses else ()
 
     def is_former_address(self, host: str, address: str) -> bool:
-        """Whether an address that was this name's is known not to be so any more."""
+        """Return whether the name is known to have other addresses now."""
         name = self._refreshed(host)
         return bool(name.addresses) and address not in name.addresses
 
     async def find(self, host: str) -> tuple[str, ...]:
-        """Addresses to try in this order, never none. A first look-up is waited for, but not for long.
+        """Return at least one address, in the order to try them. Waits up to 5 s for the first look-up.
 
         Raises AddressProblem.
         """
@@ -131,13 +139,15 @@ class Names:
             return known
         name = self._names[host]
         if name.pending is not None:
-            await asyncio.wait((name.pending,), timeout=_WAIT_SECONDS)  # cancels nothing: others wait for it, too
+            await asyncio.wait(
+                (name.pending,), timeout=_WAIT_SECONDS
+            )  # other callers may wait for it, so it is not cancelled
         if not name.addresses:
             raise AddressProblem(name.problem or "timed out")
         return self._allowed(host, name)
 
     def check(self, address: str) -> None:
-        """Raise AddressProblem unless some instance may have this address."""
+        """Raise AddressProblem unless an instance may have this address."""
         is_configured = address in self._configured or any(
             address in self._names[host].addresses for host in self._configured if host in self._names
         )
@@ -145,7 +155,7 @@ class Names:
             raise AddressProblem(_FORBIDDEN)
 
     def _refreshed(self, host: str) -> _Name:
-        """What is known of a name; what is old is looked up again meanwhile. Raises AddressProblem."""
+        """Return the state of a name, and begin a look-up if it is old. Raises AddressProblem."""
         name = self._names.get(host) or self._add(host)
         if name.pending is None and self._clock() >= name.due:
             self._begin(host, name)
@@ -174,13 +184,13 @@ class Names:
         name.pending = self._loop.create_future()
         self._jobs.put((host, name))
         if len(self._threads) < _THREADS:
-            # Daemons: the program's end does not wait for name servers.
+            # Daemon threads do not delay the end of the process.
             thread = threading.Thread(target=self._serve, name=f"names-{len(self._threads)}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
     def _serve(self) -> None:
-        """In a thread, until there is an end to the jobs."""
+        """Look names up in a thread until None arrives."""
         while (job := self._jobs.get()) is not None:
             host, name = job
             addresses: tuple[str, ...] = ()
@@ -195,38 +205,38 @@ class Names:
                 self._loop.call_soon_threadsafe(self._end_look_up, host, name, addresses, problem)
 
     def _end_look_up(self, host: str, name: _Name, addresses: tuple[str, ...], problem: str) -> None:
-        """A look-up has ended, on the loop again."""
+        """Record the result of a look-up. Runs on the event loop."""
         pending, name.pending = name.pending, None
         if pending is None:
-            return  # so have we
+            return  # this object was closed
         if problem:
             self._metrics.dns_errors_total.inc()
             if not name.problem:
                 kept = "its last address stays in use" if name.addresses else "it has no address yet"
-                logger.warning("the name %s cannot be looked up (%s); %s", host, problem, kept)
+                logger.warning("names: look-up failed: %s: %s; %s", host, problem, kept)
         else:
             name.addresses, name.allowed = addresses, None
             if name.problem:
-                logger.info("the name %s can be looked up again", host)
+                logger.info("names: look-up works again: %s", host)
         name.problem = problem
         name.due = self._clock() + (_FRESH_SECONDS if name.addresses else _UNKNOWN_SECONDS)
         pending.set_result(None)
 
 
 def connect_problem(error: OSError) -> str:
-    """Why there is no connection, in the system's words: `connection refused`, `name or service not known` …"""
+    """Return the reason for a failed connection in the words of the system, such as `connection refused`."""
     if isinstance(error, TimeoutError):
         return "timed out"
     if isinstance(error, AddressProblem):
         return str(error)
-    if isinstance(error, socket.gaierror):  # has numbers of its own
+    if isinstance(error, socket.gaierror):  # its error numbers are not those of errno
         return (error.strerror or "name not found").lower()
-    # Not the error's own text, which holds the address.
+    # The text of the error is not used, because it contains the address.
     return (os.strerror(error.errno) if error.errno else type(error).__name__).lower()
 
 
 def _ask_system(host: str) -> tuple[str, ...]:
-    """Raises OSError, and ValueError for what can be no name."""
+    """Look a name up with the resolver of the system. Raises OSError, and ValueError for invalid names."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return tuple(dict.fromkeys(str(address[0]) for *_, address in found))
 
@@ -238,8 +248,8 @@ def _ask_system(host: str) -> tuple[str, ...]:
 
 _BROADCAST: Final = ipaddress.IPv4Address("255.255.255.255")
 
-# Where clouds hand out a machine's credentials, or steer it, outside the link-local networks, which are refused whole.
-# From the data sources of cloud-init and the providers' own documents.
+# Addresses outside the link-local networks where clouds serve or control the credentials of a machine. All link-local
+# addresses are forbidden anyway. From the data sources of cloud-init and the documents of the providers.
 _METADATA: Final = tuple(
     map(
         ipaddress.ip_network,
@@ -256,37 +266,36 @@ _METADATA: Final = tuple(
         ),
     )
 )
-# Of the link-local ones, those that are worth a look for behind whatever prefix translates to IPv4: of most clouds, of
-# the credentials of AWS' containers and pods, of Scaleway and of Tencent Cloud.
+# Link-local metadata addresses, which are also searched behind every prefix that may translate to IPv4: those of most
+# clouds, of the credentials of containers and pods at AWS, of Scaleway and of Tencent Cloud.
 _LINK_LOCAL_METADATA: Final = frozenset(
     map(
         ipaddress.IPv4Address,
         ("169.254.169.254", "169.254.170.2", "169.254.170.23", "169.254.42.42", "169.254.0.23"),
     )
 )
-# Prefixes of 96 bits behind which an IPv4 address stands: compatible (RFC 4291 2.5.5.1), translated (RFC 2765 2.1) and
+# Prefixes of 96 bits that are followed by an IPv4 address: compatible (RFC 4291 2.5.5.1), translated (RFC 2765 2.1) and
 # NAT64 (RFC 6052 2.1).
 _PREFIXES: Final = tuple(map(ipaddress.IPv6Network, ("::/96", "::ffff:0:0:0/96", "64:ff9b::/96")))
 _LOCAL_NAT64: Final = ipaddress.IPv6Network("64:ff9b:1::/48")  # RFC 8215; operators choose the length of theirs
 _ISATAP: Final = (0x5EFE, 0x02005EFE)  # RFC 5214 6.1, the first half of the interface's part
-# What inet_aton(3) reads, and so getaddrinfo: up to four numbers, each decimal, octal or hexadecimal.
+# Addresses that inet_aton(3) and getaddrinfo read: up to four numbers, each decimal, octal or hexadecimal.
 _NUMBERS: Final = re.compile(r"(?:0x[0-9a-f]*|[0-9]+)(?:\.(?:0x[0-9a-f]*|[0-9]+)){0,3}", re.IGNORECASE)
 
 
 class AddressRules:
-    """Decides for instances that are added at run time; those of the configuration are free."""
+    """Decides which addresses instances may have that are added at run time."""
 
     def __init__(self, networks: Sequence[str]) -> None:
-        """`networks` like `10.0.0.0/8`. Raises ValueError for what is none."""
+        """Store the allowed networks, such as `10.0.0.0/8`. Raises ValueError for an invalid one."""
         self._networks = tuple(ipaddress.ip_network(network) for network in networks)
 
     def allows(self, address: str) -> bool:
-        """Whether it is inside one of the networks, and neither link-local, multicast, unspecified nor broadcast, nor
-        a cloud's metadata service.
+        """Return whether an address is inside one of the networks and not forbidden.
 
-        A mapped IPv4 address (`::ffff:10.0.0.1`) is judged as itself. An IPv6 address that leads to an IPv4 one in any
-        other way has to be inside the networks itself, and must not lead to what is never allowed. What is no address
-        is not allowed.
+        Link-local, multicast, unspecified and broadcast addresses and the metadata services of clouds are forbidden. A
+        mapped IPv4 address (`::ffff:10.0.0.1`) counts as that IPv4 address. An IPv6 address that leads to an IPv4
+        address in another way must be inside the networks itself, and must not lead to a forbidden address.
         """
         try:
             ip = ipaddress.ip_address(address)
@@ -308,10 +317,10 @@ def _is_never_allowed(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool
 
 
 def _embedded(ip: ipaddress.IPv6Address) -> Iterator[ipaddress.IPv4Address]:
-    """The IPv4 addresses to which an IPv6 address may lead, but for a mapped one."""
+    """Yield the IPv4 addresses to which an IPv6 address may lead, except a mapped one."""
     last = ipaddress.IPv4Address(int(ip) & 0xFFFF_FFFF)
     is_isatap = (int(ip) >> 32) & 0xFFFF_FFFF in _ISATAP
-    # A translator has a prefix of its own wherever an operator gives it one.
+    # Operators can give a translator any prefix.
     is_metadata = last in _LINK_LOCAL_METADATA or any(last in network for network in _METADATA)
     if is_metadata or is_isatap or ip in _LOCAL_NAT64 or any(ip in prefix for prefix in _PREFIXES):
         yield last
@@ -328,7 +337,9 @@ def _embedded(ip: ipaddress.IPv6Address) -> Iterator[ipaddress.IPv4Address]:
 
 
 def is_odd_literal(host: str) -> bool:
-    """Whether a host is an IPv4 address in disguise: `2130706433`, `0x7f000001`, `127.1` and `0177.0.0.1` are no dotted
-    quads, and yet getaddrinfo takes all of them for 127.0.0.1.
+    """Return whether a host is an IPv4 address in an unusual spelling.
+
+    `2130706433`, `0x7f000001`, `127.1` and `0177.0.0.1` are not dotted quads, but getaddrinfo reads all of them as
+    127.0.0.1.
     """
     return _NUMBERS.fullmatch(host) is not None and not is_literal(host)

@@ -1,4 +1,4 @@
-"""An engine's answer as it arrives, and who takes it."""
+"""Answers of engines as they arrive."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
 
 
 class EngineResponse:
-    """What every answer of an engine has."""
+    """Base of answers of engines."""
 
     __slots__ = ("_mask_key", "backend", "headers", "status")
 
@@ -28,27 +28,27 @@ class EngineResponse:
         self.backend = connection.backend
         self._mask_key = connection.mask_key
         self.status = 0
-        """0 as long as the headers have not arrived."""
+        """Status of the answer; 0 until its headers have arrived."""
         self.headers: Mapping[str, str] = {}
-        """Lower-case names; the last one of equal names."""
+        """Headers by lower-case name. The last one of equal names counts."""
 
     @property
     def is_success(self) -> bool:
-        """Whether its status says so."""
+        """Whether the status is 2xx."""
         return 200 <= self.status < 300
 
     def fail(self, failure: Failure, message: str) -> UpstreamError:
-        """The error for an answer that arrived but cannot be used."""
+        """Return the error for an answer that arrived but cannot be used."""
         return upstream_error(failure, self.backend, message)
 
     def unreadable(self, message: str) -> UpstreamError:
-        """The error for an answer with members that cannot be read; see UpstreamError."""
+        """Return the error for an answer with members that cannot be read; see UpstreamError."""
         error = self.fail(Failure.BAD_ANSWER, message)
         error.is_unreadable = True
         return error
 
     def refuse(self, message: str, status: int, body: bytes | None, headers: Mapping[str, str]) -> UpstreamError:
-        """Return the error for an engine's own refusal, which reaches the client in its words, without our key."""
+        """Return the error for an error answer of the engine. The client receives its body without the gateway key."""
         failure = Failure.RECOMPUTED if lacks_kv_memory(status, body) else Failure.STATUS
         if body is not None:
             body = self._mask_key(body)
@@ -56,14 +56,14 @@ class EngineResponse:
 
 
 class WholeResponse(EngineResponse):
-    """An answer of which nobody looks at any part before it has arrived whole. An Exchange, for who has no task."""
+    """An answer that is processed when it is complete. It is an Exchange for code without a task."""
 
     __slots__ = ("_arrived", "_on_end", "_size")
 
     def __init__(
         self, connection: EngineConnection, on_end: Callable[[WholeResponse, bytes, UpstreamError | None], None]
     ) -> None:
-        """`on_end` is called once: with the body, or with an error when it ends early or is larger than the bound."""
+        """Store `on_end`, which is called once: with the body, or with an error if it broke off or is too large."""
         self.backend = connection.backend
         self._mask_key = connection.mask_key
         self.status = 0
@@ -82,7 +82,7 @@ class WholeResponse(EngineResponse):
             self._arrived.append(data)
         else:
             self._on_end(self, b"", _too_large(self))
-        return False  # it is not there before it is there whole
+        return False  # only a complete body is progress
 
     def ended(self, error: UpstreamError | None) -> None:
         arrived = self._arrived
@@ -90,11 +90,10 @@ class WholeResponse(EngineResponse):
 
 
 class Response(EngineResponse):
-    """An engine's answer whose status line and headers have arrived; the body goes to whoever attaches.
+    """An answer whose status and headers have arrived, and whose body goes to an attached Sink.
 
-    `with` it: leaving gives the connection back, or drops it when the answer is not complete. There is nothing to wait
-    for. It is an Exchange, which whoever takes a connection begins; `Upstream.open` does, and gives it out when the
-    headers have arrived.
+    Leaving its `with` block returns the connection, or closes it if the answer is incomplete. It is the Exchange that
+    `Upstream.open` begins, and returns after the headers have arrived.
     """
 
     __slots__ = (
@@ -103,7 +102,7 @@ class Response(EngineResponse):
     )
 
     def __init__(self, connection: EngineConnection, on_head: Callable[[UpstreamError | None], None]) -> None:
-        """`on_head` is called once, when status and headers have arrived, or with an error when they will not."""
+        """Store `on_head`, which is called once: after status and headers have arrived, or with an error."""
         self.backend = connection.backend
         self._mask_key = connection.mask_key
         self.status = 0
@@ -114,10 +113,10 @@ class Response(EngineResponse):
         self._connection = connection
         self._arrived: list[bytes] = []
         self.received: Callable[[bytes], bool | None] = self._arrived.append
-        """Of Sink: that of whoever takes the body, as soon as there is somebody."""
+        """The `received` of the attached Sink. Before one is attached, the body is kept."""
         self._on_end: Callable[[UpstreamError | None], None] | None = None
         self._on_body: Callable[[bytes, UpstreamError | None], None] | None = None
-        self._size = 0  # of a body that is wanted whole
+        self._size = 0  # of a body that is collected
         self._ended = False
         self._error: UpstreamError | None = None
 
@@ -131,16 +130,16 @@ class Response(EngineResponse):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the whole body has arrived: with what a sink is given now it ends."""
+        """Whether the whole body has arrived, so that the current call of the Sink has its end."""
         return self._connection.reader.is_complete
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """On which the body arrives."""
+        """The event loop on which the body arrives."""
         return self._connection.loop
 
     def attach(self, sink: Sink) -> None:
-        """Give the body to `sink`, beginning with what has arrived already."""
+        """Pass the body to `sink`, beginning with the part that has already arrived."""
         if self._arrived:
             arrived = b"".join(self._arrived)
             self._arrived.clear()
@@ -151,9 +150,7 @@ class Response(EngineResponse):
             self.received, self._on_end = sink.received, sink.ended
 
     def collect(self, on_body: Callable[[bytes, UpstreamError | None], None]) -> None:
-        """Have `on_body` called once: with the whole body, or with an error when it ends early or is larger than the
-        bound.
-        """
+        """Call `on_body` once: with the whole body, or with an error if it broke off or is too large."""
         self._on_body = on_body
         if self._arrived:
             arrived = b"".join(self._arrived)
@@ -165,7 +162,7 @@ class Response(EngineResponse):
             self.received = self._collected
 
     async def read(self) -> bytes:
-        """The whole body. Raises UpstreamError when it ends early or is larger than the bound."""
+        """Return the whole body. Raises UpstreamError if it broke off or is too large."""
         whole: asyncio.Future[bytes] = self.loop.create_future()
 
         def read(body: bytes, error: UpstreamError | None) -> None:
@@ -176,7 +173,7 @@ class Response(EngineResponse):
         return await whole
 
     def pause(self) -> None:
-        """Stop reading from the engine: TCP flow control then holds its output back."""
+        """Stop reading from the engine, so that TCP flow control slows it down."""
         self._connection.pause(True)
 
     def resume(self) -> None:
@@ -184,12 +181,12 @@ class Response(EngineResponse):
         self._connection.pause(False)
 
     def pass_on(self, tokens: Tokens | None) -> None:
-        """See EngineConnection.pass_on; nothing when the answer has ended."""
+        """Call `EngineConnection.pass_on`, unless the answer has ended."""
         if not self._ended:
             self._connection.pass_on(tokens)
 
     def abort(self, error: UpstreamError) -> None:
-        """Drop the connection now, and tell this error to whoever takes the body; nothing when the answer has ended."""
+        """Close the connection and pass the error to the Sink, unless the answer has ended."""
         if not self._ended:
             self._connection.abort(error)
 
@@ -206,7 +203,7 @@ class Response(EngineResponse):
         if self._on_head is not None:
             assert error is not None
             self._on_head(error)
-        self.received = self._arrived.append  # a sink knows its response: one cycle of garbage less
+        self.received = self._arrived.append  # drops the reference cycle with the sink
         if self._on_end is not None:
             on_end, self._on_end = self._on_end, None
             on_end(error)
@@ -224,7 +221,7 @@ class Response(EngineResponse):
             self._arrived.clear()
             on_body, self._on_body = self._on_body, None
             on_body(b"", _too_large(self))
-        return False  # it is not there before it is there whole
+        return False  # only a complete body is progress
 
 
 def _too_large(response: EngineResponse) -> UpstreamError:

@@ -1,7 +1,7 @@
-"""Connections that note the legs of sampled requests, and tell engines whose they are.
+"""Connections that record the legs of sampled requests as spans.
 
-A call's `traceparent` says which request it belongs to. Where that is a sampled one under way, the leg is noted in its
-trace, and the engine is sent the leg's own.
+The `traceparent` of a call identifies its request. If the request is sampled, the leg is recorded in its trace, and the
+engine receives the `traceparent` of the leg.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class TracedUpstream(Upstream):
-    """An Upstream whose connections note legs."""
+    """An Upstream whose connections record legs."""
 
     def __init__(self, traces: Traces, *given: Any, **named: Any) -> None:
-        """`traces`: of all sampled requests under way. The rest is Upstream's."""
+        """Store the traces of the running sampled requests. The other arguments are those of Upstream."""
         super().__init__(*given, **named)
         self._traces = traces
 
@@ -49,7 +49,7 @@ class TracedConnection(EngineConnection):
         self._traces = traces
         self._trace: Trace | None = None
         self._leg: TracedLeg | None = None
-        """Both None while there is no such exchange."""
+        """The running leg. It and `_trace` are None unless the exchange is a leg of a sampled request."""
 
     def begin(
         self, exchange: Exchange, path: str, body: Body, headers: Mapping[str, str], *, answer_seconds: float
@@ -62,7 +62,7 @@ class TracedConnection(EngineConnection):
         super().begin(exchange, path, body, headers, answer_seconds=answer_seconds)
 
     def end_leg(self) -> None:
-        """Its exchange is over, or nobody waits for the rest of it. May be called again."""
+        """End the leg, if there is one. May be called again."""
         if self._trace is not None and self._leg is not None:
             answered = self._has_head
             self._trace.end_leg(

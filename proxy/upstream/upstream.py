@@ -1,4 +1,4 @@
-"""A worker's connections to all backends: opened, kept alive, swept and closed here."""
+"""Open, reuse, check and close the connections of a worker to all backends."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from proxy.upstream.silences import SilenceChecks
     from proxy.wire.document import Body
 
-# Engines close an idle connection after 5 s (vLLM VLLM_HTTP_TIMEOUT_KEEP_ALIVE, SGLang SGLANG_TIMEOUT_KEEP_ALIVE), and
-# one whose event loop is late does so without a look at what has arrived meanwhile. The distance is such that a reused
-# connection which closes without an answer tells of a sick engine, and a new connection costs little.
+# Engines close an idle connection after 5 s (vLLM VLLM_HTTP_TIMEOUT_KEEP_ALIVE, SGLang SGLANG_TIMEOUT_KEEP_ALIVE). An
+# engine whose event loop is late does so even if a request has arrived. This time is shorter, so a reused
+# connection which closes without an answer indicates an unhealthy engine. A new connection costs little.
 _KEEP_ALIVE_SECONDS: Final = 2.0
-# That time begins with an answer. One that was opened ahead has to last as long as prompts are computed, mostly.
+# A connection that was opened in advance must last for the time in which most prompts are computed.
 _UNUSED_SECONDS: Final = 10.0
 
 
@@ -50,11 +50,11 @@ class UpstreamOptions:
     silence_checks: SilenceChecks | None = None
     """Checks why an answer is silent; None: silent answers are not checked."""
     on_work: Callable[[Backend], None] = lambda backend: None
-    """Called now and then with each backend that has sent something on a stream."""
+    """Called at each check with each backend that has sent part of a stream."""
     is_news: Callable[[str, str], bool] = lambda subject, word: True
     """Returns whether the last log message about a subject was another one, in all workers."""
     sweep_seconds: float | None = None
-    """Time between two looks at silences; None: often enough for the shortest limit."""
+    """Time between two checks of all connections; None: a quarter of the shortest limit, at most 1 s."""
     clock: Callable[[], float] = time.monotonic
     """Returns the time in seconds."""
 
@@ -88,13 +88,13 @@ class Upstream:
         self._clock = options.clock
         self._dialer = Dialer(options.clock, options.is_news)
         self._idle: dict[str, list[EngineConnection]] = {}
-        """By the backend's key."""
+        """Idle connections by the key of the backend."""
         self._busy: set[EngineConnection] = set()
         self._distrusted: dict[Role, float] = {}
-        """Until when no connection of a role is used again, because one of them was closed just as it was."""
+        """Clock time until which no connection of a role is reused, because one was closed at its reuse."""
         self._preconnecting: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop
-        """Set when it is entered."""
+        """The event loop, set by `__aenter__`."""
         self._swept_at = options.clock()
         self._sweeper: asyncio.TimerHandle | None = None
 
@@ -120,7 +120,7 @@ class Upstream:
         await self._dialer.close()
 
     def configure(self, timeouts: Timeouts, stall_seconds: float, silence_seconds: float = 10.0) -> None:
-        """Change how long to wait, for connections and looks from now on."""
+        """Change the limits for new connections and later checks."""
         self._timeouts = timeouts
         self._stalls.stall_seconds = stall_seconds
         self._silence_seconds = silence_seconds
@@ -128,7 +128,7 @@ class Upstream:
 
     @property
     def busy_connections(self) -> int:
-        """Exchanges under way."""
+        """Number of running exchanges."""
         return len(self._busy)
 
     async def open(
@@ -141,15 +141,17 @@ class Upstream:
         answer_seconds: float,
         resend_if_stale: bool = False,
     ) -> Response:
-        """POST a JSON body; the answer once its headers are there, which the caller enters at once, and leaves.
+        """POST a JSON body, and return the answer after its headers have arrived. Raises UpstreamError.
 
-        `headers` have lower-case names; an `authorization` among them is the client's own.
-        `answer_seconds` bounds the wait for the whole answer, or for the headers of one that becomes a stream: see
-        Response.limit_silence.
-        `resend_if_stale`: when a *reused* connection closes without a byte of answer, the engine may have closed it
-        while idle, and the request is sent once more on a fresh one. Not for a leg that must not be sent twice: KV may
-        have been pinned or fetched by then, so that takes a new attempt, with an id and KV of its own.
-        Raises UpstreamError.
+        Args:
+            backend: The engine.
+            path: Path of the request.
+            body: The JSON body.
+            headers: Headers with lower-case names. An `authorization` is that of the client.
+            answer_seconds: Limit for the whole answer, or for the headers of a stream; see Response.limit_silence.
+            resend_if_stale: Send the request again on a new connection if a *reused* one closes without an answer,
+                because the engine may have closed it while it was idle. Must be False for a leg that is not
+                repeatable: KV may have been pinned or fetched, so a new attempt with another ID is needed.
         """
         connection = self.take_idle(backend) or await self.connect(backend)
         while True:
@@ -161,7 +163,7 @@ class Upstream:
                 return response
             except BaseException as error:
                 self.give_back(connection)
-                if not isinstance(error, UpstreamError) or not error.is_stale:  # as no fresh connection is
+                if not isinstance(error, UpstreamError) or not error.is_stale:  # a new connection is never stale
                     raise
                 self.distrust(backend)
                 if not resend_if_stale:
@@ -170,7 +172,7 @@ class Upstream:
             try:
                 connection = await self.connect(backend)
             except UpstreamError:
-                raise stale from None  # not CONNECT: it was asked, and may be gone because of that
+                raise stale from None  # not CONNECT: the engine may have received the request, and crashed on it
 
     async def fetch(
         self,
@@ -188,10 +190,10 @@ class Upstream:
         ) as response:
             return response, await response.read()
 
-    # For those who begin an Exchange themselves. A connection that was taken counts as busy until it is given back.
+    # For callers that begin an Exchange. Their connection counts as busy until they return it with `give_back`.
 
     async def connect(self, backend: Backend) -> EngineConnection:
-        """A fresh connection, to be given back. Raises UpstreamError."""
+        """Open a connection, which the caller must return with `give_back`. Raises UpstreamError."""
         names, host, seconds = self._names, backend.host, self._timeouts.connect_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -205,18 +207,18 @@ class Upstream:
                 return connection
         except OSError as error:  # TimeoutError is one
             problem = connect_problem(error)
-        except ValueError:  # a name that can be no host's
+        except ValueError:  # an invalid host name
             problem = "not a host name"
         raise upstream_error(Failure.CONNECT, backend, f"cannot connect ({problem})")
 
     def take_idle(self, backend: Backend) -> EngineConnection | None:
-        """A connection that is idle, to be given back; None where there is none to rely on."""
+        """Take an idle connection, which the caller must return with `give_back`. Return None without a usable one."""
         idle = self._idle.get(backend.key)
         if not idle:
             return None
         now = self._clock()
-        # What closes one connection, such as a host that is late or something in between, may well close others; and
-        # whoever is tried instead, or once more, is to have a fair chance.
+        # The cause that closed one connection, such as a late host or a middlebox, may have closed others. So the next
+        # attempt gets a new connection.
         is_distrusted = bool(self._distrusted) and self._distrusted.get(backend.role, now) > now
         while idle:
             connection = idle.pop()
@@ -230,14 +232,14 @@ class Upstream:
                     or not self._names.is_former_address(backend.host, connection.address)
                 )
             ):
-                connection.backend = backend  # it may have been added anew since, with other rights
+                connection.backend = backend  # it may have been added again, with other rights
                 self._busy.add(connection)
                 return connection
             connection.abort()
         return None
 
     def give_back(self, connection: EngineConnection) -> None:
-        """Take back a connection: its exchange is over, or nobody waits for the rest of it, and it is told no more."""
+        """Take back a connection. An unfinished exchange ends without further calls to it."""
         self._busy.discard(connection)
         if not connection.complete or connection.closed or connection.is_paused:
             connection.release()
@@ -248,7 +250,7 @@ class Upstream:
         self._idle.setdefault(connection.backend.key, []).append(connection)
 
     def preconnect(self, backend: Backend) -> None:
-        """Open a connection for an exchange to come, unless one is idle. If that fails, the exchange finds out."""
+        """Open a connection in advance, unless one is idle. The exchange that needs it handles a failure."""
         idle = self._idle.get(backend.key)
         if not idle or idle[-1].usable_until <= self._clock():
             task = self._loop.create_task(self._preconnect(backend))
@@ -256,7 +258,7 @@ class Upstream:
             task.add_done_callback(self._preconnecting.discard)
 
     def distrust(self, backend: Backend) -> None:
-        """A connection to it was stale (UpstreamError.is_stale): for a moment none of its role is used again."""
+        """Stop reusing connections of the role for a moment, because one was stale (UpstreamError.is_stale)."""
         self._distrusted[backend.role] = self._clock() + _KEEP_ALIVE_SECONDS
 
     async def _preconnect(self, backend: Backend) -> None:
@@ -276,16 +278,16 @@ class Upstream:
         return EngineConnection(backend, self._loop, self.give_back, self._heads.render, self._clock, address)
 
     def in_exchange(self, backend: Backend) -> int:
-        """Exchanges under way with a backend."""
+        """Return the number of running exchanges with a backend."""
         return sum(connection.backend == backend and not connection.closed for connection in self._busy)
 
     def evacuate(self, backend: Backend, at_most: int) -> None:
-        """Take at most so many exchanges away from a backend; they fail as REMOVED."""
+        """Fail at most `at_most` exchanges of a backend with REMOVED, so that they continue on other backends."""
         under_way = [connection for connection in self._busy if connection.backend == backend and not connection.closed]
         for connection in under_way[: max(0, at_most)]:
             connection.abort(upstream_error(Failure.REMOVED, backend, "was removed"))
 
-    # Sweeping: one timer for all exchanges, as a timer per token would cost as much as the token
+    # One timer checks all exchanges, because a timer per token would cost as much as the token.
 
     def _plan_sweep(self) -> None:
         self._sweeper = asyncio.get_running_loop().call_later(self._sweep_seconds, self._sweep_again)
@@ -295,11 +297,11 @@ class Upstream:
         self.sweep()
 
     def sweep(self) -> None:
-        """Look at all connections: end the silent exchanges, and close what was idle for too long. A timer does it."""
+        """Check all connections: fail silent exchanges, and close connections that were idle too long."""
         now = self._clock()
         late_seconds = now - self._swept_at - self._sweep_seconds
         self._swept_at = now
-        # This process was stopped or blocked. What the engines sent meanwhile may not have been read yet.
+        # If this process was stopped or blocked, data of engines may be waiting unread.
         lost_seconds = late_seconds if late_seconds > 2 * self._sweep_seconds else 0.0
         moves: dict[str, Moves] = {}
         silent: list[EngineConnection] = []
@@ -363,21 +365,22 @@ def _sweep_seconds(timeouts: Timeouts, stall_seconds: float, silence_seconds: fl
     return max(0.01, min(1.0, shortest / 4))
 
 
-# Backends come and go.
+# Limits the memory for backends that come and go.
 _MAX_KNOWN: Final = 1000
 
 
 class RequestHeads:
-    """Renders heads; `keys` says which credential a backend is sent."""
+    """Renders the heads of requests to engines, which are mostly the same each time."""
 
     def __init__(self, keys: EngineKeys) -> None:
+        """Store the credentials for engines."""
         self._keys = keys
         self._beginnings: dict[tuple[str, str, str | None], str] = {}
-        """Of heads, up to what differs, by all that they depend on, so that none is ever out of date."""
+        """The constant beginnings of heads, by everything that they depend on, so that they need no update."""
 
     def render(self, backend: Backend, path: str, body_bytes: int, headers: Mapping[str, str]) -> bytes:
-        """The head of a POST with a JSON body. `headers`: see Upstream.open."""
-        key = self._keys.authorization  # who is sent it, says EngineKeys.headers
+        """Return the head of a POST with a JSON body. `headers`: see Upstream.open."""
+        key = self._keys.authorization  # as EngineKeys.headers does
         sent = (key if backend.trusted else "") if key else None
         of = backend.name, path, sent
         head = f"{self._beginnings.get(of) or self._begin(*of)}Content-Length: {body_bytes}\r\n"
@@ -386,10 +389,10 @@ class RequestHeads:
                 head += f"{name}: {value}\r\n"
             elif value and sent is None:
                 head += f"Authorization: {value}\r\n"
-        return (head + "\r\n").encode("utf-8", "surrogateescape")  # so aiohttp decoded a client's header
+        return (head + "\r\n").encode("utf-8", "surrogateescape")  # as aiohttp decoded the headers of the client
 
     def _begin(self, host: str, path: str, authorization: str | None) -> str:
-        """`authorization`: None: the client's own; empty: none."""
+        """Render the beginning of a head. `authorization` None: that of the client; empty: none."""
         if len(self._beginnings) >= _MAX_KNOWN:
             self._beginnings.clear()
         head = (

@@ -71,9 +71,9 @@ def told(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
 
 DEAD = (
     "WARNING",
-    f"the address {DEAF} of the name engine takes no connections (timed out); another one is used",
+    f"dialing: address accepts no connections, another one is used: {DEAF} of engine (timed out)",
 )
-ALIVE = ("INFO", f"the address {DEAF} of the name engine takes connections again")
+ALIVE = ("INFO", f"dialing: address accepts connections again: {DEAF} of engine")
 
 
 @pytest.mark.fault(68)

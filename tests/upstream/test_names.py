@@ -104,8 +104,8 @@ async def test_a_name_server_that_fails_is_told_once_and_the_last_address_stays(
         await at.refreshed("engine")
         assert at.names.known_addresses("engine") == ("127.0.0.2",)
     assert [record.getMessage() for record in caplog.records] == [
-        "the name engine cannot be looked up (name or service not known); its last address stays in use",
-        "the name engine can be looked up again",
+        "names: look-up failed: engine: name or service not known; its last address stays in use",
+        "names: look-up works again: engine",
     ]
 
 
