@@ -11,7 +11,7 @@ import hashlib
 import os
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from proxy.balancer.shared.memory import SharedValue
 from proxy.common.errors import Failure
@@ -187,11 +187,17 @@ class SuspectMemory:
         self._shared = SharedValue("memory of suspects", _MAX_REQUESTS * _ENTRY_BYTES)
         with self._shared.exclusive():
             self._shared.write([])
+        # Each request reads `is_empty`, so it must run in compiled code only while nothing changes.
+        self._head = self._shared.head
+        self._read_version = 0
+        self._entries: list[Any] = []
 
     @property
     def is_empty(self) -> bool:
         """Whether no request is remembered."""
-        return not self._shared.value
+        if self._head[0] != self._read_version:
+            self._read_version, self._entries = self._shared.read()
+        return not self._entries
 
     def engines(self, body: Body) -> int:
         """Return the number of engines that went down under this request recently."""
@@ -199,7 +205,7 @@ class SuspectMemory:
             return 0
         now = self._clock()
         # The digest of a large body is only computed if a remembered request has the same length.
-        alike = [entry for entry in self._shared.value if entry[0] == length_of(body) and entry[2] > now]
+        alike = [entry for entry in self._entries if entry[0] == length_of(body) and entry[2] > now]
         digest = self._digest(body) if alike else ""
         return next((engines for _, known, _, engines in alike if known == digest), 0)
 
