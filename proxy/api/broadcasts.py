@@ -141,10 +141,10 @@ class BroadcastApi:
         """Return the backends that a query selects. Raises BadRequest for an unknown role or instance."""
         backends = self._backends()
         for name, of in _SELECTORS.items():
-            wanted = query.getall(name, [])
-            if unknown := sorted({*wanted}.difference(map(of, backends))):
+            selected = query.getall(name, [])
+            if unknown := sorted({*selected}.difference(map(of, backends))):
                 raise BadRequest(f"there is no instance with {name} {unknown[0]!r}", param=name)
-            backends = [backend for backend in backends if not wanted or of(backend) in wanted]
+            backends = [backend for backend in backends if not selected or of(backend) in selected]
         return backends
 
     async def _send(self, backend: Backend, message: _Message) -> bool:

@@ -309,9 +309,9 @@ class InstancesApi:
 
     async def _show(self, request: web.Request) -> web.Response:
         """Show all instances and the discovery sources."""
-        wanted = self._roster.wanted()
+        instances = self._roster.wanted()
         sources = [
-            {"source": origin, "instances": len(wanted.get(origin, ())), **asdict(state)}
+            {"source": origin, "instances": len(instances.get(origin, ())), **asdict(state)}
             for origin, state in self._sources.all().items()
         ]
         return _json({"instances": self._view.everything(configured_instances(self._settings())), "sources": sources})
@@ -341,10 +341,10 @@ class InstancesApi:
     def _updates(self, role: Role, candidates: Mapping[str, Backend]) -> list[dict[str, object]]:
         """Return the changes of members that an administrator adds again with other details."""
         members = {member.backend: member for member in self._roster.members(role) if not member.is_draining}
-        known = [(name, members[each], each) for name, each in candidates.items() if each in members]
+        existing = [(name, members[each], each) for name, each in candidates.items() if each in members]
         both = [
             (name, _details(m.backend), _details(m.with_details(each, is_authority=False).backend))
-            for name, m, each in known
+            for name, m, each in existing
         ]
         return [{"instance": name, "was": was, "becomes": after} for name, was, after in both if was != after]
 

@@ -93,7 +93,7 @@ class RoleQueues:
         queue = self._of.get(lane)
         if queue is None:
             # Some lanes may be gone.
-            self._of = {other: its for other, its in self._of.items() if other in lanes.all}
+            self._of = {other: queue for other, queue in self._of.items() if other in lanes.all}
             queue = self._of[lane] = RoleQueue(lane, self._settings, self._metrics)
         return queue
 
@@ -360,13 +360,13 @@ class PassthroughApi:
     ) -> web.StreamResponse:
         """Try one backend after the other, within the limits for retries."""
         load = Load(compute=len(body) // self._settings.cost.bytes_per_token + 1)
-        wanted = PickRequest.of(load, proves_generation=path in _RUN_THE_MODEL)
+        pick_request = PickRequest.of(load, proves_generation=path in _RUN_THE_MODEL)
         failed: list[Backend] = []
         attempts = 0
         with (
             Blame() as blame,
             RetryPermit(queue.lane.service.budget) as permit,
-            queue.pool.lease(wanted) as lease,
+            queue.pool.lease(pick_request) as lease,
         ):
             while True:
                 try:
@@ -407,9 +407,9 @@ class PassthroughApi:
         passed_on = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
         key = self._engine_keys.headers(backend, self._client_keys.credential(request))
         connect_seconds = self._settings.timeouts.connect_seconds
-        asked = self._client.stream(request.method, backend.url, path, body, {**passed_on, **key}, connect_seconds)
+        exchange = self._client.stream(request.method, backend.url, path, body, {**passed_on, **key}, connect_seconds)
         try:
-            async with asyncio.timeout(self._settings.timeouts.prefill_seconds) as deadline, asked as answer:
+            async with asyncio.timeout(self._settings.timeouts.prefill_seconds) as deadline, exchange as answer:
                 if not 200 <= answer.status < 300:
                     raise await _refusal(backend, answer)
                 if (answer.content_length or 0) > MAX_ANSWER_BYTES:

@@ -103,11 +103,11 @@ class Signposts:
             return None
         longest_first = sorted(self._paths - {"/"}, key=len, reverse=True)
         for end in (path, path + "s"):
-            for known in longest_first:
-                if end.endswith((known, known.removeprefix(_API))):
-                    return known
-        begun = [known for known in longest_first if known.startswith(path + "/")]
-        return begun[-1] if begun else None
+            for route in longest_first:
+                if end.endswith((route, route.removeprefix(_API))):
+                    return route
+        longer = [route for route in longest_first if route.startswith(path + "/")]
+        return longer[-1] if longer else None
 
     async def _list(self, request: web.Request) -> web.Response:
         if self._status_page is None:

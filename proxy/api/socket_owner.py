@@ -55,8 +55,8 @@ def _owner(peer: tuple[Any, ...], local: tuple[Any, ...]) -> _Owner | None:
     """Return the owner of the socket at the other end, or None if it is not visible."""
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         with suppress(FileNotFoundError):  # a host without IPv6 has no such table
-            wanted = b" %s %s " % (_in_table(peer, family), _in_table(local, family))
-            if (row := _row(Path("/proc/net", table), wanted)) is not None:
+            addresses = b" %s %s " % (_in_table(peer, family), _in_table(local, family))
+            if (row := _row(Path("/proc/net", table), addresses)) is not None:
                 # After the two addresses: state, queues, timer, retransmissions, uid, timeout, inode.
                 fields = row.split()
                 owner = _Owner(uid=int(fields[4]), inode=int(fields[6]))
@@ -74,15 +74,15 @@ def _in_table(address: tuple[Any, ...], family: socket.AddressFamily) -> bytes:
     return ("".join(f"{word:08X}" for word in words) + f":{address[1]:04X}").encode()
 
 
-def _row(table: Path, wanted: bytes) -> bytes | None:
-    """Return what follows `wanted` in its line. The lines are not split: there may be a hundred thousand."""
+def _row(table: Path, addresses: bytes) -> bytes | None:
+    """Return what follows `addresses` in its line. The lines are not split: there may be a hundred thousand."""
     with open(table, "rb", buffering=0) as file:
         kept = b""
         while chunk := file.read(_CHUNK_BYTES):
             kept += chunk
-            place = kept.find(wanted)
+            place = kept.find(addresses)
             if place >= 0 and (end := kept.find(b"\n", place)) >= 0:
-                return kept[place + len(wanted) : end]
+                return kept[place + len(addresses) : end]
             kept = kept[kept.rfind(b"\n") + 1 :]
     return None
 

@@ -516,9 +516,9 @@ class AdmissionQueue:
             return awake
         if front[0].request is None:
             return front[0]
-        known = [waiter for waiter in front if waiter.request is not None]
-        place = self._line_up.first_to_admit([waiter.request for waiter in known if waiter.request is not None])
-        return None if place is None else known[place]
+        predictable = [waiter for waiter in front if waiter.request is not None]
+        place = self._line_up.first_to_admit([waiter.request for waiter in predictable if waiter.request is not None])
+        return None if place is None else predictable[place]
 
     def _tick(self) -> None:
         """Reject the units that have waited too long, and check for room."""

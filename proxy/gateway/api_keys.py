@@ -186,7 +186,7 @@ class ApiKeys:
         self._row = usage.row(worker)
         self._clock = clock
         self._by_digest: Mapping[str, ApiKey] = {}
-        self._known: dict[tuple[str | None, str | None], ApiKey] = {}
+        self._by_headers: dict[tuple[str | None, str | None], ApiKey] = {}
         """The keys by the headers of recent requests. A digest would cost a tenth of all other work for a request."""
         self.have_keys = False
         """Whether clients must show a key."""
@@ -202,7 +202,7 @@ class ApiKeys:
             key.key_sha256: ApiKey(key.name, slots[key.name], key.max_concurrent, key.requests_per_minute, key.priority)
             for key in keys
         }
-        self._known.clear()
+        self._by_headers.clear()
         self.have_keys = bool(keys)
 
     def identify(self, authorization: str | None, x_api_key: str | None) -> ApiKey:
@@ -210,9 +210,9 @@ class ApiKeys:
         if not self._by_digest:
             return ANONYMOUS
         headers = authorization, x_api_key
-        known = self._known.get(headers)
-        if known is not None:
-            return known
+        cached = self._by_headers.get(headers)
+        if cached is not None:
+            return cached
         scheme, _, token = (authorization or "").partition(" ")
         key = token.strip() if scheme.lower() == "bearer" else x_api_key
         if not key:
@@ -222,9 +222,9 @@ class ApiKeys:
         found = self._by_digest.get(hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest())
         if found is None:
             raise Unauthorized("the API key is not known to this gateway")
-        if len(self._known) >= MAX_KEYS:
-            self._known.clear()
-        self._known[headers] = found
+        if len(self._by_headers) >= MAX_KEYS:
+            self._by_headers.clear()
+        self._by_headers[headers] = found
         return found
 
     def enter(self, key: ApiKey) -> AbstractContextManager[None]:

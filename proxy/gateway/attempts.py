@@ -152,12 +152,12 @@ class AttemptLoop:
             entry.has_been_in = True
             return entry
         # All units of an admitted request are admitted, whatever the length of the wait.
-        wanted = self._call.pick_request
+        pick_request = self._call.pick_request
         return admission.admit(
             key,
             patient=not self._is_first and self._rejection is None,
             on_wait=self._enter_queue,
-            request=wanted,
+            request=pick_request,
             since=self._record.started,
         )
 
@@ -198,8 +198,8 @@ class AttemptLoop:
             try:
                 if begun is not None:
                     raise begun.error
-                wanted, sent = self._call.pick_request(avoid, self._prefer), self._answer.sent(self._call)
-                async with self._parts.connector.open(sent, wanted, self._timeline) as attempt:
+                pick_request, call = self._call.pick_request(avoid, self._prefer), self._answer.sent(self._call)
+                async with self._parts.connector.open(call, pick_request, self._timeline) as attempt:
                     self._prefer = attempt.prefiller
                     await self._answer.take(attempt, guard)
                     return True

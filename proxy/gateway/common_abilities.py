@@ -25,7 +25,7 @@ class CommonAbilities:
         """The pools, with the number of their changes at the last check."""
         self._facts: list[EngineFacts | None] = []
         """The facts of all eligible engines. None: not known yet."""
-        self._known: dict[Capability, bool] = {}
+        self._results: dict[Capability, bool] = {}
         self._engine: Engine | None = None
         self._kind = ""
 
@@ -38,10 +38,10 @@ class CommonAbilities:
     def has(self, capability: Capability) -> bool:
         """Return whether all engines have a capability. False if there are no engines."""
         self._look()
-        known = self._known.get(capability)
-        if known is None:
-            known = self._known[capability] = self._have(capability, self._facts)
-        return known
+        result = self._results.get(capability)
+        if result is None:
+            result = self._results[capability] = self._have(capability, self._facts)
+        return result
 
     def has_if_known(self, capability: Capability) -> bool:
         """Return whether all engines of known version have a capability.
@@ -57,8 +57,8 @@ class CommonAbilities:
     def max_model_len(self) -> int | None:
         """Return the largest number of tokens in a sequence on all engines. None: no engine has reported it."""
         self._look()
-        known = [facts.max_model_len for facts in self._facts if facts is not None]
-        return min((length for length in known if length is not None), default=None)
+        lengths = [facts.max_model_len for facts in self._facts if facts is not None]
+        return min((length for length in lengths if length is not None), default=None)
 
     def _look(self) -> None:
         """Read the facts of the engines again if a pool has changed, or if there was no engine."""
@@ -68,7 +68,7 @@ class CommonAbilities:
         else:
             if self._facts:
                 return
-        self._known.clear()
+        self._results.clear()
         self._facts = [pool.health.of(backend).facts for pool in self._pools for backend in pool.eligible()]
         self._seen = [(pool, pool.changes) for pool in self._pools]
         kinds = {facts.identity.kind for facts in self._facts if facts is not None} - {None}

@@ -231,7 +231,7 @@ class Intake:
         parts = self._parts_of.get(lane)
         if parts is None:
             lanes = self.parts.lanes.all  # some lanes may be gone
-            self._parts_of = {other: its for other, its in self._parts_of.items() if other in lanes}
+            self._parts_of = {each: old for each, old in self._parts_of.items() if each in lanes}
             parts = self._parts_of[lane] = self.parts.of(lane)
         return parts
 

@@ -191,8 +191,8 @@ class Lanes:
         """Return whether the lane of a model is known."""
         if not self.models.is_mixed:
             return True
-        wanted = self._wanted(name)
-        return not wanted or wanted in self.models.names or wanted.partition(":")[0] in self._by_name
+        model = self._wanted(name)
+        return not model or model in self.models.names or model.partition(":")[0] in self._by_name
 
     def known(self, name: object) -> str | None:
         """Return the name of a model if instances serve different models and some of them serve this one.

@@ -150,12 +150,12 @@ class Request:
                 self._run(self._go_on())
                 return
             self._timeline = record.timeline()
-            wanted = work.answers[0].call.pick_request
-            if service.admission.lets_in(wanted):
+            pick_request = work.answers[0].call.pick_request
+            if service.admission.lets_in(pick_request):
                 self._begin_attempt(work)
             else:
                 self._timeline.enter(Stage.QUEUE)
-                self._queued = service.admission.queue(record.key, wanted, record.started, self._on_turn)
+                self._queued = service.admission.queue(record.key, pick_request, record.started, self._on_turn)
         except GatewayError as error:
             self._abandon(error)
         except Exception as error:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from proxy.balancer.blame import Blame
 from proxy.common.errors import Failure, NoBackendAvailable, SuspectRequest
 from proxy.gateway.suspicion import (
-    MOST_ENGINES,
+    MAX_ENGINES,
     Casualty,
     Death,
     Suspicion,
@@ -95,7 +95,7 @@ class Suspects:
             SuspectRequest: The same request has crashed engines before.
         """
         earlier = 0 if self.memory.is_empty else self.memory.engines(call.body({}))
-        if earlier >= MOST_ENGINES:
+        if earlier >= MAX_ENGINES:
             raise SuspectRequest
         return Suspicion(earlier, is_split=units > 1, call=call)
 
@@ -107,8 +107,8 @@ class Suspects:
         self.release(suspicion.reserved)
         if error is not None:
             if engines := suspicion.engines(self.clock()):
-                least_poison = MOST_ENGINES if suspicion.is_convicted else 0
-                self.memory.remember(call.body({}), max(least_poison, min(engines, MOST_ENGINES - 1)))
+                least_poison = MAX_ENGINES if suspicion.is_convicted else 0
+                self.memory.remember(call.body({}), max(least_poison, min(engines, MAX_ENGINES - 1)))
         else:
             self.served(call)
 
@@ -156,7 +156,7 @@ class Suspects:
         pool = self._pools.of(role)
         subset = suspicion.subset(role, pool.eligible())
         with suppress(NoBackendAvailable):
-            while len(subset) < MOST_ENGINES - suspicion.earlier:
+            while len(subset) < MAX_ENGINES - suspicion.earlier:
                 subset.append(pool.pick({*subset, *avoid}))
         return [backend for backend in pool.backends() if backend not in subset]
 
@@ -287,8 +287,8 @@ class Suspects:
     ) -> bool:
         """Charge a request with the crash of an engine. Return whether the request seems to crash engines."""
         suspicion = casualty.suspicion
-        most = _SUSPECTS_PER_ENGINE * max(1, len(self._pools.of(backend.role).eligible()))
-        if not is_charged(casualty, casualties, most):
+        max_charged = _SUSPECTS_PER_ENGINE * max(1, len(self._pools.of(backend.role).eligible()))
+        if not is_charged(casualty, casualties, max_charged):
             return False
         history.lost[backend] = casualty.seconds_of_output
         now = self.clock()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from proxy.common.backend import Backend, Role
     from proxy.dialects.call import Call
 
-MOST_ENGINES: Final = 2
+MAX_ENGINES: Final = 2
 """How many engines a client request may crash."""
 
 # A suspect is cleared after the next engine has served it for 1 s and twice the time of the crashed engine, 30 s at
@@ -176,17 +176,17 @@ def rank_of(suspicion: Suspicion, history: UnitHistory, backend: Backend, now: f
     return 2 if backend in history.reserved or backend in suspicion.reserved else 1
 
 
-def is_charged(casualty: Casualty, casualties: Iterable[Casualty], most: int) -> bool:
+def is_charged(casualty: Casualty, casualties: Iterable[Casualty], max_charged: int) -> bool:
     """Return whether the crash of an engine counts against one of its units.
 
-    It counts against the units of the highest rank only, and of these against the `most` units that began last. An
-    engine seldom crashes because of a unit that it has served for long.
+    It counts against the units of the highest rank only, and of these against the `max_charged` units that began last.
+    An engine seldom crashes because of a unit that it has served for long.
     """
     alike = [other for other in casualties if other.rank >= casualty.rank]
     if any(other.rank > casualty.rank for other in alike):
         return False
     fresher = sum(other.seconds_of_output < casualty.seconds_of_output for other in alike)
-    return fresher < most
+    return fresher < max_charged
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -216,7 +216,7 @@ def is_acquitted(suspicion: Suspicion, deaths: Iterable[Death], now: float) -> b
         if death.backend in lost or any(other.suspicion is suspicion for other in death.casualties):
             continue
         others = [other.suspicion.lost(now) for other in death.casualties]
-        unexplained += not any(len(theirs) >= MOST_ENGINES and lost.isdisjoint(theirs) for theirs in others)
+        unexplained += not any(len(engines) >= MAX_ENGINES and lost.isdisjoint(engines) for engines in others)
     return unexplained > suspicion.earlier  # the earlier crashes are included: they belong to another suspicion
 
 
@@ -226,7 +226,7 @@ def is_poison(casualty: Casualty, casualties: Iterable[Casualty], now: float) ->
     It does if it has crashed as many engines as a request may, and no other request on the last one is as suspicious.
     """
     suspicion = casualty.suspicion
-    if suspicion.engines(now) < MOST_ENGINES:
+    if suspicion.engines(now) < MAX_ENGINES:
         return False
     rivals = (other for other in casualties if other.suspicion is not suspicion and other.rank >= casualty.rank)
-    return not any(other.rank or other.suspicion.engines(now) >= MOST_ENGINES for other in rivals)
+    return not any(other.rank or other.suspicion.engines(now) >= MAX_ENGINES for other in rivals)

@@ -87,7 +87,7 @@ def test_crash_is_charged_to_the_most_suspicious_and_latest_units(
     told: list[tuple[int, float]], charged: list[bool]
 ) -> None:
     all_of_them = casualties(*told)
-    assert [is_charged(casualty, all_of_them, most=2) for casualty in all_of_them] == charged
+    assert [is_charged(casualty, all_of_them, max_charged=2) for casualty in all_of_them] == charged
 
 
 @pytest.mark.parametrize(
