@@ -6,7 +6,7 @@ import pytest
 
 from tests.journeys import travel
 
-BOUNDS = {"chat": 330, "message": 370, "two-deaths": 565}
+BOUNDS = {"chat": 320, "message": 360, "two-deaths": 548}
 """Bounds for the functions of each journey. If a change runs fewer, lower the bound."""
 
 

@@ -65,64 +65,6 @@ class RoleQueue:
         return self.pool.role if self.pool.is_gone() else None
 
 
-class RoleQueues:
-    """The role queues of all lanes."""
-
-    def __init__(self, lanes: Lanes, settings: Settings, metrics: Metrics) -> None:
-        self._whole = RoleQueue(lanes.whole, settings, metrics)
-        self._lanes = lanes
-        self._metrics = metrics
-        self._of: dict[Lane, RoleQueue] = {}
-        self.configure(settings)
-
-    def configure(self, settings: Settings) -> None:
-        """Apply changed settings to requests that arrive from now on, and to the queues."""
-        self._settings = settings
-        self._names = ModelNames(settings.models.aliases)
-        for queue in (self._whole, *self._of.values()):
-            queue.admission.configure(settings.admission)
-
-    async def of(self, model: object) -> RoleQueue:
-        """Return the queue for a model, which has the engines' name. Raises the errors of Lanes.of."""
-        lanes = self._lanes
-        if not lanes.models.is_mixed:
-            return self._whole
-        lane = await lanes.find(model)
-        if lane is lanes.whole:
-            return self._whole
-        queue = self._of.get(lane)
-        if queue is None:
-            # Some lanes may be gone.
-            self._of = {other: queue for other, queue in self._of.items() if other in lanes.all}
-            queue = self._of[lane] = RoleQueue(lane, self._settings, self._metrics)
-        return queue
-
-    def for_engines(self, request: web.Request, body: bytes, key: ApiKey) -> tuple[bytes, object]:
-        """Return the body for engines, and the engines' name of the model or None.
-
-        It has the engines' name of the model, and a priority that the client key allows. If there is no body, the
-        query may name the model. The body is not parsed if nothing in it can matter.
-
-        Raises:
-            BadRequest: The body must be changed and is not valid JSON.
-        """
-        is_bounded = key.slot is not None
-        if not body:
-            requested = request.query.get("model")
-            return body, None if requested is None else self._names.served(requested)
-        if not (is_bounded or self._names.has_aliases or self._lanes.models.is_mixed):
-            return body, None
-        parsed = _parse(body)
-        changes: dict[str, object] = {}
-        name = parsed.model
-        if isinstance(name, str) and (served := self._names.served(name)) != name:
-            changes["model"] = name = served
-        if is_bounded and parsed.priority is not None:
-            lower_first = self._settings.connector_traits.lower_priority_first
-            changes.update(priority_change(parsed.priority, key.priority, lower_first=lower_first))
-        return joined(read(body).with_changes(changes)) if changes else body, name
-
-
 class _Body(msgspec.Struct):
     """The members of a body that matter here."""
 
@@ -280,13 +222,18 @@ class PassthroughApi:
         if settings.connector_traits.has_sglang_routes:
             self._groups.append("sglang")
         self._metrics = parts.metrics
-        self._queues = RoleQueues(lanes, settings, parts.metrics)
+        self._lanes = lanes
+        self._whole_queue = RoleQueue(lanes.whole, settings, parts.metrics)
+        self._queues: dict[Lane, RoleQueue] = {}
+        """The queues of lanes of single models."""
         self.configure(settings)
 
     def configure(self, settings: Settings) -> None:
-        """Apply changed settings to requests that arrive from now on. The routes do not change."""
+        """Apply changed settings to the queues, and to requests that arrive from now on. The routes do not change."""
         self._settings = settings
-        self._queues.configure(settings)
+        self._names = ModelNames(settings.models.aliases)
+        for queue in (self._whole_queue, *self._queues.values()):
+            queue.admission.configure(settings.admission)
 
     def routes(self) -> Sequence[web.RouteDef]:
         """Return the routes for the application."""
@@ -322,10 +269,50 @@ class PassthroughApi:
         record.key = key.name
         with self._client_keys.enter(key), self._bodies.hold(0) as held:
             body = await read_body(request, self._settings.listen, held.resize)
-            body, model = self._queues.for_engines(request, body, key)
-            queue = await self._queues.of(model)
+            body, model = self._for_engines(request, body, key)
+            queue = await self._queue_of(model)
             with queue.lane.explaining():
                 return await self._try_admitted(queue, path, request, body, record)
+
+    async def _queue_of(self, model: object) -> RoleQueue:
+        """Return the queue for a model, which has the engines' name. Raises the errors of Lanes.of."""
+        lanes = self._lanes
+        if not lanes.models.is_mixed:
+            return self._whole_queue
+        lane = await lanes.find(model)
+        if lane is lanes.whole:
+            return self._whole_queue
+        queue = self._queues.get(lane)
+        if queue is None:
+            # Some lanes may be gone.
+            self._queues = {other: queue for other, queue in self._queues.items() if other in lanes.all}
+            queue = self._queues[lane] = RoleQueue(lane, self._settings, self._metrics)
+        return queue
+
+    def _for_engines(self, request: web.Request, body: bytes, key: ApiKey) -> tuple[bytes, object]:
+        """Return the body for engines, and the engines' name of the model or None.
+
+        It has the engines' name of the model, and a priority that the client key allows. If there is no body, the
+        query may name the model. The body is not parsed if nothing in it can matter.
+
+        Raises:
+            BadRequest: The body must be changed and is not valid JSON.
+        """
+        is_bounded = key.slot is not None
+        if not body:
+            requested = request.query.get("model")
+            return body, None if requested is None else self._names.served(requested)
+        if not (is_bounded or self._names.has_aliases or self._lanes.models.is_mixed):
+            return body, None
+        parsed = _parse(body)
+        changes: dict[str, object] = {}
+        name = parsed.model
+        if isinstance(name, str) and (served := self._names.served(name)) != name:
+            changes["model"] = name = served
+        if is_bounded and parsed.priority is not None:
+            lower_first = self._settings.connector_traits.lower_priority_first
+            changes.update(priority_change(parsed.priority, key.priority, lower_first=lower_first))
+        return joined(read(body).with_changes(changes)) if changes else body, name
 
     async def _try_admitted(
         self, queue: RoleQueue, path: str, request: web.Request, body: bytes, record: _Record
