@@ -39,14 +39,14 @@ def test_every_policy_has_a_reason(balancer: Balancer, policy: str, role: Role) 
         assert reason(lease.pick) in REASONS
 
 
-def test_what_was_known_stays_as_it_was(balancer: Balancer) -> None:
+def test_figures_of_a_choice_do_not_change_later(balancer: Balancer) -> None:
     pool = balancer.pool(Role.DECODE, "least_load")
     with pool.lease(LOAD) as first, pool.lease(LOAD) as second, pool.lease(LOAD) as third:
         seen = [figures(lease.pick) for lease in (first, second, third)]
         assert [sorted(columns["running"]) for _, _, columns, _ in filter(None, seen)] == [[0, 0], [0, 1], [1, 1]]
 
 
-def test_a_cache_is_the_reason_where_without_it_another_one_would_have_been_as_soon(balancer: Balancer) -> None:
+def test_reason_is_cached_prefix_when_the_cache_decided(balancer: Balancer) -> None:
     prefillers = Prefillers(balancer)
     assert why(prefillers.pool, prompt(1, 2, 3, 4)) == "equal"
     prefillers.serve(prompt(1, 2, 3, 4))
@@ -61,7 +61,7 @@ def test_a_cache_is_the_reason_where_without_it_another_one_would_have_been_as_s
         assert why(prefillers.pool, prompt(*range(100, 120))) == "least_seconds"  # it has to wait where the other is
 
 
-def test_of_a_request_that_has_waited_all_are_told_and_not_only_who_was_free(balancer: Balancer) -> None:
+def test_figures_of_a_queued_request_have_all_candidates(balancer: Balancer) -> None:
     prefillers = Prefillers(balancer)
     prefillers.teach()
     one_at_a_time(prefillers)
@@ -79,7 +79,7 @@ def test_of_a_request_that_has_waited_all_are_told_and_not_only_who_was_free(bal
     assert all(len(column) == 2 for column in (order, *columns.values()))
 
 
-def test_there_may_be_nothing_to_choose(balancer: Balancer) -> None:
+def test_choice_without_policy_has_no_figures(balancer: Balancer) -> None:
     pool = balancer.prefillers
     one, other = pool.backends()
     assert why(pool, LOAD.avoiding([one])) == "only_candidate"
@@ -90,7 +90,7 @@ def test_there_may_be_nothing_to_choose(balancer: Balancer) -> None:
         assert figures(lease.pick) is None
 
 
-def test_a_lease_that_moves_has_another_reason(balancer: Balancer) -> None:
+def test_moved_lease_has_a_new_reason(balancer: Balancer) -> None:
     pool = balancer.prefillers
     with pool.lease(LOAD) as lease:
         assert reason(lease.pick) == "least_tokens"

@@ -48,7 +48,7 @@ def calls_of_one(prefillers: Pool, decoders: Pool) -> int:
 
 
 @pytest.mark.interpreted
-def test_choosing_takes_no_more_calls_than_it_did(balancer: Balancer) -> None:
+def test_choice_stays_within_its_number_of_calls(balancer: Balancer) -> None:
     prefillers = balancer.pool(Role.PREFILL, "least_load")
     decoders = balancer.pool(Role.DECODE, "least_load")
     # What is done every now and then is not counted: lessons of what prompts take, and a look at what was learned.

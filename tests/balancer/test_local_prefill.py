@@ -79,7 +79,7 @@ def both(balancer: Balancer) -> Both:
 TURN = prompt(*range(1, 20), 99)  # of which a decoder has all but the last piece
 
 
-def test_the_next_turn_goes_where_the_turn_before_was_answered(both: Both) -> None:
+def test_next_turn_goes_to_the_decoder_of_the_previous_turn(both: Both) -> None:
     both.learn(0.002)
     both.hand_over(prompt(*range(1, 20)), both.second)
     # At the decoder that has the beginning it takes 1 s, if that is true; with any prefiller 10 s.
@@ -87,7 +87,7 @@ def test_the_next_turn_goes_where_the_turn_before_was_answered(both: Both) -> No
     assert both.sooner(prompt(*range(500, 520))) is None
 
 
-def test_a_prefiller_that_has_the_beginning_too_and_is_faster_is_asked(both: Both) -> None:
+def test_faster_prefiller_with_cached_prefix_is_preferred(both: Both) -> None:
     both.learn(0.002)
     both.hand_over(prompt(*range(1, 20)), both.second)
     both.prefillers.serve(prompt(*range(1, 20)))
@@ -100,7 +100,7 @@ def test_a_prefiller_that_has_the_beginning_too_and_is_faster_is_asked(both: Bot
 
 
 @pytest.mark.parametrize(("seconds_per_token", "is_sooner"), [(0.0005, True), (0.01, False)])
-def test_short_prompts_go_to_decoders_that_take_no_longer_than_a_hand_over(
+def test_short_prompts_go_to_decoders_faster_than_a_handoff(
     both: Both, seconds_per_token: float, is_sooner: bool
 ) -> None:
     both.hand_over(prompt(8))
@@ -108,7 +108,7 @@ def test_short_prompts_go_to_decoders_that_take_no_longer_than_a_hand_over(
     assert (both.sooner(prompt(7)) is not None) is is_sooner
 
 
-def test_nothing_is_left_to_a_decoder_before_a_hand_over_was_seen(both: Both) -> None:
+def test_no_local_prefill_before_the_first_handoff(both: Both) -> None:
     both.learn(0.0001)
     both.hand_over(prompt(*range(1, 20)), seconds=None)
     assert both.sooner(TURN) is None
@@ -116,7 +116,7 @@ def test_nothing_is_left_to_a_decoder_before_a_hand_over_was_seen(both: Both) ->
     assert both.sooner(TURN) is not None
 
 
-def test_who_is_not_free_to_choose_or_not_known_goes_the_usual_way(both: Both) -> None:
+def test_no_local_prefill_for_restricted_or_unknown_requests(both: Both) -> None:
     both.learn(0.0001)
     both.hand_over(prompt(*range(1, 20)))
     assert both.sooner(TURN) == both.first
@@ -125,13 +125,13 @@ def test_who_is_not_free_to_choose_or_not_known_goes_the_usual_way(both: Both) -
     assert both.sooner(PickRequest.of(Load(1, 1))) is None
 
 
-def test_where_nothing_is_predicted_of_prefillers_nothing_is_skipped(both: Both, balancer: Balancer) -> None:
+def test_no_local_prefill_without_predictions_of_prefillers(both: Both, balancer: Balancer) -> None:
     local = LocalPrefill(balancer.prefillers, both.decoders)  # they count tokens
     local.note_handoff(both.first.name, prompt_costs(prompt(*range(1, 20))), FirstToken(0.0, 5.0), 100)
     assert local.faster_decoder(prompt_costs(TURN), MOST) is None
 
 
-def test_the_busier_a_decoder_is_the_less_it_is_left_with(both: Both) -> None:
+def test_busier_decoder_computes_fewer_prompts(both: Both) -> None:
     both.learn(0.002)
     both.hand_over(prompt(*range(1, 20)), both.first)
     both.trust(both.first)
@@ -149,9 +149,7 @@ def test_the_busier_a_decoder_is_the_less_it_is_left_with(both: Both) -> None:
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("bound", ["limit", "knee", "memory"])
-def test_a_decoder_that_has_as_much_as_it_should_is_left_alone(
-    both: Both, bound: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_local_prefill_on_a_full_decoder(both: Both, bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
     both.learn(0.0001)
     both.hand_over(prompt(*range(1, 20)))
     with both.decoders.lease(PickRequest.of(Load(1, 1000), prefer=both.first)):
@@ -167,7 +165,7 @@ def test_a_decoder_that_has_as_much_as_it_should_is_left_alone(
         assert both.sooner(TURN) != both.first
 
 
-def test_a_decoder_that_was_gone_has_nothing_in_its_cache(both: Both, balancer: Balancer) -> None:
+def test_decoder_that_was_gone_has_an_empty_cache(both: Both, balancer: Balancer) -> None:
     both.learn(0.002)
     both.hand_over(prompt(*range(1, 20)), both.second)
     balancer.eject(both.second)
@@ -178,7 +176,7 @@ def test_a_decoder_that_was_gone_has_nothing_in_its_cache(both: Both, balancer: 
     assert both.sooner(TURN) is None
 
 
-def test_a_decoder_is_left_with_twice_of_what_one_has_computed_at_most(both: Both) -> None:
+def test_local_prefill_is_limited_to_twice_the_proven_tokens(both: Both) -> None:
     for pieces in (1, 2, 4, 8):
         cold = prompt(*range(1000 * pieces, 1000 * pieces + pieces))
         both.hand_over(prompt(*range(1, 20)))
@@ -191,7 +189,7 @@ def test_a_decoder_is_left_with_twice_of_what_one_has_computed_at_most(both: Bot
     assert both.sooner(prompt(*range(7000, 7009)), 5000) is not None
 
 
-def test_one_that_does_not_tell_is_judged_by_how_long_it_takes(both: Both) -> None:
+def test_unreported_cache_is_inferred_from_the_prefill_time(both: Both) -> None:
     both.learn(0.002)
     both.hand_over(prompt(*range(1, 20)), both.first)
     for _ in range(10):
@@ -202,7 +200,7 @@ def test_one_that_does_not_tell_is_judged_by_how_long_it_takes(both: Both) -> No
     assert both.sooner(TURN) is None
 
 
-def test_what_is_told_not_to_be_cached_is_not_counted_on(both: Both) -> None:
+def test_reported_cache_misses_lower_the_trust(both: Both) -> None:
     both.learn(0.002)
     both.hand_over(prompt(*range(1, 20)), both.first)
     for _ in range(10):
@@ -210,7 +208,7 @@ def test_what_is_told_not_to_be_cached_is_not_counted_on(both: Both) -> None:
     assert both.sooner(TURN) is None
 
 
-def test_a_decoder_that_tells_that_its_cache_is_empty_is_believed(both: Both) -> None:
+def test_reported_cleared_cache_of_a_decoder_is_applied(both: Both) -> None:
     events = both.journal.writer(1)
     events.write(b"what is not of caches")
     both.learn(0.002)
@@ -221,7 +219,7 @@ def test_a_decoder_that_tells_that_its_cache_is_empty_is_believed(both: Both) ->
         assert both.sooner(TURN) == decoder
 
 
-def test_a_decoder_that_tells_what_it_evicts_has_no_more(both: Both) -> None:
+def test_reported_evictions_of_a_decoder_are_applied(both: Both) -> None:
     both.learn(0.002)
     both.hand_over(prompt(*range(1, 20)), both.second)
     write_count(both.journal.writer(1), both.second.slot, CacheCount(stored=20_000, reach=500, evicts=1, cleared=0))
@@ -229,7 +227,7 @@ def test_a_decoder_that_tells_what_it_evicts_has_no_more(both: Both) -> None:
 
 
 @pytest.mark.parametrize(("seconds", "is_kept"), [(9.0, True), (11.0, False)])
-def test_prompts_go_to_prefillers_for_an_hour_if_decoders_were_not_sooner(
+def test_no_local_prefill_for_an_hour_when_decoders_were_slower(
     both: Both, seconds: float, is_kept: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     both.hand_over(prompt(*range(1, 20)), both.second)
@@ -242,7 +240,7 @@ def test_prompts_go_to_prefillers_for_an_hour_if_decoders_were_not_sooner(
     assert both.sooner(TURN) == both.second
 
 
-def test_answers_that_wait_for_a_prompt_count_in_the_proof(both: Both) -> None:
+def test_stalled_answers_count_as_cost_of_a_local_prefill(both: Both) -> None:
     both.hand_over(prompt(*range(1, 20)), both.second)
     for _ in range(4):
         both.decoders.lease(PickRequest.of(Load(1, 1), prefer=both.second)).__enter__()
@@ -255,7 +253,7 @@ def test_answers_that_wait_for_a_prompt_count_in_the_proof(both: Both) -> None:
     assert both.sooner(TURN) is None
 
 
-def test_longer_prompts_are_only_tried_after_shorter_ones_were_sooner(both: Both) -> None:
+def test_longer_prompts_require_faster_shorter_ones(both: Both) -> None:
     both.hand_over(prompt(8))
     two, cold = prompt(*range(1000, 1002)), prompt(*range(2000, 2002))
     one = prompt(1)
@@ -265,7 +263,7 @@ def test_longer_prompts_are_only_tried_after_shorter_ones_were_sooner(both: Both
     assert both.sooner(cold) is not None
 
 
-def test_first_tokens_while_the_event_loop_was_late_teach_nothing(both: Both) -> None:
+def test_late_first_tokens_are_not_learned(both: Both) -> None:
     both.hand_over(prompt(8))
     context = both.prefillers.policy.context
     lag: float | None = 0.2

@@ -8,16 +8,16 @@ from proxy.common.backend import Backend, Role
 P, D1, D2 = Backend(Role.PREFILL, "p", 1), Backend(Role.DECODE, "d", 1), Backend(Role.DECODE, "d", 2)
 
 
-def test_where_all_serve_the_same_none_is_odd() -> None:
+def test_no_minority_when_all_serve_the_same() -> None:
     assert minority_instances({}) == {}
     assert minority_instances({P: frozenset("ab"), D1: frozenset("ab"), D2: frozenset("ba")}) == {}
 
 
-def test_the_fewer_are_the_odd_ones() -> None:
+def test_minority_is_the_smaller_group() -> None:
     assert set(minority_instances({P: frozenset("x"), D1: frozenset("a"), D2: frozenset("a")})) == {P}
 
 
-def test_of_two_it_is_the_second() -> None:
+def test_minority_of_two_is_the_second() -> None:
     ((odd, hint),) = minority_instances({P: frozenset(["kimi_k26"]), D1: frozenset(["other_name"])}).items()
     assert odd == D1
     assert hint == (
@@ -26,7 +26,7 @@ def test_of_two_it_is_the_second() -> None:
     )
 
 
-def test_names_of_any_kind_fit_into_a_line() -> None:
+def test_long_and_many_names_are_shortened() -> None:
     many = frozenset({"a\nb", "x" * 1000, *"cdefgh"})
     ((_, hint),) = minority_instances({P: frozenset("a"), D1: many}).items()
     assert "\n" not in hint

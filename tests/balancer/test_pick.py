@@ -80,7 +80,7 @@ def failed(backend: Backend) -> UpstreamError:
 # What is shown
 
 
-def test_a_call_is_shown_to_the_policies_of_all_roles_by_one_request(balancer: Balancer, listening: Listening) -> None:
+def test_policies_of_all_roles_get_the_same_request(balancer: Balancer, listening: Listening) -> None:
     call = parse(Api.CHAT, CHAT, Cost(), {"x-ttft-deadline-ms": "1500"})
     request = call.pick_request()
     with balancer.decoders.lease(request) as decoder, balancer.prefillers.lease(request) as prefiller:
@@ -93,7 +93,7 @@ def test_a_call_is_shown_to_the_policies_of_all_roles_by_one_request(balancer: B
     assert len(request.prefix_keys.keys) == 1
 
 
-def test_of_a_request_that_is_only_passed_on_there_is_nothing_to_know() -> None:
+def test_passed_through_request_has_no_subject() -> None:
     request = PickRequest.of(Load(3, 4))
     assert (request.load(Role.PREFILL), request.load(Role.DECODE)) == (Load(3, 4), Load(3, 4))
     assert (request.prompt_tokens, request.output_tokens, request.session, request.first_token_seconds) == (
@@ -122,13 +122,13 @@ def test_a_deadline_is_a_positive_number_of_milliseconds(deadline: str, seconds:
         (b'"session_id": "d", "prompt_cache_key": "e"', "e"),
     ],
 )
-def test_a_session_is_what_the_client_calls_it(members: bytes, session: str | None) -> None:
+def test_session_is_the_id_of_the_client(members: bytes, session: str | None) -> None:
     body = b'{"prompt": "Hi", %b}' % members
     assert parse(Api.COMPLETIONS, body, Cost()).session == session
     assert parse(Api.COMPLETIONS, body, Cost(), {"x-session-id": "f"}).session == "f"
 
 
-def test_candidates_come_with_their_limits_and_what_they_work_on(balancer: Balancer) -> None:
+def test_candidates_have_limits_and_running_requests(balancer: Balancer) -> None:
     policy = Listening()
     pool = balancer.pool(Role.DECODE, max_running=4)
     pool.use(policy)
@@ -143,7 +143,7 @@ def test_candidates_come_with_their_limits_and_what_they_work_on(balancer: Balan
         assert weights == [56, 15]
 
 
-def test_a_policy_is_asked_again_without_those_that_have_no_room(balancer: Balancer) -> None:
+def test_policy_chooses_again_without_full_backends(balancer: Balancer) -> None:
     policy = Listening()
     pool = balancer.pool(Role.DECODE, max_running=1)
     pool.use(policy)
@@ -159,7 +159,7 @@ def test_a_policy_is_asked_again_without_those_that_have_no_room(balancer: Balan
 # What is charged
 
 
-def test_a_policy_says_what_the_chosen_backend_is_charged(balancer: Balancer, listening: Listening) -> None:
+def test_policy_sets_the_charge_of_the_chosen_backend(balancer: Balancer, listening: Listening) -> None:
     one, two = balancer.decoders.backends()
     with balancer.decoders.lease(PickRequest.of(Load(5, 6))) as lease:
         assert (lease.backend, balancer.books(two)) == (two, (1, Load(5, 6)))
@@ -170,7 +170,7 @@ def test_a_policy_says_what_the_chosen_backend_is_charged(balancer: Balancer, li
     assert balancer.all_books() == {(0, NOTHING)}
 
 
-def test_what_was_freed_is_not_charged_anew_by_a_move(balancer: Balancer, listening: Listening) -> None:
+def test_moved_lease_does_not_charge_freed_compute_again(balancer: Balancer, listening: Listening) -> None:
     one, two = balancer.prefillers.backends()
     with balancer.prefillers.lease(PickRequest.of(Load(5, 6))) as lease:
         lease.free_kv()
@@ -179,9 +179,7 @@ def test_what_was_freed_is_not_charged_anew_by_a_move(balancer: Balancer, listen
     assert balancer.all_books() == {(0, NOTHING)}
 
 
-def test_a_reservation_is_charged_by_the_policy_and_nobody_hears_of_it(
-    balancer: Balancer, listening: Listening
-) -> None:
+def test_reservation_is_charged_without_notifying_the_tracker(balancer: Balancer, listening: Listening) -> None:
     one, two = balancer.decoders.backends()
     with balancer.decoders.reserve(PickRequest.of(Load(5, 6), avoid=[two])):
         assert balancer.books(one) == (1, Load(50, 6))
@@ -203,7 +201,7 @@ def leave(kind: type[BaseException] | None) -> Callable[[Backend], None]:
 
 
 @pytest.mark.parametrize(("error", "served"), [(None, True), (UpstreamError, False), (KeyboardInterrupt, False)])
-def test_a_policy_hears_of_each_lease_how_it_ended(
+def test_tracker_gets_the_end_of_each_lease(
     balancer: Balancer, listening: Listening, error: type[BaseException] | None, served: bool
 ) -> None:
     try:
@@ -215,7 +213,7 @@ def test_a_policy_hears_of_each_lease_how_it_ended(
     assert listening.heard == [("tracked", "p:2"), ("ended", "p:2", served, None)]
 
 
-def test_a_policy_hears_at_once_that_a_prefiller_has_answered(balancer: Balancer, listening: Listening) -> None:
+def test_tracker_gets_a_prefill_answer_at_once(balancer: Balancer, listening: Listening) -> None:
     lease = balancer.prefillers.lease(PickRequest.of(NOTHING))
     lease.__enter__()
     lease.free_compute()
@@ -225,7 +223,7 @@ def test_a_policy_hears_at_once_that_a_prefiller_has_answered(balancer: Balancer
     assert listening.heard[2:] == []
 
 
-def test_a_policy_hears_what_a_backend_tells_and_of_its_answer(balancer: Balancer, listening: Listening) -> None:
+def test_tracker_gets_usage_and_answer_tokens(balancer: Balancer, listening: Listening) -> None:
     with balancer.decoders.lease(PickRequest.of(NOTHING)) as lease:
         lease.note_usage(None, 7)
         lease.note_usage(12, 7)
@@ -235,7 +233,7 @@ def test_a_policy_hears_what_a_backend_tells_and_of_its_answer(balancer: Balance
     assert listening.heard[1:] == [("told", "d:2", 12, 7), ("began", "d:2"), ("ended", "d:2", True, 5)]
 
 
-def test_a_policy_hears_of_a_move_as_of_two_leases(balancer: Balancer, listening: Listening) -> None:
+def test_moved_lease_has_two_trackers(balancer: Balancer, listening: Listening) -> None:
     with balancer.prefillers.lease(PickRequest.of(NOTHING)) as lease:
         lease.move((), failed(lease.backend))
     assert listening.heard == [
@@ -246,9 +244,7 @@ def test_a_policy_hears_of_a_move_as_of_two_leases(balancer: Balancer, listening
     ]
 
 
-def test_who_heard_the_beginning_hears_the_end_though_another_policy_chooses_by_then(
-    balancer: Balancer, listening: Listening
-) -> None:
+def test_tracker_gets_the_end_after_the_policy_was_replaced(balancer: Balancer, listening: Listening) -> None:
     with balancer.prefillers.lease(PickRequest.of(NOTHING)):
         other = Listening()
         balancer.prefillers.use(other)
@@ -257,7 +253,7 @@ def test_who_heard_the_beginning_hears_the_end_though_another_policy_chooses_by_
 
 
 @pytest.mark.parametrize("method", ["choose", "cost_of", "track"])
-def test_a_policy_that_fails_leaves_nothing_charged(
+def test_failing_policy_leaves_no_charge(
     balancer: Balancer, listening: Listening, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     def fail(*_: object) -> None:

@@ -64,22 +64,22 @@ def fleet(balancer: Balancer) -> Fleet:
     return Fleet(balancer)
 
 
-def test_what_all_serve_is_no_mixture(fleet: Fleet) -> None:
+def test_models_are_not_mixed_when_all_serve_the_same(fleet: Fleet) -> None:
     models = fleet.tell("a", "a", "a", "a")
     assert (models.is_mixed, models.is_closed, models.groups()) == (False, False, [])
 
 
-def test_engines_that_did_not_tell_yet_are_no_mixture(fleet: Fleet) -> None:
+def test_unknown_models_do_not_make_a_mixture(fleet: Fleet) -> None:
     assert not fleet.tell("a", "", "a", "").is_mixed
 
 
-def test_names_that_no_two_roles_share_are_no_mixture_since_none_could_be_served(fleet: Fleet) -> None:
+def test_models_without_a_common_name_are_not_mixed(fleet: Fleet) -> None:
     models = fleet.tell("/models/a", "/models/a", "/data/a", "/data/a")
     assert not models.is_mixed
     assert models.complete == set()
 
 
-def test_two_models_are_a_mixture_of_two_groups(fleet: Fleet) -> None:
+def test_two_models_form_two_groups(fleet: Fleet) -> None:
     models = fleet.tell("a big", "b", "a big", "b")
     assert models.is_mixed
     assert models.is_closed
@@ -88,7 +88,7 @@ def test_two_models_are_a_mixture_of_two_groups(fleet: Fleet) -> None:
     assert models.names == {"a", "b", "big"}
 
 
-def test_adapters_that_some_have_loaded_leave_other_names_open(fleet: Fleet) -> None:
+def test_adapters_on_some_instances_leave_unknown_names_open(fleet: Fleet) -> None:
     models = fleet.tell("a", "a", "a", "a", adapters={0: "x y", 2: "x"})
     assert models.is_mixed
     assert not models.is_closed
@@ -96,14 +96,14 @@ def test_adapters_that_some_have_loaded_leave_other_names_open(fleet: Fleet) -> 
     assert models.complete == {"a", "x"}
 
 
-def test_one_that_does_not_tell_serves_what_its_role_has_nobody_else_for(fleet: Fleet) -> None:
+def test_instance_with_unknown_models_serves_otherwise_unserved_names(fleet: Fleet) -> None:
     models = fleet.tell("a", "", "a", "b")
     assert models.serving("a", fleet.prefillers) == fleet.prefillers[:1]
     assert models.serving("b", fleet.prefillers) == fleet.prefillers[1:]
     assert models.complete == {"a", "b"}
 
 
-def test_what_an_engine_served_before_it_went_down_is_believed_until_it_tells_otherwise(fleet: Fleet) -> None:
+def test_models_of_a_down_engine_are_kept_until_it_reports_others(fleet: Fleet) -> None:
     models = fleet.tell("a", "b", "a", "b")
     for _ in range(10):
         fleet.balancer.health.on_probe(fleet.decoders[1], False, "gone")
@@ -115,7 +115,7 @@ def test_what_an_engine_served_before_it_went_down_is_believed_until_it_tells_ot
     assert models.serving("b", fleet.decoders) == ()
 
 
-def test_what_is_said_of_an_instance_counts_more_than_what_it_tells(fleet: Fleet) -> None:
+def test_configured_models_override_reported_ones(fleet: Fleet) -> None:
     said = [replace(backend, models=("b",), trusted=True) for backend in fleet.everybody]
     fleet.balancer.roster.sync("config", said, restores=True)
     models = fleet.tell("a", "a", "a", "a")
@@ -125,7 +125,7 @@ def test_what_is_said_of_an_instance_counts_more_than_what_it_tells(fleet: Fleet
     assert [models.of(backend) for backend in fleet.everybody] == [frozenset("a")] * 4
 
 
-def test_nothing_moves_while_nothing_changes(fleet: Fleet) -> None:
+def test_refresh_without_changes_does_nothing(fleet: Fleet) -> None:
     models = fleet.tell("a", "b", "a", "b")
     changes: list[int] = []
     models.on_change = lambda: changes.append(1)
@@ -139,7 +139,7 @@ def test_nothing_moves_while_nothing_changes(fleet: Fleet) -> None:
 # Pools of one model
 
 
-def test_a_models_pool_has_no_other_backends(fleet: Fleet) -> None:
+def test_pool_of_a_model_has_only_its_backends(fleet: Fleet) -> None:
     fleet.tell("a", "b", "a", "b")
     pool = fleet.pool(Role.DECODE, "b")
     assert pool.backends() == pool.eligible() == fleet.decoders[1:]
@@ -149,7 +149,7 @@ def test_a_models_pool_has_no_other_backends(fleet: Fleet) -> None:
         pool.pick(avoid=fleet.decoders[1:])
 
 
-def test_an_engine_that_serves_another_model_after_its_restart_changes_pools(fleet: Fleet) -> None:
+def test_engine_with_another_model_after_restart_changes_pools(fleet: Fleet) -> None:
     fleet.tell("a", "b", "a", "b")
     pools = {name: fleet.pool(Role.DECODE, name) for name in "ab"}
     assert pools["a"].eligible() == fleet.decoders[:1]
@@ -160,7 +160,7 @@ def test_an_engine_that_serves_another_model_after_its_restart_changes_pools(fle
     assert fleet.balancer.decoders.eligible() == fleet.decoders  # its health is as it was
 
 
-def test_a_model_does_not_lose_its_last_instance_to_an_ejection(fleet: Fleet) -> None:
+def test_last_instance_of_a_model_is_not_ejected(fleet: Fleet) -> None:
     fleet.tell("a", "b", "a", "b")
     assert fleet.balancer.decoders.report_stall(fleet.decoders[0])
     fleet.balancer.health.forget(fleet.decoders[0])
@@ -168,7 +168,7 @@ def test_a_model_does_not_lose_its_last_instance_to_an_ejection(fleet: Fleet) ->
     assert not fleet.pool(Role.DECODE, "a").report_stall(fleet.decoders[0])
 
 
-def test_one_model_is_not_ready_while_the_other_is(fleet: Fleet) -> None:
+def test_models_are_ready_independently(fleet: Fleet) -> None:
     fleet.tell("a", "b", "a", "b")
     for _ in range(10):
         fleet.balancer.health.on_probe(fleet.decoders[1], False, "gone", failure=ProbeFailure.REFUSED)
@@ -182,7 +182,7 @@ def test_one_model_is_not_ready_while_the_other_is(fleet: Fleet) -> None:
 # Who is odd
 
 
-def test_two_models_are_not_odd_but_what_only_one_role_serves_is(fleet: Fleet) -> None:
+def test_minority_is_a_model_of_only_one_role(fleet: Fleet) -> None:
     one, two = fleet.prefillers
     three, four = fleet.decoders
     a, b, c = (frozenset(name) for name in "abc")
@@ -192,6 +192,6 @@ def test_two_models_are_not_odd_but_what_only_one_role_serves_is(fleet: Fleet) -
     assert hint == "serves 'c', and prefill instances 'a': it gets no requests"
 
 
-def test_what_may_be_served_by_one_that_does_not_tell_is_not_odd(fleet: Fleet) -> None:
+def test_model_that_an_unknown_instance_may_serve_is_no_minority(fleet: Fleet) -> None:
     a, b, nothing = frozenset("a"), frozenset("b"), frozenset[str]()
     assert minority_instances(dict(zip(fleet.everybody, (a, b, a, nothing), strict=True))) == {}

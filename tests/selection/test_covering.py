@@ -19,18 +19,18 @@ def shown(rows: list[tuple[int, str, bool, int]]) -> set[object]:
 
 
 @given(ROWS)
-def test_every_two_values_that_meet_in_a_row_meet_in_a_chosen_one(rows: list[tuple[int, str, bool, int]]) -> None:
+def test_selection_covers_every_pair_of_values(rows: list[tuple[int, str, bool, int]]) -> None:
     chosen = covering(rows, pairs)
     assert shown(chosen) == shown(rows)
     assert chosen == [row for row in rows if row in chosen]
 
 
-def test_of_a_product_little_more_is_chosen_than_of_its_two_longest_factors() -> None:
+def test_selection_of_a_product_is_near_its_two_longest_factors() -> None:
     rows = list(product(range(10), range(5), "ab", "xy", "!?"))
     assert len(covering(rows, pairs)) <= 10 * 5 * 1.2
 
 
-def test_a_row_that_shows_something_of_its_own_is_always_chosen() -> None:
+def test_row_with_unique_evidence_is_always_selected() -> None:
     rows = list(product("abc", range(4)))
     chosen = covering(rows, lambda row: [row] if row[0] == "a" else [row[0]])
     assert chosen == [("a", 0), ("a", 1), ("a", 2), ("a", 3), ("b", 0), ("c", 0)]

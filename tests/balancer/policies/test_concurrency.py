@@ -96,7 +96,7 @@ EVERY_KIND = pytest.mark.parametrize("prompts", [OF_ALL_LENGTHS, SHORT_AND_LONG,
 
 @pytest.mark.parametrize("prompts", [OF_ALL_LENGTHS, SHORT_AND_LONG])
 @pytest.mark.parametrize("batches", [False, True])
-def test_an_engine_that_computes_in_turn_is_known_soon(prompts: Prompts, batches: bool) -> None:
+def test_serial_engine_is_recognized_after_few_answers(prompts: Prompts, batches: bool) -> None:
     concurrency = Concurrency()
     assert not concurrency.is_serial
     assert concurrency.wanted == inf
@@ -108,7 +108,7 @@ def test_an_engine_that_computes_in_turn_is_known_soon(prompts: Prompts, batches
 @EVERY_KIND
 @pytest.mark.parametrize("lanes", [2, 4, 8, 16])
 @pytest.mark.parametrize("rule", [soonest, blindly])
-def test_nothing_is_held_back_from_several_that_do_not_tell(rule: Rule, lanes: int, prompts: Prompts) -> None:
+def test_no_queueing_when_unreported_engines_share_an_address(rule: Rule, lanes: int, prompts: Prompts) -> None:
     concurrency = Concurrency()
     for answers in (30, 60, 300):
         shown(concurrency, lanes, rule, answers=answers + 8 * lanes, prompts=prompts)
@@ -117,7 +117,7 @@ def test_nothing_is_held_back_from_several_that_do_not_tell(rule: Rule, lanes: i
 
 @EVERY_KIND
 @pytest.mark.parametrize("lanes", [2, 4, 8, 16])
-def test_ranks_that_are_told_and_share_out_well_get_one_prompt_each(lanes: int, prompts: Prompts) -> None:
+def test_evenly_loaded_dp_ranks_get_one_prompt_each(lanes: int, prompts: Prompts) -> None:
     concurrency = Concurrency(lanes)
     assert concurrency.wanted == inf, "nothing is known yet"
     shown(concurrency, lanes, waiting=1, answers=40 * lanes, prompts=prompts)
@@ -129,27 +129,25 @@ def test_ranks_that_are_told_and_share_out_well_get_one_prompt_each(lanes: int, 
 
 @pytest.mark.parametrize("prompts", [OF_ALL_LENGTHS, SHORT_AND_LONG])
 @pytest.mark.parametrize("lanes", [2, 4, 8, 16])
-def test_from_ranks_of_which_some_are_idle_while_prompts_wait_for_others_nothing_is_held_back(
-    lanes: int, prompts: Prompts
-) -> None:
+def test_no_queueing_when_dp_ranks_are_unevenly_loaded(lanes: int, prompts: Prompts) -> None:
     concurrency = Concurrency(lanes)
     shown(concurrency, lanes, blindly, answers=160, prompts=prompts)
     assert concurrency.wanted == inf
 
 
-def test_where_answers_come_unlike_all_prediction_nothing_is_held_back() -> None:
+def test_no_queueing_when_no_costs_explain_the_answers() -> None:
     concurrency = Concurrency(4)
     shown(concurrency, 4, prompts=UNLIKE_PREDICTED)
     assert concurrency.wanted == inf
 
 
-def test_behind_one_rank_of_which_it_tells_may_be_more() -> None:
+def test_single_reported_rank_is_tested_for_hidden_engines() -> None:
     concurrency = Concurrency(1)
     shown(concurrency, 4)
     assert concurrency.wanted == inf
 
 
-def test_what_is_found_is_looked_at_again_less_and_less_often() -> None:
+def test_confirmed_concurrency_is_tested_less_and_less_often() -> None:
     concurrency = Concurrency()
     shown(concurrency, 1, answers=30)
     looks = 0
@@ -163,7 +161,7 @@ def test_what_is_found_is_looked_at_again_less_and_less_often() -> None:
     assert concurrency.wanted == 3
 
 
-def test_an_engine_that_computes_several_by_now_is_found_out() -> None:
+def test_engine_that_begins_to_compute_in_parallel_is_recognized() -> None:
     concurrency = Concurrency()
     shown(concurrency, 1, answers=30)
     assert concurrency.is_serial
@@ -179,9 +177,7 @@ def answered(concurrency: Concurrency, fill: float, seconds: float, now: float) 
 
 
 @pytest.mark.parametrize(("alone", "beyond", "is_kept"), [(1.2, 1.2, True), (0.6, 1.2, True), (1.2, 1.0, False)])
-def test_nothing_is_held_back_for_an_hour_if_more_is_computed_with_more_prompts(
-    alone: float, beyond: float, is_kept: bool
-) -> None:
+def test_no_queueing_for_an_hour_when_more_prompts_raise_throughput(alone: float, beyond: float, is_kept: bool) -> None:
     concurrency = Concurrency()
     shown(concurrency, 1, answers=60)
     assert concurrency.is_serial
@@ -195,14 +191,14 @@ def test_nothing_is_held_back_for_an_hour_if_more_is_computed_with_more_prompts(
         assert concurrency.is_serial
 
 
-def test_prompts_without_company_tell_nothing() -> None:
+def test_prompts_computed_alone_do_not_show_concurrency() -> None:
     concurrency = Concurrency()
     for tokens in range(200, 2000):
         concurrency.learn(PrefillSample(float(tokens), 0.0, tokens / 1000, tokens / 1000, 0.0, 0.0, 0.0))
     assert concurrency.is_orderly is None
 
 
-def test_one_is_free_when_the_first_of_those_in_front_has_ended() -> None:
+def test_soonest_free_is_when_the_first_lane_completes() -> None:
     assert soonest_free([3.0, 1.0], []) == 1.0
     assert soonest_free([3.0, 1.0], [1.0]) == 2.0
     assert soonest_free([3.0, 1.0], [5.0]) == 3.0

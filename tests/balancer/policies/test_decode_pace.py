@@ -83,7 +83,7 @@ def test_each_number_of_answers_is_in_one_bucket() -> None:
     assert len(PLACES) == SIZES[-1] + 1
 
 
-def test_rates_are_told_apart_by_answers_with_different_mixtures() -> None:
+def test_rates_are_separated_by_answers_with_different_mixtures() -> None:
     pace = taught(on_an_a3, 1, 12)
     for answers in range(2, 12):
         assert pace.rates[PLACES[answers]] == pytest.approx(1 / on_an_a3(answers), rel=0.1)
@@ -154,7 +154,7 @@ def test_answers_that_differ_show_no_saturation_point(seed: int, differs: float)
         assert pace.most == math.inf, number
 
 
-def test_saturation_point_is_not_believed_before_enough_was_seen() -> None:
+def test_saturation_point_requires_enough_answers() -> None:
     pace = DecodePace()
     answer(pace, on_an_a3, {6: 20.0})
     answer(pace, on_an_a3, {12: 20.0})
@@ -162,7 +162,7 @@ def test_saturation_point_is_not_believed_before_enough_was_seen() -> None:
     assert pace.most == math.inf
 
 
-def test_saturation_point_is_not_believed_without_answers_wholly_beyond_it() -> None:
+def test_saturation_point_requires_answers_wholly_beyond_it() -> None:
     """Answers that spent little time beyond the point show a decline by the filter's word alone."""
     pace, rng = DecodePace(), random.Random(1)
     for number in range(400):
@@ -173,7 +173,7 @@ def test_saturation_point_is_not_believed_without_answers_wholly_beyond_it() -> 
     assert pace.most == math.inf
 
 
-def test_one_decoder_gets_fewer_answers_where_all_have_had_many_from_the_beginning() -> None:
+def test_one_decoder_gets_fewer_answers_when_all_had_many_from_the_start() -> None:
     pace = taught(on_an_a3, 12, 12, answers=20)
     assert (pace.most, pace.scout_most, pace.scout_prefers) == (math.inf, math.inf, 8)
     for _ in range(40):
@@ -182,7 +182,7 @@ def test_one_decoder_gets_fewer_answers_where_all_have_had_many_from_the_beginni
     assert 8 <= pace.most <= 11, "nothing was seen between 8 and 12"
 
 
-def test_saturation_point_is_tried_again_by_one_decoder_and_dropped_when_engines_are_faster() -> None:
+def test_saturation_point_is_tested_by_one_decoder_and_dropped_if_exceeded() -> None:
     pace = taught(on_an_a3, 1, 12)
     for _ in range(5):
         answer(pace, on_an_a3, {6: 30.0}, TRUSTED_SECONDS)
@@ -239,7 +239,7 @@ def test_slow_clients_do_not_show_a_saturation_point() -> None:
     assert pace.most == math.inf
 
 
-def test_slow_decoder_is_known_and_does_not_change_the_pace_of_all() -> None:
+def test_slow_decoder_does_not_change_the_pace_of_all() -> None:
     pace, rng = DecodePace(), random.Random(1)
     for number in range(600):
         spent = {rng.randint(1, 8): 10.0}
@@ -255,7 +255,7 @@ def test_slow_decoder_is_known_and_does_not_change_the_pace_of_all() -> None:
     assert pace.slowness("slow") == 1.0
 
 
-def test_answer_without_tokens_or_in_next_to_no_time_teaches_nothing() -> None:
+def test_answer_without_tokens_or_duration_is_not_learned() -> None:
     pace = DecodePace()
     pace.learn("d", [(1, 0.0)], 5, 0.0)
     pace.learn("d", [(1, 0.05), (2, 0.04)], 20, 0.0)

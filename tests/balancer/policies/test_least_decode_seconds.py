@@ -101,12 +101,12 @@ def decoders(balancer: Balancer) -> Decoders:
     return Decoders(balancer)
 
 
-def test_it_is_what_decoders_get_by_the_name_of_least_load() -> None:
+def test_least_load_for_decoders_is_least_decode_seconds() -> None:
     assert isinstance(make_policy("least_load", PolicyContext(role=Role.DECODE)), LeastDecodeSeconds)
     assert not isinstance(make_policy("least_load", PolicyContext(role=Role.PREFILL)), LeastDecodeSeconds)
 
 
-def test_an_answer_goes_where_the_fewest_are_written_however_long_their_prompts_are(decoders: Decoders) -> None:
+def test_answer_goes_to_fewest_running_answers_regardless_of_prompt_length(decoders: Decoders) -> None:
     first = decoders.begin(asking(100_000))
     second = decoders.begin(asking(10))
     assert second.backend != first.backend
@@ -115,7 +115,7 @@ def test_an_answer_goes_where_the_fewest_are_written_however_long_their_prompts_
     assert decoders.begin(asking(10)).backend == first.backend
 
 
-def test_equal_ones_take_turns(decoders: Decoders) -> None:
+def test_equal_decoders_take_turns(decoders: Decoders) -> None:
     backends = []
     for _ in range(4):
         with decoders.pool.lease(asking()) as lease:
@@ -138,14 +138,14 @@ def test_decoder_at_its_saturation_point_has_no_room(decoders: Decoders) -> None
     assert decoders.begin().backend == leases[0].backend
 
 
-def test_requests_beyond_the_saturation_point_of_all_are_spread(decoders: Decoders) -> None:
+def test_requests_are_spread_when_all_decoders_are_saturated(decoders: Decoders) -> None:
     decoders.teach()
     leases = [decoders.begin() for _ in range(19)]
     counts = [sum(lease.backend == backend for lease in leases) for backend in {lease.backend for lease in leases}]
     assert sorted(counts) == [9, 10]
 
 
-def test_requests_are_spread_where_all_decoders_have_what_was_tried(decoders: Decoders) -> None:
+def test_requests_are_spread_when_all_decoders_reach_the_tried_count(decoders: Decoders) -> None:
     """The decoder that is to have fewer answers does not get all others."""
     for _ in range(10):
         decoders.write(4)
@@ -155,7 +155,7 @@ def test_requests_are_spread_where_all_decoders_have_what_was_tried(decoders: De
     assert max(counts) <= 31
 
 
-def test_the_streams_of_other_workers_count(decoders: Decoders) -> None:
+def test_streams_of_other_workers_count(decoders: Decoders) -> None:
     decoders.others = 7
     for _ in range(10):
         decoders.clock.now += 1.0
@@ -166,14 +166,14 @@ def test_the_streams_of_other_workers_count(decoders: Decoders) -> None:
     assert decoders.policy.pace.rates[8] == pytest.approx(1 / on_an_a3(8), rel=0.05)
 
 
-def test_what_answers_hold_is_learned_from_those_with_such_a_limit(decoders: Decoders) -> None:
+def test_kv_of_answers_is_learned_by_their_token_limits(decoders: Decoders) -> None:
     for _ in range(10):
         decoders.write(1, tokens=100)
     assert decoders.policy.cost_of(decoders.begin().backend, asking()).kv == 1101
     assert decoders.policy.cost_of(decoders.begin().backend, asking(1000, 8192)).kv == 9192, "another limit"
 
 
-def test_a_decoder_without_memory_for_an_answer_more_has_no_room(decoders: Decoders) -> None:
+def test_decoder_without_kv_memory_for_an_answer_has_no_room(decoders: Decoders) -> None:
     decoders.kv_tokens = 40_000
     leases = [decoders.begin(asking(18_000, 100)) for _ in range(4)]
     assert not decoders.pool.has_room()
@@ -182,7 +182,7 @@ def test_a_decoder_without_memory_for_an_answer_more_has_no_room(decoders: Decod
     assert decoders.begin(asking(18_000, 100)).backend == leases[3].backend
 
 
-def test_answers_whose_prompts_are_still_computed_take_memory_too(decoders: Decoders) -> None:
+def test_answers_in_prefill_count_for_kv_memory(decoders: Decoders) -> None:
     decoders.kv_tokens = 40_000
     decoders.begin(asking(18_000, 100))
     for _ in range(3):
@@ -191,13 +191,13 @@ def test_answers_whose_prompts_are_still_computed_take_memory_too(decoders: Deco
     assert not decoders.pool.has_room()
 
 
-def test_one_that_is_idle_has_room_for_what_does_not_fit(decoders: Decoders) -> None:
+def test_idle_decoder_accepts_answer_larger_than_its_memory(decoders: Decoders) -> None:
     decoders.kv_tokens = 1000
     decoders.begin(asking(5000)).__exit__(None, None, None)
     assert decoders.pool.has_room()
 
 
-def test_what_has_failed_teaches_nothing(decoders: Decoders) -> None:
+def test_failed_answer_is_not_learned(decoders: Decoders) -> None:
     lease = decoders.begin()
     decoders.clock.now += 5.0
     lease.answer_tokens = 50
@@ -205,7 +205,7 @@ def test_what_has_failed_teaches_nothing(decoders: Decoders) -> None:
     assert not decoders.policy.pace.samples
 
 
-def test_a_decoder_that_starts_slowly_gets_its_share(balancer: Balancer, decoders: Decoders) -> None:
+def test_decoder_in_slow_start_gets_its_share(balancer: Balancer, decoders: Decoders) -> None:
     slow: Backend = decoders.pool.backends()[0]
     balancer.put_on_probation(slow)
     with decoders.pool.lease(asking()) as lease:
@@ -235,7 +235,7 @@ def test_learned_saturation_point_is_logged_when_it_makes_requests_wait_and_when
     assert "dropped" in caplog.messages[1]
 
 
-def test_request_waits_for_twice_what_it_gains_by_the_saturation_point(decoders: Decoders) -> None:
+def test_request_waits_at_most_twice_its_gain_from_the_saturation_point(decoders: Decoders) -> None:
     request = asking()
     assert decoders.pool.policy.hold_seconds(request, 1) == float("inf"), "nothing is learned"
     decoders.teach()
@@ -251,7 +251,7 @@ def test_request_waits_for_twice_what_it_gains_by_the_saturation_point(decoders:
         assert decoders.pool.policy.hold_seconds(None, waiting) == expected
 
 
-def test_engine_would_take_a_request_unless_it_is_at_its_own_limit(decoders: Decoders) -> None:
+def test_would_take_ignores_learned_limits(decoders: Decoders) -> None:
     decoders.kv_tokens = 40_000
     leases = [decoders.begin(asking(18_000, 100)) for _ in range(4)]
     assert not decoders.pool.has_room()
@@ -260,7 +260,7 @@ def test_engine_would_take_a_request_unless_it_is_at_its_own_limit(decoders: Dec
     assert not decoders.pool.would_take()
 
 
-def test_large_answers_before_do_not_make_small_ones_go_one_by_one(decoders: Decoders) -> None:
+def test_earlier_large_answers_do_not_serialize_small_ones(decoders: Decoders) -> None:
     decoders.kv_tokens = 40_000
     for _ in range(50):
         decoders.begin(asking(38_000)).__exit__(None, None, None)
@@ -270,7 +270,9 @@ def test_large_answers_before_do_not_make_small_ones_go_one_by_one(decoders: Dec
 
 
 @pytest.mark.parametrize(("lag", "learns"), [(0.0, True), (0.01, True), (0.5, False), (None, False)])
-def test_answer_teaches_nothing_if_the_event_loop_was_late(balancer: Balancer, lag: float | None, learns: bool) -> None:
+def test_answer_is_not_learned_when_the_event_loop_was_late(
+    balancer: Balancer, lag: float | None, learns: bool
+) -> None:
     decoders = Decoders(balancer)
     decoders.policy.context.lag_within = lambda began, ended: lag
     decoders.write(1)
@@ -279,7 +281,7 @@ def test_answer_teaches_nothing_if_the_event_loop_was_late(balancer: Balancer, l
     assert bool(decoders.policy.pace.samples) == learns
 
 
-def test_answer_is_learned_when_it_is_known_that_the_event_loop_was_not_late(decoders: Decoders) -> None:
+def test_answer_is_learned_once_the_lag_is_known(decoders: Decoders) -> None:
     lag: float | None = None
     decoders.policy.context.lag_within = lambda began, ended: lag
     decoders.write(1)

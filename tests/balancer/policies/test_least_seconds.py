@@ -106,13 +106,13 @@ def prefillers(balancer: Balancer) -> Prefillers:
     return Prefillers(balancer)
 
 
-def test_a_prompt_that_begins_alike_goes_where_its_beginning_is(prefillers: Prefillers) -> None:
+def test_prompt_goes_to_the_prefiller_with_its_cached_prefix(prefillers: Prefillers) -> None:
     first = prefillers.serve(prompt(1, 2, 3, 4))
     for tail in range(10, 20):
         assert prefillers.serve(prompt(1, 2, 3, tail), cached=3 * PIECE) == first
 
 
-def test_a_burst_with_one_beginning_goes_on_elsewhere_when_the_queue_there_is_longer_than_it_saves(
+def test_burst_with_one_prefix_spills_over_when_the_queue_costs_more(
     prefillers: Prefillers,
 ) -> None:
     prefillers.teach()
@@ -123,7 +123,7 @@ def test_a_burst_with_one_beginning_goes_on_elsewhere_when_the_queue_there_is_lo
 
 
 @pytest.mark.parametrize("has_keys", [True, False])
-def test_of_equals_a_session_gets_the_same_whatever_its_prompts_show(prefillers: Prefillers, has_keys: bool) -> None:
+def test_session_selects_the_same_of_equal_prefillers(prefillers: Prefillers, has_keys: bool) -> None:
     def whose(number: int) -> Backend:
         # Nothing is known of what they begin with, as in a gateway that has not seen the turns before.
         pieces = range(start := next(fresh), start + 4)
@@ -135,14 +135,14 @@ def test_of_equals_a_session_gets_the_same_whatever_its_prompts_show(prefillers:
     assert [whose(number) for number in range(11)] == first
 
 
-def test_what_is_cached_counts_for_more_than_a_session(prefillers: Prefillers) -> None:
+def test_cached_prefix_outweighs_session(prefillers: Prefillers) -> None:
     prefillers.teach()
     first = prefillers.serve(prompt(1, 2, 3, 4))
     for number in range(6):
         assert prefillers.serve(prompt(1, 2, 3, 9, session=f"{number}"), cached=3 * PIECE) == first
 
 
-def test_the_charge_is_what_has_to_be_computed_and_is_given_back_exactly(prefillers: Prefillers) -> None:
+def test_uncached_work_is_charged_and_released_exactly(prefillers: Prefillers) -> None:
     prefillers.teach()
     cold = prefillers.begin(prompt(1, 2, 3, 4, 5, 6, 7, 8))
     charged = prefillers.scoreboard.load(cold.backend.slot).compute
@@ -157,26 +157,26 @@ def test_the_charge_is_what_has_to_be_computed_and_is_given_back_exactly(prefill
     assert {prefillers.scoreboard.load(slot) for slot in range(4)} == {Load()}
 
 
-def test_unknown_prompts_are_charged_as_least_load_charges_them(prefillers: Prefillers) -> None:
+def test_request_without_subject_is_charged_its_load(prefillers: Prefillers) -> None:
     load = Load(12_345, 678)
     with prefillers.pool.lease(PickRequest.of(load)) as lease:
         assert prefillers.scoreboard.load(lease.backend.slot) == load
 
 
-def test_what_failed_is_not_thought_to_be_cached(prefillers: Prefillers) -> None:
+def test_failed_prompt_is_not_expected_in_the_cache(prefillers: Prefillers) -> None:
     with pytest.raises(RuntimeError), prefillers.pool.lease(prompt(1, 2, 3)) as lease:
         raise RuntimeError
     cached = prefillers.policy._prefillers.of(lease.backend).cached
     assert cached.hit([1, 2, 3]) == 0
 
 
-def test_predictions_follow_the_engines(prefillers: Prefillers) -> None:
+def test_predictions_are_learned_from_answers(prefillers: Prefillers) -> None:
     prefillers.teach()
     candidates = prefillers.pool._chooser.candidates
     assert prefillers.policy.work_seconds(candidates, prompt(*range(5, 25))) == pytest.approx(10.24, rel=0.15)
 
 
-def test_requests_one_behind_the_other_are_not_thought_to_take_as_long_as_they_wait(prefillers: Prefillers) -> None:
+def test_waiting_time_is_not_learned_as_prefill_time(prefillers: Prefillers) -> None:
     prefillers.teach()
     leases = [prefillers.begin(prompt(*range(100 * number, 100 * number + 8))) for number in range(8)]
     by_backend: dict[Backend, list[Lease]] = {}
@@ -192,7 +192,7 @@ def test_requests_one_behind_the_other_are_not_thought_to_take_as_long_as_they_w
     assert prefillers.policy.work_seconds(candidates, prompt(*range(5000, 5008))) == pytest.approx(4.1, rel=0.15)
 
 
-def test_there_is_room_where_work_is_almost_done(prefillers: Prefillers) -> None:
+def test_prefiller_has_room_when_its_work_is_almost_done(prefillers: Prefillers) -> None:
     prefillers.teach()
     for _ in range(20):
         burst(prefillers, together=False)
@@ -206,7 +206,7 @@ def test_there_is_room_where_work_is_almost_done(prefillers: Prefillers) -> None
 
 
 @pytest.mark.parametrize(("max_running", "more"), [(None, 100), (1, 0)])
-def test_nothing_is_held_back_until_it_is_known_when_a_prefiller_is_free(
+def test_no_queueing_until_the_order_of_prompts_is_known(
     balancer: Balancer, max_running: int | None, more: int
 ) -> None:
     prefillers = Prefillers(balancer, max_running)
@@ -217,7 +217,7 @@ def test_nothing_is_held_back_until_it_is_known_when_a_prefiller_is_free(
     assert len(leases) == 2 + more
 
 
-def test_who_waits_lets_another_one_go_first_to_whom_what_is_free_is_best(prefillers: Prefillers) -> None:
+def test_waiting_request_is_overtaken_by_one_that_suits_the_free_prefiller(prefillers: Prefillers) -> None:
     prefillers.teach()
     one_at_a_time(prefillers)
     hot = [prompt(*range(1, 30), 100 + number) for number in range(3)]
@@ -230,7 +230,7 @@ def test_who_waits_lets_another_one_go_first_to_whom_what_is_free_is_best(prefil
     assert prefillers.begin(cold).backend != busy
 
 
-def test_a_queue_for_one_cache_moves_on_to_who_is_free_before_it_takes_longer(prefillers: Prefillers) -> None:
+def test_queue_for_one_cache_moves_to_a_free_prefiller(prefillers: Prefillers) -> None:
     prefillers.teach()
     one_at_a_time(prefillers)
     prefillers.serve(prompt(*range(1, 5)))
@@ -239,7 +239,7 @@ def test_a_queue_for_one_cache_moves_on_to_who_is_free_before_it_takes_longer(pr
     assert prefillers.pool.first_to_admit(waiting) is not None
 
 
-def test_a_decoder_gets_the_least_load_in_tokens(balancer: Balancer) -> None:
+def test_decoders_are_charged_in_tokens(balancer: Balancer) -> None:
     pool = balancer.pool(Role.DECODE, "least_load")
     first = pool.lease(prompt(1, 2, 3, 4)).__enter__()
     assert balancer.scoreboard.load(first.backend.slot) == Load(0, 4 * PIECE)
@@ -248,7 +248,7 @@ def test_a_decoder_gets_the_least_load_in_tokens(balancer: Balancer) -> None:
     assert pool.first_to_admit([prompt(1)]) == 0
 
 
-def test_one_that_is_overdue_is_not_waited_for(prefillers: Prefillers) -> None:
+def test_overdue_prefiller_is_avoided(prefillers: Prefillers) -> None:
     prefillers.teach()
     stuck = prefillers.begin(prompt(*range(1, 9))).backend
     prefillers.clock.now += 60.0
@@ -262,14 +262,14 @@ def workers() -> list[Prefillers]:
     return [Prefillers(balancer, worker=worker, journal=journal) for worker in range(2)]
 
 
-def test_a_conversation_goes_where_another_worker_has_sent_it(workers: list[Prefillers]) -> None:
+def test_conversation_follows_the_choice_of_another_worker(workers: list[Prefillers]) -> None:
     for number in range(20):
         asked = range(1000 * number, 1000 * number + 8)
         first = workers[number % 2].serve(prompt(*asked))
         assert workers[1 - number % 2].serve(prompt(*asked, 10**8), cached=8 * PIECE) == first
 
 
-def test_workers_mean_the_same_instance_when_one_has_come_back_in_another_slot(workers: list[Prefillers]) -> None:
+def test_workers_share_an_instance_that_came_back_in_another_slot(workers: list[Prefillers]) -> None:
     one, other = workers
     back = one.pool.backends()[0]
     assert other.serve(prompt(7)).port in (1, 2)
@@ -291,7 +291,7 @@ def test_workers_mean_the_same_instance_when_one_has_come_back_in_another_slot(w
     assert other.serve(prompt(*asked, 509), cached=8 * PIECE) == back
 
 
-def test_workers_come_to_the_same_conclusions(workers: list[Prefillers]) -> None:
+def test_workers_learn_the_same_values(workers: list[Prefillers]) -> None:
     one, other = workers
     other.pool.backends()
     candidates = other.pool._chooser.candidates
@@ -313,9 +313,7 @@ def test_workers_come_to_the_same_conclusions(workers: list[Prefillers]) -> None
 
 
 @pytest.mark.parametrize("lag", [0.0, 0.2])
-def test_workers_learn_from_each_other_but_not_while_the_event_loop_was_late(
-    workers: list[Prefillers], lag: float
-) -> None:
+def test_workers_share_samples_except_late_ones(workers: list[Prefillers], lag: float) -> None:
     one, other = workers
     one.policy.context.lag_within = lambda began, ended: lag
     asked = prompt(*range(50, 70))
@@ -345,7 +343,7 @@ def test_policy_logs_that_a_prefiller_computes_more_with_more_prompts(
     assert [record.fields for record in caplog.records] == [{"backend": prefiller.backend.name}]  # type: ignore[attr-defined]
 
 
-def test_workers_hear_a_sample_once_it_is_known_that_the_event_loop_was_not_late(workers: list[Prefillers]) -> None:
+def test_sample_is_shared_once_the_lag_is_known(workers: list[Prefillers]) -> None:
     one, other = workers
     known_until = 0.0
     one.policy.context.lag_within = lambda began, ended: 0.0 if ended <= known_until else None
@@ -359,7 +357,7 @@ def test_workers_hear_a_sample_once_it_is_known_that_the_event_loop_was_not_late
     assert other.policy._prefillers.cost.samples > 20
 
 
-def test_all_workers_hear_what_engines_tell_of_their_caches() -> None:
+def test_cache_counts_reach_all_workers() -> None:
     balancer, journal = Balancer(), Journal(workers=2, write_only=1)
     workers = [Prefillers(balancer, worker=worker, journal=journal) for worker in range(2)]
     engines = journal.writer(2)
@@ -376,7 +374,7 @@ def test_all_workers_hear_what_engines_tell_of_their_caches() -> None:
     assert [worker.policy._prefillers.of(there).cached.hit([1, 2, 3]) for worker in workers] == [0, 0]
 
 
-def test_a_cache_that_is_emptied_is_no_other_engine_and_gets_what_is_under_way() -> None:
+def test_cleared_cache_keeps_the_engine_and_its_prompts_in_flight() -> None:
     journal = Journal(workers=1, write_only=1)
     prefillers = Prefillers(Balancer(), journal=journal)
     served = prefillers.serve(prompt(1, 2, 3))
@@ -400,7 +398,7 @@ def hear(workers: list[Prefillers]) -> None:
         worker.policy._prefillers.look_up(worker.pool._chooser.candidates)
 
 
-def test_what_another_worker_has_sent_is_not_thought_to_take_longer_than_it_has_left(workers: list[Prefillers]) -> None:
+def test_prompt_of_another_worker_counts_with_its_remaining_time(workers: list[Prefillers]) -> None:
     one, other = workers
     one.teach()
     leases = [one.begin(prompt(*range(100 * number, 100 * number + 8))) for number in range(2)]
@@ -419,7 +417,7 @@ def test_what_another_worker_has_sent_is_not_thought_to_take_longer_than_it_has_
         lease.__exit__(None, None, None)
 
 
-def test_a_prefiller_that_was_gone_has_an_empty_cache(balancer: Balancer, prefillers: Prefillers) -> None:
+def test_prefiller_that_was_unreachable_has_an_empty_cache(balancer: Balancer, prefillers: Prefillers) -> None:
     gone = prefillers.serve(prompt(1, 2, 3))
     assert prefillers.policy.remembered_prefixes
     balancer.health.on_outcome(gone, UpstreamError(Failure.CONNECT, gone, "refused"))
@@ -427,7 +425,7 @@ def test_a_prefiller_that_was_gone_has_an_empty_cache(balancer: Balancer, prefil
     assert not prefillers.policy.remembered_prefixes
 
 
-def test_what_is_predicted_is_what_comes_of_the_hits_that_are_expected(prefillers: Prefillers) -> None:
+def test_prediction_assumes_the_expected_cache_hits(prefillers: Prefillers) -> None:
     prefillers.teach()
     for number in range(4):  # hits that do not come true make what is charged more, and not what is predicted
         prefillers.serve(prompt(*range(1, 9), 100 + number), cached=0)
@@ -438,7 +436,7 @@ def test_what_is_predicted_is_what_comes_of_the_hits_that_are_expected(prefiller
     lease.__exit__(None, None, None)
 
 
-def test_what_is_predicted_of_a_prompt_that_is_all_cached_is_what_is_missing_of_its_last_block(
+def test_prediction_of_a_fully_cached_prompt_is_the_rest_of_its_last_block(
     prefillers: Prefillers,
 ) -> None:
     prefillers.teach()
@@ -468,7 +466,7 @@ def burst(prefillers: Prefillers, *, together: bool) -> None:
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_who_is_seen_to_work_on_one_prompt_at_a_time_is_known(prefillers: Prefillers, together: bool) -> None:
+def test_prefiller_that_never_batches_is_recognized(prefillers: Prefillers, together: bool) -> None:
     prefillers.teach()
     for _ in range(20):
         burst(prefillers, together=together)
@@ -487,7 +485,7 @@ def teach_steps(prefillers: Prefillers) -> None:
         prefillers.serve(prompt(*pieces), seconds=step(len(pieces)))
 
 
-def test_prompts_that_are_computed_together_share_what_each_takes_besides_its_tokens(prefillers: Prefillers) -> None:
+def test_batched_prompts_share_the_fixed_cost_of_a_step(prefillers: Prefillers) -> None:
     teach_steps(prefillers)
     first = prefillers.begin(prompt(1, 2, 3, 4))
     behind = [prefillers.begin(prompt(10 * number, 10 * number + 1)) for number in range(1, 6)]
@@ -497,7 +495,7 @@ def test_prompts_that_are_computed_together_share_what_each_takes_besides_its_to
     assert predicted == pytest.approx([step(4), step(4) + step(2), step(4) + step(4)], rel=0.05)
 
 
-def test_prompts_that_are_answered_at_once_teach_what_they_take_together(prefillers: Prefillers) -> None:
+def test_simultaneous_answers_are_learned_as_one_step(prefillers: Prefillers) -> None:
     teach_steps(prefillers)
     candidates = prefillers.pool._chooser.candidates
     asked = prompt(*range(50, 54))
@@ -519,7 +517,7 @@ def test_prompts_that_are_answered_at_once_teach_what_they_take_together(prefill
 
 
 @pytest.mark.parametrize(("pieces", "goes"), [(1, True), (12, False)])
-def test_who_waits_goes_along_with_one_that_begins_next_if_that_spares_more_than_it_delays(
+def test_waiting_prompt_joins_the_next_step_when_it_saves_more_than_it_delays(
     prefillers: Prefillers, pieces: int, goes: bool
 ) -> None:
     teach_steps(prefillers)
@@ -537,7 +535,7 @@ def test_who_waits_goes_along_with_one_that_begins_next_if_that_spares_more_than
     prefillers.pool.left_queue(waiting)
 
 
-def test_a_prompt_that_takes_as_long_everywhere_is_sent_into_the_next_step(prefillers: Prefillers) -> None:
+def test_prompt_with_equal_costs_everywhere_joins_the_next_step(prefillers: Prefillers) -> None:
     """It would only come too late for that step if it waited in the gateway."""
     teach_steps(prefillers)
     one_at_a_time(prefillers)
@@ -550,7 +548,7 @@ def test_a_prompt_that_takes_as_long_everywhere_is_sent_into_the_next_step(prefi
     assert sent * 2 * PIECE == 2 * 16_384, "until the next step of both has no room"
 
 
-def test_a_prompt_that_does_not_fit_into_the_next_step_waits(prefillers: Prefillers) -> None:
+def test_prompt_that_exceeds_the_next_step_waits(prefillers: Prefillers) -> None:
     """It would not be computed sooner, and a prompt that comes later may take less time there."""
     teach_steps(prefillers)
     one_at_a_time(prefillers)
@@ -560,7 +558,7 @@ def test_a_prompt_that_does_not_fit_into_the_next_step_waits(prefillers: Prefill
     assert prefillers.pool.first_to_admit([prompt(*range(10**6, 10**6 + 32))]) == 0
 
 
-def test_that_is_found_out_anew_now_and_then_and_of_a_new_process(prefillers: Prefillers) -> None:
+def test_batching_is_tested_again_periodically_and_after_a_restart(prefillers: Prefillers) -> None:
     prefillers.teach()
     for _ in range(20):
         burst(prefillers, together=False)
@@ -574,7 +572,7 @@ def test_that_is_found_out_anew_now_and_then_and_of_a_new_process(prefillers: Pr
     assert not known[1].computes_one_at_a_time
 
 
-def test_a_step_has_room_for_what_full_steps_had(prefillers: Prefillers) -> None:
+def test_step_capacity_is_learned_from_full_steps(prefillers: Prefillers) -> None:
     known = prefillers.policy._prefillers.of(prefillers.serve(prompt(1)))
     full = Step(8000.0, 0.0, 0.2, began=0.0, largest=1000.0)
     for _ in range(60):
@@ -590,7 +588,7 @@ def test_a_step_has_room_for_what_full_steps_had(prefillers: Prefillers) -> None
     assert known.step_tokens == 16_384
 
 
-def test_long_prompts_that_are_computed_alone_do_not_show_that_all_are(prefillers: Prefillers) -> None:
+def test_long_prompts_computed_alone_are_not_evidence_against_batching(prefillers: Prefillers) -> None:
     prefillers.teach()
     for number in range(40):
         leases = [
@@ -605,7 +603,7 @@ def test_long_prompts_that_are_computed_alone_do_not_show_that_all_are(prefiller
 
 
 @pytest.mark.parametrize("lag", [0.2, 2.0])
-def test_answers_while_the_event_loop_was_late_teach_no_costs(balancer: Balancer, lag: float) -> None:
+def test_costs_are_not_learned_while_the_event_loop_is_late(balancer: Balancer, lag: float) -> None:
     prefillers = Prefillers(balancer)
     prefillers.teach()
     candidates = prefillers.pool._chooser.candidates
@@ -616,7 +614,7 @@ def test_answers_while_the_event_loop_was_late_teach_no_costs(balancer: Balancer
     assert prefillers.policy.work_seconds(candidates, prompt(*range(50, 70))) == before
 
 
-def test_answers_teach_costs_once_it_is_known_that_the_event_loop_was_not_late(balancer: Balancer) -> None:
+def test_costs_are_learned_once_the_lag_is_known(balancer: Balancer) -> None:
     prefillers = Prefillers(balancer)
     known_until = 0.0
     prefillers.policy.context.lag_within = lambda began, ended: 0.0 if ended <= known_until else None
@@ -629,7 +627,7 @@ def test_answers_teach_costs_once_it_is_known_that_the_event_loop_was_not_late(b
     assert prefillers.policy.work_seconds(candidates, asked) > 2 * before
 
 
-def test_a_request_is_held_for_about_twice_its_predicted_wait(prefillers: Prefillers) -> None:
+def test_request_waits_at_most_about_twice_its_predicted_wait(prefillers: Prefillers) -> None:
     assert prefillers.policy.hold_seconds(None, 1) == inf
     prefillers.teach()
     one_at_a_time(prefillers)
@@ -647,7 +645,7 @@ def test_a_request_is_held_for_about_twice_its_predicted_wait(prefillers: Prefil
     assert prefillers.pool.would_take()
 
 
-def test_a_request_that_waits_for_decoders_is_not_held_by_prefillers(prefillers: Prefillers) -> None:
+def test_request_that_waits_for_decoders_has_no_prefill_hold(prefillers: Prefillers) -> None:
     prefillers.teach()
     one_at_a_time(prefillers)
     prefillers.begin(prompt(*range(100, 108)))

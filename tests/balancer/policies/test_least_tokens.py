@@ -61,7 +61,7 @@ def test_least_tokens_takes_turns_only_among_the_least_loaded() -> None:
 
 
 @pytest.mark.parametrize("policy", [LeastTokens(), RoundRobin()])
-def test_turns_go_on_when_candidates_leave_and_come_back(policy: LeastTokens | RoundRobin) -> None:
+def test_turns_continue_when_candidates_leave_and_return(policy: LeastTokens | RoundRobin) -> None:
     assert [choose(policy, EIGHT, IDLE).port for _ in range(3)] == [0, 1, 2]
     fewer = EIGHT[:3] + EIGHT[5:]
     assert choose(policy, fewer, [0] * 6).port == 5

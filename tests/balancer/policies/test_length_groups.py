@@ -40,41 +40,41 @@ def chosen(weights: list[int], prompt_tokens: int, policy: LengthGroups | None =
 
 
 @pytest.mark.parametrize(("prompt_tokens", "half"), [(SHORT, {0, 1}), (LONG, {2, 3}), (32 * 1024, {2, 3})])
-def test_each_length_has_a_half_whose_members_take_turns(prompt_tokens: int, half: set[int]) -> None:
+def test_each_length_group_takes_turns_in_its_half(prompt_tokens: int, half: set[int]) -> None:
     policy = LengthGroups()
     assert {chosen([0, 0, 0, 0], prompt_tokens, policy) for _ in range(4)} == half
 
 
-def test_the_least_loaded_of_the_half_is_taken() -> None:
+def test_least_loaded_backend_of_the_half_is_chosen() -> None:
     assert chosen([5, 4, 0, 9], SHORT) == 1
     assert chosen([8, 9, 9, 8], LONG) == 3
 
 
-def test_of_an_odd_number_one_more_is_for_short_prompts() -> None:
+def test_odd_backend_belongs_to_short_prompts() -> None:
     assert chosen([2, 2, 1, 9, 9], SHORT) == 2
 
 
 @pytest.mark.parametrize("prompt_tokens", [SHORT, LONG])
-def test_a_single_one_takes_all(prompt_tokens: int) -> None:
+def test_single_backend_takes_all_lengths(prompt_tokens: int) -> None:
     assert chosen([100], prompt_tokens) == 0
 
 
-def test_a_half_that_is_much_freer_takes_prompts_of_the_other_length() -> None:
+def test_much_freer_half_takes_prompts_of_the_other_length() -> None:
     assert chosen([100, 100, 10, 20], SHORT) == 2
     assert chosen([20, 10, 100, 100], LONG) == 1
 
 
-def test_a_half_that_is_a_little_freer_does_not() -> None:
+def test_slightly_freer_half_keeps_its_length() -> None:
     assert chosen([100, 100, 90, 95], SHORT) == 0
 
 
-def test_a_prompt_far_from_the_other_half_goes_over_later() -> None:
+def test_prompt_far_from_the_other_length_overflows_later() -> None:
     weights = [85, 85, 100, 100]  # 15 % freer
     assert chosen(weights, 33_000) == 0
     assert chosen(weights, 128 * 1024) == 2
 
 
-def test_the_bounds_are_those_of_the_settings() -> None:
+def test_length_bounds_come_from_the_settings() -> None:
     settings = Balance(long_prompt_tokens=500, longest_prompt_tokens=2_000)
     policy = LengthGroups(PolicyContext(balance=lambda: settings))
     assert chosen([9, 9, 8, 9], SHORT, policy) == 2

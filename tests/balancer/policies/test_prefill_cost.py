@@ -23,13 +23,13 @@ def taught(machine: str, samples: int, *, noise: float = 0.05, slow: float = 1.0
     return learned
 
 
-def test_what_is_not_known_yet_is_reckoned_as_least_load_does() -> None:
+def test_unlearned_cost_equals_the_prior() -> None:
     learned = PrefillCost()
     assert learned.seconds(10_000, 0) == pytest.approx((3480 + 10_000) * SECONDS_PER_LOAD, rel=0.01)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_after_two_hundred_answers_predictions_are_within_a_few_percent(machine: str) -> None:
+def test_predictions_are_within_a_few_percent_after_200_answers(machine: str) -> None:
     learned, cost = taught(machine, 200), MACHINES[machine].cost
     errors = sorted(
         abs(learned.seconds(uncached, cached) / cost.prefill(uncached, cached) - 1)
@@ -40,12 +40,12 @@ def test_after_two_hundred_answers_predictions_are_within_a_few_percent(machine:
     assert errors[-1] < 0.25
 
 
-def test_an_instance_that_takes_twice_as_long_is_found_out() -> None:
+def test_instance_with_double_prefill_time_is_recognized() -> None:
     learned = taught("kimi-k2-thinking-a3", 300, slow=2.0)
     assert learned.slowness("slow") / learned.slowness("one") == pytest.approx(2.0, rel=0.15)
 
 
-def test_a_few_answers_that_took_much_too_long_change_little() -> None:
+def test_few_outliers_change_little() -> None:
     learned = taught("kimi-k2-thinking-a3", 200)
     before = learned.seconds(5000, 0)
     for _ in range(3):
@@ -53,7 +53,7 @@ def test_a_few_answers_that_took_much_too_long_change_little() -> None:
     assert learned.seconds(5000, 0) < 1.5 * before
 
 
-def test_an_engine_that_became_slower_is_followed() -> None:
+def test_cost_follows_an_engine_that_becomes_slower() -> None:
     learned, cost = taught("kimi-k2.5-h200", 200), MACHINES["kimi-k2-thinking-a3"].cost
     rng = random.Random(2)
     for _ in range(2000):
@@ -69,12 +69,12 @@ def test_no_part_of_the_cost_is_ever_negative() -> None:
         assert min(learned.shape) >= 0
 
 
-def test_what_tells_nothing_is_not_learned_from() -> None:
+def test_samples_without_time_or_tokens_are_ignored() -> None:
     learned = PrefillCost()
     for uncached, seconds in ((0, 1.0), (100, 0.0), (100, -1.0)):
         learned.learn("one", uncached, 0, seconds)
     assert learned.samples == 0
 
 
-def test_answers_that_all_come_at_one_time_explain_nothing() -> None:
+def test_misfit_is_infinite_for_simultaneous_answers() -> None:
     assert misfit([(1000.0, 500_000.0, 0.0)] * 5) == math.inf

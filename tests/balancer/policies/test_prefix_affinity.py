@@ -88,15 +88,13 @@ async def test_the_samples_of_a_request_share_the_keys_of_its_prompt(
 
 
 @pytest.mark.interpreted
-async def test_policies_that_do_not_look_at_prompts_pay_nothing_for_their_keys(
-    deploy: Deploy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_prefix_keys_are_not_computed_for_other_policies(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Prompt, "_computed", None)
     gateway = await deploy(balance={"prefill_policy": "least_tokens"})
     assert (await gateway.ask(turn(LONG))).is_done
 
 
-async def test_the_prompts_of_a_list_are_different_prompts(deploy: Deploy) -> None:
+async def test_each_prompt_of_a_list_has_its_own_keys(deploy: Deploy) -> None:
     gateway = await deploy(2, 1, **CHOOSING)
     prompts = [f"{number} {LONG}" for number in range(2)]
     assert (await gateway.ask({"model": "sim", "prompt": prompts, "max_tokens": 2})).is_done
@@ -120,7 +118,7 @@ async def test_a_prefiller_is_charged_for_what_it_has_to_compute(deploy: Deploy)
 
 
 @pytest.mark.parametrize("is_the_clients_doing", [False, True])
-async def test_what_no_prefill_came_of_is_not_remembered(deploy: Deploy, is_the_clients_doing: bool) -> None:
+async def test_failed_prefill_is_not_remembered(deploy: Deploy, is_the_clients_doing: bool) -> None:
     gateway = await deploy(1, 1, **CHOOSING)
     (engine,) = gateway.prefillers
     backend, policy = backend_of(gateway, engine), policy_of(gateway)
@@ -138,9 +136,7 @@ async def test_what_no_prefill_came_of_is_not_remembered(deploy: Deploy, is_the_
     assert policy.keys_of(backend) == before
 
 
-async def test_what_a_client_says_of_its_request_reaches_the_policy(
-    deploy: Deploy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_client_headers_reach_the_policy(deploy: Deploy, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[PickRequest] = []
 
     def track(policy: PrefixAffinity, backend: Backend, request: PickRequest) -> Tracker:
@@ -155,7 +151,7 @@ async def test_what_a_client_says_of_its_request_reaches_the_policy(
     assert wanted.prompt_tokens > 1000
 
 
-async def test_a_reload_that_leaves_the_policy_leaves_what_it_knows(deploy: Deploy) -> None:
+async def test_reload_with_the_same_policy_keeps_learned_values(deploy: Deploy) -> None:
     gateway = await deploy(2, 1, **CHOOSING)
     await gateway.ask(request(Api.CHAT, LONG))
     worker, policy = gateway.worker, policy_of(gateway)

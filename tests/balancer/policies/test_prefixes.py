@@ -33,13 +33,13 @@ def learned(cached: CachedPrefixes, reported: float) -> None:
     cached.learn(known, odometer, ends(3), expected=300, reported=reported)
 
 
-def test_what_was_sent_is_there_as_far_as_prompts_agree() -> None:
+def test_sent_prompt_is_cached_up_to_the_first_difference() -> None:
     cached = CachedPrefixes()
     sent(cached, 1, 2, 3)
     assert [cached.hit(each) for each in (keys(1, 2, 3, 4), keys(1, 2, 9), keys(9, 2, 3), [])] == [3, 2, 0, 0]
 
 
-def test_what_is_pushed_out_is_gone_from_its_tail() -> None:
+def test_prefix_is_evicted_from_its_tail() -> None:
     cached = CachedPrefixes()
     cached.capacity = 1000
     sent(cached, *range(5))
@@ -49,7 +49,7 @@ def test_what_is_pushed_out_is_gone_from_its_tail() -> None:
     assert cached.hit(keys(*range(5))) == 0
 
 
-def test_engines_find_whole_blocks_of_a_size_that_what_they_tell_shows() -> None:
+def test_block_size_is_learned_from_reported_tokens() -> None:
     cached = CachedPrefixes()
     assert cached.found(ends(5), 3, 900) == 300
     cached.tell(16_384)  # of which nothing follows
@@ -69,7 +69,7 @@ def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     assert cached.found([512.0], 1, 512) == 384
 
 
-def test_what_is_used_again_stays() -> None:
+def test_reused_prefix_stays_cached() -> None:
     cached = CachedPrefixes()
     cached.capacity = 1000
     for round_ in range(20):
@@ -78,14 +78,14 @@ def test_what_is_used_again_stays() -> None:
     assert cached.hit(keys(1, 2)) == 2
 
 
-def test_what_nothing_has_come_of_is_dropped_but_not_what_was_there_before() -> None:
+def test_failed_prompt_drops_only_its_new_pieces() -> None:
     cached = CachedPrefixes()
     sent(cached, 1, 2)
     cached.drop(sent(cached, 1, 2, 3))
     assert cached.hit(keys(1, 2, 3)) == 2
 
 
-def test_an_instance_that_caches_nothing_is_soon_not_believed() -> None:
+def test_trust_falls_when_nothing_is_cached() -> None:
     cached = CachedPrefixes()
     sent(cached, 1, 2, 3)
     for _ in range(10):
@@ -97,7 +97,7 @@ def test_an_instance_that_caches_nothing_is_soon_not_believed() -> None:
 
 
 @pytest.mark.parametrize("capacity", [200_000, 3_000_000])
-def test_the_capacity_is_learned_from_what_was_cached(capacity: int) -> None:
+def test_capacity_is_learned_from_cached_tokens(capacity: int) -> None:
     """Against a cache of this size that evicts as engines do, whatever is thought of it at first."""
     cached, blocks, rng = CachedPrefixes(), KvBlocks(capacity // 1000), random.Random(1)
     for _ in range(3000):
@@ -115,7 +115,7 @@ def test_the_capacity_is_learned_from_what_was_cached(capacity: int) -> None:
 
 
 @pytest.mark.interpreted
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_keys_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefixes, "MAX_KEYS", 100)
     cached = CachedPrefixes()
     for number in range(100):
@@ -124,7 +124,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cached.hit(keys(*range(990, 1000))) == 10
 
 
-def test_what_is_long_gone_is_forgotten() -> None:
+def test_evicted_prefix_is_forgotten_later() -> None:
     cached = CachedPrefixes()
     cached.capacity = 1000
     for number in range(100):
@@ -139,7 +139,7 @@ def test_a_restart_empties_the_cache() -> None:
     assert cached.hit(keys(1, 2)) == 0
 
 
-def test_an_engine_that_tells_its_evictions_need_not_be_learned() -> None:
+def test_reported_evictions_set_the_capacity() -> None:
     cached = CachedPrefixes()
     cached.follow(CacheCount(stored=0, reach=0, evicts=False, cleared=0), computing=0)
     assert cached.capacity == 1_000_000
@@ -152,7 +152,7 @@ def test_an_engine_that_tells_its_evictions_need_not_be_learned() -> None:
     assert cached.capacity == 500
 
 
-def test_what_others_have_computed_there_pushes_out_too() -> None:
+def test_tokens_of_other_clients_evict_prefixes() -> None:
     cached = CachedPrefixes()
     cached.follow(CacheCount(stored=7000, reach=1000, evicts=True, cleared=0), computing=0)
     sent(cached, 1, 2, 3)
@@ -164,7 +164,7 @@ def test_what_others_have_computed_there_pushes_out_too() -> None:
     assert cached.hit(keys(1, 2, 3)) == 0
 
 
-def test_counting_may_begin_again_and_a_cache_is_emptied_once() -> None:
+def test_restarted_count_and_cleared_cache_are_applied_once() -> None:
     cached = CachedPrefixes()
     assert not cached.follow(CacheCount(stored=7000, reach=0, evicts=False, cleared=3), computing=0)
     assert not cached.follow(CacheCount(stored=7000, reach=0, evicts=False, cleared=3), computing=0)
@@ -219,7 +219,7 @@ class Conversations:
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("block_tokens", [16, 256, 544, 1024, 2048])
-def test_a_cache_of_coarse_blocks_is_not_taken_for_a_small_one(block_tokens: int, exact: bool) -> None:
+def test_coarse_blocks_do_not_lower_the_learned_capacity(block_tokens: int, exact: bool) -> None:
     conversations = Conversations(block_tokens, capacity=10_000_000, exact=exact)
     assert conversations.hold(32) == pytest.approx(1.0, abs=0.1)
     assert conversations.cached.capacity >= 1_000_000
@@ -228,7 +228,7 @@ def test_a_cache_of_coarse_blocks_is_not_taken_for_a_small_one(block_tokens: int
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("block_tokens", [16, 544, 2048])
-def test_a_small_cache_of_coarse_blocks_is_known(block_tokens: int, exact: bool) -> None:
+def test_small_cache_with_coarse_blocks_is_learned(block_tokens: int, exact: bool) -> None:
     conversations = Conversations(block_tokens, capacity=300_000, exact=exact)
     conversations.hold(60)
     assert conversations.cached.capacity == pytest.approx(300_000, rel=0.5)

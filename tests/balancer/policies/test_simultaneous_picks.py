@@ -76,15 +76,13 @@ class Workers:
 
 @pytest.mark.parametrize("policy", ["least_tokens", "round_robin"])
 @pytest.mark.parametrize(("workers", "backends"), [(2, 2), (4, 8), (8, 8), (3, 20)])
-def test_workers_that_pick_at_once_take_different_ones_of_equal_backends(
-    policy: str, workers: int, backends: int
-) -> None:
+def test_simultaneous_workers_choose_different_equal_backends(policy: str, workers: int, backends: int) -> None:
     together = Workers(workers, backends, policy)
     for _ in range(backends // workers):
         assert len(set(together.pick_at_once())) == workers
 
 
-def test_in_step_four_workers_fill_eight_backends_as_evenly_as_one_does() -> None:
+def test_four_simultaneous_workers_fill_backends_as_evenly_as_one() -> None:
     together = Workers(4, 8)
     for turn in range(200):
         together.pick_at_once()
@@ -92,7 +90,7 @@ def test_in_step_four_workers_fill_eight_backends_as_evenly_as_one_does() -> Non
 
 
 @pytest.mark.parametrize("worker", range(5))
-def test_short_requests_of_whichever_worker_reach_all_backends_in_turn(worker: int) -> None:
+def test_short_requests_of_any_worker_reach_all_backends(worker: int) -> None:
     together = Workers(5, 4)
     slots = [together.look(worker).slot for _ in range(12)]
     assert slots[:4] == slots[4:8] == slots[8:]
@@ -100,7 +98,7 @@ def test_short_requests_of_whichever_worker_reach_all_backends_in_turn(worker: i
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4, 8])
-def test_picks_at_once_are_off_by_less_requests_than_there_are_workers(workers: int) -> None:
+def test_simultaneous_picks_differ_by_fewer_requests_than_workers(workers: int) -> None:
     together = Workers(workers, 3)
     for _ in range(50):
         chosen = [together.look(worker) for worker in range(workers)]
@@ -115,7 +113,7 @@ _steps = st.tuples(st.integers(0, 3), st.booleans(), st.integers(1, 1000))
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(_steps, max_size=60))
-def test_a_pick_is_off_by_no_more_than_what_others_changed_since_it_looked(steps: list[tuple[int, bool, int]]) -> None:
+def test_pick_error_is_bounded_by_concurrent_changes(steps: list[tuple[int, bool, int]]) -> None:
     together = Workers(4, 3)
     looking: dict[int, tuple[Backend, Load, list[int], list[int]]] = {}
     open_leases: list[tuple[int, Backend, Load]] = []
@@ -142,7 +140,7 @@ def test_a_pick_is_off_by_no_more_than_what_others_changed_since_it_looked(steps
             open_leases.append((worker, backend, load))
 
 
-def test_a_burst_in_several_processes_leaves_backends_that_differ_by_no_more_requests_than_there_are_workers() -> None:
+def test_burst_of_several_processes_is_balanced_within_one_per_worker() -> None:
     # However they interleave: the last charge of the fullest backend was chosen when that one was the least loaded, and
     # since then each other worker can have brought one charge that it had decided on before.
     workers, each = 4, 300
