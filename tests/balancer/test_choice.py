@@ -1,4 +1,4 @@
-"""Why a backend was chosen, and what there was to choose from."""
+"""Tests of the reason and the figures of a choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What choosing and charging cost one request in calls, which are the same on every machine."""
+"""Test of the number of Python calls for the choice and charge of one request, which is equal on all machines."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from tests.balancer.conftest import Balancer
 
 _CHAT: Final = b'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 7}'
-# Python functions that are called. About a tenth above what was measured; who makes a request cheaper lowers it.
+# Bounds of called Python functions, about a tenth above the measured numbers. Lower them when a request gets cheaper.
 _MOST_CALLS: Final = 92
 
 
 def calls_of_one(prefillers: Pool, decoders: Pool) -> int:
-    """Those of a request that does not wait, as the fast path and the connectors ask for them."""
+    """Enter and leave the leases of a request that does not wait, as the fast path and the connectors do."""
     request = parse(Api.CHAT, _CHAT, Cost()).pick_request()
     calls = 0
 
@@ -51,7 +51,7 @@ def calls_of_one(prefillers: Pool, decoders: Pool) -> int:
 def test_choice_stays_within_its_number_of_calls(balancer: Balancer) -> None:
     prefillers = balancer.pool(Role.PREFILL, "least_load")
     decoders = balancer.pool(Role.DECODE, "least_load")
-    # What is done every now and then is not counted: lessons of what prompts take, and a look at what was learned.
+    # Periodic work is not counted: learning of prefill times and updates of learned values.
     calls = min(calls_of_one(prefillers, decoders) for _ in range(50))
     assert calls <= _MOST_CALLS, f"{calls} calls"
     assert calls > 0.8 * _MOST_CALLS, f"{calls} calls: lower the bound"

@@ -1,4 +1,4 @@
-"""When a prompt is better left to a decoder: by what both sides have shown to take, and never past a decoder's knee."""
+"""Tests of local prefill: learned times of decoders and handoffs, and the limits of decoders."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST = 4096
 
 
 class Both:
-    """Prefillers that take 1 ms a token, and decoders; a hand-over takes 0.2 s."""
+    """Prefillers that take 1 ms per token, and decoders. A handoff takes 0.2 s."""
 
     def __init__(self, balancer: Balancer) -> None:
         self.balancer = balancer
@@ -64,7 +64,7 @@ class Both:
             self.serve(TURN, 1.0, (TURN.prompt_tokens, TURN.prompt_tokens - uncached), decoder=decoder)
 
     def learn(self, seconds_per_token: float) -> None:
-        """What decoders take."""
+        """Teach the prefill time of decoders."""
         for number in range(40):
             tokens = 100 * (1 + number % 9)
             short = PickRequest(Load(), Load(), prompt(10**8 + number).subject)
@@ -76,13 +76,13 @@ def both(balancer: Balancer) -> Both:
     return Both(balancer)
 
 
-TURN = prompt(*range(1, 20), 99)  # of which a decoder has all but the last piece
+TURN = prompt(*range(1, 20), 99)  # a decoder has cached all but the last piece
 
 
 def test_next_turn_goes_to_the_decoder_of_the_previous_turn(both: Both) -> None:
     both.learn(0.002)
     both.hand_over(prompt(*range(1, 20)), both.second)
-    # At the decoder that has the beginning it takes 1 s, if that is true; with any prefiller 10 s.
+    # The decoder with the cached prefix takes about 1 s, and any prefiller 10 s.
     assert both.sooner(TURN) == both.second
     assert both.sooner(prompt(*range(500, 520))) is None
 
@@ -91,7 +91,7 @@ def test_faster_prefiller_with_cached_prefix_is_preferred(both: Both) -> None:
     both.learn(0.002)
     both.hand_over(prompt(*range(1, 20)), both.second)
     both.prefillers.serve(prompt(*range(1, 20)))
-    for _ in range(30):  # it is known that what is expected to be cached is
+    for _ in range(30):  # the expected cache hits are confirmed
         both.prefillers.serve(prompt(*range(1, 20)), cached=19 * PIECE - 1)
     assert both.sooner(TURN) is None
     both.prefillers.begin(prompt(*range(3000, 3050)))
@@ -126,7 +126,7 @@ def test_no_local_prefill_for_restricted_or_unknown_requests(both: Both) -> None
 
 
 def test_no_local_prefill_without_predictions_of_prefillers(both: Both, balancer: Balancer) -> None:
-    local = LocalPrefill(balancer.prefillers, both.decoders)  # they count tokens
+    local = LocalPrefill(balancer.prefillers, both.decoders)  # this policy predicts no seconds
     local.note_handoff(both.first.name, prompt_costs(prompt(*range(1, 20))), FirstToken(0.0, 5.0), 100)
     assert local.faster_decoder(prompt_costs(TURN), MOST) is None
 
@@ -274,7 +274,7 @@ def test_late_first_tokens_are_not_learned(both: Both) -> None:
         both.serve(one, 20.0, (one.prompt_tokens, 0), instead_seconds=0.1)
     assert (both.local.handoff_seconds, both.local.cost.samples) == (0.2, 0)
     assert both.sooner(one) is not None
-    lag = None  # it is not known yet
+    lag = None  # the lag is unknown
     both.hand_over(prompt(8), seconds=0.4)
     assert both.local.handoff_seconds == 0.2
     lag = 0.0

@@ -1,4 +1,4 @@
-"""Engines that serve other models than the others."""
+"""Tests of instances whose models do not match the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The port for policies: what a policy is shown of a request and of backends, and what it hears of leases."""
+"""Tests of the interface of policies: requests, candidates, charges and trackers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOTHING = Load()
 
 
 class Listening(Policy):
-    """Takes the last candidate, charges the first slot ten times as much, and writes down what it hears."""
+    """Policy that chooses the last candidate, charges the first slot ten times as much, and records all calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Listening(Policy):
 
 
 class Hearing(Tracker):
-    """Writes down what it is told."""
+    """Tracker that records all calls."""
 
     def __init__(self, load: Load, heard: list[tuple[object, ...]], backend: Backend) -> None:
         super().__init__(load)
@@ -77,7 +77,7 @@ def failed(backend: Backend) -> UpstreamError:
     return UpstreamError(Failure.RESET, backend, "gone")
 
 
-# What is shown
+# Requests and candidates
 
 
 def test_policies_of_all_roles_get_the_same_request(balancer: Balancer, listening: Listening) -> None:
@@ -156,7 +156,7 @@ def test_policy_chooses_again_without_full_backends(balancer: Balancer) -> None:
             assert pool.pick() == two  # all are full
 
 
-# What is charged
+# Charges
 
 
 def test_policy_sets_the_charge_of_the_chosen_backend(balancer: Balancer, listening: Listening) -> None:
@@ -187,7 +187,7 @@ def test_reservation_is_charged_without_notifying_the_tracker(balancer: Balancer
     assert listening.heard == []
 
 
-# What is heard
+# Trackers
 
 
 def leave(kind: type[BaseException] | None) -> Callable[[Backend], None]:

@@ -31,7 +31,7 @@ BACKENDS = 3
 ELSEWHERE = Backend(Role.PREFILL, "p", 1)
 
 places = st.integers(0, BACKENDS - 1)
-tokens = st.integers(0, 3)  # few, so that there are equals
+tokens = st.integers(0, 3)  # few values, so that loads are often equal
 
 
 class Side:
@@ -65,7 +65,7 @@ class Side:
     def backend(self, place: int) -> Backend:
         return self.backends[place]
 
-    # What may happen before a request, each a step with two numbers
+    # Steps before a request, each with two numbers
 
     def charge(self, place: int, amount: int) -> None:
         slot = self.backend(place).slot
@@ -100,7 +100,7 @@ class Side:
         self.roster.add(Backend(Role.DECODE, "d", place))
 
     def replace(self, place: int, amount: int) -> None:
-        """By another in its slot, unless it has requests."""
+        """Replace a backend without requests by another one in its slot."""
         self.roster.remove(Role.DECODE, "d", place)
         self.roster.finalize()
         self.roster.add(Backend(Role.DECODE, "e", place))
@@ -120,7 +120,7 @@ sides = st.tuples(st.sampled_from(list(POLICIES)), st.integers(1, 2), st.sampled
 
 
 def taken(pool: Pool, request: PickRequest) -> tuple[str, int] | None:
-    """Which backend it gets, and as which trial; None if there is nobody."""
+    """Return the backend of a pick and the number of its trial, or None if no backend is eligible."""
     try:
         (backend, _), trial = pool.take(request)
     except NoBackendAvailable:
@@ -139,7 +139,7 @@ def test_plain_request_gets_the_same_backend_as_on_the_general_path(
         step(general, place, amount)
         for compute in range(BACKENDS):
             load = Load(compute=compute, kv=1)
-            general.pool.eligible()  # it looks at all that may have changed
+            general.pool.eligible()  # updates everything that may have changed
             chosen = taken(general.pool, PickRequest.of(load, avoid=[ELSEWHERE]))
             assert taken(short.pool, PickRequest.of(load)) == chosen
 

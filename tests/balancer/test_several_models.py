@@ -1,4 +1,4 @@
-"""Instances of several models behind one gateway: who serves what, and the pools of one model."""
+"""Tests of several models behind one gateway: served names and the pools of one model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BOTH = (Role.PREFILL, Role.DECODE)
 
 
 class Fleet:
-    """Two prefillers and two decoders that are up. `tell` gives their models, in the order of their addresses."""
+    """Two prefillers and two decoders that are up. `tell` sets their models, in the order of their addresses."""
 
     def __init__(self, balancer: Balancer) -> None:
         self.balancer = balancer
@@ -92,7 +92,7 @@ def test_adapters_on_some_instances_leave_unknown_names_open(fleet: Fleet) -> No
     models = fleet.tell("a", "a", "a", "a", adapters={0: "x y", 2: "x"})
     assert models.is_mixed
     assert not models.is_closed
-    assert models.groups() == [frozenset("x"), frozenset("y")]  # what all serve needs no group
+    assert models.groups() == [frozenset("x"), frozenset("y")]  # names that all serve have no group
     assert models.complete == {"a", "x"}
 
 
@@ -157,7 +157,7 @@ def test_engine_with_another_model_after_restart_changes_pools(fleet: Fleet) -> 
     assert pools["a"].eligible() == fleet.decoders
     assert pools["b"].eligible() == ()
     assert not pools["b"].is_ready()
-    assert fleet.balancer.decoders.eligible() == fleet.decoders  # its health is as it was
+    assert fleet.balancer.decoders.eligible() == fleet.decoders  # its health is unchanged
 
 
 def test_last_instance_of_a_model_is_not_ejected(fleet: Fleet) -> None:
@@ -179,7 +179,7 @@ def test_models_are_ready_independently(fleet: Fleet) -> None:
     assert not fleet.balancer.decoders.is_gone()
 
 
-# Who is odd
+# Minority instances
 
 
 def test_minority_is_a_model_of_only_one_role(fleet: Fleet) -> None:

@@ -1,4 +1,4 @@
-"""Which rows of a table to run when all of them take too long."""
+"""Selection of rows of a table for the short test suite."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Row = TypeVar("Row")
 
 
 def values(row: Iterable[object]) -> set[Hashable]:
-    """What a row of a product shows, if it is enough to see every value once. They are told apart by their `repr`."""
+    """Return the values of a row, identified by their `repr`, if each value should be covered once."""
     return set(enumerate(map(repr, row)))
 
 
 def pairs(row: Iterable[object]) -> set[Hashable]:
-    """What a row of a product shows: its values, and every two of them.
+    """Return the values of a row and all pairs of them.
 
     Most faults need two values to meet, and hardly any three.
     """
@@ -26,14 +26,14 @@ def pairs(row: Iterable[object]) -> set[Hashable]:
 
 
 def covering(rows: Sequence[Row], shows: Callable[[Row], Iterable[Hashable]]) -> list[Row]:
-    """Some of the rows, in their order, that together show whatever all of them show.
+    """Return rows, in their order, that together cover all evidence.
 
-    Greedy: the row that shows most of what is still missing is next, the first of several. So the choice is always the
-    same, small, and not always the smallest.
+    Greedy: the next row is the first one with the most missing evidence. The result is deterministic and small, but not
+    always the smallest.
     """
     shown_by = [set(shows(row)) for row in rows]
     missing = set[object]().union(*shown_by)
-    # By what each row can add at most: it never adds more than it would have before.
+    # Ordered by an upper bound of the new evidence: a row never adds more than it would have earlier.
     heap = [(-len(shown), at) for at, shown in enumerate(shown_by)]
     heapify(heap)
     chosen = set[int]()

@@ -1,4 +1,4 @@
-"""The short suite and the full one, and how many processes run them."""
+"""Pytest plugin for the short and the full suite, and the number of their processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _parametrize(
     rows: Iterable[tuple[Any, ...]],
     shows: Callable[[tuple[Any, ...]], Iterable[Hashable]] = pairs,
 ) -> None:
-    """With all rows if --full is given, and otherwise with as many as show what all of them show."""
+    """Parametrize with all rows if --full is given, and otherwise with rows that cover the same evidence."""
     rows = list(rows)
     if not metafunc.config.getoption("full"):
         rows = covering(rows, shows)
@@ -38,7 +38,7 @@ def _parametrize(
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """For `-n auto`: two more than there are processors, because tests wait now and then; none for a test or a file.
+    """Return two processes more than processors for `-n auto`, because tests wait; none for a test or a file.
 
     A worker takes some seconds to start, because it collects all tests by itself.
     """
@@ -49,7 +49,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_collection_finish() -> None:
-    """What is there now stays until the end, so the garbage collector need not look at it after every test.
+    """Exclude the present objects, which live until the end, from garbage collection after each test.
 
     It comes seldom: a gateway is made of some ten thousand objects, all of which go with it.
     """

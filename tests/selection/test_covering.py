@@ -1,4 +1,4 @@
-"""The short suite's choice of rows leaves out nothing that one of them alone shows."""
+"""Tests of the selection of rows: it covers all evidence."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A policy that looks at requests, as somebody could add one: the proof that it takes one file and one line.
+"""Example of a policy that reads requests: adding one takes one file and one line.
 
-It sends a prompt where most of it has been before, unless others are freer by more than that saves. It charges a
-prefiller for what the prefiller has to compute, and forgets what no prefill has come of.
+It sends a prompt to the prefiller with most of its prefix, unless others are freer by more than that saves. It charges
+the uncached tokens, and forgets prompts whose prefill failed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 class PrefixAffinity(Policy):
-    """For prefillers. It remembers without end, which a policy to be used must not."""
+    """Policy for prefillers. Its memory is unbounded, so it is only an example."""
 
     def __init__(self, context: PolicyContext | None = None) -> None:
         super().__init__(context)
         self._has: dict[Backend, set[int]] = {}
         self.under_way = 0
-        """Requests that began and have not ended."""
+        """Number of requests in flight."""
 
     def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
-        """By what has to be computed until the prompt has been; among equals the one that has the least to forget."""
+        """Choose by the tokens to compute before the prompt is done; among equals, by the fewest cached tokens."""
 
         def cost(candidate: Candidate) -> tuple[int, int]:
             backend = candidate.backend
@@ -37,7 +37,7 @@ class PrefixAffinity(Policy):
         return min(candidates, key=cost)
 
     def cost_of(self, backend: Backend, request: PickRequest) -> Load:
-        """Only the rest of the prompt is computed."""
+        """Charge the uncached part of the prompt."""
         load = request.load(backend.role)
         prefix = request.prefix_keys
         has = self.keys_of(backend)
@@ -46,7 +46,7 @@ class PrefixAffinity(Policy):
         return Load(compute=load.compute - cached, kv=load.kv)
 
     def track(self, backend: Backend, request: PickRequest) -> Tracker:
-        """What is under way counts as well, or a burst with one prompt would scatter."""
+        """Count prompts in flight as cached, or a burst with one prompt would scatter."""
         load = self.cost_of(backend, request)
         has = self._has.setdefault(backend, set())
         added = set(request.prefix_keys.keys) - has
@@ -55,12 +55,12 @@ class PrefixAffinity(Policy):
         return _Sent(load, self, has, added)
 
     def keys_of(self, backend: Backend) -> set[int]:
-        """What it thinks a prefiller has."""
+        """Return the keys that a prefiller is expected to have cached."""
         return self._has.get(backend, set())
 
 
 class _Sent(Tracker):
-    """A prompt under way."""
+    """Prompt in flight."""
 
     def __init__(self, load: Load, policy: PrefixAffinity, has: set[int], added: set[int]) -> None:
         super().__init__(load)
@@ -69,7 +69,7 @@ class _Sent(Tracker):
         self._added = added
 
     def note_end(self, served: bool, answer_tokens: int | None) -> None:
-        """What was not prefilled is not there."""
+        """Drop the keys of a prompt that was not prefilled."""
         self._policy.under_way -= 1
         if not served:
             self._has -= self._added

@@ -1,4 +1,4 @@
-"""How far back a cache reaches: believed only while it explains which prefixes were found and which were missed."""
+"""Tests of CacheReach, which has a value only while it explains hits and misses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def shown(
         if age <= found_up_to:
             reach.note(age, None)
         else:
-            reach.note(1000.0, age)  # what all prompts have in common is found
+            reach.note(1000.0, age)  # the common prefix of all prompts is found
 
 
 @pytest.mark.parametrize("tokens", [100_000, 300_000, 1_000_000, 4_000_000])

@@ -1,4 +1,4 @@
-"""How many prompts a prefiller computes side by side, and whether it is known when it is free."""
+"""Tests of the learned number of prompts that a prefiller computes side by side."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 
 def soonest(free: Sequence[float], rng: random.Random) -> int:
-    """The rank that is free first gets it."""
+    """Assign a prompt to the rank that is free first."""
     return free.index(min(free))
 
 
 def blindly(free: Sequence[float], rng: random.Random) -> int:
-    """Any."""
+    """Assign a prompt to a random rank."""
     return rng.randrange(len(free))
 
 
 @dataclass
 class Prompts:
-    """Of how many tokens they are, and how many seconds their work takes beyond what that says."""
+    """Lengths of prompts, and their additional time in seconds."""
 
     tokens: Callable[[random.Random], float]
     noise: float = 0.05
@@ -60,15 +60,15 @@ def shown(
     batches: bool = False,
     began: float = 0.0,
 ) -> None:
-    """By an engine with so many lanes, which always has as many prompts as are wanted, but no more than `waiting` for
+    """Teach with an engine of `lanes` lanes. It has as many prompts as are wanted, but at most `waiting` for
     each lane. `batches`: what is there when it begins is computed together.
     """
     rng = random.Random(1)
     now = answered = began
     free = [began] * lanes
     under_way: list[tuple[float, float, int, float, float, int]] = []
-    """Of each its end, a draw between equal ones, its number, when it was sent, its tokens, and how many were there."""
-    gathered: tuple[float, float] | None = None  # of what is computed together next: when that begins and ends
+    """Prompts: end, random tie-break, number, time of sending, tokens, and prompts in flight at that time."""
+    gathered: tuple[float, float] | None = None  # begin and end of the next step
     for number in range(answers):
         while len(under_way) >= min(concurrency.wanted, waiting * lanes):
             under_way.sort()
@@ -170,7 +170,7 @@ def test_engine_that_begins_to_compute_in_parallel_is_recognized() -> None:
 
 
 def answered(concurrency: Concurrency, fill: float, seconds: float, now: float) -> None:
-    """Let prompts be computed, each in this time, while there are so many for each lane."""
+    """Teach prompts of a fixed duration with a fixed number of prompts per lane."""
     for number in range(100):
         tokens = 1000.0 + 10 * (number % 5)
         concurrency.learn(PrefillSample(tokens, 0.0, seconds, 3.0, 1.0, 0.0, 0.0, fill), SHAPE, now)

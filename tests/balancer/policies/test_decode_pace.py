@@ -1,4 +1,4 @@
-"""The pace of decoders: what is learned from answers, also from answers that are all alike."""
+"""Tests of the pace of decoders, learned from answers that differ or are all equal."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_rates_are_separated_by_answers_with_different_mixtures() -> None:
 
 
 def test_rates_are_flat_where_all_mixtures_are_equal() -> None:
-    """Such answers fit a steep curve as well as a flat one."""
+    """These answers fit a steep curve as well as a flat one."""
     pace = DecodePace()
     for _ in range(1000):
         answer(pace, constant, dict.fromkeys(range(80, 120), 0.1))
@@ -108,7 +108,7 @@ def test_equal_answers_under_steady_load_show_no_saturation_point(step: Step, me
 
 
 def test_saturation_point_is_found_by_nearly_equal_mixtures() -> None:
-    """Most answers are written beside 7 to 10 others: only the filter's own covariance says how far they tell."""
+    """Most answers are written beside 7 to 10 others: only the filter's own covariance shows how certain they are."""
     pace, rng = DecodePace(), random.Random(1)
     for number in range(400):
         low = rng.randint(3, 9)

@@ -1,4 +1,4 @@
-"""Least load in seconds, for decoders: where an answer goes, when a decoder has enough, and what is charged."""
+"""Tests of `least_load` for decoders: choice, saturation point and charges."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def asking(prompt_tokens: int = 1000, output_tokens: int = 256, prefer: Backend 
 
 
 class Decoders:
-    """Two, by the policy."""
+    """Two decoders with the policy."""
 
     def __init__(self, balancer: Balancer) -> None:
         self.clock = balancer.clock
@@ -75,7 +75,7 @@ class Decoders:
         )
 
     def begin(self, request: PickRequest | None = None) -> Lease:
-        """An answer whose first token is here."""
+        """Begin an answer and note its first token."""
         lease = self.pool.lease(request or asking()).__enter__()
         lease.confirm()
         return lease

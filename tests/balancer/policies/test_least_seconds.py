@@ -1,4 +1,4 @@
-"""Least load in seconds: where a prompt goes, what is charged for it, what answers teach, and who had better wait."""
+"""Tests of `least_load` for prefillers: choice, charges, learning and the queue."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Subject:
 
 
 def prompt(*pieces: int, session: str | None = None, has_keys: bool = True) -> PickRequest:
-    """Of so many pieces of 512 tokens; prompts share what their pieces share from the first one on."""
+    """Return a request with pieces of 512 tokens. Prompts share a prefix up to their first different piece."""
     tokens = PIECE * len(pieces)
     sizes = tuple(4 * PIECE * (place + 1) for place in range(len(pieces)))
     load = Load(tokens + PREFILL_OVERHEAD_TOKENS, tokens)
@@ -49,7 +49,7 @@ def prompt(*pieces: int, session: str | None = None, has_keys: bool = True) -> P
 
 
 class Prefillers:
-    """Two, by the policy, in front of engines that take 1 ms a token and tell what was cached."""
+    """Two prefillers with the policy. Engines take 1 ms per token and report cached tokens."""
 
     def __init__(
         self, balancer: Balancer, max_running: int | None = None, *, worker: int = 0, journal: Journal | None = None
@@ -77,7 +77,7 @@ class Prefillers:
         return self.pool.lease(request).__enter__()
 
     def serve(self, request: PickRequest, *, cached: int | None = 0, seconds: float | None = None) -> Backend:
-        """Alone, from its beginning to its end."""
+        """Serve a request while no other one is in flight, and return its backend."""
         with self.pool.lease(request) as lease:
             uncached = request.prompt_tokens - (cached or 0)
             self.clock.now += uncached / 1000 if seconds is None else seconds
@@ -91,7 +91,7 @@ class Prefillers:
 
 
 def one_at_a_time(prefillers: Prefillers) -> None:
-    """They have shown that they compute one prompt after the other."""
+    """Teach that all prefillers compute one prompt after the other."""
     for prefiller in prefillers.policy._prefillers.by_key.values():
         for number in range(20):
             tokens = 1000.0 + 500 * (number % 5)
@@ -125,7 +125,7 @@ def test_burst_with_one_prefix_spills_over_when_the_queue_costs_more(
 @pytest.mark.parametrize("has_keys", [True, False])
 def test_session_selects_the_same_of_equal_prefillers(prefillers: Prefillers, has_keys: bool) -> None:
     def whose(number: int) -> Backend:
-        # Nothing is known of what they begin with, as in a gateway that has not seen the turns before.
+        # The prefixes are unknown, as in a gateway that did not serve the earlier turns.
         pieces = range(start := next(fresh), start + 4)
         return prefillers.serve(prompt(*pieces, session=f"session {number}", has_keys=has_keys))
 
@@ -257,7 +257,7 @@ def test_overdue_prefiller_is_avoided(prefillers: Prefillers) -> None:
 
 @pytest.fixture
 def workers() -> list[Prefillers]:
-    """Two, of one gateway."""
+    """Two workers of one gateway."""
     balancer, journal = Balancer(), Journal(workers=2)
     return [Prefillers(balancer, worker=worker, journal=journal) for worker in range(2)]
 
@@ -285,7 +285,7 @@ def test_workers_share_an_instance_that_came_back_in_another_slot(workers: list[
             assert added in worker.pool.eligible()
             worker.serve(prompt(port))
     assert one.pool.backends()[-1] == back
-    one.clock.now += 60.0  # no slow start any more
+    one.clock.now += 60.0  # slow start is over
     asked = range(500, 508)
     assert one.serve(replace(prompt(*asked), prefer=back)) == back
     assert other.serve(prompt(*asked, 509), cached=8 * PIECE) == back
@@ -297,7 +297,7 @@ def test_workers_learn_the_same_values(workers: list[Prefillers]) -> None:
     candidates = other.pool._chooser.candidates
     for number in range(40):
         one.serve(prompt(*range(start := 10**9 + 1000 * number, start + 2 + number % 9)))
-        other.policy._prefillers.look_up(candidates)  # it listens
+        other.policy._prefillers.look_up(candidates)  # applies the records
     failed = one.begin(prompt(7, 8, 9))
     failed.__exit__(RuntimeError, RuntimeError(), None)
     for place in range(20):
@@ -427,7 +427,7 @@ def test_prefiller_that_was_unreachable_has_an_empty_cache(balancer: Balancer, p
 
 def test_prediction_assumes_the_expected_cache_hits(prefillers: Prefillers) -> None:
     prefillers.teach()
-    for number in range(4):  # hits that do not come true make what is charged more, and not what is predicted
+    for number in range(4):  # failed cache hits raise the charge and not the prediction
         prefillers.serve(prompt(*range(1, 9), 100 + number), cached=0)
     lease = prefillers.begin(prompt(*range(1, 9), 200))
     assert lease.prediction is not None
@@ -451,7 +451,7 @@ def test_prediction_of_a_fully_cached_prompt_is_the_rest_of_its_last_block(
 
 
 def burst(prefillers: Prefillers, *, together: bool) -> None:
-    """Of two prompts of 1 s for each of the two, and a third, which is computed with the second or after it."""
+    """Serve three prompts of 1 s on each prefiller. The third is computed with the second or after it."""
     leases = [prefillers.begin(prompt(start := 10**7 * number, start + 1)) for number in range(6)]
     by_backend: dict[Backend, list[Lease]] = {}
     for lease in leases:
@@ -475,7 +475,7 @@ def test_prefiller_that_never_batches_is_recognized(prefillers: Prefillers, toge
 
 
 def step(pieces: int) -> float:
-    """Seconds of prompts that are computed together."""
+    """Return the time of prompts that are computed in one step."""
     return 0.2 + pieces * PIECE / 10_000
 
 
@@ -528,7 +528,7 @@ def test_waiting_prompt_joins_the_next_step_when_it_saves_more_than_it_delays(
     for number in (3, 4):
         assert prefillers.pool.has_room()
         prefillers.begin(prompt(*range(100 * number, 100 * number + 4)))
-    waiting = prompt(*range(100, 104), *range(500, 500 + pieces))  # it takes less where the first one went
+    waiting = prompt(*range(100, 104), *range(500, 500 + pieces))  # it takes less time where the first one went
     prefillers.pool.work_seconds(waiting)
     assert prefillers.pool.has_room()
     assert (prefillers.pool.first_to_admit([waiting]) == 0) is goes
@@ -536,7 +536,7 @@ def test_waiting_prompt_joins_the_next_step_when_it_saves_more_than_it_delays(
 
 
 def test_prompt_with_equal_costs_everywhere_joins_the_next_step(prefillers: Prefillers) -> None:
-    """It would only come too late for that step if it waited in the gateway."""
+    """Waiting in the gateway would only make it too late for that step."""
     teach_steps(prefillers)
     one_at_a_time(prefillers)
     for number in (1, 2):
@@ -549,7 +549,7 @@ def test_prompt_with_equal_costs_everywhere_joins_the_next_step(prefillers: Pref
 
 
 def test_prompt_that_exceeds_the_next_step_waits(prefillers: Prefillers) -> None:
-    """It would not be computed sooner, and a prompt that comes later may take less time there."""
+    """It would not complete sooner, and a later prompt may take less time there."""
     teach_steps(prefillers)
     one_at_a_time(prefillers)
     for number in (1, 2):
@@ -636,7 +636,7 @@ def test_request_waits_at_most_about_twice_its_predicted_wait(prefillers: Prefil
     waiting = [prompt(*range(1000 * number, 1000 * number + 8)) for number in range(1, 5)]
     for request in waiting:
         prefillers.pool.work_seconds(request)
-    # Each prompt takes 4.1 s. One is under way at each prefiller, and two wait for it.
+    # Each prompt takes 4.1 s. Each prefiller has one in flight and two that wait.
     held = prefillers.pool.policy.hold_seconds(waiting[0], 4)
     assert held == pytest.approx(2 * (4.1 + 2 * 4.1 + 3 * 4.1), rel=0.15)
     for request in waiting:

@@ -1,4 +1,4 @@
-"""Policies: who is chosen, and that equals take turns."""
+"""Tests of the policies without predictions: choices and turns."""
 
 from __future__ import annotations
 

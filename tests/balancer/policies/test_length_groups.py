@@ -1,4 +1,4 @@
-"""Policy length_groups: short and long prompts have halves of their own, until one half is much freer."""
+"""Tests of length_groups: short and long prompts have separate halves, until one half is much freer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long prefills take, learned from those that have ended."""
+"""Tests of the learned cost of prefills."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from proxy.sim.hardware.machines import MACHINES
 
 
 def taught(machine: str, samples: int, *, noise: float = 0.05, slow: float = 1.0) -> PrefillCost:
-    """By prompts of mixed lengths, some cached in part; the instance "slow" takes so many times as long."""
+    """Teach prompts of mixed lengths, some partly cached. The instance "slow" takes a multiple of the time."""
     cost, rng, learned = MACHINES[machine].cost, random.Random(1), PrefillCost()
     for _ in range(samples):
         tokens = min(100_000, int(rng.lognormvariate(8.5, 1.2)) + 10)

@@ -1,4 +1,4 @@
-"""A policy that looks at requests takes one file and one line in the table; here over real sockets."""
+"""Tests of the example policy over real sockets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LONG = "A long text that everything else is about. " * 400
 
 @pytest.fixture(autouse=True)
 def in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one line."""
+    """Add the policy to the table."""
     monkeypatch.setitem(POLICIES, "prefix_affinity", "tests.balancer.policies.prefix_affinity:PrefixAffinity")
 
 
@@ -40,7 +40,7 @@ def policy_of(gateway: Deployment) -> PrefixAffinity:
 
 
 def turn(*messages: str, **fields: Any) -> dict[str, Any]:
-    """A chat so far: what the two have said in turn."""
+    """Return a chat with these alternating messages."""
     said = [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(messages)]
     return {"model": "sim", "messages": said, "max_tokens": 2, **fields}
 
@@ -128,7 +128,7 @@ async def test_failed_prefill_is_not_remembered(deploy: Deploy, is_the_clients_d
         engine.faults.add("hang_before_headers", path=Api.CHAT.path)
         async with gateway.asking(turn(LONG)):
             await until(lambda: len(generations(engine)) == 2, "the second prefill")
-            assert policy.keys_of(backend) > before  # it counts from the moment in which it is sent
+            assert policy.keys_of(backend) > before  # a prompt counts as soon as it is sent
         await until(lambda: not policy.under_way, "the end of the lease")
     else:
         engine.faults.add("refuse_status", path=Api.CHAT.path, status=500)

@@ -1,4 +1,4 @@
-"""Which prefixes a prefiller probably has: what was sent there, what has come since, and what it says itself."""
+"""Tests of cached prefixes: sent prompts, evictions and the engine's reports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def ends(count: int, piece: int = 100) -> list[float]:
 
 
 def sent(cached: CachedPrefixes, *names: int, piece: int = 100) -> list[int]:
-    """Those that are new."""
+    """Send a prompt, and return its new pieces."""
     hit = cached.hit(names)
     known = cached.use(names, ends(len(names), piece), piece * (len(names) - hit))
     return [name for name, reading in zip(names, known, strict=True) if reading is None]
@@ -52,7 +52,7 @@ def test_prefix_is_evicted_from_its_tail() -> None:
 def test_block_size_is_learned_from_reported_tokens() -> None:
     cached = CachedPrefixes()
     assert cached.found(ends(5), 3, 900) == 300
-    cached.tell(16_384)  # of which nothing follows
+    cached.tell(16_384)  # one report shows no block size
     assert cached.found(ends(5), 3, 900) == 300
     cached.tell(16_384 + 3 * 128)
     assert [cached.found(ends(5), hit, 900) for hit in (0, 1, 2, 3, 5)] == [0, 0, 128, 256, 384]
@@ -98,7 +98,7 @@ def test_trust_falls_when_nothing_is_cached() -> None:
 
 @pytest.mark.parametrize("capacity", [200_000, 3_000_000])
 def test_capacity_is_learned_from_cached_tokens(capacity: int) -> None:
-    """Against a cache of this size that evicts as engines do, whatever is thought of it at first."""
+    """Compare with a simulated cache of this size, from any initial estimate."""
     cached, blocks, rng = CachedPrefixes(), KvBlocks(capacity // 1000), random.Random(1)
     for _ in range(3000):
         family = int(rng.paretovariate(0.4)) % 900
@@ -176,12 +176,12 @@ def test_restarted_count_and_cleared_cache_are_applied_once() -> None:
 
 @dataclass
 class Conversations:
-    """They take turns at a cache of blocks of this size, which evicts as engines do."""
+    """Conversations that take turns at a simulated cache with blocks of this size."""
 
     block_tokens: int
     capacity: int
     exact: bool = True
-    """The gateway knows where cached tokens end in the prompt; otherwise it is off by up to a tenth."""
+    """`is_exact`: cached tokens are reported as the gateway counts them. Otherwise they differ by up to a tenth."""
     cached: CachedPrefixes = field(default_factory=CachedPrefixes)
 
     def hold(self, conversations: int, *, turns: int = 800) -> float:

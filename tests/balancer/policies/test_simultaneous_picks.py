@@ -1,4 +1,4 @@
-"""Several workers pick at the same moment: how far from the least loaded backend that can lead.
+"""Tests of simultaneous picks of several workers: distance from the least loaded backend.
 
 A worker reads the loads and then charges the one it chose, and nothing keeps others from doing the same in between. So
 what it charges may have, over the least loaded one, what others charged to it since it was read, and what others gave
@@ -31,7 +31,7 @@ ONE = Load(compute=1)
 
 @dataclass
 class Workers:
-    """One pool each, over shared books, and time standing still between looking and charging."""
+    """Workers with one pool each over shared loads. No time passes between choice and charge."""
 
     count: int
     backends: int
@@ -59,15 +59,15 @@ class Workers:
         return [self.scoreboard.load(slot).compute for slot in range(self.backends)]
 
     def look(self, worker: int, load: Load = ONE) -> Backend:
-        """The first half of entering a lease: the backend that is chosen."""
+        """Choose a backend, the first half of entering a lease."""
         return self.pools[worker].take(PickRequest.of(load))[0][0]
 
     def charge(self, worker: int, backend: Backend, load: Load = ONE) -> None:
-        """The second half; a negative load gives back."""
+        """Charge a backend, the second half. A negative load releases."""
         self.pools[worker].row.add(backend.slot, compute=load.compute)
 
     def pick_at_once(self) -> list[int]:
-        """All look before the first one charges; the slots they chose."""
+        """Let all workers choose before the first one charges, and return the chosen slots."""
         chosen = [self.look(worker) for worker in range(self.count)]
         for worker, backend in enumerate(chosen):
             self.charge(worker, backend)
