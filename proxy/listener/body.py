@@ -1,7 +1,7 @@
-"""The body of a client's request: all of it, in time, and no more than is allowed.
+"""Read the body of a client request, with limits for its size and time.
 
-`100 Continue` is only sent when a body is wanted, so whatever is refused before was refused without it. What is held of
-a body is never more than the limit and one piece; a body that came with its headers costs no timer.
+`100 Continue` is sent only when the body is needed, so requests that are rejected before receive none. At most the
+limit and one piece of a body are in memory. A body that arrived with its headers needs no timer.
 """
 
 from __future__ import annotations
@@ -21,22 +21,26 @@ if TYPE_CHECKING:
     from proxy.settings import Listen
 
 AWAITS_CONTINUE: Final = web.RequestKey("awaits_continue", bool)
-"""Noted by the front where a client sends its body only after `100 Continue`."""
+"""Set by the listener if the client sends its body only after `100 Continue`."""
 
-# A slow start is no attack: TCP's windows open, and the event loop may be late itself.
+# A slow start is not an attack: TCP windows grow slowly, and the event loop may be late.
 _GRACE_SECONDS: Final = 5.0
-# Twice this is buffered before the client is held back. uvloop reads so much at a time.
+# Size of one read of uvloop. Twice this is buffered before flow control slows the client down.
 _PIECE_BYTES: Final = 256 * 1024
-# A body that is told to be no longer is waited for, and accounted for, as a whole.
+# A body with a Content-Length of at most this is received, and counted, as a whole.
 _WHOLE_BYTES: Final = 1024 * 1024
 
 
 async def read_json(request: web.Request, listen: Listen, grow: Callable[[int], object], *, readings: int = 1) -> bytes:
-    """As `read_body`, for a body that is to be read as JSON: one that would take too long is refused with 413.
+    """Return the body of a JSON request as `read_body` does. Raises GatewayError 413 if parsing would take too long.
 
-    `grow` is called with the most that the body may take in memory, if that is much; for the rest see `memory_bytes`.
-    What takes milliseconds is done piece by piece, so that tokens of others pass in between. `readings`: how many times
-    the time of one reading the body takes in one go, as a body does that is translated and read again.
+    Work of milliseconds is split, so that tokens of other requests pass in between.
+
+    Args:
+        request: The request.
+        listen: The limits.
+        grow: Called with an upper bound of the memory that the body may take, if it is large. See `memory_bytes`.
+        readings: How often the body is parsed without a pause, for example 2 if it is translated and parsed again.
     """
     raw = await read_body(request, listen, grow)
     most = listen.max_body_elements // readings
@@ -60,7 +64,7 @@ async def read_json(request: web.Request, listen: Listen, grow: Callable[[int], 
 
 
 def memory_bytes(raw: bytes, values: object) -> int:
-    """What a body takes in memory of which these values were read, as a list."""
+    """Return the memory of a body with its values that have become Python objects."""
     if len(raw) <= SLIGHT_BYTES:
         return len(raw)
     return len(raw) + object_bytes(raw, values) + wide_bytes(raw, values)
@@ -73,10 +77,10 @@ async def read_body(
     *,
     option: str | None = "listen.max_body_bytes",
 ) -> bytes:
-    """The whole body, once. Raises GatewayError (413, 415, 408), and ConnectionError when the client has left.
+    """Read the whole body. Raises GatewayError (413, 415, 408), and ConnectionError if the client disconnected.
 
-    `grow` is called with the bytes there are so far; what it raises is raised. `option`: what an operator sets to allow
-    longer ones; None: nothing.
+    `grow` is called with the number of bytes so far, and its exceptions are raised. `option` is the setting that allows
+    longer bodies, for the message; None: there is none.
     """
     coding = request.headers.get(hdrs.CONTENT_ENCODING)
     if coding is not None and coding.lower() != "identity":
@@ -92,8 +96,8 @@ async def read_body(
         body = content.read_nowait()
     except ConnectionError:
         raise
-    except OSError as lost:  # a connection can end by other errors, too: no route, timed out
-        raise ConnectionResetError("the client has left") from lost
+    except OSError as lost:  # connections also end with other errors, such as timeouts
+        raise ConnectionResetError("the client disconnected") from lost
     if len(body) > listen.max_body_bytes:
         raise _too_large(listen, option)
     if grow is not None:
@@ -102,10 +106,9 @@ async def read_body(
 
 
 def deadline_seconds(received_bytes: int, listen: Listen) -> float:
-    """When, after the first look for the body, more of it than this must have arrived.
+    """Return the time, from the start of reading, at which more than `received_bytes` must have arrived.
 
-    That is when the average falls below `body_bytes_per_second`, but not before the grace ends, and at the latest after
-    `body_seconds`.
+    At this time the average rate falls below `body_bytes_per_second`. It is at least 5 s and at most `body_seconds`.
     """
     if not listen.body_bytes_per_second:
         return listen.body_seconds
@@ -115,18 +118,18 @@ def deadline_seconds(received_bytes: int, listen: Listen) -> float:
 async def _read_on(
     request: web.Request, listen: Listen, grow: Callable[[int], object] | None, option: str | None
 ) -> bytes:
-    told_bytes = request.content_length
-    if told_bytes is not None and told_bytes > listen.max_body_bytes:
+    announced_bytes = request.content_length
+    if announced_bytes is not None and announced_bytes > listen.max_body_bytes:
         raise _too_large(listen, option)
     if request.transport is None:
-        raise ConnectionResetError("the client has left")
+        raise ConnectionResetError("the client disconnected")
     if AWAITS_CONTINUE in request:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    if told_bytes is not None and told_bytes <= _WHOLE_BYTES:
-        return await _read_whole(request, told_bytes, listen, grow)
+    if announced_bytes is not None and announced_bytes <= _WHOLE_BYTES:
+        return await _read_whole(request, announced_bytes, listen, grow)
     content = request.content
     content.set_read_chunk_size(_PIECE_BYTES)
-    body = BytesIO()  # gives its bytes away without a copy
+    body = BytesIO()  # returns its bytes without a copy
     received_bytes = 0
     started = asyncio.get_running_loop().time()
     try:
@@ -141,20 +144,20 @@ async def _read_on(
                 limit.reschedule(started + deadline_seconds(received_bytes, listen))
     except TimeoutError:
         if not limit.expired():
-            raise  # the connection's own
+            raise  # of the connection
         raise _too_slow() from None
     return body.getvalue()
 
 
 async def _read_whole(
-    request: web.Request, told_bytes: int, listen: Listen, grow: Callable[[int], object] | None
+    request: web.Request, announced_bytes: int, listen: Listen, grow: Callable[[int], object] | None
 ) -> bytes:
-    """A body of this length. Nobody wakes up for a part of it, and its parts are joined once."""
+    """Read a body of a known length. The task wakes up once, and the parts are joined once."""
     if grow is not None:
-        grow(told_bytes)
+        grow(announced_bytes)
     content = request.content
-    content.set_read_chunk_size(told_bytes)
-    request.protocol.resume_reading()  # aiohttp may have stopped, as it did not know that so much is wanted
+    content.set_read_chunk_size(announced_bytes)
+    request.protocol.resume_reading()  # aiohttp may have paused at its lower limit
     if (lost := content.exception()) is not None:
         raise lost
     loop = asyncio.get_running_loop()
@@ -166,7 +169,7 @@ async def _read_whole(
             return content.read_nowait()
         except TimeoutError:
             if not limit.expired():
-                raise  # the connection's own
+                raise  # of the connection
     raise _too_slow()
 
 

@@ -1,9 +1,9 @@
-"""One client connection: aiohttp's, except that whatever is no request we serve is answered in our words, and closed.
+"""Client connections that aiohttp reads, with errors of the gateway for invalid requests.
 
-aiohttp would answer it in plain text that quotes it, and log it with a traceback. Of its private names these are used:
-`_waiter`, `_messages` and `_current_request` of its connection. A test tells when one of them is gone.
+aiohttp would answer an invalid request with plain text that quotes it, and log a traceback. The private names
+`_waiter`, `_messages` and `_current_request` of its connection are used here. A test fails when one of them is gone.
 
-A client that closes its side of the connection has left, as far as we can tell: nothing distinguishes it from one that
+A client that closes its side of the connection counts as disconnected, because it cannot be distinguished from one that
 only has nothing more to send.
 """
 
@@ -28,39 +28,40 @@ if TYPE_CHECKING:
     from proxy.listener.http_listener import HttpListener
 
 LINGERING_SECONDS: Final = 2.0
-"""After its last answer a connection is open for so long, or until the client closes it. Were it closed while the
-client is still sending, the reset could overtake the answer (RFC 9112 9.6)."""
+"""Time for which a connection stays open after its last answer, unless the client closes it. If it closed while the
+client is sending, the reset could overtake the answer (RFC 9112 9.6)."""
 
-# aiohttp limits each header and their number, which comes to a megabyte for each connection.
+# aiohttp limits the size of each header and their number, which would allow a megabyte for each connection.
 _MAX_HEAD_BYTES: Final = 64 * 1024
 
 
 class AiohttpConnection(web.RequestHandler):
-    """A client's connection that HttpListener accepted and aiohttp reads. `options`: see aiohttp's RequestHandler."""
+    """A client connection that HttpListener accepted and aiohttp reads."""
 
     __slots__ = ("_asks_for_head", "_drained", "_first", "_front", "client_transport", "on_full")
 
     def __init__(self, front: HttpListener, server: web.Server, **options: object) -> None:
+        """Store the listener. `options` are those of `aiohttp.web.RequestHandler`."""
         super().__init__(server, loop=asyncio.get_running_loop(), **options)  # type: ignore[arg-type]
         self._front = front
         self.on_full: Callable[[], None] | None = None
-        """Called when the client begins to read slower than we write."""
+        """Called when the client begins to read more slowly than the gateway writes."""
         self.client_transport: asyncio.Transport
-        """The transport, also when the connection is lost."""
+        """The transport; it stays set after the connection is lost."""
         self._drained: asyncio.Future[None] | None = None
         self._asks_for_head = False
-        """Whether what aiohttp could not read began as a HEAD."""
+        """Whether the data that aiohttp could not read began as a HEAD request."""
         self._first: FirstProtocol | None = None
-        """Who had the connection before, and may have it back with what comes next; None: nobody."""
+        """Protocol that had the connection before, and may continue with the next request; None: none."""
 
     @property
     def awaits_request(self) -> bool:
-        """Nothing is being answered here, and nothing has arrived that could be."""
+        """Whether no answer is running, and no part of a request has arrived."""
         return self._waiter is not None and not self._waiter.done()
 
     @property
     def client(self) -> str:
-        """The address of the other side."""
+        """Address of the client."""
         return str(self.peername[0]) if isinstance(self.peername, tuple) else "-"
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -69,20 +70,20 @@ class AiohttpConnection(web.RequestHandler):
             self.take_over(self.client_transport)
 
     def take_over(self, transport: asyncio.Transport) -> None:
-        """Go on with a connection that was accepted."""
+        """Continue with an accepted connection."""
         self.client_transport = transport
         super().connection_made(transport)
         self.leave_idle()
 
     def resume_from(self, first: FirstProtocol, data: bytes) -> None:
-        """Take over from another protocol, with what has arrived and is not answered yet."""
+        """Take over from another protocol, beginning with data that is not answered yet."""
         self.take_over(first.client_transport)
         self.data_received(data)
         if first.is_one_request(data):
             self._first = first
 
     def _is_reclaimed(self, first: FirstProtocol, data: bytes) -> bool:
-        """Let who had the connection before go on, if it takes what has come now. aiohttp is done with it."""
+        """Return the connection to `first`, if it accepts the data. Returns whether it did."""
         transport = self.client_transport
         if not self.awaits_request or transport.get_write_buffer_size() or not first.reclaims(data):
             return False
@@ -107,7 +108,7 @@ class AiohttpConnection(web.RequestHandler):
         self._tell_drained()
 
     async def drained(self) -> None:
-        """Wait until the client has read enough."""
+        """Wait until the client has read enough to continue writing."""
         while self.writing_paused and not self.client_transport.is_closing():
             self._drained = asyncio.get_running_loop().create_future()
             await self._drained
@@ -117,15 +118,15 @@ class AiohttpConnection(web.RequestHandler):
             self._drained.set_result(None)
 
     def leave_idle(self) -> None:
-        """A request is expected now, or has begun: aiohttp's timer for idle connections is none for that."""
+        """Stop the idle timer of aiohttp, because a request is expected or has begun."""
         self.keep_alive(True)
 
     def data_received(self, data: bytes) -> None:
         first = self._first
-        if first is not None and data:  # aiohttp itself calls it without any, to look at what it has kept
+        if first is not None and data:  # aiohttp calls it with no data, to process data that it has kept
             if self._is_reclaimed(first, data):
                 return
-            # Where a request ends is known only as long as each comes alone, and in one piece.
+            # The end of a request is known only while each one arrives alone and in one piece.
             if not first.is_one_request(data):
                 self._first = None
         super().data_received(data)
@@ -137,16 +138,16 @@ class AiohttpConnection(web.RequestHandler):
             self._on_unreadable(unreadable(self._messages[-1][0].exc))
 
     def end(self, error: GatewayError | None = None) -> None:
-        """Close a connection that awaits a request; an error is told before."""
+        """Close a connection that awaits a request, after sending the error if there is one."""
         if error is not None and self.transport is not None:
             self.transport.write(self._front.refuse(self, error, new_id()))
         self.force_close()
 
     def end_after_answer(self) -> None:
-        """Close a connection as soon as nothing is being answered on it.
+        """Close the connection when no answer is running on it.
 
-        Once aiohttp was told, it looks at nothing that comes, not even the rest of a body: so it is not told before
-        that is there. The answer to such a request says `Connection: close`.
+        After `close`, aiohttp ignores all data, even the rest of a body. So `close` is not called before the body is
+        complete. The answer to such a request has `Connection: close`.
         """
         request = self._current_request
         if self.awaits_request:
@@ -155,9 +156,10 @@ class AiohttpConnection(web.RequestHandler):
             self.close()
 
     def _on_unreadable(self, error: GatewayError) -> None:
-        """What aiohttp could not read is in its queue, to be answered in its turn by `handle_error`.
+        """Handle data that aiohttp could not read.
 
-        Unless it belongs to a body, for whose rest aiohttp would let everybody wait: then those who read it are told.
+        Usually it is in the queue of aiohttp, and `handle_error` answers it in its turn. If it belongs to a body, the
+        readers of the body get the error here, because aiohttp would let them wait for the rest.
         """
         current = self._current_request
         body = self._messages[-2][1] if len(self._messages) > 1 else current.content if current else None
@@ -165,13 +167,13 @@ class AiohttpConnection(web.RequestHandler):
             return
         self._front.report(self, error, new_id())
         body.set_exception(error)
-        body.feed_eof()  # or aiohttp would read on after the answer
-        self.close()  # after that answer; what is in the queue gets none
+        body.feed_eof()  # otherwise aiohttp would continue to read after the answer
+        self.close()  # after that answer; requests in the queue get none
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        """The answer to what aiohttp could not read, and to what was raised outside of the middlewares."""
+        """Return the answer to invalid requests, and to exceptions outside of the middlewares."""
         request_id = replies.request_id(request)
         asks_for_head = request.method == hdrs.METH_HEAD
         if isinstance(exc, GatewayError):
@@ -183,14 +185,14 @@ class AiohttpConnection(web.RequestHandler):
             words = replies.last_words(replies.unexpected(request.method, request.path, exc), request_id)
         if request.writer.output_size:
             raise ConnectionResetError("a part of another answer is out")
-        if asks_for_head:  # the answer is only the head of what others get (RFC 9110 9.3.2)
+        if asks_for_head:  # its answer is only a head (RFC 9110 9.3.2)
             head, blank, _ = words.partition(b"\r\n\r\n")
             words = head + blank
         return _LastWords(words, self, has_body=not request.content.is_eof())
 
 
 class _LastWords(web.StreamResponse):
-    """Bytes that are written as they are, whatever the request was, before the connection is closed."""
+    """An answer of fixed bytes, after which the connection closes."""
 
     def __init__(self, words: bytes, connection: AiohttpConnection, *, has_body: bool) -> None:
         super().__init__()
@@ -200,7 +202,7 @@ class _LastWords(web.StreamResponse):
         self._has_body = has_body
 
     async def prepare(self, request: web.BaseRequest) -> None:
-        """There is nothing to prepare."""
+        """Do nothing: the bytes are complete."""
 
     async def write_eof(self, data: bytes = b"") -> None:
         transport = self._connection.transport
@@ -208,62 +210,63 @@ class _LastWords(web.StreamResponse):
             return
         transport.write(self._words)
         transport.write_eof()
-        if not self._has_body:  # for the end of which aiohttp waits as long as we do here
-            self._connection.close()  # from now on what comes is not looked at
+        if not self._has_body:  # aiohttp waits for the end of a body itself
+            self._connection.close()  # ignores further data
             await asyncio.sleep(LINGERING_SECONDS)  # cancelled when the client closes
 
 
 class FirstProtocol(asyncio.Protocol, ABC):
-    """Reads a new connection before aiohttp does.
+    """A protocol that reads new connections before aiohttp does.
 
-    It calls the listener as an AiohttpConnection does, and also its `hand_to_aiohttp`.
-    It may have the connection back once it is certain that a request ends where the next bytes begin.
+    It calls the listener as an AiohttpConnection does, and may hand a connection to aiohttp with `hand_to_aiohttp`. It
+    can get the connection back when it is certain that a request ends where the next data begins.
     """
 
     __slots__ = ()
 
     client_transport: asyncio.Transport
-    """The transport, also when the connection is lost."""
+    """The transport; it stays set after the connection is lost."""
 
     @property
     @abstractmethod
     def client(self) -> str:
-        """The address of the other side."""
+        """Address of the client."""
 
     @property
     @abstractmethod
     def awaits_request(self) -> bool:
-        """Nothing is being answered here, and nothing has arrived that could be."""
+        """Whether no answer is running, and no part of a request has arrived."""
 
     @abstractmethod
     def end(self, error: GatewayError | None = None) -> None:
-        """Close a connection that awaits a request; an error is told before."""
+        """Close a connection that awaits a request, after sending the error if there is one."""
 
     @abstractmethod
     def end_after_answer(self) -> None:
-        """Close it as soon as nothing is being answered on it."""
+        """Close the connection when no answer is running on it."""
 
     @abstractmethod
     def close(self) -> None:
-        """What comes from now on is not looked at."""
+        """Ignore all further data."""
 
     @abstractmethod
     def cut(self) -> None:
-        """End it, and what is being answered on it, now."""
+        """Close the connection at once, and end a running answer."""
 
     @abstractmethod
     def sweep(self, now: float, keepalive_seconds: float) -> None:
-        """Close it if it has been idle for so long. Called at each tick, with the time of the listener's clock."""
+        """Close the connection if it was idle for `keepalive_seconds`. `now` is the time of the listener."""
 
     @staticmethod
     @abstractmethod
     def is_one_request(data: bytes) -> bool:
-        """Whether this is certainly one request, with nothing missing and nothing behind it."""
+        """Return whether the data is certainly one complete request with nothing after it."""
 
     @abstractmethod
     def reclaims(self, data: bytes) -> bool:
-        """Whether it goes on with a connection that it has handed over. It is given these bytes then, with which a
-        request begins.
+        """Return whether it continues with a connection that it handed over.
+
+        If so, it receives this data, which begins a request.
         """
 
 
@@ -272,9 +275,9 @@ class FirstProtocol(asyncio.Protocol, ABC):
 # Neither the client nor the log sees a quotation. A request that begins at the wrong byte begins inside a prompt.
 
 MALFORMED: Final = "malformed_http"
-"""The code of every error about the form of a request."""
+"""Error code of requests that are not valid HTTP."""
 
-# Exceptions of aiohttp whose text is a quotation, and what is told instead.
+# Exceptions of aiohttp whose text quotes the request, and the texts that replace it.
 _WORDS: Final[tuple[tuple[type[Exception], str], ...]] = (
     (LineTooLong, "the request line or a header is too long"),
     (InvalidHeader, "a header is not valid"),
@@ -289,38 +292,39 @@ _has_no_quotation: Final = re.compile(
 _VERSIONS: Final = (HttpVersion11, HttpVersion10)
 _is_host: Final = re.compile(r"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]*").fullmatch  # RFC 3986 3.2.2 and 3.2.3
 
-# Who counts the first one and who counts the last one see two different callers.
+# Headers that must not be repeated: software that uses the first one and software that uses the last one would see
+# different callers.
 _CREDENTIALS: Final = (hdrs.AUTHORIZATION, "X-Api-Key", "X-Admin-Key")
 
 
 def malformed(reason: str, status: int = 400) -> GatewayError:
-    """The error for a request of the wrong form."""
+    """Return the error for a request that is not valid HTTP."""
     return GatewayError(f"the request is not valid HTTP/1.1: {reason}", code=MALFORMED, status=status)
 
 
 def unreadable(problem: BaseException) -> GatewayError:
-    """The error for what aiohttp could not read."""
+    """Return the error for a request that aiohttp could not read."""
     for kind, words in _WORDS:
         if isinstance(problem, kind):
             return malformed(words, status=431 if kind is LineTooLong else 400)
-    told = problem.message if isinstance(problem, HttpProcessingError) else ""
-    told, separator, _ = told.partition(":\n\n")  # llhttp's own words, then the quotation
-    if not separator and not _has_no_quotation(told):
+    message = problem.message if isinstance(problem, HttpProcessingError) else ""
+    message, separator, _ = message.partition(":\n\n")  # a quotation follows the message of llhttp
+    if not separator and not _has_no_quotation(message):
         return malformed("it cannot be read")
-    reason = " ".join(told.split())
+    reason = " ".join(message.split())
     if reason.startswith("Too many headers"):
         return malformed(reason, status=431)
     return malformed(reason, status=505 if reason.endswith("Invalid HTTP version") else 400)
 
 
 def refusal_of(request: web.BaseRequest) -> GatewayError | None:
-    """What is wrong with a request that aiohttp could read; None when a route may see it."""
+    """Return the error of a request that aiohttp could read but no route may handle, or None."""
     headers, version, target = request.headers, request.version, request.raw_path
     coding = headers.get(hdrs.TRANSFER_ENCODING)
     if version not in _VERSIONS:
         return malformed("the version is not 1.1 or 1.0", status=505)
     if coding is not None and coding.lower() != "chunked":
-        # llhttp takes any list that ends in chunked, and others in front of us may not.
+        # llhttp accepts any list that ends in chunked, and proxies before the gateway may not.
         return malformed("the transfer encoding is not chunked", status=501)
     if coding is not None and version == HttpVersion10:
         return malformed("HTTP/1.0 has no transfer encodings")  # RFC 9112 6.1
@@ -334,7 +338,7 @@ def refusal_of(request: web.BaseRequest) -> GatewayError | None:
     # RFC 9112 3.2.2 has every server accept the absolute form. Only its path counts: no URL is made of the rest.
     if not (target.startswith("/") or target == "*" or target.lower().startswith(("http://", "https://"))):
         return malformed("the request target is not valid")
-    if hdrs.EXPECT in headers:  # the one that can be met was taken out
+    if hdrs.EXPECT in headers:  # 100-continue was removed before
         return GatewayError(
             "the only expectation that this gateway meets is 100-continue", code="expectation_failed", status=417
         )

@@ -1,8 +1,8 @@
-"""The requests in flight of one worker, and how the worker ends them when it stops.
+"""Count the running requests of one worker, and end them when the worker stops.
 
-Work that is cut off ends in an error that its client can read. The cancellation that ends it is turned into that error
-by whoever holds `with drain:` around the work, and only where it is the drain's own and nobody else's: a client that
-left stays a cancellation.
+A request that is cut off ends with an error that its client can read. Its task is cancelled, and the `with drain:`
+block around the work turns the cancellation into the error. A cancellation for another reason stays a cancellation, for
+example that of a client that disconnected.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 
 class CutOff(Protocol):
-    """A request that is answered without a task of its own."""
+    """A request that is answered without a task."""
 
     def cut_off(self) -> None:
-        """End it with ShuttingDown."""
+        """End the request with ShuttingDown."""
 
 
 class DrainManager:
-    """Counts one worker's requests in flight, and ends those that take too long after a drain has begun.
+    """Counts the running requests of one worker, and cuts off those that are left at the end of a drain.
 
-    `with` it around the work on a request, in the request's own task: work that is cut off raises ShuttingDown there.
-    It keeps nothing between entering and leaving, so it may be entered again inside itself.
+    Use it in a `with` block around the work on a request, in the task of the request. Work that is cut off raises
+    ShuttingDown there. The blocks may be nested.
     """
 
     def __init__(self) -> None:
         self.is_draining = False
         self.has_successor = False
-        """Another process accepts on the same sockets, so that the gateway as a whole is ready for what comes."""
+        """Whether another process accepts on the same sockets, so that the gateway as a whole stays ready."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._without_task: set[CutOff] = set()
         self._cut_off: set[asyncio.Task[Any]] = set()
@@ -47,23 +47,23 @@ class DrainManager:
 
     @property
     def in_flight(self) -> int:
-        """Client requests being answered by this worker."""
+        """Number of client requests that this worker is answering."""
         return len(self._tasks) + len(self._without_task)
 
     def enter(self, request: CutOff) -> None:
-        """Count a request that has no task, until it leaves."""
+        """Count a request without a task until `leave`."""
         self._without_task.add(request)
 
     def leave(self, request: CutOff) -> None:
-        """It is over, or has a task from now on."""
+        """Stop counting a request that has ended, or has a task from now on."""
         self._without_task.discard(request)
         if not self._tasks and not self._without_task:
             self._idle.set()
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Count a request as long as it is being answered."""
-        # Without being told the loop, Python 3.11 makes a system call to find it.
+        """Count a request while it is being answered."""
+        # Without this argument, Python 3.11 makes a system call to find the loop.
         task = asyncio.current_task(request.task.get_loop())
         assert task is not None
         with self.working(task), self:
@@ -71,7 +71,7 @@ class DrainManager:
 
     @contextmanager
     def working(self, task: asyncio.Task[Any]) -> Iterator[None]:
-        """Count a request as long as its task is in this block."""
+        """Count a request while its task is in this block."""
         self._tasks.add(task)
         try:
             yield
@@ -83,7 +83,7 @@ class DrainManager:
 
     @contextmanager
     def counted_otherwise(self, task: asyncio.Task[Any]) -> Iterator[None]:
-        """Do not count, nor cut off, the task of a request that `enter` counts in this block."""
+        """Neither count nor cut off a task in this block, because `enter` counts its request."""
         self._tasks.discard(task)
         try:
             yield
@@ -91,13 +91,13 @@ class DrainManager:
             self._tasks.add(task)
 
     async def idle(self) -> None:
-        """Wait until nothing is in flight."""
+        """Wait until no request is running."""
         while self.in_flight:
             self._idle.clear()
             await self._idle.wait()
 
     def cut_off(self) -> int:
-        """End what is in flight, each with an error; how much that is."""
+        """End all running requests with an error. Returns their number."""
         for task in self._tasks - self._cut_off:
             self._cut_off.add(task)
             task.cancel()
@@ -107,14 +107,14 @@ class DrainManager:
         return count
 
     def __enter__(self) -> None:
-        """Nothing to do before there is something to end."""
+        """Do nothing: cancellations are handled at the end of the block."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, asyncio.CancelledError) and self._cut_off:
             task = asyncio.current_task()
-            # More than one cancellation: the client has left, too.
+            # With more than one cancellation the client disconnected, too.
             if task in self._cut_off and not task.uncancel():
                 self._cut_off.discard(task)
                 raise ShuttingDown from None

@@ -1,6 +1,6 @@
-"""Which connections owe us the headers of a request, and since when.
+"""Track the connections on which the headers of a request are expected, and since when.
 
-From the opening of a connection, or from the first byte of a further request, until a request is there.
+The time begins when a connection opens, or with the first byte of a further request. It ends with complete headers.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ class _Head:
 
 
 class HeaderDeadlines(Generic[ConnectionT]):
-    """`clock` is monotonic, in seconds."""
+    """Start times and sizes of incomplete request headers, by connection."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
+        """Store the clock, which is monotonic and returns seconds."""
         self._clock = clock
-        # In the order of their times, so that looking for the late ones means looking at them and at one more.
+        # Ordered by time, so that finding the late ones takes one step more than there are late ones.
         self._heads: dict[ConnectionT, _Head] = {}
         self._nobody = asyncio.Event()
 
@@ -35,22 +36,22 @@ class HeaderDeadlines(Generic[ConnectionT]):
         return connection in self._heads
 
     def begin(self, connection: ConnectionT) -> None:
-        """Headers are expected on a connection from now on."""
+        """Start the time for headers on a connection."""
         self._heads[connection] = _Head(self._clock())
 
     def grow(self, connection: ConnectionT, size_bytes: int) -> int:
-        """Some have arrived where they are expected; how many bytes of them there are."""
+        """Add bytes to the headers of a connection, and return their size so far."""
         head = self._heads[connection]
         head.size_bytes += size_bytes
         return head.size_bytes
 
     def end(self, connection: ConnectionT) -> None:
-        """The headers on a connection are complete, or no longer expected. Does nothing where none were expected."""
+        """End the time for headers on a connection, if it runs."""
         if self._heads.pop(connection, None) is not None and not self._heads:
             self._nobody.set()
 
     def late(self, seconds: float) -> list[tuple[ConnectionT, bool]]:
-        """Where they were expected that long ago, and whether some have arrived."""
+        """Return connections whose headers are expected for at least `seconds`, and whether any bytes arrived."""
         due = self._clock() - seconds
         return [
             (connection, head.size_bytes > 0)
@@ -58,7 +59,7 @@ class HeaderDeadlines(Generic[ConnectionT]):
         ]
 
     async def none_left(self) -> None:
-        """Wait until no connection owes any."""
+        """Wait until headers are expected on no connection."""
         while self._heads:
             self._nobody.clear()
             await self._nobody.wait()

@@ -1,8 +1,7 @@
-"""Where clients connect: the listening sockets, the connections on them, and how patient we are with each.
+"""Accept client connections, with limits for their number and for idle times.
 
-An HttpListener serves one application with aiohttp. It bounds the number of connections, gives the headers of a request
-a deadline of their own, answers what is no request in the gateway's words, and stops accepting without closing the
-connections that are open.
+An HttpListener serves one application with aiohttp. It limits the number of connections and the time for request
+headers, answers invalid requests in the format of the gateway, and can stop accepting without closing open connections.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Connections to engines need as many again: at least one for each client's request.
+# The rest is for connections to engines: at least one for each request of a client.
 _SHARE_OF_FDS: Final = 0.45
-# How many connections above the limit are answered; more are dropped without an answer.
+# Share of connections above the limit that receive an error. More are closed without an answer.
 _TOLD_SHARE: Final = 0.1
 _FULL_LINE_SECONDS: Final = 10.0
-# A client sends its request as soon as it is connected. Who was accepted last gets this long for it.
+# A client sends its request as soon as it is connected. Connections that were accepted last have this time for it.
 _LAST_HEADS_SECONDS: Final = 1.0
 
 # A NAT gateway or load balancer forgets a connection that is idle for some minutes, as during a long answer that is not
@@ -63,9 +62,9 @@ _KEEPALIVE_OPTIONS: Final = [
 
 
 class HttpListener:
-    """The listeners of one application. Use it as an async context manager; leaving cuts what is still being answered.
+    """The listeners of one application. Leaving the `async with` block cuts running answers off.
 
-    `clock` is monotonic. A connection's patience ends at a tick, so up to `tick_seconds` late.
+    `clock` is monotonic. Time limits are checked at each tick, so they end up to `tick_seconds` late.
     """
 
     def __init__(
@@ -79,14 +78,14 @@ class HttpListener:
     ) -> None:
         self._close_after_each_answer = False
         self.is_closing = True
-        """No connection is kept for a further request."""
+        """Whether every connection closes after its next answer."""
         app.on_response_prepare.append(self._on_prepare)
         self._runner = web.AppRunner(
             app,
             handle_signals=False,
-            # Without it a handler goes on working for a client that has left.
+            # Otherwise a handler continues after its client disconnected.
             handler_cancellation=True,
-            shutdown_timeout=0.05,  # requests that are left have had their time already; 0 would be for ever
+            shutdown_timeout=0.05,  # remaining requests have had their time; 0 means no limit
         )
         self._metrics = metrics
         self._tick_seconds = tick_seconds
@@ -96,20 +95,20 @@ class HttpListener:
         """Makes the protocol that reads new connections first. None: aiohttp reads them."""
         self._open: set[AiohttpConnection | FirstProtocol] = set()
         self._first: set[FirstProtocol] = set()
-        self._idle_since: dict[AiohttpConnection | FirstProtocol, float] = {}  # as `end_idle` has seen it
+        self._idle_since: dict[AiohttpConnection | FirstProtocol, float] = {}  # noted by `end_idle`
         self._heads = HeaderDeadlines[asyncio.Transport](clock)
         self._turned_away: dict[AiohttpConnection | FirstProtocol, tuple[float, asyncio.Transport]] = {}
         self._next_full_line = -_FULL_LINE_SECONDS
         self.configure(listen)
 
     def configure(self, listen: Listen) -> None:
-        """From now on these limits; `keepalive_seconds` for connections that are opened from now on."""
+        """Change the limits. `keepalive_seconds` applies to new connections."""
         self._listen = listen
         self._max_connections = listen.max_connections or connections_for_fds()
 
     @property
     def connections(self) -> int:
-        """Client connections that are open."""
+        """Number of open client connections."""
         return len(self._open)
 
     async def __aenter__(self) -> Self:
@@ -145,14 +144,14 @@ class HttpListener:
         self.is_closing = self._close_after_each_answer
 
     def leave_listening(self) -> None:
-        """Stop listening, where another process goes on. Connections stay open, each until its next answer."""
+        """Stop listening while another process continues. Each connection stays open until its next answer."""
         for listener, _ in self._listening:
             listener.close()
         self._listening.clear()
         self.is_closing = True
 
     def end_idle(self, seconds: float) -> None:
-        """Close the connections on which nothing was asked for so long, as far as this was called meanwhile."""
+        """Close connections that were idle for `seconds`, counted from an earlier call."""
         now = self._clock()
         idle = {each for each in self._open if each.awaits_request and each.client_transport not in self._heads}
         self._idle_since = {each: self._idle_since.get(each, now) for each in idle}
@@ -161,21 +160,21 @@ class HttpListener:
                 connection.end_after_answer()
 
     async def stop_accepting(self) -> None:
-        """Stop listening, and close each connection when nothing is being answered on it.
+        """Stop listening, and close each connection when no answer is running on it.
 
-        Who is connected already, be it only to the kernel, still gets an answer: this returns when the requests of all
-        of them are being answered, or a second later.
+        Clients that are already connected, even only to the kernel, still get an answer. Returns when the requests of
+        all of them are running, or after a second.
         """
         loop = asyncio.get_running_loop()
         queued: list[socket.socket] = []
         for listener, sock in self._listening:
-            queued += _accept_all(sock)  # by closing, the kernel would reset them
+            queued += _accept_all(sock)  # the kernel resets them when the socket closes
             listener.close()
         self._listening.clear()
         self.is_closing = True
         await asyncio.gather(*(loop.connect_accepted_socket(self._accept_connection, sock) for sock in queued))
         for _ in range(2):
-            await asyncio.sleep(0)  # a whole turn of the loop, which reads what has arrived
+            await asyncio.sleep(0)  # one turn of the loop, which reads the arrived data
         for connection in tuple(self._open):
             if connection.client_transport not in self._heads:
                 connection.end_after_answer()
@@ -184,7 +183,7 @@ class HttpListener:
                 await self._heads.none_left()
 
     def sweep(self) -> None:
-        """Close the connections on which time is up."""
+        """Close the connections whose time limits have passed."""
         for transport, has_begun in self._heads.late(self._listen.header_seconds):
             cast("AiohttpConnection | FirstProtocol", transport.get_protocol()).end(
                 _slow_header() if has_begun else None
@@ -197,11 +196,11 @@ class HttpListener:
         for _, transport in tuple(takewhile(lambda each: each[0] <= over, self._turned_away.values())):
             transport.abort()
 
-    # What a connection tells
+    # Calls from connections
 
     @property
     def close_after_each_answer(self) -> bool:
-        """As long as this is set, no connection is kept for a further request. Nor is one when listening has ended."""
+        """Whether connections close after each answer. They also do after listening has ended."""
         return self._close_after_each_answer
 
     @close_after_each_answer.setter
@@ -210,7 +209,7 @@ class HttpListener:
         self.is_closing = closes or not self._listening
 
     def accept(self, connection: AiohttpConnection | FirstProtocol, transport: asyncio.Transport) -> bool:
-        """Whether there is room for another connection. If not, it is told so, and closed."""
+        """Register a connection. Returns False if the limit is reached; the connection gets an error and closes."""
         if len(self._open) >= self._max_connections:
             self._reject(connection, transport)
             return False
@@ -222,7 +221,7 @@ class HttpListener:
         return True
 
     def hand_to_aiohttp(self, first: FirstProtocol, data: bytes) -> None:
-        """Let aiohttp go on with a connection, on which this has come that is not answered yet."""
+        """Let aiohttp continue with a connection, beginning with data that is not answered yet."""
         transport, connection = first.client_transport, self._connect()
         self._first.discard(first)
         self._open.discard(first)
@@ -231,18 +230,18 @@ class HttpListener:
         connection.resume_from(first, data)
 
     def return_to_first(self, first: FirstProtocol, connection: AiohttpConnection) -> None:
-        """Who has handed a connection over goes on with it."""
+        """Let the protocol that handed a connection over continue with it."""
         self._open.discard(connection)
         self._open.add(first)
         self._first.add(first)
         first.client_transport.set_protocol(first)
 
     def headers_arrived(self, connection: FirstProtocol) -> None:
-        """A connection has received all headers of a request: their deadline no longer counts."""
+        """End the time for the headers of a request."""
         self._heads.end(connection.client_transport)
 
     def forget(self, connection: AiohttpConnection | FirstProtocol) -> None:
-        """Drop a connection that was closed."""
+        """Remove a closed connection."""
         self._heads.end(connection.client_transport)
         self._turned_away.pop(connection, None)
         self._first.discard(cast("FirstProtocol", connection))
@@ -251,14 +250,14 @@ class HttpListener:
             self._metrics.connections.dec()
 
     def on_head(self, connection: AiohttpConnection, size_bytes: int) -> int:
-        """Part of a request's headers has arrived; how many bytes of them there are."""
+        """Count a part of the headers of a request. Returns their size so far."""
         if connection.client_transport not in self._heads:
             self._heads.begin(connection.client_transport)
             connection.leave_idle()
         return self._heads.grow(connection.client_transport, size_bytes)
 
     def refuse(self, connection: AiohttpConnection | FirstProtocol, error: GatewayError, request_id: str) -> bytes:
-        """Count and log an error that no middleware sees; what is to be written to the client."""
+        """Count and log an error that no middleware sees. Returns the bytes of the answer."""
         self._heads.end(connection.client_transport)
         reason = replies.rejection(error)
         if reason is not None:
@@ -267,19 +266,19 @@ class HttpListener:
         return replies.last_words(error, request_id)
 
     def report(self, connection: AiohttpConnection | FirstProtocol, error: GatewayError, request_id: str) -> None:
-        """Log what is wrong with a request."""
+        """Log the error of a request."""
         if error.code == MALFORMED:
             self._metrics.http_parse_errors_total.inc()
         fields = {"id": request_id, "client": connection.client, "code": error.status}
-        logger.info("refused a request: %s", error.message, extra={"fields": fields})
+        logger.info("listener: request rejected: %s", error.message, extra={"fields": fields})
 
     def _reject(self, connection: AiohttpConnection | FirstProtocol, transport: asyncio.Transport) -> None:
         self._metrics.rejected_total.labels("connections").inc()
         now = self._clock()
         if now >= self._next_full_line:
             self._next_full_line = now + _FULL_LINE_SECONDS
-            logger.warning("the limit of %d client connections is reached: new ones are refused", self._max_connections)
-        connection.close()  # what it sends is not looked at
+            logger.warning("listener: new connections rejected: the limit of %d is reached", self._max_connections)
+        connection.close()  # its data is ignored
         if len(self._turned_away) >= self._max_connections * _TOLD_SHARE:
             transport.abort()
             return
@@ -288,7 +287,7 @@ class HttpListener:
         transport.write_eof()
         self._turned_away[connection] = (now, transport)
 
-    # What aiohttp asks for
+    # Calls from aiohttp
 
     def _accept_connection(self) -> AiohttpConnection | FirstProtocol:
         return self._connect() if self.first_protocol is None else self.first_protocol()
@@ -305,13 +304,13 @@ class HttpListener:
         )
 
     def _make_request(self, message: RawRequestMessage, *rest: Any) -> web.BaseRequest:
-        """The request of a message, without an expectation that can be met."""
-        if message.upgrade:  # the parser drops what comes behind it
+        """Make the request of a message, without an `Expect: 100-continue` header."""
+        if message.upgrade:  # the parser drops the bytes after it
             message = message._replace(should_close=True)
         expectation = message.headers.get(hdrs.EXPECT)
         if expectation is None or (message.version == HttpVersion11 and expectation.lower() != "100-continue"):
             return self._new_request(message, *rest)
-        # aiohttp would send `100 Continue` before any handler could refuse. `read_body` sends it when a body is wanted.
+        # aiohttp would send `100 Continue` before a handler could reject the request. `read_body` sends it instead.
         headers = CIMultiDict(message.headers)
         del headers[hdrs.EXPECT]
         request = self._new_request(message._replace(headers=CIMultiDictProxy(headers)), *rest)
@@ -327,7 +326,7 @@ class HttpListener:
         return await self._serve(request)
 
     async def _on_prepare(self, request: web.Request, response: web.StreamResponse) -> None:
-        # HTTP/1.0 has no chunks: such a body ends with the connection (RFC 9112 6.3).
+        # HTTP/1.0 has no chunks, so a body without a length ends with the connection (RFC 9112 6.3).
         has_no_end = request.version < HttpVersion11 and response.content_length is None
         if has_no_end or self.is_closing:
             response.force_close()
@@ -343,13 +342,13 @@ def _slow_header() -> GatewayError:
 
 
 def _accept_all(sock: socket.socket) -> Iterator[socket.socket]:
-    """The connections that wait in the kernel."""
-    with suppress(OSError):  # there are no more, or there is no file descriptor left for them
+    """Accept the connections that are waiting in the kernel."""
+    with suppress(OSError):  # no more connections, or no file descriptor left
         while True:
             yield sock.accept()[0]
 
 
 def connections_for_fds() -> int:
-    """Client connections for which there are enough file descriptors, with those to the engines."""
+    """Return the number of client connections that the limit of file descriptors allows."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if soft == resource.RLIM_INFINITY else int(soft * _SHARE_OF_FDS)

@@ -1,8 +1,8 @@
-"""What every answer has in common: a request id, our name, and errors in OpenAI's shape.
+"""Add a request ID and server name to all answers, and turn errors into answers in the format of OpenAI.
 
-A GatewayError becomes its status and JSON body, an engine's own error passes byte for byte, aiohttp's 404, 405, 413 …
-look like ours, and an unexpected error is a 500 with one traceback in the log. Cancellation is never caught here.
-An answer that is given before the request's body has arrived closes the connection.
+A GatewayError becomes its status and a JSON body. Errors of engines pass unchanged. Errors of aiohttp, such as 404, 405
+and 413, get the same format. An unexpected exception becomes a 500, with one traceback in the log. Cancellations are
+not caught. An answer before the whole body of the request has arrived closes the connection.
 """
 
 from __future__ import annotations
@@ -33,23 +33,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REQUEST_ID: Final = web.RequestKey("request_id", str)
-"""Where a `web.Request` keeps its id."""
+"""Key of the request ID in a `web.Request`."""
 LOST: Final[web.AppKey[Callable[[web.Request, int], web.Response | GatewayError | None]]] = web.AppKey("lost")
-"""Where an application keeps what it says to requests for which it has no route: instead of a 404, or of a 405 for a
-method that the route does not take. None: nothing else.
-"""
+"""Key of a function of an application that answers requests instead of a 404 or 405. It may return None for these."""
 ERROR_BODIES: Final[web.AppKey[Mapping[str, Callable[[GatewayError], bytes | None]]]] = web.AppKey("error_bodies")
-"""Where an application keeps, by path, how errors are told where clients do not expect OpenAI's; None: as elsewhere."""
+"""Key of functions of an application, by path, that return the error body of another API; None: that of OpenAI."""
 REQUEST_ID_HEADERS: Final[web.AppKey[Mapping[str, str]]] = web.AppKey("request_id_headers")
-"""Where an application keeps, by path, the header in which clients look for the id of their request. X-Request-Id is
-always there, too.
-"""
+"""Key of header names of an application, by path, for the request ID. X-Request-Id is always sent, too."""
 _COMMITTED: Final = web.RequestKey("is_committed", bool)
 
-# Anything else could break a log line or a header further on.
+# Other IDs could break a log line, or a header of a later request.
 _is_acceptable_id: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}").fullmatch
 
-# RFC 9110 5.1 and 5.5. Lone surrogates are what is no UTF-8 in a header of an engine.
+# RFC 9110 5.1 and 5.5. A lone surrogate stands for a byte of an engine header that is not UTF-8.
 _TOKEN: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _FIELD_VALUE: Final = re.compile(r"[\t\x20-\x7e\x80-\ud7ff\ue000-\U0010ffff]*")
 
@@ -68,32 +64,36 @@ HTTP_ERRORS: Final = {
     505: ("http_version_not_supported", "this gateway speaks HTTP/1.1"),
 }
 
-# Reasons of `rejected_total` that are called otherwise in the code of the error; most are called the same.
+# Reasons of `rejected_total` by error code. Most have the same name.
 _REJECTIONS_BY_CODE: Final = {"request_too_large": "too_large", "too_many_connections": "connections"} | {
     reason: reason for reason in REJECTIONS
 }
 
-# What the OpenAI SDK repeats by itself, twice, unless it is told not to.
+# Statuses after which the OpenAI SDK repeats a request twice, unless a header forbids it.
 _REPEATED_BY_SDK: Final = frozenset({408, 409, 429, *range(500, 600)})
 
-# What a browser would show as a page of this gateway's origin, and run: such as an engine's proxy writes with a 502.
+# Content types that a browser would run as a page of this origin. A proxy before an engine may send one with a 502.
 _MARKUP: Final = frozenset({"text/html", "application/xhtml+xml", "image/svg+xml", "text/xml", "application/xml"})
 
 
 def install(app: web.Application, metrics: Metrics) -> None:
-    """Make `app` answer like this. Middlewares added before stand around, those added later inside."""
+    """Add the middleware to `app`. Middlewares that were added before run around it, later ones inside."""
     app.middlewares.append(_Replies(metrics).middleware)
     app.on_response_prepare.append(_on_prepare)
 
 
 def error_response(error: GatewayError, body: bytes | None = None) -> web.Response:
-    """The answer for an error: the engine's own if it gave one, otherwise ours. `body`: the same in other words."""
+    """Return the answer for an error: that of the engine if there is one, otherwise that of the gateway.
+
+    `body` replaces the body, for other APIs; None: the body of the engine, or the OpenAI format.
+    """
     if isinstance(error, UpstreamError) and error.body is not None:
-        told = "application/json" if body is not None else error.headers.get("content-type", "")
-        kind, separator, parameters = told.partition(";")
+        content_type = "application/json" if body is not None else error.headers.get("content-type", "")
+        kind, separator, parameters = content_type.partition(";")
         if kind.strip().lower() in _MARKUP:
-            told = f"text/plain{separator}{parameters}"
-        headers = {"Content-Type": told} if told and can_be_sent("Content-Type", told) else {}
+            content_type = f"text/plain{separator}{parameters}"
+        is_valid = content_type and can_be_sent("Content-Type", content_type)
+        headers = {"Content-Type": content_type} if is_valid else {}
         headers["X-Content-Type-Options"] = "nosniff"
         headers |= retry_headers(error)
         return web.Response(status=error.status, body=error.body if body is None else body, headers=headers)
@@ -101,25 +101,25 @@ def error_response(error: GatewayError, body: bytes | None = None) -> web.Respon
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status == 415:
-        headers["Accept-Encoding"] = "identity"  # which is how to tell what was wrong (RFC 9110 15.5.16)
+        headers["Accept-Encoding"] = "identity"  # shows the cause of the error (RFC 9110 15.5.16)
     return web.Response(status=error.status, body=error_body(error) if body is None else body, headers=headers)
 
 
 def can_be_sent(name: str, value: str) -> bool:
-    """Whether a header that came from an engine may go to a client: nothing else can be taken for more than that."""
+    """Return whether a header of an engine is valid, so that it cannot be read as several headers."""
     return bool(_TOKEN.fullmatch(name) and _FIELD_VALUE.fullmatch(value))
 
 
 def last_words(error: GatewayError, request_id: str) -> bytes:
-    """The answer for an error of our own, as it is written to a connection that is closed after it."""
+    """Return the bytes of an error answer after which the connection closes."""
     response = error_response(error)
     if error.status == 405:
-        response.headers["Allow"] = ""  # it has to be there (RFC 9110 15.5.6), and empty means nothing is allowed
+        response.headers["Allow"] = ""  # required (RFC 9110 15.5.6); empty means that no method is allowed
     return written(response, request_id, closes=True)
 
 
 def written(response: web.Response, request_id: str, *, closes: bool, more: bytes = b"") -> bytes:
-    """Return an answer as it is written to a connection.
+    """Return the bytes of an answer.
 
     Args:
         response: The answer.
@@ -145,17 +145,17 @@ def written(response: web.Response, request_id: str, *, closes: bool, more: byte
 
 
 def request_id(request: web.BaseRequest) -> str:
-    """The client's own id if it is a sane one, otherwise a new one."""
+    """Return the request ID of the client if it is acceptable, otherwise a new one."""
     return accepted_id(request.headers.get("X-Request-Id", ""))
 
 
 def accepted_id(given: str) -> str:
-    """The id that a client gave, or a new one in place of one that is not sane, or empty."""
+    """Return the ID if it is acceptable, or a new one if it is not, or is empty."""
     return given if given and _is_acceptable_id(given) else new_id()
 
 
 def rejection(error: GatewayError) -> str | None:
-    """The `reason` under which a refused request is counted; None for errors that are no refusals."""
+    """Return the metric label `reason` of a rejected request, or None for errors that are no rejections."""
     if isinstance(error, UpstreamError):
         return None
     if isinstance(error, Unauthorized):
@@ -166,16 +166,16 @@ def rejection(error: GatewayError) -> str | None:
 
 
 def count_rejection(metrics: Metrics, error: GatewayError) -> None:
-    """Count a request that was refused before anything of an answer was sent."""
+    """Count a request that was rejected before any part of an answer was sent."""
     reason = rejection(error)
     if reason:
         metrics.rejected_total.labels(reason).inc()
 
 
 def unexpected(method: str, path: str, error: BaseException | None) -> GatewayError:
-    """Log an unexpected error, once and with its traceback; the error for the client.
+    """Log an unexpected exception with its traceback. Return the error for the client.
 
-    The text of the exception is left out: it may quote the prompt, as `int("…")` does.
+    The text of the exception is removed, because it may quote the prompt, as that of `int("…")` does.
     """
     kind = type(error).__name__
     trace = error.__traceback__ if error is not None else None
@@ -185,7 +185,7 @@ def unexpected(method: str, path: str, error: BaseException | None) -> GatewayEr
 
 
 def retry_headers(error: GatewayError) -> dict[str, str]:
-    """What tells the OpenAI SDK, and others, when to try again or not to."""
+    """Return the headers that tell clients, such as the OpenAI SDK, when to retry, or not to."""
     seconds = error.retry_after_seconds
     if seconds is not None:
         return {"Retry-After": str(math.ceil(seconds)), "retry-after-ms": str(round(seconds * 1000))}
@@ -196,7 +196,7 @@ def retry_headers(error: GatewayError) -> dict[str, str]:
 
 
 class _Untold(Exception):
-    """Stands in the log for an exception whose text may quote the request."""
+    """Replaces an exception in the log whose text may quote the request."""
 
 
 class _Replies:
@@ -217,7 +217,7 @@ class _Replies:
             return self._without_answer(request, answer)
         except Exception as error:
             if isinstance(error, ConnectionError) and _has_left(request):
-                return web.Response(status=499)  # written to nobody
+                return web.Response(status=499)  # the client does not receive it
             return self._refuse(request, unexpected(request.method, request.path, error))
         finally:
             logs.request_id.reset(token)
@@ -241,7 +241,7 @@ class _Replies:
         if _COMMITTED not in request:
             count_rejection(self._metrics, error)
         elif request.transport is not None:
-            # Part of another answer is out. Cut off it is recognisably incomplete; `response` is then not sent.
+            # Part of another answer was sent. Closing the connection marks it as incomplete. `response` is not sent.
             request.transport.abort()
         return response
 

@@ -152,7 +152,7 @@ async def test_what_is_not_http_is_refused_in_our_words(
     assert await client.is_closed()
     (line,) = lines(caplog)
     assert (line.name, line.levelname, line.exc_info) == ("proxy.listener.http_listener", "INFO", None)
-    assert line.msg == "refused a request: %s"
+    assert line.msg == "listener: request rejected: %s"
     assert line.fields == {"id": reply.headers["x-request-id"], "client": "127.0.0.1", "code": status}  # type: ignore[attr-defined]
     assert MARK not in (reply.body + line.getMessage().encode()).lower()
     assert "date" in reply.headers
@@ -551,7 +551,7 @@ async def test_more_connections_than_there_is_room_for_are_told_so(caplog: pytes
         third.leave()
         assert (site.front.connections, site.rejected("connections")) == (2, 2.0)
         (line,) = lines(caplog)
-        assert line.getMessage() == "the limit of 2 client connections is reached: new ones are refused"
+        assert line.getMessage() == "listener: new connections rejected: the limit of 2 is reached"
         first.leave()
         await until(lambda: site.front.connections == 1, "the first to be gone")
         assert await site.serves()
