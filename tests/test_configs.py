@@ -27,11 +27,11 @@ WITHOUT_DEFAULT = {"prefill", "decode"}
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
-def test_the_configuration_loads(path: Path) -> None:
+def test_configuration_loads(path: Path) -> None:
     load(["--config", str(path)], {})
 
 
-def test_the_full_configuration_holds_every_option_with_its_default() -> None:
+def test_full_configuration_has_every_option_with_its_default() -> None:
     full = load(["--config", str(CONFIGS / "full.yaml")], {})
     assert [option for option in OPTIONS if full.origins[option] == "default"] == []
     assert full.settings.model_dump(exclude=WITHOUT_DEFAULT) == Settings().model_dump(exclude=WITHOUT_DEFAULT)
@@ -77,7 +77,7 @@ def address(engine: SimulatedEngine) -> str:
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)
-async def test_a_deployment_starts_and_serves(name: str, tmp_path: Path) -> None:
+async def test_deployment_starts_and_serves(name: str, tmp_path: Path) -> None:
     """The file as it is, with simulated engines at other addresses."""
     connector, prefillers, decoders = DEPLOYMENTS[name]
     profile = "sglang" if connector == "sglang_bootstrap" else "v0.23"

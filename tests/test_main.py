@@ -150,7 +150,7 @@ def gateway_answering(status: int) -> Iterator[int]:
         thread.join()
 
 
-def test_the_kimi_k26_guides_command_line_starts_unchanged() -> None:
+def test_command_line_of_the_kimi_k26_guide_is_accepted() -> None:
     found = load(words(KIMI_K26), {}).settings
     assert (found.listen.host, found.listen.port) == ("141.xx.xx.1", 1999)
     ports = range(7100, 7104)
@@ -158,7 +158,7 @@ def test_the_kimi_k26_guides_command_line_starts_unchanged() -> None:
     assert [str(e) for e in found.decode] == [f"141.xx.xx.{node}:{port}" for node in (3, 4) for port in ports]
 
 
-def test_the_kimi_k25_guides_command_line_starts_unchanged() -> None:
+def test_command_line_of_the_kimi_k25_guide_is_accepted() -> None:
     found = load(words(KIMI_K25), {}).settings
     assert [str(e) for e in found.prefill] == [f"141.xx.xx.{n}:{port}" for n in (1, 2) for port in (7100, 7101)]
     assert [str(e) for e in found.decode] == [f"141.xx.xx.{n}:{port}" for n in (3, 4) for port in range(7100, 7116)]
@@ -328,5 +328,5 @@ def test_closed_pipe_prints_no_traceback() -> None:
 
 
 @pytest.mark.parametrize(("number", "words"), [(0, "0 workers"), (1, "1 worker"), (2, "2 workers")])
-def test_a_count_agrees_with_its_noun(number: int, words: str) -> None:
+def test_count_agrees_with_its_noun(number: int, words: str) -> None:
     assert counted(number, "worker") == words

@@ -58,17 +58,17 @@ def names(text: str) -> set[str]:
     return {name for cell in first_cells(text) for name in cell}
 
 
-def test_the_readme_is_for_newcomers() -> None:
+def test_readme_is_short_enough_for_newcomers() -> None:
     assert len(README.splitlines()) <= README_LINES, "a reference belongs into OPERATING.md or DESIGN.md"
 
 
-def test_the_console_script_is_the_program() -> None:
+def test_console_script_starts_the_program() -> None:
     (script,) = entry_points(group="console_scripts", name="pdproxy")
     assert script.load() is main
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_a_command_of_the_pages_is_understood(words: list[str], tmp_path: Path) -> None:
+def test_commands_in_the_pages_are_valid(words: list[str], tmp_path: Path) -> None:
     if words[0] == "mock-engine":
         parse_arguments([word for word in words[1:] if word != "&"])
         return
@@ -103,7 +103,7 @@ def test_installations_use_a_virtual_environment() -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_an_example_configuration_says_how_to_use_itself(path: Path) -> None:
+def test_example_configuration_documents_its_command(path: Path) -> None:
     assert f"#   pdproxy --config configs/{path.name}\n" in path.read_text()
 
 

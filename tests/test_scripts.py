@@ -74,7 +74,7 @@ def test_script_without_arguments_rejects_them_first(script: str, fresh_clone: P
     assert not (fresh_clone / ".venv").exists()
 
 
-def test_each_lab_program_has_a_script_of_its_name() -> None:
+def test_lab_programs_have_scripts_of_their_names() -> None:
     lab = ROOT / "scripts" / "lab"
     programs = {path.parent.name for path in lab.glob("*/__main__.py")}
     programs |= {path.stem for path in lab.glob("*.py") if path.stem != "__init__"}

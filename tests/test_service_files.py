@@ -40,7 +40,7 @@ def unit(name: str) -> list[str]:
     return re.findall(rf"^{name}=(.*)$", UNIT, re.MULTILINE)
 
 
-def test_the_ports_are_those_of_the_configuration() -> None:
+def test_ports_equal_those_of_the_configuration() -> None:
     assert SETTINGS.admin.host == SETTINGS.listen.host == "0.0.0.0"
     listening = {"clients": SETTINGS.listen.port, "operators": SETTINGS.admin.port, "probes": SETTINGS.admin.probe_port}
     assert listening == PORTS
@@ -70,7 +70,7 @@ def test_gateway_is_not_killed_while_it_drains() -> None:
     assert unit("KillMode") == ["mixed"]
 
 
-def test_the_pod_is_restricted_and_its_user_is_the_images() -> None:
+def test_pod_is_restricted_and_runs_as_the_user_of_the_image() -> None:
     (user,) = re.findall(r"^USER (\d+):", DOCKERFILE, re.MULTILINE)
     assert (POD["securityContext"]["runAsNonRoot"], POD["securityContext"]["runAsUser"]) == (True, int(user))
     assert POD["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -99,7 +99,7 @@ def test_autoscaler_uses_existing_metrics() -> None:
     assert [name for name in metric_names if f"`{name}`" not in metrics] == []
 
 
-def test_an_autoscaler_adds_no_engine_that_the_configuration_does_not_list() -> None:
+def test_autoscaler_adds_only_engines_of_the_configuration() -> None:
     (decoders,) = documents(COMPONENTS / "autoscaling" / "decoders.yaml")
     assert decoders["spec"]["maxReplicas"] == len(SETTINGS.decode)
 
@@ -112,7 +112,7 @@ def test_discovery_component_changes_only_the_source_of_engines() -> None:
     assert found.model_copy(update=same) == SETTINGS
 
 
-def test_the_gateways_account_may_list_and_watch_slices_and_nothing_else() -> None:
+def test_account_of_the_gateway_may_only_list_and_watch_slices() -> None:
     account, role, binding = documents(COMPONENTS / "discovery" / "rbac.yaml")
     assert role["rules"] == [
         {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}

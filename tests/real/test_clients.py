@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tests.real.report import Show
 
 
-def test_the_openai_sdk_streams(cluster: Cluster, show: Show) -> None:
+def test_openai_sdk_streams(cluster: Cluster, show: Show) -> None:
     messages: list[Any] = [{"role": "user", "content": "A proxy sends the prompt to a prefill engine."}]
     with OpenAI(
         base_url=f"http://{HOST}:{cluster.gateway.port}/v1", api_key="none", timeout=TIMEOUT_SECONDS, max_retries=0
@@ -82,7 +82,7 @@ def test_all_engines_take_part(cluster: Cluster, show: Show) -> None:
     show(", ".join(f"{engine.name} {tokens} tokens" for engine, tokens in zip(engines, grown, strict=True)))
 
 
-def test_a_client_that_leaves_frees_the_decoder(cluster: Cluster, show: Show) -> None:
+def test_leaving_client_frees_the_decoder(cluster: Cluster, show: Show) -> None:
     def written() -> float:
         return total(cluster.decoders, cluster.stack.family.generation_tokens, if_none=0)
 
@@ -96,7 +96,7 @@ def test_a_client_that_leaves_frees_the_decoder(cluster: Cluster, show: Show) ->
     show(f"after {seconds:.1f} s and {written() - before:.0f} of 4000 tokens")
 
 
-def test_clients_that_leave_at_any_time_leave_nothing(cluster: Cluster, show: Show) -> None:
+def test_clients_that_leave_at_any_time_leave_nothing_behind(cluster: Cluster, show: Show) -> None:
     """Clients leave right after sending a long prompt, while an engine works on it, or after the first event."""
     body = {"max_tokens": 2000, "ignore_eos": True}
     for number in range(12):

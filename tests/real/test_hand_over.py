@@ -80,7 +80,7 @@ def test_nothing_is_left_of_any_request(cluster: Cluster, show: Show) -> None:
         show(f"{expired:.0f} leases have expired in this run")
 
 
-def test_the_gateway_has_logged_no_error(cluster: Cluster, show: Show) -> None:
+def test_gateway_has_logged_no_error(cluster: Cluster, show: Show) -> None:
     lines = [json.loads(line) for line in cluster.gateway.log.read_text().splitlines()]
     assert [line for line in lines if line["level"] not in ("INFO", "DEBUG")] == []
     requests = [line for line in lines if line["logger"] == "proxy.access" and "term" in line]

@@ -18,7 +18,7 @@ CHATS = 2
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("with_ids", [True, False])
-def test_an_interrupted_chat_keeps_reasoning_and_content_apart(
+def test_interrupted_chat_keeps_reasoning_and_content_apart(
     thinking: Cluster, with_ids: bool, stream: bool, show: Show
 ) -> None:
     seen = []

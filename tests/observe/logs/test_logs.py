@@ -122,7 +122,7 @@ def test_auto_format_is_text_on_a_terminal_and_json_otherwise() -> None:
         assert os.get_blocking(terminal)  # the shell shares this flag
 
 
-def test_an_access_line_has_one_word_per_field() -> None:
+def test_access_line_has_one_word_per_field() -> None:
     file = File("text")
     logs.access_line({"id": "r1", "p": None, "dur": 0.12345, "code": 200, "stream": False, "term": "--"})
     assert file.text.endswith(" request id=r1 p=- dur=0.123 code=200 stream=false term=--\n")
@@ -236,7 +236,7 @@ def test_control_characters_are_escaped(format: str, hostile: str) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("value", ["a" * 65536, "\n" * 65536, b"a" * 65536, ["a" * 65536], ValueError("a" * 65536)])
-def test_a_long_value_is_cut(format: str, value: object) -> None:
+def test_long_value_is_cut(format: str, value: object) -> None:
     file = File(format)
     logger.warning("refused %s", value)
     logs.access_line({"id": "r1", "error": value, "code": 400})
@@ -270,7 +270,7 @@ def test_text_of_an_exception_cannot_look_like_a_record() -> None:
     assert all(line.startswith("    ") and line.isprintable() for line in rest)
 
 
-def test_a_traceback_is_a_member_of_its_json_line() -> None:
+def test_traceback_is_a_member_of_its_json_line() -> None:
     file = File("json")
     try:
         raise ValueError("oops\n\ud800")
