@@ -97,8 +97,8 @@ class Instances:
         for pool, backend in [(each, backend) for each in self._pools for backend in each.backends()]:
             key = (backend.role.value, backend.name)
             chooses = pool if self._pool_of is None else self._pool_of(backend)
-            if (most := chooses.policy.most_running(backend)) is not None:
-                gauges["knee"].add_metric(key, most)
+            if (limit := chooses.policy.most_running(backend)) is not None:
+                gauges["knee"].add_metric(key, limit)
             _, charged = self._scoreboard.own(backend.slot)
             health = self._health.of(backend)
             gauges["up"].add_metric(key, health.is_confirmed)
@@ -119,7 +119,7 @@ class Instances:
 
 def collect_models(models: ServedModels, pools: Sequence[Pool]) -> Iterator[Metric]:
     """Return the number of instances of each model in these pools, at the moment of a scrape."""
-    found = GaugeMetricFamily(
+    instances = GaugeMetricFamily(
         "pdproxy_model_instances",
         "Instances that may get requests for a model or an adapter, by role, without instances that report no models, "
         "and without names that no instance of a role serves.",
@@ -133,8 +133,8 @@ def collect_models(models: ServedModels, pools: Sequence[Pool]) -> Iterator[Metr
             for name in models.of(backend) & models.complete:
                 counts[name, role] += 1
     for (name, role), count in counts.items():
-        found.add_metric((name, role.value), count)
-    yield found
+        instances.add_metric((name, role.value), count)
+    yield instances
 
 
 def collect_sources(states: SourceStates, roster: Roster) -> Iterator[Metric]:

@@ -71,7 +71,7 @@ def receipt_fields(row: Sequence[Any]) -> dict[str, Any]:
     """Return the receipt's values by name; see `display`."""
     facts, model, backend, worker, started, ended, history, left_out = row
     fields = access_line(AccessFacts(**dict(zip(FACTS, facts, strict=True))))
-    found = {
+    receipt_values = {
         **fields,
         "model": model,
         "backend": backend,
@@ -80,7 +80,7 @@ def receipt_fields(row: Sequence[Any]) -> dict[str, Any]:
         "ended": ended,
         "history": [_attempt_fields(attempt, fields) for attempt in history],
     }
-    return {**found, "attempts_left_out": left_out} if left_out else found
+    return {**receipt_values, "attempts_left_out": left_out} if left_out else receipt_values
 
 
 def display(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,7 +111,9 @@ def is_troubled(record: RequestRecord) -> bool:
 
 def names_instance(fields: Mapping[str, Any], instance: str) -> bool:
     """Return whether any attempt sent the request to an instance, given as `host:port`."""
-    return any(instance in {attempt["p"], attempt["d"], *_left(attempt, "instance")} for attempt in fields["history"])
+    return any(
+        instance in {attempt["p"], attempt["d"], *_replaced_legs(attempt, "instance")} for attempt in fields["history"]
+    )
 
 
 def names_engine_id(fields: Mapping[str, Any], engine_id: str) -> bool:
@@ -122,20 +124,20 @@ def names_engine_id(fields: Mapping[str, Any], engine_id: str) -> bool:
     return any(
         sent != "-" and sent in engine_id
         for attempt in fields["history"]
-        for sent in (attempt["p_id"], attempt["d_id"], *_left(attempt, "id"))
+        for sent in (attempt["p_id"], attempt["d_id"], *_replaced_legs(attempt, "id"))
     )
 
 
-def _left(attempt: Mapping[str, Any], what: str) -> list[str]:
-    """Return the instances, or ids, of legs that were replaced by others."""
-    return [leg[what] for leg in attempt["left"]]
+def _replaced_legs(attempt: Mapping[str, Any], name: str) -> list[str]:
+    """Return the instances (`name` "instance") or ids (`name` "id") of legs that were replaced by others."""
+    return [leg[name] for leg in attempt["left"]]
 
 
 # Writing
 
 
 def _attempt(unit: int, attempt: AttemptRecord, *, is_in_line: bool) -> list[Any]:
-    """`is_in_line`: the access line has its names."""
+    """Return the row of an attempt. `is_in_line`: the access line has its instances and ids."""
     prefill, decode = attempt.prefill_pick, attempt.decode_pick
     prefill_reason, decode_reason = attempt.reasons
     course, _ = course_of(tuple(attempt.stages))
@@ -159,10 +161,10 @@ def _choice(pick: Pick, reason: str | None) -> list[Any]:
 
     The result has the policy, the policy's figures by candidate, and the number of omitted candidates.
     """
-    known = figures(pick)
-    if known is None:
+    examined = figures(pick)
+    if examined is None:
         return [reason]
-    policy, candidates, columns, order = known
+    policy, candidates, columns, order = examined
     names = [candidate.backend.name for candidate in candidates]
     if len(names) <= _MAX_CANDIDATES:
         return [reason, policy, names, columns, 0]
@@ -279,13 +281,13 @@ class Receipts:
         Takes milliseconds per MiB of memory, and may be called in any thread.
         """
         rings = [
-            self._from(journal, worker, wants, containing)
+            self._latest_of_worker(journal, worker, wants, containing)
             for journal in self._journals
             for worker in range(self.workers)
         ]
         return list(islice(merge(*rings, key=lambda fields: -fields["ended"]), limit))
 
-    def _from(
+    def _latest_of_worker(
         self, journal: Journal, worker: int, wants: Callable[[Mapping[str, Any]], bool], containing: bytes
     ) -> Iterator[dict[str, Any]]:
         for piece in journal.latest(worker):

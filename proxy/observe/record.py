@@ -321,11 +321,11 @@ class RequestRecord:
 
 def longest(units: Sequence[Mapping[Stage, float]]) -> dict[Stage, float]:
     """Return the longest time in each stage over all units. `units`: seconds in each stage, by unit."""
-    found = dict(units[0]) if units else {}
+    longest_seconds = dict(units[0]) if units else {}
     for seconds in units[1:]:
         for stage, spent in seconds.items():
-            found[stage] = max(spent, found.get(stage, 0.0))
-    return found
+            longest_seconds[stage] = max(spent, longest_seconds.get(stage, 0.0))
+    return longest_seconds
 
 
 # All fields in the order of the line. To copy them and delete a few takes a third of the time of adding each.

@@ -59,7 +59,7 @@ def operation(api: str) -> str:
     return _OPERATIONS.get(api, "chat")
 
 
-def request_start(traced: TracedGateway, api: str) -> Attributes:
+def start_attributes(traced: TracedGateway, api: str) -> Attributes:
     """Return the attributes of a new request, which samplers can use."""
     route = traced.routes.get(api, "")
     return {
@@ -75,10 +75,10 @@ def model_of(record: RequestRecord) -> str | None:
     return record.model[:_MAX_MODEL_CHARS] if isinstance(record.model, str) and record.model else None
 
 
-def of_request(traced: TracedGateway, record: RequestRecord, legs: Sequence[TracedLeg]) -> Attributes:
+def request_attributes(traced: TracedGateway, record: RequestRecord, legs: Sequence[TracedLeg]) -> Attributes:
     """Return the attributes of a finished request: tokens, attempts and outcome."""
     facts = record.facts
-    found: Attributes = {
+    attributes: Attributes = {
         "gen_ai.request.stream": facts.stream,
         "gen_ai.usage.input_tokens": facts.prompt_tokens,
         "gen_ai.usage.cache_read.input_tokens": facts.cached_tokens,
@@ -94,18 +94,18 @@ def of_request(traced: TracedGateway, record: RequestRecord, legs: Sequence[Trac
         "pdproxy.units": facts.units,
         "pdproxy.attempts": facts.attempts,
         "pdproxy.resumes": facts.resumes,
-        **_who(traced, record),
+        **_model_and_provider(traced, record),
     }
     if facts.key != "-":
-        found["pdproxy.key"] = facts.key
+        attributes["pdproxy.key"] = facts.key
     if facts.first_token_seconds is not None:
-        found["gen_ai.response.time_to_first_chunk"] = facts.first_token_seconds
+        attributes["gen_ai.response.time_to_first_chunk"] = facts.first_token_seconds
     if decodes := [leg.began for leg in legs if leg.backend.role is Role.DECODE and leg.request_id]:
         # as in llm-d: the time until the decoder is asked
-        found["llm_d.pd_proxy.true_ttft_ms"] = (min(decodes) - record.started) * _MS
+        attributes["llm_d.pd_proxy.true_ttft_ms"] = (min(decodes) - record.started) * _MS
     if facts.lost_engines:
-        found["pdproxy.lost_engines"] = facts.lost_engines
-    return found
+        attributes["pdproxy.lost_engines"] = facts.lost_engines
+    return attributes
 
 
 def error_type(error: BaseException) -> str:
@@ -130,9 +130,9 @@ def is_failure(outcome: Outcome) -> bool:
 # Attempts
 
 
-def of_attempt(traced: TracedGateway, attempt: AttemptRecord, number: int, unit: int) -> Attributes:
+def attempt_attributes(traced: TracedGateway, attempt: AttemptRecord, number: int, unit: int) -> Attributes:
     """Return the attributes of an attempt. `number`: counted from 1. `unit`: index of the request's unit."""
-    found: Attributes = {
+    attributes: Attributes = {
         "llm_d.pd_proxy.connector": traced.connector,
         "pdproxy.attempt.number": number,
         "pdproxy.attempt.kind": "resume" if attempt.continues else "retry" if number > 1 else "first",
@@ -146,8 +146,8 @@ def of_attempt(traced: TracedGateway, attempt: AttemptRecord, number: int, unit:
         ("pdproxy.kv", attempt.kv),
     ):
         if value != "-":
-            found[name] = value
-    return found
+            attributes[name] = value
+    return attributes
 
 
 def stages_of(marks: Marks, over: float) -> Iterator[tuple[Stage, float, float]]:
@@ -187,13 +187,13 @@ def is_sent_in(leg: TracedLeg, attempt: AttemptRecord, began: float, ended: floa
     return is_only_unit and leg.backend.role is not Role.DECODE and began <= leg.began <= ended
 
 
-def of_leg(traced: TracedGateway, record: RequestRecord, leg: TracedLeg, *, is_of_attempt: bool) -> Attributes:
+def leg_attributes(traced: TracedGateway, record: RequestRecord, leg: TracedLeg, *, is_of_attempt: bool) -> Attributes:
     """Return the attributes of one request to one engine.
 
     `is_of_attempt`: the request belongs to an attempt, and is not a side request such as a release of KV cache.
     """
     backend, role = leg.backend, leg.backend.role
-    found: Attributes = {
+    attributes: Attributes = {
         "http.request.method": "POST",
         "url.full": f"{backend.url}{leg.path}",
         "server.address": backend.host,
@@ -201,39 +201,40 @@ def of_leg(traced: TracedGateway, record: RequestRecord, leg: TracedLeg, *, is_o
         "pdproxy.role": role.value,
     }
     if leg.status:
-        found["http.response.status_code"] = leg.status
+        attributes["http.response.status_code"] = leg.status
     if leg.error is not None:
-        found["error.type"] = leg.error.failure.value
+        attributes["error.type"] = leg.error.failure.value
     elif leg.status >= 400:
-        found["error.type"] = str(leg.status)
+        attributes["error.type"] = str(leg.status)
     elif not leg.is_whole:
-        found["pdproxy.cancelled"] = True
+        attributes["pdproxy.cancelled"] = True
     if not is_of_attempt:
-        return found
+        return attributes
     assert leg.request_id is not None
-    found |= {
+    attributes |= {
         "gen_ai.operation.name": operation(record.api),
         "llm_d.pd_proxy.request_id": leg.request_id,
-        **_who(traced, record),
+        **_model_and_provider(traced, record),
     }
     duration_ms = ((leg.ended or record.ended) - leg.began) * _MS
     if role is Role.PREFILL:
-        found["llm_d.pd_proxy.prefill.duration_ms"] = duration_ms
+        attributes["llm_d.pd_proxy.prefill.duration_ms"] = duration_ms
         if leg.status:
-            found["llm_d.pd_proxy.prefill.status_code"] = leg.status
+            attributes["llm_d.pd_proxy.prefill.status_code"] = leg.status
     elif role is Role.DECODE:
-        found["llm_d.pd_proxy.decode.duration_ms"] = duration_ms
-        found["llm_d.pd_proxy.decode.streaming"] = record.stream
-    return found
+        attributes["llm_d.pd_proxy.decode.duration_ms"] = duration_ms
+        attributes["llm_d.pd_proxy.decode.streaming"] = record.stream
+    return attributes
 
 
-def _who(traced: TracedGateway, record: RequestRecord) -> Attributes:
-    found: Attributes = {}
+def _model_and_provider(traced: TracedGateway, record: RequestRecord) -> Attributes:
+    """Return the attributes that name the model and the software of the engines."""
+    attributes: Attributes = {}
     if (model := model_of(record)) is not None:
-        found["gen_ai.request.model"] = model
+        attributes["gen_ai.request.model"] = model
     if traced.engine is not None:
-        found["gen_ai.provider.name"] = traced.engine.lower()
-    return found
+        attributes["gen_ai.provider.name"] = traced.engine.lower()
+    return attributes
 
 
 def failure_of(error: BaseException) -> tuple[str, str]:
@@ -270,7 +271,7 @@ class Tracer(RequestListener):
             operation(record.api),
             _W3C.extract(headers, Context()),
             SpanKind.SERVER,
-            request_start(self.traced, record.api),
+            start_attributes(self.traced, record.api),
             start_time=_ns(zero + record.started),
         )
         context: dict[str, str] = {}
@@ -326,13 +327,13 @@ class _RequestSpans:
                 self._tracer.begin("queue", root, self._ns(began)).end(self._ns(ended))
             each = timeline.history
             for number, attempt in enumerate(each, 1):
-                attributes = of_attempt(traced, attempt, number, unit)
+                attributes = attempt_attributes(traced, attempt, number, unit)
                 left = self._attempt(attempt, attributes, left, is_last=number == len(each))
         for leg in left:
             self._leg(leg, root, is_of_attempt=False)
         if (model := model_of(record)) is not None:
             root.update_name(f"{operation(record.api)} {model}")
-        root.set_attributes(of_request(traced, record, legs))
+        root.set_attributes(request_attributes(traced, record, legs))
         if record.error is not None:
             root.set_attribute("error.type", error_type(record.error))
             if is_failure(record.outcome):
@@ -374,7 +375,7 @@ class _RequestSpans:
         return None if self._record.error is None else failure_of(self._record.error)
 
     def _leg(self, leg: TracedLeg, parent: Span, *, is_of_attempt: bool) -> None:
-        attributes = of_leg(self._tracer.traced, self._record, leg, is_of_attempt=is_of_attempt)
+        attributes = leg_attributes(self._tracer.traced, self._record, leg, is_of_attempt=is_of_attempt)
         name = leg.backend.role.value if is_of_attempt else f"POST {leg.path}"
         span = self._tracer.begin(name, parent, self._ns(leg.began), SpanKind.CLIENT, attributes, leg.span_id)
         if (kind := attributes.get("error.type")) is not None:
