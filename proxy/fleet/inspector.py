@@ -167,12 +167,14 @@ class InspectorParts:
 class Inspector(BackgroundOwner):
     """Compares instances for one worker inside `async with`."""
 
-    def __init__(self, parts: InspectorParts, interval_seconds: float, connector: str, *, reads: bool) -> None:
+    def __init__(
+        self, parts: InspectorParts, interval_seconds: Callable[[], float], connector: str, *, reads: bool
+    ) -> None:
         """Keep the parts.
 
         Args:
             parts: The worker's parts.
-            interval_seconds: Time between two readings of a decode instance's counters; 0: never read them.
+            interval_seconds: Returns the time between two readings of a decode instance's counters; 0: never read them.
             connector: Name of the connector in the settings.
             reads: Whether this worker reads the counters.
         """
@@ -202,16 +204,13 @@ class Inspector(BackgroundOwner):
     def _begin(self) -> None:
         self._background.keep(self._keep_comparing, "engine_comparison", self._metrics.background_restarts_total)
 
-    def configure(self, interval_seconds: float) -> None:
-        """Take a changed interval between readings."""
-        self._interval_seconds = interval_seconds
-
     async def _keep_comparing(self) -> None:
         while True:
             self._compare()
-            if self._transfers is not None and self._interval_seconds:
-                self._transfers.read_due(self._interval_seconds)
-            await asyncio.sleep(min(_COMPARISON_SECONDS, self._interval_seconds or _COMPARISON_SECONDS))
+            interval_seconds = self._interval_seconds()
+            if self._transfers is not None and interval_seconds:
+                self._transfers.read_due(interval_seconds)
+            await asyncio.sleep(min(_COMPARISON_SECONDS, interval_seconds or _COMPARISON_SECONDS))
 
     def _compare(self) -> None:
         """Check each engine whose report has changed, and then the models of all."""

@@ -144,9 +144,11 @@ class Gateway:
             engine_headers=self.keys().headers,
             restarts=self.metrics.background_restarts_total,
         )
-        self.prober = await self._stack.enter_async_context(Prober(parts, checks))
+        self.prober = await self._stack.enter_async_context(Prober(parts, lambda: checks))
         self.joiner = await self._stack.enter_async_context(
-            Joiner(self.pools, self.roster, joining, self.engine_client, self.keys().headers, self.prober.joined)
+            Joiner(
+                self.pools, self.roster, lambda: joining, self.engine_client, self.keys().headers, self.prober.joined
+            )
         )
         await asyncio.sleep(0)  # its first round, without instances
 

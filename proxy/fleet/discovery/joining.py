@@ -37,7 +37,7 @@ class Joiner(BackgroundOwner):
         self,
         pools: Mapping[Role, Pool],
         roster: Roster,
-        settings: Joining,
+        settings: Callable[[], Joining],
         client: EngineClient,
         engine_headers: Callable[[Backend], Mapping[str, str]],
         on_joined: Callable[[Backend, str], Awaitable[None]],
@@ -47,7 +47,7 @@ class Joiner(BackgroundOwner):
         Args:
             pools: Pools by role.
             roster: Takes the new members.
-            settings: Number of attempts and the time between them.
+            settings: Returns the current number of attempts and the time between them.
             client: Connections for questions.
             engine_headers: Returns the headers that an engine requires.
             on_joined: Called with each new member, and the reason.
@@ -60,10 +60,6 @@ class Joiner(BackgroundOwner):
         self._on_joined = on_joined
         self._background = Background(logger, "waiting for an instance")
         self._waits: dict[Backend, asyncio.Task[None]] = {}
-
-    def configure(self, settings: Joining) -> None:
-        """Take changed settings."""
-        self._settings = settings
 
     def join(self, candidate: Backend) -> bool:
         """Add a backend as soon as it answers, or give it up with a warning.
@@ -118,7 +114,7 @@ class Joiner(BackgroundOwner):
 
     @property
     def _longest_wait_seconds(self) -> float:
-        settings = self._settings
+        settings = self._settings()
         return settings.max_attempts * (settings.interval_seconds + 2 * _TIMEOUT_SECONDS)
 
     async def _join(self, candidate: Backend, ticket: int) -> None:
@@ -151,9 +147,9 @@ class Joiner(BackgroundOwner):
         Returns at once if the instance is no longer awaited.
         """
         problem = ""
-        for attempt in range(self._settings.max_attempts):
+        for attempt in range(self._settings().max_attempts):
             if attempt:
-                await asyncio.sleep(self._settings.interval_seconds)
+                await asyncio.sleep(self._settings().interval_seconds)
             if not self._roster.joining.has(candidate, ticket):
                 break
             problem = await self._ask(candidate)

@@ -106,7 +106,8 @@ class ProberParts:
 class Prober(BackgroundOwner):
     """Probes all backends for one worker inside `async with`."""
 
-    def __init__(self, parts: ProberParts, checks: HealthChecks) -> None:
+    def __init__(self, parts: ProberParts, checks: Callable[[], HealthChecks]) -> None:
+        """Keep the parts. `checks`: returns the current settings of probes."""
         self._restarts = parts.restarts
         self._pools = parts.pools
         self._roster = parts.roster
@@ -134,10 +135,6 @@ class Prober(BackgroundOwner):
 
     def _begin(self) -> None:
         self._background.keep(self._keep_probing, "health_checks", self._restarts)
-
-    def configure(self, checks: HealthChecks) -> None:
-        """Take changed settings."""
-        self._checks = checks
 
     def drop_drained(self) -> None:
         """Remove drained backends whose last request has ended."""
@@ -174,7 +171,7 @@ class Prober(BackgroundOwner):
 
     async def _has_ended(self, backend: Backend) -> bool:
         # An open connection may outlive the listener, so a new one is opened.
-        path, headers = self._checks.path, self._engine_headers(backend)
+        path, headers = self._checks().path, self._engine_headers(backend)
         try:
             return await self._fresh_client.get_status(backend.url, path, _GONE_TIMEOUT_SECONDS, headers) != 200
         except EngineRequestError as error:
@@ -223,7 +220,7 @@ class Prober(BackgroundOwner):
         while True:
             self.drop_drained()
             await self._start_due_probes()
-            await asyncio.sleep(min(self._checks.changing_interval_seconds, self._checks.interval_seconds))
+            await asyncio.sleep(min(self._checks().changing_interval_seconds, self._checks().interval_seconds))
 
     async def _start_due_probes(self) -> None:
         backends = {backend for pool in self._pools.values() for backend in pool.backends()}
@@ -246,11 +243,11 @@ class Prober(BackgroundOwner):
         self._background.start(self._probe(backend))
 
     async def _probe(self, backend: Backend) -> None:
-        path, problem = self._checks.path, ""
+        path, problem = self._checks().path, ""
         failure: ProbeFailure | None = None
         try:
             status = await self._client.get_status(
-                backend.url, path, self._checks.timeout_seconds, self._engine_headers(backend)
+                backend.url, path, self._checks().timeout_seconds, self._engine_headers(backend)
             )
             if status != 200:
                 problem = f"{path} answered with status {status}"
@@ -300,19 +297,19 @@ class Prober(BackgroundOwner):
 
     def _is_models_question_due(self, backend: Backend) -> bool:
         """Return whether to ask an engine for its models now, and set the time of the next question."""
-        seconds, now = self._checks.models_interval_seconds, asyncio.get_running_loop().time()
+        seconds, now = self._checks().models_interval_seconds, asyncio.get_running_loop().time()
         if not seconds or now < self._models_due_from.get(backend, now) + seconds:
             return False
         self._models_due_from[backend] = now
         return True
 
     def _next_due(self) -> float:
-        jitter = random.uniform(1 - self._checks.jitter, 1 + self._checks.jitter)
-        return asyncio.get_running_loop().time() + jitter * self._checks.interval_seconds
+        jitter = random.uniform(1 - self._checks().jitter, 1 + self._checks().jitter)
+        return asyncio.get_running_loop().time() + jitter * self._checks().interval_seconds
 
     async def _ask_facts(self, backend: Backend) -> None:
         """Ask an engine for its facts. If it does not answer, it is asked again after its next probe."""
-        seconds, before = self._checks.timeout_seconds, self._health.of(backend).facts
+        seconds, before = self._checks().timeout_seconds, self._health.of(backend).facts
         version, models = await asyncio.gather(
             self._get(backend, VERSION_PATH, seconds), self._get(backend, MODELS_PATH, seconds)
         )
@@ -330,7 +327,7 @@ class Prober(BackgroundOwner):
         info = await self._get(backend, SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS)
         complete = with_setup(facts, info)
         if needs_ranks_question(complete, backend.role):
-            complete = with_ranks(complete, await self._get(backend, METRICS_PATH, self._checks.timeout_seconds))
+            complete = with_ranks(complete, await self._get(backend, METRICS_PATH, self._checks().timeout_seconds))
         if needs_chat_ids_question(complete):
             complete = with_chat_ids(complete, await self._ask_for_chat_ids(backend))
         current = self._health.of(backend).facts
@@ -341,14 +338,14 @@ class Prober(BackgroundOwner):
 
     async def _ask_models(self, backend: Backend, facts: EngineFacts) -> None:
         """Ask an engine for its models and adapters, and note changes."""
-        answer = await self._get(backend, MODELS_PATH, self._checks.timeout_seconds)
+        answer = await self._get(backend, MODELS_PATH, self._checks().timeout_seconds)
         current = with_models(facts, answer)
         if current.identity != facts.identity and self._health.of(backend).facts is facts:
             self._health.note_facts(backend, current)
 
     async def _ask_for_chat_ids(self, backend: Backend) -> BufferedResponse | None:
         """Return the answer, or None if there is none."""
-        seconds, headers = self._checks.timeout_seconds, self._engine_headers(backend)
+        seconds, headers = self._checks().timeout_seconds, self._engine_headers(backend)
         try:
             return await self._client.post(backend.url, CHAT_IDS_PATH, seconds, CHAT_IDS_QUESTION, headers)
         except EngineRequestError:

@@ -210,7 +210,7 @@ def _with_encoders(connector: Connector, context: ConnectorContext) -> Connector
 
 
 def _prober(basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Role, Pool]) -> Prober:
-    shared, settings = basis.shared, basis.settings
+    shared = basis.shared
     parts = ProberParts(
         pools=pools,
         roster=shared.roster,
@@ -223,22 +223,18 @@ def _prober(basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Rol
         pool_of=lambda backend: balancing.pool_of.find(backend),
         restarts=basis.metrics.background_restarts_total,
     )
-    prober = Prober(parts, settings.health)
-    basis.live.add(lambda new: prober.configure(new.health))
-    return prober
+    return Prober(parts, lambda: basis.settings.health)
 
 
 def _joiner(basis: Basis, balancing: Balancing, lines: Lines, pools: Mapping[Role, Pool], prober: Prober) -> Joiner:
-    joiner = Joiner(
+    return Joiner(
         pools=pools,
         roster=basis.shared.roster,
-        settings=basis.settings.joining,
+        settings=lambda: basis.settings.joining,
         client=lines.client,
         engine_headers=balancing.keys.headers,
         on_joined=prober.joined,
     )
-    basis.live.add(lambda new: joiner.configure(new.joining))
-    return joiner
 
 
 def _inspector(
@@ -255,11 +251,12 @@ def _inspector(
         metrics=basis.metrics,
         lease_seconds=lambda prefiller: releaser.pin_seconds(prefiller, KvTransfer.NIXL),
     )
-    settings = basis.settings
-    seconds = settings.health.transfer_interval_seconds
-    inspector = Inspector(parts, seconds, settings.connector, reads=basis.index == 0)
-    basis.live.add(lambda new: inspector.configure(new.health.transfer_interval_seconds))
-    return inspector
+    return Inspector(
+        parts,
+        lambda: basis.settings.health.transfer_interval_seconds,
+        basis.settings.connector,
+        reads=basis.index == 0,
+    )
 
 
 def stall_seconds(settings: Settings) -> float:

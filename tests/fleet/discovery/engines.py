@@ -127,14 +127,14 @@ class Gateway:
             on_transition=self.transitions.put_nowait,
             restarts=self.restarts,
         )
-        return Prober(parts, self.checks)
+        return Prober(parts, lambda: self.checks)
 
     @asynccontextmanager
     async def joining(self, client: EngineClient) -> AsyncIterator[Joiner]:
         """Run a joiner that announces joined instances to a prober."""
         async with (
             self.prober(client) as prober,
-            Joiner(self.pools, self.roster, self.settings, client, self.keys.headers, prober.joined) as joiner,
+            Joiner(self.pools, self.roster, lambda: self.settings, client, self.keys.headers, prober.joined) as joiner,
         ):
             yield joiner
 

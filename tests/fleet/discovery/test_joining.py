@@ -139,7 +139,7 @@ async def test_instance_is_abandoned_when_the_roster_is_full(
 async def test_changed_settings_hold_for_the_next_instance(client: EngineClient) -> None:
     gateway = Gateway([], joining_interval_seconds=3600)
     async with gateway.joining(client) as joiner:
-        joiner.configure(Joining(max_attempts=1))
+        gateway.settings = Joining(max_attempts=1)
         joiner.join(Backend(Role.DECODE, HOST, unused_port()))
         await until(lambda: not joiner.joining(Role.DECODE))
 

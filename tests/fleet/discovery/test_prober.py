@@ -385,9 +385,9 @@ async def test_prober_exit_cancels_all_tasks(client: EngineClient, engine: Engin
 
 async def test_changed_settings_hold_for_the_next_probe(client: EngineClient, engine: Engine) -> None:
     gateway = Gateway([engine.port])
-    async with gateway.prober(client) as prober:
+    async with gateway.prober(client):
         await gateway.transitions.get()
-        prober.configure(HealthChecks(path="/nowhere", interval_seconds=0.01, changing_interval_seconds=0.01))
+        gateway.checks = HealthChecks(path="/nowhere", interval_seconds=0.01, changing_interval_seconds=0.01)
         transition = await gateway.transitions.get()
         assert (transition.new, transition.reason) == (HealthState.DOWN, "/nowhere answered with status 404")
 
