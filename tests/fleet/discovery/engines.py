@@ -22,7 +22,7 @@ from proxy.observe.metrics import Metrics
 from proxy.settings import HealthChecks, Joining
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from proxy.upstream import EngineClient
 
@@ -76,6 +76,28 @@ class Engine:
     def port(self) -> int:
         assert self.server.port is not None
         return self.server.port
+
+
+@asynccontextmanager
+async def answering(answer: Callable[[web.Request], Awaitable[web.Response]], *paths: str) -> AsyncIterator[int]:
+    """Run an engine whose GET requests at these paths are answered by `answer`, and yield its port."""
+    app = web.Application()
+    app.add_routes([web.get(path, answer) for path in paths])
+    async with TestServer(app, host=HOST) as server:
+        assert server.port is not None
+        yield server.port
+
+
+@asynccontextmanager
+async def silent_engine() -> AsyncIterator[int]:
+    """Run an engine that accepts connections and answers nothing, and yield its port."""
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(accept, HOST, 0) as server:
+        yield server.sockets[0].getsockname()[1]
 
 
 class Gateway:

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer, unused_port
+from aiohttp.test_utils import unused_port
 
 from proxy.balancer.backend_health import HealthState
 from proxy.balancer.engines import UNKNOWN_VERSION, EngineFacts
@@ -22,7 +22,7 @@ from proxy.common.errors import Failure, UpstreamError
 from proxy.fleet.discovery.prober import log_transition
 from proxy.settings import HealthChecks
 from proxy.upstream import EngineClient
-from tests.fleet.discovery.engines import HOST, Engine, Gateway, until
+from tests.fleet.discovery.engines import HOST, Engine, Gateway, answering, silent_engine, until
 
 
 async def test_one_passed_probe_confirms_a_backend(client: EngineClient, engine: Engine) -> None:
@@ -57,13 +57,8 @@ async def test_refused_connection_is_a_failed_probe(client: EngineClient) -> Non
 
 
 async def test_late_answer_is_a_failed_probe(client: EngineClient) -> None:
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-        writer.close()
-
-    silent = await asyncio.start_server(accept, HOST, 0)
-    async with silent:
-        gateway = Gateway([silent.sockets[0].getsockname()[1]], timeout_seconds=0.05)
+    async with silent_engine() as port:
+        gateway = Gateway([port], timeout_seconds=0.05)
         async with gateway.prober(client):
             transition = await gateway.transitions.get()
     assert (transition.new, transition.reason) == (HealthState.DOWN, "/health did not answer within 0.05 s")
@@ -77,13 +72,8 @@ async def test_invalid_host_name_is_a_failed_probe(client: EngineClient) -> None
 
 
 async def test_slow_backend_does_not_delay_other_probes(client: EngineClient, engine: Engine) -> None:
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-        writer.close()
-
-    silent = await asyncio.start_server(accept, HOST, 0)
-    async with silent:
-        gateway = Gateway([silent.sockets[0].getsockname()[1], engine.port])
+    async with silent_engine() as port:
+        gateway = Gateway([port, engine.port])
         async with gateway.prober(client):
             await until(lambda: len(engine.seen) > 3)
     assert gateway.transitions.get_nowait().backend.port == engine.port
@@ -113,20 +103,17 @@ async def test_backend_removed_during_its_probe_stays_removed(client: EngineClie
         await go_on.wait()
         return web.Response()
 
-    app = web.Application()
-    app.add_routes([web.get("/health", answer)])
-    async with TestServer(app, host=HOST) as server:
-        assert server.port is not None
-        gateway = Gateway([server.port])
+    async with answering(answer, "/health") as port:
+        gateway = Gateway([port])
         (backend,) = gateway.pools[Role.PREFILL].backends()
         async with gateway.prober(client) as prober:
             await arrived.wait()
-            gateway.roster.remove(Role.PREFILL, HOST, server.port)
+            gateway.roster.remove(Role.PREFILL, HOST, port)
             prober.drop_drained()
             go_on.set()
             arrived.clear()
             # Its next probe ends after the old one.
-            gateway.roster.add(Backend(Role.DECODE, HOST, server.port))
+            gateway.roster.add(Backend(Role.DECODE, HOST, port))
             await gateway.transitions.get()
         assert gateway.health.of(backend).state is HealthState.UNKNOWN
 
@@ -245,11 +232,8 @@ async def test_limits_of_an_engine_are_forgotten_when_it_goes_down(client: Engin
             await go_on.wait()
         return web.json_response({"internal_states": [{"effective_max_running_requests_per_dp": limit}]})
 
-    app = web.Application()
-    app.add_routes([web.get(path, answer) for path in ("/health", "/version", "/v1/models", "/server_info")])
-    async with TestServer(app, host=HOST) as server:
-        assert server.port is not None
-        gateway = Gateway([server.port])
+    async with answering(answer, "/health", "/version", "/v1/models", "/server_info") as port:
+        gateway = Gateway([port])
         pool = gateway.pools[Role.PREFILL]
         (backend,) = pool.backends()
         async with gateway.prober(client):
@@ -274,11 +258,8 @@ async def test_setup_is_noted_when_models_change_during_the_question(
         limit = [{"effective_max_running_requests_per_dp": 8}]
         return web.json_response({"version": "0.18.1", "data": [{"id": model}], "internal_states": limit})
 
-    app = web.Application()
-    app.add_routes([web.get(path, answer) for path in ("/health", "/version", "/v1/models", "/server_info")])
-    async with TestServer(app, host=HOST) as server:
-        assert server.port is not None
-        gateway = Gateway([server.port])
+    async with answering(answer, "/health", "/version", "/v1/models", "/server_info") as port:
+        gateway = Gateway([port])
         gateway.checks = gateway.checks.model_copy(update={"models_interval_seconds": 0.01})
         pool = gateway.pools[Role.PREFILL]
         (backend,) = pool.backends()
@@ -323,11 +304,8 @@ async def test_engine_is_asked_again_when_it_did_not_answer_for_facts(client: En
             request.transport.abort()
         return web.json_response({"version": "0.18.1", "data": [{"id": "kimi", "max_model_len": 4096}]})
 
-    app = web.Application()
-    app.add_routes([web.get(each, answer) for each in ("/health", "/version", "/v1/models")])
-    async with TestServer(app, host=HOST) as server:
-        assert server.port is not None
-        gateway = Gateway([server.port])
+    async with answering(answer, "/health", "/version", "/v1/models") as port:
+        gateway = Gateway([port])
         (backend,) = gateway.pools[Role.PREFILL].backends()
         async with gateway.prober(client):
             pool = gateway.pools[Role.PREFILL]
@@ -353,21 +331,18 @@ async def test_facts_are_dropped_when_the_engine_left_during_the_question(
             await go_on.wait()
         return web.json_response({"version": "0.18.1"})
 
-    app = web.Application()
-    app.add_routes([web.get(path, answer) for path in ("/health", "/version", "/v1/models")])
-    async with TestServer(app, host=HOST) as server:
-        assert server.port is not None
-        gateway = Gateway([server.port])
+    async with answering(answer, "/health", "/version", "/v1/models") as port:
+        gateway = Gateway([port])
         (backend,) = gateway.pools[Role.PREFILL].backends()
         async with gateway.prober(client) as prober:
             await asked.wait()
-            gateway.roster.remove(Role.PREFILL, HOST, server.port)
+            gateway.roster.remove(Role.PREFILL, HOST, port)
             prober.drop_drained()
             assert gateway.names(Role.PREFILL) == []
             go_on.set()
             # Its facts arrive after the old answer.
-            gateway.roster.add(Backend(Role.DECODE, HOST, server.port))
-            await until(lambda: gateway.health.of(Backend(Role.DECODE, HOST, server.port or 0)).facts is not None)
+            gateway.roster.add(Backend(Role.DECODE, HOST, port))
+            await until(lambda: gateway.health.of(Backend(Role.DECODE, HOST, port)).facts is not None)
         assert gateway.health.of(backend).facts is None
 
 

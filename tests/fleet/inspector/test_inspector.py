@@ -107,7 +107,7 @@ async def test_decoder_without_a_connector_is_logged_once(
     deploy: Deploy, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
 ) -> None:
     gateway = await deploy_with_readings(deploy, decoder={"protocol": "none"}, **options)
-    decoder = f"{gateway.decoders[0].host}:{gateway.decoders[0].port}"
+    decoder = address(gateway.decoders[0])
     await send(gateway, 4)
     await wait_for_verdicts(gateway, "computed", 3)
     await until(lambda: misfits(gateway), "the misfit")
@@ -141,10 +141,7 @@ async def test_decoder_is_logged_as_compatible_when_it_fetches_again(
     await wait_for_verdicts(gateway, "transferred", 1)
     assert misfits(gateway) == set()
     assert logged(caplog, "INFO", "fits again") == [
-        (
-            f"inspector: decode instance {engine.host}:{engine.port} fits again: it fetches the KV cache that "
-            "prefillers offer"
-        )
+        (f"inspector: decode instance {address(engine)} fits again: it fetches the KV cache that prefillers offer")
     ]
     gateway.expects_pinned, gateway.expects_inexact_pins = (
         3,
@@ -386,7 +383,7 @@ async def test_prefiller_counters_are_read_only_with_leases(deploy: Deploy) -> N
 async def test_prefiller_without_a_connector_is_logged_once(deploy: Deploy, caplog: pytest.LogCaptureFixture) -> None:
     gateway = await deploy(prefiller={"protocol": "none"})
     await send(gateway, 3)
-    prefiller = f"{gateway.prefillers[0].host}:{gateway.prefillers[0].port}"
+    prefiller = address(gateway.prefillers[0])
     assert misfits(gateway) == {(prefiller, "no_kv_params", "prefill")}
     (line,) = logged(caplog, "WARNING")
     assert line.startswith(f"inspector: prefill instance {prefiller} answers prefills without kv_transfer_params")

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 from fakeredis import TcpFakeServer
 
+from proxy.settings import Settings
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 
 @contextmanager
@@ -31,3 +33,8 @@ def serving(port: int = 0) -> Iterator[int]:
 def store_port() -> Iterator[int]:
     with serving() as port:
         yield port
+
+
+def settings_with(replicas: Mapping[str, object], **sections: object) -> Settings:
+    """Return settings of a gateway with these options of `replicas`, and more sections."""
+    return Settings.model_validate({"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": replicas, **sections})

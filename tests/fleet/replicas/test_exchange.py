@@ -27,11 +27,11 @@ from proxy.fleet.replicas.store import StoreRefused
 from proxy.gateway.api_keys import ApiKey, ApiKeys, KeyUsage, minute_of
 from proxy.observe.metrics import Metrics
 from proxy.process.shared import Listeners, share
-from proxy.settings import ClientKey, Loaded, Settings
+from proxy.settings import ClientKey, Loaded
 from proxy.wire.openai import Api
 from tests.asking import request, until
 from tests.deployment import generations
-from tests.fleet.replicas.conftest import serving
+from tests.fleet.replicas.conftest import serving, settings_with
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection
@@ -77,7 +77,7 @@ async def _gateway(
     kind: type[Store] = Store,
     **keys: int,
 ) -> AsyncIterator[Gateway]:
-    settings = Settings.model_validate({"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": replicas})
+    settings = settings_with(replicas)
     board = Scoreboard(workers=workers, slots=8, guests=1)
     gateway = Gateway(board, Roster([], decode, board), Metrics(), KeyUsage(workers, slots=8, guests=1))
     journal = Journal(workers + 1).writer(workers)
@@ -132,7 +132,7 @@ async def test_load_of_other_gateways_is_charged_by_instance(store_port: int) ->
 
 async def test_changes_arrive_before_the_next_exchange(store_port: int) -> None:
     replicas = {**_sections(store_port), "interval_seconds": 20.0, "news_seconds": 0.001}
-    settings = Settings.model_validate({"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": replicas})
+    settings = settings_with(replicas)
     async with Store(settings, "before") as before:
         await before.exchange(encode(GatewayState(1)))  # a gateway that the first one announces changes to
         async with _gateway("one", replicas, [_A]) as one:
@@ -154,9 +154,7 @@ async def test_changes_arrive_before_the_next_exchange(store_port: int) -> None:
 
 
 async def test_exception_of_a_listener_is_no_failure_of_the_store(store_port: int) -> None:
-    settings = Settings.model_validate(
-        {"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": _sections(store_port)}
-    )
+    settings = settings_with(_sections(store_port))
     received: list[bytes] = []
 
     def on_news(news: bytes) -> None:
@@ -271,9 +269,7 @@ async def test_lost_store_drops_peer_loads_and_logs_each_change_once(
 async def test_picks_avoid_instances_that_another_gateway_loads(store_port: int, deploy: Deploy) -> None:
     deployment = await deploy(decoders=2, replicas=_sections(store_port))
     busy, free = deployment.decoders
-    settings = Settings.model_validate(
-        {"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": _sections(store_port)}
-    )
+    settings = settings_with(_sections(store_port))
     backend = next(b for b in deployment.worker.pools.decode.backends() if b.port == busy.port)
     async with Store(settings, "another") as other:
         await other.exchange(encode(GatewayState(1, {backend.key: (5, 500, 500)})))
@@ -286,9 +282,7 @@ async def test_picks_avoid_instances_that_another_gateway_loads(store_port: int,
 
 
 def test_no_load_stays_charged_when_the_exchanging_worker_dies() -> None:
-    settings = Settings.model_validate(
-        {"decode": ["10.0.0.1:1"], "connector": "plain", "workers": 2, "replicas": {"url": "redis://nowhere"}}
-    )
+    settings = settings_with({"url": "redis://nowhere"}, workers=2)
     loaded = Loaded(settings, {})
     with Listeners(socket.create_server(("127.0.0.1", 0))) as listeners:
         shared = share(loaded, lambda: loaded, listeners)
@@ -375,7 +369,7 @@ async def test_client_key_limits_are_shared_only_if_enabled(is_shared: bool, dep
 
 async def test_undecodable_field_does_not_affect_other_fields(store_port: int) -> None:
     replicas = _sections(store_port)
-    settings = Settings.model_validate({"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": replicas})
+    settings = settings_with(replicas)
     async with _gateway("one", replicas, [_A]) as one, Store(settings, "poisoned") as poisoned:
         await poisoned.exchange(b'{"turn": 1, "x": ' + b"[" * 200_000 + b"]" * 200_000 + b"}")
         async with _gateway("two", replicas, [_A]) as two:
@@ -416,9 +410,7 @@ async def test_exchange_works_with_a_store_without_hello() -> None:
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        settings = Settings.model_validate(
-            {"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": _sections(port)}
-        )
+        settings = settings_with(_sections(port))
         async with Store(settings, "one") as store:
             assert await store.exchange(b"{}") == {}
     assert b"HELLO" not in commands

@@ -83,6 +83,12 @@ class Gateway:
         news = self.own.news(self.clock())
         return None if news is None else decode_news(encode_news(news))
 
+    def changes(self) -> News:
+        """Return the news, of which there must be some."""
+        news = self.news()
+        assert news is not None
+        return news
+
     def take(self, news: News) -> None:
         slots = {self.backend(port).key: self.backend(port).slot for port in self.order}
         self.guests.charge_some({slots[key]: charge for key, charge in news.instances.items()})
@@ -112,8 +118,7 @@ def test_sent_prompt_is_cached_for_all_gateways(pair: tuple[Gateway, Gateway]) -
     two.prefiller(1)
     two.prefiller(2)
     sent = send(one.prefiller(1), _KEYS, _ENDS, 1600, 1.6, one.clock())
-    news = one.news()
-    assert news is not None
+    news = one.changes()
     two.take(news)
     assert [two.prefiller(port).cached.hit([*_KEYS, 9]) for port in (1, 2)] == [3, 0]
     one.clock.now += 1.0
@@ -121,8 +126,7 @@ def test_sent_prompt_is_cached_for_all_gateways(pair: tuple[Gateway, Gateway]) -
     assert two.prefiller(1).left(1.6, two.clock()) == pytest.approx(0.6)  # by the local clock
 
     one.prefiller(1).end(sent, served=False, now=one.clock())
-    news = one.news()
-    assert news is not None
+    news = one.changes()
     two.take(news)
     assert two.prefiller(1).cached.hit(_KEYS) == 0
     assert one.news() is None
@@ -133,15 +137,13 @@ def test_change_on_any_worker_is_published_once(pair: tuple[Gateway, Gateway]) -
     one, two = pair
     assert one.news() is None
     one.scoreboard.row(1).add(one.backend(2).slot, requests=1, running=1, compute=5, kv=7)
-    news = one.news()
-    assert news is not None
+    news = one.changes()
     assert news.instances == {one.backend(2).key: (1, 5, 7)}
     two.take(news)
     assert two.scoreboard.running(two.backend(2).slot) == 1
     assert (one.news(), two.news()) == (None, None)
     one.scoreboard.erase(1)
-    news = one.news()
-    assert news is not None
+    news = one.changes()
     assert news.instances == {one.backend(2).key: (0, 0, 0)}
 
 
@@ -163,8 +165,7 @@ def test_published_prefixes_are_limited_in_bytes_per_second(pair: tuple[Gateway,
         for _ in range(prompts):
             keys = [rng.getrandbits(64) for _ in range(100)]
             send(prefiller, keys, [512.0 * (place + 1) for place in range(100)], 51_200, 1.0, 0)
-        news = one.news()
-        assert news is not None
+        news = one.changes()
         (records,) = news.prompts.values()
         return len(records), sum(1 for data in records if unpacked(data).keys)
 
@@ -202,8 +203,7 @@ def test_invalid_records_are_skipped(data: bytes, pair: tuple[Gateway, Gateway])
         translated(unpacked(data), 1, 2.0)
     one, two = pair
     send(one.prefiller(1), _KEYS, _ENDS, 1600, 1.6, one.clock())
-    news = one.news()
-    assert news is not None
+    news = one.changes()
     prompts = {key: [data, *records] for key, records in news.prompts.items()}
     two.prefiller(1)
     two.take(News("one", round(one.clock() * 1e9), prompts=prompts))

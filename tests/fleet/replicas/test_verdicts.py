@@ -14,10 +14,10 @@ from proxy.common.backend import Backend, Role
 from proxy.fleet.replicas import Store
 from proxy.fleet.replicas.peers import Peers
 from proxy.fleet.replicas.state import GatewayState, News, decode, decode_news, encode, encode_news
-from proxy.settings import Settings
 from proxy.wire.openai import Api
 from tests.asking import request, until
 from tests.deployment import generations
+from tests.fleet.replicas.conftest import settings_with
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -55,7 +55,7 @@ class Another:
 
 @asynccontextmanager
 async def _another(replicas: dict[str, object]) -> AsyncIterator[Another]:
-    settings = Settings.model_validate({"decode": ["10.0.0.1:1"], "connector": "plain", "replicas": replicas})
+    settings = settings_with(replicas)
     async with Store(settings, "another") as store:
         yield Another(store)
         await store.leave()
