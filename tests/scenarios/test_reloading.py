@@ -72,7 +72,7 @@ async def test_a_hangup_changes_instances_and_options_under_a_running_stream(
             file.write(decode=[address(another)], fanout={"max_units": 2}, timeouts={"idle_seconds": 77.0})
             program.signal(signal.SIGHUP)
             changed = "changed decode, timeouts.idle_seconds, fanout.max_units"
-            told = f"reload by SIGHUP: {changed}; added {address(another)}; removed {address(decoder)}"
+            told = f"reload: by SIGHUP: {changed}; added {address(another)}; removed {address(decoder)}"
             await program.says(told)
             refused = await ask(session, program.url, request(Api.CHAT, n=3))
             assert refused.status == 400
@@ -167,7 +167,7 @@ async def test_whichever_worker_is_asked_all_change(
         file.write(fanout={"max_units": 5})
         program.signal(signal.SIGHUP)
         await all_answer(program, 200)
-        assert program.output.count("reload by SIGHUP") == 1
+        assert program.output.count("reload: by SIGHUP") == 1
 
         # And who comes later begins with the newest.
         workers = program.children()
