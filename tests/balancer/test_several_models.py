@@ -13,12 +13,13 @@ from proxy.balancer.models import ServedModels, minority_instances
 from proxy.balancer.pick import PickRequest, PolicyContext
 from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolParts
-from proxy.common.backend import Load, Role
+from proxy.common.backend import Backend, Load, Role
 from proxy.common.errors import NoBackendAvailable
 
 if TYPE_CHECKING:
     from tests.balancer.conftest import Balancer
 
+P, D1, D2 = Backend(Role.PREFILL, "p", 1), Backend(Role.DECODE, "d", 1), Backend(Role.DECODE, "d", 2)
 BOTH = (Role.PREFILL, Role.DECODE)
 
 
@@ -195,3 +196,29 @@ def test_minority_is_a_model_of_only_one_role(fleet: Fleet) -> None:
 def test_model_that_an_unknown_instance_may_serve_is_no_minority(fleet: Fleet) -> None:
     a, b, nothing = frozenset("a"), frozenset("b"), frozenset[str]()
     assert minority_instances(dict(zip(fleet.everybody, (a, b, a, nothing), strict=True))) == {}
+
+
+def test_no_minority_when_all_serve_the_same() -> None:
+    assert minority_instances({}) == {}
+    assert minority_instances({P: frozenset("ab"), D1: frozenset("ab"), D2: frozenset("ba")}) == {}
+
+
+def test_minority_is_the_smaller_group() -> None:
+    assert set(minority_instances({P: frozenset("x"), D1: frozenset("a"), D2: frozenset("a")})) == {P}
+
+
+def test_minority_of_two_is_the_second() -> None:
+    ((odd, hint),) = minority_instances({P: frozenset(["kimi_k26"]), D1: frozenset(["other_name"])}).items()
+    assert odd == D1
+    assert hint == (
+        "serves 'other_name', and prefill instance p:1 serves 'kimi_k26': a request for what only one of them serves "
+        "fails at the other"
+    )
+
+
+def test_long_and_many_names_are_shortened() -> None:
+    many = frozenset({"a\nb", "x" * 1000, *"cdefgh"})
+    ((_, hint),) = minority_instances({P: frozenset("a"), D1: many}).items()
+    assert "\n" not in hint
+    assert "and 5 others" in hint
+    assert len(hint) < 400

@@ -147,11 +147,6 @@ class Concurrency:
         self._late = self._timely = 0  # answers since the last result
 
     @property
-    def is_serial(self) -> bool:
-        """Whether it is known to compute prompts one after the other."""
-        return self.lanes == 1 and self.is_orderly is True
-
-    @property
     def wanted(self) -> float:
         """Number of prompts that it should have in flight. It is infinite while the order is unknown.
 

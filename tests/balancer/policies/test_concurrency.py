@@ -98,10 +98,10 @@ EVERY_KIND = pytest.mark.parametrize("prompts", [OF_ALL_LENGTHS, SHORT_AND_LONG,
 @pytest.mark.parametrize("batches", [False, True])
 def test_serial_engine_is_recognized_after_few_answers(prompts: Prompts, batches: bool) -> None:
     concurrency = Concurrency()
-    assert not concurrency.is_serial
+    assert not concurrency.is_orderly
     assert concurrency.wanted == inf
     shown(concurrency, 1, prompts=prompts, batches=batches, answers=40)
-    assert concurrency.is_serial
+    assert concurrency.is_orderly
     assert concurrency.wanted == 1
 
 
@@ -124,7 +124,6 @@ def test_evenly_loaded_dp_ranks_get_one_prompt_each(lanes: int, prompts: Prompts
     assert concurrency.is_orderly
     shown(concurrency, lanes, answers=800, prompts=prompts)
     assert lanes <= concurrency.wanted <= 3 * lanes
-    assert not concurrency.is_serial
 
 
 @pytest.mark.parametrize("prompts", [OF_ALL_LENGTHS, SHORT_AND_LONG])
@@ -154,7 +153,7 @@ def test_confirmed_concurrency_is_tested_less_and_less_often() -> None:
     for _ in range(4):
         shown(concurrency, 1, answers=500)
         looks += concurrency.wanted > 1
-        assert concurrency.is_serial
+        assert concurrency.is_orderly
     assert looks < 4
     for _ in range(1100):
         concurrency.learn(PrefillSample(1000.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0))
@@ -164,7 +163,7 @@ def test_confirmed_concurrency_is_tested_less_and_less_often() -> None:
 def test_engine_that_begins_to_compute_in_parallel_is_recognized() -> None:
     concurrency = Concurrency()
     shown(concurrency, 1, answers=30)
-    assert concurrency.is_serial
+    assert concurrency.is_orderly
     shown(concurrency, 4, answers=300)
     assert concurrency.wanted == inf
 
@@ -180,15 +179,15 @@ def answered(concurrency: Concurrency, fill: float, seconds: float, now: float) 
 def test_no_queueing_for_an_hour_when_more_prompts_raise_throughput(alone: float, beyond: float, is_kept: bool) -> None:
     concurrency = Concurrency()
     shown(concurrency, 1, answers=60)
-    assert concurrency.is_serial
+    assert concurrency.is_orderly
     answered(concurrency, 3.0, beyond, 1000.0)
     answered(concurrency, 1.0, alone, 1100.0)
-    assert concurrency.is_serial is is_kept
+    assert concurrency.is_orderly is is_kept
     if not is_kept:
         shown(concurrency, 1, answers=300, began=1200.0)
         assert concurrency.wanted == inf
         shown(concurrency, 1, answers=100, began=1100.0 + DOUBT_SECONDS)
-        assert concurrency.is_serial
+        assert concurrency.is_orderly
 
 
 def test_prompts_computed_alone_do_not_show_concurrency() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,8 +14,9 @@ from proxy.balancer.policies.least_tokens import make_policy
 from proxy.balancer.pool import Pool, PoolLimits, PoolParts
 from proxy.common.backend import Backend, Load, Role
 from proxy.dialects.call import DECODE_OVERHEAD_TOKENS
-from proxy.wire.prefix import PrefixKeys
+from proxy.wire.prefix import NO_KEYS
 from tests.balancer.policies.test_decode_pace import on_an_a3
+from tests.balancer.policies.test_least_seconds import Subject
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,24 +25,9 @@ if TYPE_CHECKING:
     from tests.balancer.conftest import Balancer
 
 
-NO_KEYS = PrefixKeys()
-
-
-@dataclass(frozen=True)
-class Subject:
-    prompt_tokens: int
-    output_tokens: int
-    prefix_keys: PrefixKeys = NO_KEYS
-    session: str | None = None
-    first_token_seconds: float | None = None
-
-    def priority(self, *, lower_first: bool) -> None:
-        return None
-
-
 def asking(prompt_tokens: int = 1000, output_tokens: int = 256, prefer: Backend | None = None) -> PickRequest:
     load = Load(DECODE_OVERHEAD_TOKENS, prompt_tokens + output_tokens)
-    return PickRequest(load, load, Subject(prompt_tokens, output_tokens), prefer=prefer)
+    return PickRequest(load, load, Subject(prompt_tokens, NO_KEYS, output_tokens), prefer=prefer)
 
 
 class Decoders:
