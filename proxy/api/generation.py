@@ -38,17 +38,6 @@ if TYPE_CHECKING:
 ASKS: Final = "X-PDProxy-Debug"
 
 
-class DebugHeaders:
-    """Decides who gets the headers that describe how a request was served: administrators only."""
-
-    def __init__(self, administrators: Administrators) -> None:
-        self._administrators = administrators
-
-    async def admits(self, request: web.Request) -> bool:
-        """Return whether the client requests these headers and is an administrator."""
-        return ASKS in request.headers and await self._administrators.admits(request)
-
-
 def debug_fields(record: RequestRecord) -> Iterator[tuple[str, str]]:
     """Yield the debug headers, with the numbers of the access log.
 
@@ -86,8 +75,8 @@ class GenerationParts:
     """Take the record of each request."""
     cors: Callable[[], Cors]
     """Returns the rules for pages of other origins."""
-    debug_headers: DebugHeaders
-    """Adds the headers that describe how a request was served."""
+    administrators: Administrators
+    """The clients that may request the headers that describe how a request was served."""
 
 
 class GenerationApi:
@@ -109,7 +98,7 @@ class GenerationApi:
         self._drain = parts.drain
         self._observers = parts.observers
         self._cors = parts.cors
-        self._debug_headers = parts.debug_headers
+        self._administrators = parts.administrators
         self._listen = listen
 
     def routes(self) -> Sequence[web.RouteDef]:
@@ -148,7 +137,7 @@ class GenerationApi:
         record.key = key.name
         admission = self._lanes.whole.service.admission
         admission.check(key.name)  # before the body is read, because a rejected body is not needed
-        client.shows_debug = await self._debug_headers.admits(request)
+        client.shows_debug = ASKS in request.headers and await self._administrators.admits(request)
         with self._keys.enter(key), admission.buffers.hold(0) as held:
             readings = 1 if dialect.speaks_as_engines else 2
             raw = await read_json(request, self._listen(), held.resize, readings=readings)

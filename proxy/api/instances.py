@@ -162,15 +162,7 @@ class InstanceView:
     """Describes the instances of the roles that the connector uses."""
 
     def __init__(self, parts: InstanceParts) -> None:
-        self._pools = parts.pools
-        self._roster = parts.roster
-        self._scoreboard = parts.scoreboard
-        self._health = parts.health
-        self._health_board = parts.health_board
-        self._incompatibilities = parts.incompatibilities
-        self._joiner = parts.joiner
-        self._models = parts.models
-        self._pool_of = parts.pool_of
+        self._parts = parts
 
     def everything(self, configured: Collection[Backend]) -> list[dict[str, Any]]:
         """Return all instances, with the loads of all workers and the health that this worker sees.
@@ -178,16 +170,17 @@ class InstanceView:
         `configured`: the instances in the configuration.
         """
         shown: list[dict[str, Any]] = []
-        for role, pool in self._pools.items():
+        for role, pool in self._parts.pools.items():
             pool.backends()  # updates the roster
-            self._models.refresh()
-            shown += [self._describe(member, member.backend in configured) for member in self._roster.members(role)]
-            shown += (_described(backend, "joining") for backend in self._joiner.joining(role))
+            self._parts.models.refresh()
+            members = self._parts.roster.members(role)
+            shown += (self._describe(member, member.backend in configured) for member in members)
+            shown += (_described(backend, "joining") for backend in self._parts.joiner.joining(role))
         return shown
 
     def _describe(self, member: Member, is_configured: bool) -> dict[str, Any]:
-        board, backend, now = self._scoreboard, member.backend, time.monotonic()
-        health = self._health.of(backend)
+        board, backend, now = self._parts.scoreboard, member.backend, time.monotonic()
+        health = self._parts.health.of(backend)
         (running, charged), pinned, changed_at = board.own(backend.slot), board.pinned(backend.slot), health.changed_at
         facts = health.facts or EngineFacts()
         return {
@@ -195,25 +188,25 @@ class InstanceView:
             "configured": is_configured,
             "origins": member.origins,
             "weight": member.weight,
-            "states": Counter(state.value for state in self._health_board.states(backend)),
+            "states": Counter(state.value for state in self._parts.health_board.states(backend)),
             "since_seconds": None if changed_at is None else round(now - changed_at, 3),
-            "models": sorted(self._models.of(backend)),
+            "models": sorted(self._parts.models.of(backend)),
             "evacuated_in_seconds": None if member.leaves_at is None else round(max(0.0, member.leaves_at - now), 3),
             "load": {
                 "inflight": board.requests(backend.slot),
                 "running": running,
-                "max_running": self._pools[backend.role].limit(backend),
-                "learned_max_running": self._pool_of(backend).policy.most_running(backend),
+                "max_running": self._parts.pools[backend.role].limit(backend),
+                "learned_max_running": self._parts.pool_of(backend).policy.most_running(backend),
                 "compute_tokens": charged.compute,
                 "kv_tokens": charged.kv,
                 "pinned_kv": pinned.count,
                 "pinned_kv_tokens": pinned.tokens,
             },
-            "kv": self._incompatibilities.verdict(backend) if backend.role is Role.DECODE else None,
-            "kv_from": self._incompatibilities.pairs(backend) if backend.role is Role.DECODE else None,
+            "kv": self._parts.incompatibilities.verdict(backend) if backend.role is Role.DECODE else None,
+            "kv_from": self._parts.incompatibilities.pairs(backend) if backend.role is Role.DECODE else None,
             "misfits": [
                 {"kind": misfit.kind, "hint": misfit.hint, "since_seconds": round(now - misfit.since, 3)}
-                for misfit in self._incompatibilities.of(backend)
+                for misfit in self._parts.incompatibilities.of(backend)
             ],
             "engine": {
                 "version": None if facts.version == UNKNOWN_VERSION else ".".join(map(str, facts.version)),
@@ -314,7 +307,8 @@ class InstancesApi:
             {"source": origin, "instances": len(instances.get(origin, ())), **asdict(state)}
             for origin, state in self._sources.all().items()
         ]
-        return _json({"instances": self._view.everything(configured_instances(self._settings())), "sources": sources})
+        configured = frozenset(configured_instances(self._settings()))
+        return _json({"instances": self._view.everything(configured), "sources": sources})
 
     # Changes. Each reports its effect, and is made unless it is a dry run.
 
@@ -372,7 +366,7 @@ class InstancesApi:
         role, before = change.role, self._states(change)
         there = [endpoint for endpoint in change.endpoints if before[str(endpoint)]["membership"] is not None]
         warnings = self._warnings(role, there, "added")
-        configured = configured_instances(settings)
+        configured = frozenset(configured_instances(settings))
         returning = [endpoint for endpoint in there if _backend(role, endpoint) in configured]
         if returning:
             warnings.append(f"{_names(returning)} are in the configuration: the next reload adds them again.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from proxy.api.cors import Cors
 from proxy.api.count_tokens import CountTokensApi
 from proxy.api.credentials import KeyAuth
-from proxy.api.generation import DebugHeaders, GenerationApi, GenerationParts
+from proxy.api.generation import GenerationApi, GenerationParts
 from proxy.api.models import ModelsApi
 from proxy.api.passthrough import PassthroughApi
 from proxy.api.probes import ProbeApi
@@ -84,7 +84,7 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
         drain=drain,
         observers=observers,
         cors=lambda: cors,
-        debug_headers=_debug_headers(basis),
+        administrators=administrators_of(basis, basis.settings.listen.host),
     )
     generation = GenerationApi(generation_parts, dialects, lambda: basis.settings.listen)
     counting = _counting(basis, engines, lanes, keys)
@@ -196,10 +196,6 @@ def _service(
         front=front,
     )
     return RequestService(parts, basis.settings)
-
-
-def _debug_headers(basis: Basis) -> DebugHeaders:
-    return DebugHeaders(administrators_of(basis, basis.settings.listen.host))
 
 
 def _open_fast_path(basis: Basis, intake: Intake, front: HttpListener) -> None:
