@@ -54,29 +54,29 @@ _HEALTHY_INTERVALS: Final = 4
 NOT_FETCHED: Final[Mapping[Role, str]] = {
     Role.DECODE: (
         "does not fetch the KV cache that prefillers offer: it computes these prompts again, and KV stays pinned on "
-        "the prefillers. Is --kv-transfer-config set, with the connector that the prefillers have?"
+        "the prefillers. Check that --kv-transfer-config is set, with the connector of the prefillers"
     ),
     Role.PREFILL: (
-        "keeps KV that no decoder fetches, while decoders fetch the KV of others: they compute its prompts again. Is "
-        "it reached at the address in its kv_transfer_params (VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT), and is its "
-        "--kv-transfer-config that of the others?"
+        "keeps KV that no decoder fetches, while decoders fetch the KV of others: they compute its prompts again. "
+        "Check that decoders reach the address in its kv_transfer_params (VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT), and "
+        "that its --kv-transfer-config equals that of the others"
     ),
 }
 """Hints for instances between which no KV is transferred, by role."""
 EXPIRES: Final = (
-    "frees KV that no decoder has fetched in time (vllm:nixl_num_kv_expired_reqs_total grows). Is it reached at the "
-    "address in its kv_transfer_params (VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT), and what do the decoders' logs say of "
-    "handshakes and transfers?"
+    "frees KV that no decoder has fetched in time (vllm:nixl_num_kv_expired_reqs_total grows). Check that decoders "
+    "reach the address in its kv_transfer_params (VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT), and look for failed "
+    "handshakes and transfers in their logs"
 )
 """Hint for a prefiller whose leases expire."""
 NOT_STORED: Final[Mapping[Role, str]] = {
     Role.DECODE: (
-        "finds nothing in the KV store: it computes the prompts of prefilled requests again. Has it the same store as "
-        "the prefillers, and do block size and PYTHONHASHSEED agree?"
+        "finds nothing in the KV store: it computes the prompts of prefilled requests again. Check that it uses the "
+        "store of the prefillers, and that block size and PYTHONHASHSEED are equal"
     ),
     Role.PREFILL: (
-        "stores nothing that decoders find, while they find the KV of others: they compute its prompts again. Has it "
-        "the same store, and do block size and PYTHONHASHSEED agree?"
+        "stores nothing that decoders find, while they find the KV of others: they compute its prompts again. Check "
+        "that it uses the same store, and that block size and PYTHONHASHSEED are equal"
     ),
 }
 """Hints for instances that do not exchange KV through the store, by role."""
@@ -111,7 +111,7 @@ def log_pair(prefiller: Backend, decoder: Backend, *, fits: bool) -> None:
     else:
         line = (
             "inspector: prefill instance %s and decode instance %s do not fit each other: the decoder computes this "
-            "prefiller's prompts again. Does it reach the address in the prefiller's kv_transfer_params?"
+            "prefiller's prompts again. Check that it reaches the address in the prefiller's kv_transfer_params"
         )
         level = logging.WARNING
     _log_logger.log(level, line, prefiller.name, decoder.name, extra=logs.ALWAYS)

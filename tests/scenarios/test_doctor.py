@@ -34,7 +34,7 @@ async def test_a_decoder_that_fetches_nothing_is_found_by_the_program() -> None:
         code, told, error = await doctor("--prefill", prefiller.url, "--decode", well.url, deaf.url, "--port", "0")
     assert (code, error) == (2, "")
     assert f"✗ decode 127.0.0.1:{deaf.port}" in told
-    assert "→ Is --kv-transfer-config set" in told
+    assert "→ Check that --kv-transfer-config is set" in told
     assert f"✓ 127.0.0.1:{prefiller.port} → 127.0.0.1:{well.port}" in told
 
 

@@ -256,8 +256,8 @@ async def test_bad_pair_is_logged_without_blaming_either_instance(
         (line,) = logged(caplog, "WARNING")
         assert line == (
             f"inspector: prefill instance {address(two)} and decode instance {address(decoders[0])} do not fit each "
-            "other: the decoder computes this prefiller's prompts again. Does it reach the address in the prefiller's "
-            "kv_transfer_params?"
+            "other: the decoder computes this prefiller's prompts again. Check that it reaches the address in the "
+            "prefiller's kv_transfer_params"
         )
         assert misfits(gateway) == set()
         gateway.may_stay_pinned, gateway.expects_inexact_pins = 200, True
