@@ -92,7 +92,8 @@ class Chooser:
         standings = [(candidate, of(candidate.backend)) for candidate in self.candidates]
         self._refusing = frozenset(candidate.backend for candidate, standing in standings if standing.refuses(now))
         self._closed_until = min(
-            (s.closed_until for each, s in standings if each.backend in self._refusing), default=0.0
+            (standing.closed_until for candidate, standing in standings if candidate.backend in self._refusing),
+            default=0.0,
         )
         self._open = tuple(
             candidate
@@ -122,7 +123,9 @@ class Chooser:
         """Return whether a candidate outside `avoid` would probably take a request now."""
         if self._open_now and not avoid:
             return True
-        return any(each.backend not in avoid and each.backend not in self._refusing for each in self.candidates)
+        return any(
+            candidate.backend not in avoid and candidate.backend not in self._refusing for candidate in self.candidates
+        )
 
     @property
     def _open_now(self) -> tuple[Candidate, ...]:
@@ -195,34 +198,30 @@ class Chooser:
         It equals `choose` for a request without `avoid` and `prefer` while no backend is passed over.
         """
         policy, reader = self.policy, self._reader
-        asked = self._spared(candidates) if self._is_any_slow else candidates
-        if asked is not self.candidates:
-            reader = SlotReader(self._scoreboard, [candidate.backend.slot for candidate in asked])
+        considered = self._with_shares(candidates) if self._is_any_slow else candidates
+        if considered is not self.candidates:
+            reader = SlotReader(self._scoreboard, [candidate.backend.slot for candidate in considered])
         weights = reader.weights(self._per_compute, self._per_kv)
         if self._is_any_slow and policy.weighs_load:
-            weights = self._slowed(asked, weights, request)
-        chosen = policy.choose(asked, weights, request)
-        self.basis = policy, asked, weights, policy.snapshot
+            load = policy.cost_of(considered[0].backend, request)
+            cost = max(1, self._per_compute * load.compute + self._per_kv * load.kv)
+            weights = weights_by_share(weights, [candidate.share_percent for candidate in considered], cost)
+        chosen = policy.choose(considered, weights, request)
+        self.basis = policy, considered, weights, policy.snapshot
         if self.has_limits and not chosen.has_room:
             roomy = [candidate for candidate in candidates if candidate.has_room]
             if roomy:
                 return self.choose_among(roomy, request)
         return chosen
 
-    def _slowed(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> list[int]:
-        load = self.policy.cost_of(candidates[0].backend, request)
-        cost = self._per_compute * load.compute + self._per_kv * load.kv
-        percents = [candidate.share_percent for candidate in candidates]
-        return slowed(weights, percents, max(1, cost))
-
-    def _spared(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def _with_shares(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """Update the shares of the candidates. For policies that ignore weights, return a sample drawn by shares."""
         percents = [self._share_percent(candidate.backend) for candidate in candidates]
         for candidate, percent in zip(candidates, percents, strict=True):
             candidate.share_percent = percent
         if self.policy.weighs_load:
             return candidates
-        return taking_part(candidates, percents, self._rng)
+        return sample_by_share(candidates, percents, self._rng)
 
     def _not_passed_over(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """Return the candidates that are not passed over.
@@ -233,13 +232,13 @@ class Chooser:
         if candidates is not self.candidates:
             open_now = tuple(candidate for candidate in candidates if candidate in open_now)
         refusing = self._refusing
-        return open_now or [each for each in candidates if each.backend not in refusing] or candidates
+        return open_now or [candidate for candidate in candidates if candidate.backend not in refusing] or candidates
 
 
 Item = TypeVar("Item")
 
 
-def slowed(weights: Sequence[int], percents: Sequence[int], cost: int) -> list[int]:
+def weights_by_share(weights: Sequence[int], percents: Sequence[int], cost: int) -> list[int]:
     """Return the weights of backends, divided by their shares of the capacity.
 
     `cost` is the weight of the new request. Without it an idle backend would weigh nothing, whatever its share.
@@ -247,7 +246,7 @@ def slowed(weights: Sequence[int], percents: Sequence[int], cost: int) -> list[i
     return [(weight + cost) * FULL_PERCENT // share for weight, share in zip(weights, percents, strict=True)]
 
 
-def taking_part(candidates: Sequence[Item], percents: Sequence[int], rng: random.Random) -> Sequence[Item]:
+def sample_by_share(candidates: Sequence[Item], percents: Sequence[int], rng: random.Random) -> Sequence[Item]:
     """Return candidates drawn by their shares, for policies that ignore weights.
 
     The probability of each is its share relative to the largest one. So at least one is drawn, and all are if their

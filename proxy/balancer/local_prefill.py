@@ -190,11 +190,11 @@ class LocalPrefill:
             prompt_counts = prompt.tokens, 0
         there = expected if prompt_counts is None else prompt.tokens * prompt_counts[1] / max(1, prompt_counts[0])
         odometer = prefixes.odometer
-        known = prefixes.use(prompt.keys, prompt.ends, prompt.tokens - there + answer_tokens)
+        readings = prefixes.use(prompt.keys, prompt.ends, prompt.tokens - there + answer_tokens)
         if prompt_counts is not None:
             prefixes.tell(prompt_counts[1])
         if prompt.keys:
-            prefixes.learn(known, odometer, prompt.ends, expected, there)
+            prefixes.learn(readings, odometer, prompt.ends, expected, there)
         tokens, cached = float(prompt.tokens), expected
         if prompt_counts is not None:
             tokens, cached = float(prompt_counts[0]), float(prompt_counts[1])

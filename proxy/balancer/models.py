@@ -123,9 +123,9 @@ def fully_served(served: Mapping[Backend, frozenset[str]], roles: Collection[Rol
     """Return the names that a backend of each role serves. A backend with unknown models may serve any name."""
     found = frozenset[str]().union(*served.values())
     for role in roles:
-        names = [its for backend, its in served.items() if backend.role is role]
-        if all(names):
-            found &= frozenset[str]().union(*names)
+        of_role = [names for backend, names in served.items() if backend.role is role]
+        if all(of_role):
+            found &= frozenset[str]().union(*of_role)
     return found
 
 
@@ -136,30 +136,30 @@ def minority_instances(models: Mapping[Backend, frozenset[str]]) -> Mapping[Back
     the most frequent set of names; ties go to the first set. Backends with unknown models are never returned.
     """
     by_role = defaultdict[Role, set[str]](set)
-    for backend, its in models.items():
-        by_role[backend.role] |= its
+    for backend, names in models.items():
+        by_role[backend.role] |= names
     complete = fully_served(models, by_role)
-    models = {backend: its for backend, its in models.items() if its}
+    models = {backend: names for backend, names in models.items() if names}
     if complete:
         return {
-            backend: f"serves {quoted(its)}, and {_others(by_role, backend.role)}: it gets no requests"
-            for backend, its in models.items()
-            if not its & complete
+            backend: f"serves {quoted(names)}, and {_names_of_other_roles(by_role, backend.role)}: it gets no requests"
+            for backend, names in models.items()
+            if not names & complete
         }
     if len(set(models.values())) < 2:
         return {}
     common = Counter(models.values()).most_common(1)[0][0]
-    other = next(backend for backend, its in models.items() if its == common)
-    theirs = f"{other.role} instance {other.name} serves {quoted(common)}"
+    other = next(backend for backend, names in models.items() if names == common)
+    majority = f"{other.role} instance {other.name} serves {quoted(common)}"
     return {
-        backend: f"serves {quoted(its)}, and {theirs}: a request for what only one of them serves fails at the other"
-        for backend, its in models.items()
-        if its != common
+        backend: f"serves {quoted(names)}, and {majority}: requests for a model of only one of them fail"
+        for backend, names in models.items()
+        if names != common
     }
 
 
-def _others(by_role: Mapping[Role, Collection[str]], role: Role) -> str:
-    return ", and ".join(f"{other} instances {quoted(its)}" for other, its in by_role.items() if other is not role)
+def _names_of_other_roles(by_role: Mapping[Role, Collection[str]], role: Role) -> str:
+    return ", and ".join(f"{other} instances {quoted(names)}" for other, names in by_role.items() if other is not role)
 
 
 def quoted(names: Collection[str], count: int = _MAX_NAMES) -> str:

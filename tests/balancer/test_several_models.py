@@ -211,8 +211,7 @@ def test_minority_of_two_is_the_second() -> None:
     ((odd, hint),) = minority_instances({P: frozenset(["kimi_k26"]), D1: frozenset(["other_name"])}).items()
     assert odd == D1
     assert hint == (
-        "serves 'other_name', and prefill instance p:1 serves 'kimi_k26': a request for what only one of them serves "
-        "fails at the other"
+        "serves 'other_name', and prefill instance p:1 serves 'kimi_k26': requests for a model of only one of them fail"
     )
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from proxy.balancer.backend_health import slow_start_percent
-from proxy.balancer.chooser import slowed, taking_part
+from proxy.balancer.chooser import sample_by_share, weights_by_share
 
 
 @pytest.mark.parametrize(
@@ -23,12 +23,12 @@ def test_share_is_100_percent_without_a_slow_start() -> None:
 
 
 def test_weight_of_a_backend_is_scaled_by_its_share() -> None:
-    assert slowed([900, 0, 50], [100, 10, 50], cost=100) == [1000, 1000, 300]
+    assert weights_by_share([900, 0, 50], [100, 10, 50], cost=100) == [1000, 1000, 300]
 
 
 def test_candidate_takes_part_with_the_probability_of_its_share() -> None:
     rng = random.Random(1)
-    present = Counter(name for _ in range(10_000) for name in taking_part("abc", [100, 10, 50], rng))
+    present = Counter(name for _ in range(10_000) for name in sample_by_share("abc", [100, 10, 50], rng))
     assert present["a"] == 10_000
     assert 850 < present["b"] < 1150
     assert 4800 < present["c"] < 5200
@@ -37,11 +37,11 @@ def test_candidate_takes_part_with_the_probability_of_its_share() -> None:
 @pytest.mark.parametrize("percents", [[10, 10], [55, 55], [100, 100]])
 def test_all_candidates_take_part_if_all_have_the_same_share(percents: list[int]) -> None:
     rng = random.Random(1)
-    assert all([*taking_part("ab", percents, rng)] == ["a", "b"] for _ in range(100))
+    assert all([*sample_by_share("ab", percents, rng)] == ["a", "b"] for _ in range(100))
 
 
 def test_shares_are_relative_to_the_largest() -> None:
     rng = random.Random(1)
-    present = Counter(name for _ in range(10_000) for name in taking_part("ab", [40, 10], rng))
+    present = Counter(name for _ in range(10_000) for name in sample_by_share("ab", [40, 10], rng))
     assert present["a"] == 10_000
     assert 2350 < present["b"] < 2650

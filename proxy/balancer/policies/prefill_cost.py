@@ -237,7 +237,7 @@ def prompt_costs(request: PickRequest) -> PromptCosts:
 
 @dataclass(slots=True, eq=False)
 class Sent(Tracker):
-    """Prompt in flight. `known` and `odometer` are the arguments that `CachedPrefixes.learn` needs at its end."""
+    """Prompt in flight. `readings` and `odometer` are the arguments that `CachedPrefixes.learn` needs at its end."""
 
     on_end: Callable[[Sent, bool], None]
     """Called when the prompt has been computed (True) or has failed (False)."""
@@ -249,7 +249,7 @@ class Sent(Tracker):
     """Predicted prefill time."""
     cached: float
     """Expected cached tokens of the prompt."""
-    known: Sequence[float | None]
+    readings: Sequence[float | None]
     odometer: float
     ahead: int
     """Number of prompts in flight when it was sent."""

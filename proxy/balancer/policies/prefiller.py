@@ -199,9 +199,9 @@ class Prefiller:
         cached = prefixes.found(prompt.ends, hit, prompt.tokens) if hit else 0.0
         computed = prompt.tokens - cached
         odometer = prefixes.odometer
-        known: Sequence[float | None] = ()
+        readings: Sequence[float | None] = ()
         if prompt.keys:
-            known = prefixes.use(prompt.keys, prompt.ends, computed)
+            readings = prefixes.use(prompt.keys, prompt.ends, computed)
         else:
             prefixes.odometer += computed
         if self.journal is not None:
@@ -215,7 +215,7 @@ class Prefiller:
             self.behind_tokens += computed
         else:
             self._began, self._step_seconds, self._step_charged = now, seconds, seconds
-        sent = Sent(self.on_end, compute, kv, prompt, now, seconds, cached, known, odometer, ahead, wait)
+        sent = Sent(self.on_end, compute, kv, prompt, now, seconds, cached, readings, odometer, ahead, wait)
         before[sent] = None
         return sent
 
@@ -249,7 +249,7 @@ class Prefiller:
                     there = tokens * reported_cached / max(1, reported_tokens)
                     further = cached - there
                     prefixes.odometer += further
-                    found_age, missed_age = prefixes.learn(sent.known, sent.odometer, prompt.ends, cached, there)
+                    found_age, missed_age = prefixes.learn(sent.readings, sent.odometer, prompt.ends, cached, there)
                 tokens, cached = float(reported_tokens), float(reported_cached)
             # A prompt that was sent before the answer before the last one was queued behind another one.
             was_behind = sent.at < self._answered_before and sent.seconds > _MIN_SECONDS
@@ -264,7 +264,7 @@ class Prefiller:
                 if self._alone == _SERIAL_AFTER:
                     self._alone = 0
         else:  # a failed prompt is not cached
-            dropped = [key for key, reading in zip(prompt.keys, sent.known, strict=True) if reading is None]
+            dropped = [key for key, reading in zip(prompt.keys, sent.readings, strict=True) if reading is None]
             prefixes.drop(dropped)
         if self.journal is not None:
             ages = _written_age(found_age), _written_age(missed_age)

@@ -247,15 +247,15 @@ class CachedPrefixes:
 
         Returns the previous readings of its pieces; None for new pieces.
         """
-        known: list[float | None] = list(map(self._young.get, keys))
-        if None in known and self._old:
+        readings: list[float | None] = list(map(self._young.get, keys))
+        if None in readings and self._old:
             old = self._old.get
-            known = [old(key) if reading is None else reading for key, reading in zip(keys, known, strict=True)]
+            readings = [old(key) if reading is None else reading for key, reading in zip(keys, readings, strict=True)]
         odometer = self.odometer = self.odometer + computed
         self._young.update(zip(keys, map(odometer.__sub__, ends), strict=True))
         if len(self._young) > MAX_KEYS or odometer - self._turned > self.capacity:
             self._young, self._old, self._turned = {}, self._young, odometer
-        return known
+        return readings
 
     def drop(self, keys: Sequence[int]) -> None:
         """Forget the pieces of a failed request, which are not cached."""
@@ -268,12 +268,12 @@ class CachedPrefixes:
         self._young, self._old = {}, {}
 
     def learn(
-        self, known: Sequence[float | None], odometer: float, ends: Sequence[float], expected: float, reported: float
+        self, readings: Sequence[float | None], odometer: float, ends: Sequence[float], expected: float, reported: float
     ) -> tuple[float | None, float | None]:
         """Learn from the cached tokens of an answer.
 
         Args:
-            known: Readings of the prompt's pieces when it was sent.
+            readings: Readings of the prompt's pieces when it was sent.
             odometer: Reading of the odometer at that time.
             ends: Tokens up to the end of each piece.
             expected: Predicted cached tokens.
@@ -285,14 +285,14 @@ class CachedPrefixes:
         if expected:
             self.trust += _TRUST_STEP * (min(1.0, reported / expected) - self.trust)
         pieces = bisect_right(ends, reported + 1.0) if reported else 0
-        oldest = min((reading for reading in known[:pieces] if reading is not None), default=None)
+        oldest = min((reading for reading in readings[:pieces] if reading is not None), default=None)
         found_age = None if oldest is None else odometer - oldest
-        missed_age = self._missed_age(known, odometer, ends, pieces, reported)
+        missed_age = self._missed_age(readings, odometer, ends, pieces, reported)
         self.note(found_age, missed_age)
         return found_age, missed_age
 
     def _missed_age(
-        self, known: Sequence[float | None], odometer: float, ends: Sequence[float], pieces: int, reported: float
+        self, readings: Sequence[float | None], odometer: float, ends: Sequence[float], pieces: int, reported: float
     ) -> float | None:
         """Return the age of the first evicted piece according to an answer, or None if no piece was evicted.
 
@@ -300,11 +300,11 @@ class CachedPrefixes:
         not evicted before it. If such a piece is missing, the cause is the engine's block size, its chat template, or
         the estimate of tokens from bytes.
         """
-        at, count = pieces, len(known)
+        at, count = pieces, len(readings)
         if at:
-            before = known[at - 1]
+            before = readings[at - 1]
             while at < count:
-                reading = known[at]
+                reading = readings[at]
                 if reading is None:
                     return None
                 if before is not None:
@@ -314,10 +314,10 @@ class CachedPrefixes:
                 before, at = reading, at + 1
         if at >= count:
             return None
-        reading = known[at]
+        reading = readings[at]
         if reading is None:
             return None
-        last = next((place for place in range(count - 1, at, -1) if known[place] is not None), at)
+        last = next((place for place in range(count - 1, at, -1) if readings[place] is not None), at)
         tolerated = max(_TOLERATED_TOKENS, self._block_tokens)
         return odometer - reading if ends[last] - reported > tolerated else None
 
