@@ -193,7 +193,7 @@ class _Client:
         try:
             await self._over
         except asyncio.CancelledError:
-            served.left()
+            served.on_disconnect()
             raise
 
     @property

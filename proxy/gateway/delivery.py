@@ -88,7 +88,7 @@ class ChunkWriter:
         self._is_observed = is_observed
         self._rewrite = rewrite
 
-    def as_it_came(self, segment: Segment, event: Event, payload: dict[str, Any]) -> bytes:
+    def event_without_ids(self, segment: Segment, event: Event, payload: dict[str, Any]) -> bytes:
         """Return an event with the engine's bytes, but without token ids that the client did not request."""
         if self._rewrite is not None:
             self.last_payload = payload
@@ -107,7 +107,7 @@ class ChunkWriter:
             return event.raw
         return b"data: %b\n\n" % data.replace(b"\n", b"\ndata: ")
 
-    def untouched(self, segment: Segment, event: Event) -> bytes:
+    def event_without_engine_members(self, segment: Segment, event: Event) -> bytes:
         """Return an event with the engine's bytes, but without the members that are for engines only."""
         if not segment.has_engine_members:
             return event.raw
@@ -120,7 +120,7 @@ class ChunkWriter:
             owner = payload if "prompt_token_ids" in payload else payload["choices"][0]
             owner["prompt_token_ids"] = orjson.Fragment(ids)
 
-    def anew(self, payload: dict[str, Any], choice: dict[str, Any]) -> bytes:
+    def changed_event(self, payload: dict[str, Any], choice: dict[str, Any]) -> bytes:
         """Return a changed payload as an event, or empty bytes if it has nothing for the client.
 
         `choice`: the only choice of the payload.
@@ -286,7 +286,7 @@ class Delivery:
         self._check_prompt(segment)
         if self.seam is None:
             self._keep_head(segment.payload)
-            self._held.append(self.writer.as_it_came(segment, event, segment.payload))
+            self._held.append(self.writer.event_without_ids(segment, event, segment.payload))
 
     def content(self, segment: Segment, event: Event) -> bytes:
         """Take a part of the answer. Return the bytes for the client, which may be empty. Raises Mismatch."""
@@ -297,7 +297,7 @@ class Delivery:
             choices = segment.payload.get("choices")
             if self._tells_shapes and choices and len(choices) == 1:
                 self._learn(segment, event, choices[0])
-            return self._with_held(self.writer.as_it_came(segment, event, segment.payload))
+            return self._with_held(self.writer.event_without_ids(segment, event, segment.payload))
         if self.seam is not None:
             return self._with_held(self._stitched(segment, recomputed=False))
         payload = segment.payload
@@ -313,8 +313,8 @@ class Delivery:
         if not shows and ids and not self._wants_ids and has_only_ids(choice):
             return b""
         if not self.writer.keeps_bytes:
-            return self._with_held(self.writer.anew(payload, choice))
-        return self._with_held(self.writer.as_it_came(segment, event, payload))
+            return self._with_held(self.writer.changed_event(payload, choice))
+        return self._with_held(self.writer.event_without_ids(segment, event, payload))
 
     def _take(self, choice: dict[str, Any], ids: Any) -> bool:
         """Add a choice to the transcript. Return whether it shows anything.
@@ -352,7 +352,7 @@ class Delivery:
         shows = self._take(choice, choice.get("token_ids"))
         if not shows and not (self.call.shows_single_tokens and choice.get("token_ids")):
             return b""
-        return self._with_held(self.writer.anew(payload, choice))
+        return self._with_held(self.writer.changed_event(payload, choice))
 
     def usage_chunk(
         self, segment: Segment, event: Event, details: dict[str, Any] | None, *, handed_over: bool
@@ -378,7 +378,7 @@ class Delivery:
         if not self.call.include_usage or self.writer.rewrites:
             return b""  # not requested, or written by the owner of `rewrite`
         if self.usage is engine_usage and self._keeps_bytes:
-            return self.writer.untouched(segment, event)
+            return self.writer.event_without_engine_members(segment, event)
         return data_event({**segment.payload, **(self.head if self.seam else {}), "usage": self.usage})
 
     def total_usage(self, usage: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -389,7 +389,7 @@ class Delivery:
         """Take a comment or unknown data, which is for the client to interpret. It is held before the first token."""
         if self.writer.rewrites:
             return b""
-        raw = self.writer.untouched(segment, event)
+        raw = self.writer.event_without_engine_members(segment, event)
         if not self.has_output:
             self._held.append(raw)
             return b""
@@ -401,7 +401,7 @@ class Delivery:
         if self.seam is not None and not self.is_finished:
             for payload, _ in self.seam.ending():
                 self.transcript.take(payload["choices"][0], None)
-                parts.append(self.writer.anew(payload, payload["choices"][0]))
+                parts.append(self.writer.changed_event(payload, payload["choices"][0]))
         if self.usage is None:
             self.usage = self._counted(details)
             # If the answer is not observed, the client has all chunks of the engine.
@@ -439,7 +439,7 @@ class Delivery:
             if chunk.get("usage"):
                 self._count_reasoning(chunk["usage"])
             if shows or is_last or (self.call.shows_single_tokens and choice.get("token_ids")):
-                parts.append(self.writer.anew(chunk, choice))
+                parts.append(self.writer.changed_event(chunk, choice))
         return b"".join(parts)
 
     def _count_reasoning(self, usage: dict[str, Any]) -> None:

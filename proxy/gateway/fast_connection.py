@@ -118,7 +118,7 @@ class FastConnection(FirstProtocol):
     def cut(self) -> None:
         """Abort the connection and the present request."""
         self.transport.abort()
-        self._lose()
+        self._disconnect()
 
     def sweep(self, now: float, keepalive_seconds: float) -> None:
         """Enforce the time limits for idle connections and bodies. See HttpListener.sweep."""
@@ -126,7 +126,7 @@ class FastConnection(FirstProtocol):
             return
         if self._head is not None:
             if now - self._since > _BODY_SECONDS:
-                self._leave_unfinished()
+                self._hand_over_unfinished()
         elif now - self._since > keepalive_seconds:
             self.transport.close()
 
@@ -155,7 +155,7 @@ class FastConnection(FirstProtocol):
     def data_received(self, data: bytes) -> None:
         """Take bytes of the client. One function handles the begin of a request, because calls are expensive."""
         if self._request is not None:
-            self._keep(data)
+            self._queue(data)
             return
         if self._head is not None:
             self._receive(self._head, data)
@@ -165,7 +165,7 @@ class FastConnection(FirstProtocol):
         intake = self._intake
         head = read_head(data, self._last)
         if head is None or head.path not in intake.paths:
-            self._leave(data)
+            self._hand_over(data)
             return
         self._last = intake.last_head = head
         if self._owes_head:
@@ -175,9 +175,9 @@ class FastConnection(FirstProtocol):
         missing_bytes = size_bytes + head.body_bytes - len(data)
         if missing_bytes == 0:
             if not self._begin(head, data[size_bytes:], intake.parts.clock()):
-                self._leave(data)
-        elif missing_bytes < 0 or not intake.takes(head) or not self._take(len(data)):
-            self._leave(data)
+                self._hand_over(data)
+        elif missing_bytes < 0 or not intake.waits_for_body(head) or not self._hold(len(data)):
+            self._hand_over(data)
         else:
             self._head, self._missing_bytes, self._since = head, missing_bytes, intake.parts.clock()
             self._body.append(data)
@@ -193,7 +193,7 @@ class FastConnection(FirstProtocol):
             self._drained.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._lose()
+        self._disconnect()
         self._listener.forget(self)
 
     # ClientConnection
@@ -221,17 +221,17 @@ class FastConnection(FirstProtocol):
         """Take another piece of a body."""
         self._body.append(data)
         self._missing_bytes -= len(data)
-        if self._missing_bytes < 0 or not self._take(len(data)):
-            self._leave_unfinished()
+        if self._missing_bytes < 0 or not self._hold(len(data)):
+            self._hand_over_unfinished()
         elif self._missing_bytes == 0:
-            self._let_go()
+            self._release()
             self._head = None
             assert self._since is not None
             pieces, self._body = self._body, []
             first, *more = pieces
             # One copy, whatever the number of pieces.
             if not self._begin(head, b"".join((memoryview(first)[head.size_bytes :], *more)), self._since):
-                self._leave(b"".join(pieces))
+                self._hand_over(b"".join(pieces))
 
     def _begin(self, head: Head, body: bytes, since: float) -> bool:
         """Begin a request that has arrived completely. Return False if it is not plain."""
@@ -246,37 +246,37 @@ class FastConnection(FirstProtocol):
         request.start(self._intake.parts.observers.begin(label, request_id, head.passed_on, since))
         return True
 
-    def _keep(self, data: bytes) -> None:
+    def _queue(self, data: bytes) -> None:
         self._pending.append(data)
         if sum(map(len, self._pending)) > _MAX_PENDING_BYTES:
             self.transport.pause_reading()
 
-    def _leave(self, data: bytes) -> None:
+    def _hand_over(self, data: bytes) -> None:
         """Hand the connection to aiohttp, with the bytes that are not answered."""
         self._since = None
         self._listener.hand_to_aiohttp(self, data)
 
-    def _leave_unfinished(self) -> None:
+    def _hand_over_unfinished(self) -> None:
         """Hand the connection to aiohttp in the middle of a body."""
-        self._let_go()
+        self._release()
         self._head = None
         pieces, self._body = self._body, []
-        self._leave(b"".join(pieces))
+        self._hand_over(b"".join(pieces))
 
-    def _take(self, body_bytes: int) -> bool:
+    def _hold(self, body_bytes: int) -> bool:
         """Count bytes of a body in memory. Return False if there is no room for them."""
         has_room = self._intake.buffers.take(body_bytes)
         if has_room:
             self._held_bytes += body_bytes
         return has_room
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._intake.buffers.held_bytes -= self._held_bytes
         self._held_bytes = 0
 
-    def _lose(self) -> None:
-        self._let_go()
+    def _disconnect(self) -> None:
+        self._release()
         self.resume_writing()
         request, self._request = self._request, None
         if request is not None:
-            request.left()
+            request.on_disconnect()

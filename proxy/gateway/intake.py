@@ -237,7 +237,7 @@ class Intake:
 
     # For the fast reader
 
-    def takes(self, head: Head) -> bool:
+    def waits_for_body(self, head: Head) -> bool:
         """Return whether the fast reader waits for the rest of a body of this size."""
         return head.body_bytes <= self._max_body_bytes
 

@@ -380,7 +380,7 @@ class Request:
 
     # Ends
 
-    def left(self) -> None:
+    def on_disconnect(self) -> None:
         """Give up the request after the client has disconnected."""
         if self.is_over:
             return

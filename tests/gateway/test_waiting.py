@@ -71,8 +71,8 @@ async def test_client_disconnects_right_after_its_request_is_queued(
 
     def start_and_leave(request: Request, *what: Any) -> None:
         start(request, *what)
-        request.left()
-        request.left()
+        request.on_disconnect()
+        request.on_disconnect()
 
     monkeypatch.setattr(Request, "start", start_and_leave)
     second = await clients.connect()
