@@ -9,12 +9,12 @@ import pytest
 from proxy.common.backend import Backend, Role
 
 
-def test_a_backend_is_named_by_its_endpoint() -> None:
+def test_backend_name_is_host_and_port() -> None:
     backend = Backend(Role.PREFILL, "10.0.0.1", 7100)
     assert (backend.name, backend.url) == ("10.0.0.1:7100", "http://10.0.0.1:7100")
 
 
-def test_an_ipv6_host_stands_in_brackets() -> None:
+def test_backend_name_has_ipv6_host_in_brackets() -> None:
     assert Backend(Role.DECODE, "::1", 7100).url == "http://[::1]:7100"
 
 
@@ -30,7 +30,7 @@ def test_an_ipv6_host_stands_in_brackets() -> None:
         ("engine", "127.0.0.1", False),
     ],
 )
-def test_all_spellings_of_an_address_are_one_backend(host: str, other: str, are_one: bool) -> None:
+def test_backends_with_two_spellings_of_an_address_are_equal(host: str, other: str, are_one: bool) -> None:
     one, two = Backend(Role.PREFILL, host, 7100), Backend(Role.PREFILL, other, 7100)
     assert (one == two, hash(one) == hash(two), one.place == two.place) == (are_one,) * 3
     assert one.name != two.name
@@ -38,7 +38,7 @@ def test_all_spellings_of_an_address_are_one_backend(host: str, other: str, are_
 
 
 @pytest.mark.parametrize("more", [{"slot": 2}, {"trusted": True}, {"bootstrap_port": 8998}])
-def test_what_is_known_of_a_backend_does_not_make_it_another(more: dict[str, Any]) -> None:
+def test_backends_are_equal_whatever_their_models_and_rights(more: dict[str, Any]) -> None:
     one, other = Backend(Role.PREFILL, "a", 1), Backend(Role.PREFILL, "a", 1, **more)
     assert one == other
     assert hash(one) == hash(other)

@@ -13,7 +13,7 @@ from proxy.observe.metrics import Metrics
 logger = logging.getLogger("proxy.test")
 
 
-async def test_what_still_runs_at_the_end_is_cancelled_and_waited_for() -> None:
+async def test_background_cancels_and_awaits_running_tasks_at_the_end() -> None:
     never, ended = asyncio.Event(), list[str]()
 
     async def work() -> None:
@@ -29,7 +29,7 @@ async def test_what_still_runs_at_the_end_is_cancelled_and_waited_for() -> None:
     assert (task.cancelled(), ended, len(background)) == (True, ["cleaned up"], 0)
 
 
-async def test_what_is_granted_a_moment_may_end_by_itself() -> None:
+async def test_background_lets_tasks_end_within_the_grace_time() -> None:
     async def work() -> str:
         await asyncio.sleep(0)
         return "done"
@@ -39,7 +39,7 @@ async def test_what_is_granted_a_moment_may_end_by_itself() -> None:
     assert task.result() == "done"
 
 
-async def test_an_error_is_logged_once_and_whoever_waits_has_it_too(caplog: pytest.LogCaptureFixture) -> None:
+async def test_background_logs_a_task_error_once_and_raises_it_to_awaiters(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         raise RuntimeError("out of luck")
 
@@ -53,7 +53,7 @@ async def test_an_error_is_logged_once_and_whoever_waits_has_it_too(caplog: pyte
     assert [record.getMessage() for record in caplog.records] == ["a test failed unexpectedly"] * 2
 
 
-async def test_a_kept_loop_is_restarted_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_background_restarts_a_failed_loop_and_logs_it_once(caplog: pytest.LogCaptureFixture) -> None:
     restarts, lives, runs = Metrics().background_restarts_total, asyncio.Event(), 0
 
     async def work() -> None:
@@ -71,7 +71,7 @@ async def test_a_kept_loop_is_restarted_counted_and_logged_once(caplog: pytest.L
     assert [record.getMessage() for record in caplog.records] == ["background loop canaries failed and is restarted"]
 
 
-async def test_a_kept_loop_that_returns_is_over() -> None:
+async def test_background_does_not_restart_a_loop_that_returns() -> None:
     async def work() -> None:
         pass
 

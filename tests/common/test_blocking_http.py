@@ -32,10 +32,10 @@ def port() -> Iterator[int]:
         thread.join(20)
 
 
-def test_who_answers_is_known_without_the_body(port: int) -> None:
+def test_get_returns_the_server_without_reading_the_body(port: int) -> None:
     assert blocking_http.get("127.0.0.1", port, "/livez", 20) == (200, "other", b"")
 
 
-def test_a_body_that_is_wanted_and_does_not_come_is_no_answer(port: int) -> None:
+def test_get_fails_when_a_requested_body_does_not_arrive(port: int) -> None:
     with pytest.raises(blocking_http.HttpRequestError):
         blocking_http.get("127.0.0.1", port, "/metrics", 0.2, wants_body=True)

@@ -53,7 +53,7 @@ async def refused(client: Client) -> tuple[int, str]:
     return reply.status, reply.code
 
 
-async def test_a_body_may_come_in_pieces(site: Site) -> None:
+async def test_body_may_arrive_in_pieces(site: Site) -> None:
     for pieces in (
         [HEAD + b"Content-Length: 5\r\n\r\na", b"bcd", b"e"],
         [CHUNKED, chunk(b"ab"), chunk(b"cde") + LAST_CHUNK],
@@ -66,7 +66,7 @@ async def test_a_body_may_come_in_pieces(site: Site) -> None:
     assert site.seen.count(("POST", PATH, b"abcde")) == 2
 
 
-async def test_a_body_that_is_there_needs_no_timer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_body_that_has_arrived_needs_no_timer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("proxy.listener.body.asyncio")
     for sent in (CLEAN, CHUNKED + chunk(b"{}") + LAST_CHUNK, HEAD + b"\r\n"):
         client = await site.ask(sent)
@@ -74,7 +74,7 @@ async def test_a_body_that_is_there_needs_no_timer(site: Site, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("length", [0, 1, MIB - 1, MIB])
-async def test_a_body_of_the_allowed_length_is_taken(site: Site, length: int) -> None:
+async def test_body_of_the_maximum_length_is_accepted(site: Site, length: int) -> None:
     data = bytes(length)
     chunks = chunk(data) if data else b""
     for sent in (HEAD + b"Content-Length: %d\r\n\r\n" % length + data, CHUNKED + chunks + LAST_CHUNK):
@@ -86,7 +86,7 @@ async def test_a_body_of_the_allowed_length_is_taken(site: Site, length: int) ->
 @pytest.mark.parametrize(
     "coding", [b"gzip", b"deflate", b"br", b"zstd", b"GZIP", b"gzip, gzip", b"identity, gzip", b"x"]
 )
-async def test_an_encoded_body_is_refused_unread(site: Site, coding: bytes) -> None:
+async def test_body_with_content_encoding_is_rejected_unread(site: Site, coding: bytes) -> None:
     """What it would grow to is not known before."""
     client = await site.ask(CLEAN.replace(b"Host", b"Content-Encoding: " + coding + b"\r\nHost", 1))
     reply = await client.reply()
@@ -98,25 +98,25 @@ async def test_an_encoded_body_is_refused_unread(site: Site, coding: bytes) -> N
     assert site.seen == []
 
 
-async def test_identity_is_no_encoding(site: Site) -> None:
+async def test_content_encoding_identity_is_accepted(site: Site) -> None:
     client = await site.ask(CLEAN.replace(b"Host", b"Content-Encoding: Identity\r\nHost", 1))
     assert (await client.reply()).status == 200
 
 
-async def test_a_body_that_is_told_to_be_too_long_is_refused_unread(site: Site) -> None:
+async def test_body_with_too_large_content_length_is_rejected_unread(site: Site) -> None:
     client = await site.ask(HEAD + b"Content-Length: %d\r\n\r\n" % (MIB + 1))
     assert await refused(client) == (413, "request_too_large")
     assert site.rejected("too_large") == 1.0
 
 
-async def test_a_body_that_grows_too_long_is_refused_there(site: Site) -> None:
+async def test_body_is_rejected_when_it_grows_beyond_the_limit(site: Site) -> None:
     client = await site.ask(CHUNKED + chunk(bytes(MIB)))
     client.send(chunk(b"x"))
     assert await refused(client) == (413, "request_too_large")
     assert site.rejected("too_large") == 1.0
 
 
-async def test_a_short_body_that_is_too_long_is_refused() -> None:
+async def test_body_that_arrived_whole_is_rejected_beyond_the_limit() -> None:
     async with serving(max_body_bytes=1) as site:
         for sent in (CLEAN, CHUNKED + chunk(b"{}") + LAST_CHUNK):
             client = await site.ask(sent)
@@ -124,7 +124,9 @@ async def test_a_short_body_that_is_too_long_is_refused() -> None:
             assert (reply.status, reply.code) == (413, "request_too_large")
 
 
-async def test_a_client_that_goes_on_sending_gets_its_refusal(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_client_that_continues_to_send_receives_the_rejection(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("proxy.listener.http_listener.LINGERING_SECONDS", 5.0)
     client = await site.ask(HEAD + b"Content-Length: %d\r\n\r\n" % (4 * MIB))
     client.send(bytes(4 * MIB))
@@ -134,7 +136,7 @@ async def test_a_client_that_goes_on_sending_gets_its_refusal(site: Site, monkey
 
 
 @pytest.mark.parametrize("is_told", [True, False])
-async def test_a_long_body_is_held_once(is_told: bool) -> None:
+async def test_long_body_is_in_memory_once(is_told: bool) -> None:
     length = 16 * MIB
     async with serving(max_body_bytes=length) as site:
         client = await site.ask(HEAD + b"Content-Length: %d\r\n\r\n" % length if is_told else CHUNKED)
@@ -168,16 +170,16 @@ async def test_a_long_body_is_held_once(is_told: bool) -> None:
         (0, MIB, 60.0),
     ],
 )
-def test_the_deadline_moves_on_with_what_arrives(rate: int, received: int, expected: float) -> None:
+def test_body_deadline_moves_with_received_bytes(rate: int, received: int, expected: float) -> None:
     assert deadline_seconds(received, Listen(body_bytes_per_second=rate)) == expected
 
 
-def test_the_grace_is_no_longer_than_the_deadline() -> None:
+def test_body_grace_time_is_at_most_the_deadline() -> None:
     assert deadline_seconds(0, Listen(body_seconds=2.0)) == 2.0
 
 
 @pytest.mark.parametrize("head", [HEAD + b"Content-Length: 10\r\n\r\n", CHUNKED])
-async def test_a_body_that_takes_too_long_is_given_up(head: bytes) -> None:
+async def test_body_is_rejected_after_body_seconds(head: bytes) -> None:
     async with serving(body_seconds=0.01, body_bytes_per_second=0) as site:
         client = await site.ask(head)
         assert await refused(client) == (408, "slow_body")
@@ -186,14 +188,14 @@ async def test_a_body_that_takes_too_long_is_given_up(head: bytes) -> None:
         assert await site.serves()
 
 
-async def test_a_body_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_body_is_rejected_below_the_minimum_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body, "_GRACE_SECONDS", 0.0)
     async with serving(body_bytes_per_second=1_000_000) as site:
         client = await site.ask(HEAD + b"Content-Length: 10\r\n\r\n1")
         assert await refused(client) == (408, "slow_body")
 
 
-async def test_what_has_arrived_gives_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_body_deadline_is_later_after_more_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body, "_GRACE_SECONDS", 0.01)
     async with serving(body_bytes_per_second=1) as site:
         client = await site.ask(HEAD + b"Content-Length: 50\r\n\r\n" + bytes(49))
@@ -203,7 +205,7 @@ async def test_what_has_arrived_gives_more_time(monkeypatch: pytest.MonkeyPatch)
         assert (await client.reply()).status == 200
 
 
-async def test_a_body_may_drip_where_nobody_minds(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_body_is_accepted_without_a_minimum_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body, "_GRACE_SECONDS", 0.0)
     async with serving(body_bytes_per_second=0) as site:
         client = await site.ask(HEAD + b"Content-Length: 4\r\n\r\n")
@@ -213,7 +215,7 @@ async def test_a_body_may_drip_where_nobody_minds(monkeypatch: pytest.MonkeyPatc
         assert (await client.reply()).status == 200
 
 
-async def test_a_client_that_leaves_while_it_sends_is_no_error(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+async def test_client_disconnect_during_the_body_is_not_an_error(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     for leave in ("abort", "write_eof"):
         client = await site.ask(CLEAN[:-1])
         await until(lambda: site.front.connections == 1, "the connection")
@@ -226,7 +228,7 @@ async def test_a_client_that_leaves_while_it_sends_is_no_error(site: Site, caplo
 # By itself
 
 
-async def test_nobody_waits_for_a_client_that_has_left() -> None:
+async def test_body_read_ends_when_the_client_has_disconnected() -> None:
     request = request_with(content_of(ends=False))
     request.protocol.transport = None
     with pytest.raises(ConnectionError):
@@ -256,7 +258,7 @@ def content_of(*pieces: bytes, ends: bool = True) -> StreamReader:
 @pytest.mark.parametrize("has_ended", [True, False])
 @pytest.mark.parametrize("problem", [OSError(113, "no route"), TimeoutError(110, "timed out"), ConnectionResetError()])
 @pytest.mark.parametrize("told", [{}, {"Content-Length": "4"}])
-async def test_a_connection_that_is_lost_is_a_connection_error(
+async def test_body_read_raises_connection_error_for_every_lost_connection(
     problem: OSError, has_ended: bool, told: dict[str, str]
 ) -> None:
     content = content_of(b"ab", ends=has_ended)
@@ -271,7 +273,7 @@ async def test_a_connection_that_is_lost_is_a_connection_error(
         await reading
 
 
-async def test_growth_is_told_of_a_body_whose_length_is_not_known() -> None:
+async def test_growth_is_reported_for_a_body_of_unknown_length() -> None:
     grown: list[int] = []
     assert await read_body(request_with(content_of(b"ab", b"cd")), Listen(), grown.append) == b"abcd"
     assert grown == [4]
@@ -284,7 +286,7 @@ async def test_growth_is_told_of_a_body_whose_length_is_not_known() -> None:
     assert await reading == b"abcd"
 
 
-async def test_growth_is_told_of_a_body_whose_length_is_known() -> None:
+async def test_growth_is_reported_for_a_body_of_known_length() -> None:
     grown: list[int] = []
     for ends in (True, False):
         content = content_of(b"abcd", ends=ends)
@@ -298,7 +300,7 @@ async def test_growth_is_told_of_a_body_whose_length_is_known() -> None:
     assert grown == [4, 4]
 
 
-async def test_nobody_wakes_up_for_a_part_of_a_body_whose_length_is_known() -> None:
+async def test_body_of_known_length_wakes_its_reader_once() -> None:
     grown: list[int] = []
     content = content_of(b"ab", ends=False)
     request = request_with(content, **{"Content-Length": "6"})
@@ -313,7 +315,7 @@ async def test_nobody_wakes_up_for_a_part_of_a_body_whose_length_is_known() -> N
     assert await reading == b"abcdef"
 
 
-async def test_a_body_that_came_before_anybody_wanted_it_is_read_on(site: Site) -> None:
+async def test_body_that_arrived_before_reading_is_read_to_its_end(site: Site) -> None:
     """As much of it as aiohttp takes before it holds the client back."""
     data = bytes(range(256)) * 4 * 1000
     client = await site.ask(HEAD + b"Content-Length: %d\r\n\r\n" % len(data) + data[:300_000])
@@ -324,7 +326,7 @@ async def test_a_body_that_came_before_anybody_wanted_it_is_read_on(site: Site) 
 
 
 @pytest.mark.parametrize("ends", [True, False])
-async def test_a_body_that_may_not_grow_is_read_no_further(ends: bool) -> None:
+async def test_body_read_stops_when_growth_is_rejected(ends: bool) -> None:
     def refuse(size: int) -> Any:
         raise Overloaded("no", code="buffers_full")
 

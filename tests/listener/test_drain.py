@@ -79,7 +79,7 @@ async def client(drain: DrainManager, work: Work) -> AsyncIterator[Client]:
         yield client
 
 
-async def test_what_is_cut_off_before_its_answer_gets_an_error(drain: DrainManager, work: Work, client: Client) -> None:
+async def test_request_cut_off_before_its_answer_gets_an_error(drain: DrainManager, work: Work, client: Client) -> None:
     async with asyncio.TaskGroup() as group:
         asking = [group.create_task(client.get("/wait")) for _ in range(3)]
         await until(lambda: work.begun == 3, "three requests")
@@ -94,14 +94,16 @@ async def test_what_is_cut_off_before_its_answer_gets_an_error(drain: DrainManag
     assert drain.cut_off() == 0
 
 
-async def test_what_is_cut_off_in_its_answer_can_tell_so(drain: DrainManager, client: Client, work: Work) -> None:
+async def test_stream_cut_off_inside_its_answer_can_send_an_error(
+    drain: DrainManager, client: Client, work: Work
+) -> None:
     async with client.get("/stream") as response:
         await until(lambda: work.begun, "the answer to begin")
         drain.cut_off()
         assert await response.read() == b"first draining"
 
 
-async def test_what_cannot_tell_so_is_recognisably_incomplete(drain: DrainManager) -> None:
+async def test_answer_cut_off_without_error_event_is_incomplete(drain: DrainManager) -> None:
     async def stream(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
@@ -120,7 +122,7 @@ async def test_what_cannot_tell_so_is_recognisably_incomplete(drain: DrainManage
 
 
 @pytest.mark.parametrize("times", [1, 2])
-async def test_cutting_off_again_cancels_nothing_again(drain: DrainManager, times: int) -> None:
+async def test_second_cut_off_cancels_no_task_twice(drain: DrainManager, times: int) -> None:
     """What is cut off may wait a moment, to write its last words."""
     cancelled = 0
 
@@ -143,7 +145,7 @@ async def test_cutting_off_again_cancels_nothing_again(drain: DrainManager, time
     assert cancelled == 1
 
 
-async def test_a_client_that_left_is_no_work_to_be_cut_off(drain: DrainManager) -> None:
+async def test_drain_does_not_count_requests_of_disconnected_clients(drain: DrainManager) -> None:
     """The cancellation of somebody else stays one, whether it comes before or after ours."""
 
     async def handler(request: Any) -> web.Response:
@@ -165,7 +167,7 @@ async def test_a_client_that_left_is_no_work_to_be_cut_off(drain: DrainManager) 
         assert drain.in_flight == drain.cut_off() == 0
 
 
-async def test_a_client_that_leaves_during_the_last_words_has_left(drain: DrainManager) -> None:
+async def test_client_disconnect_during_the_error_stays_a_cancellation(drain: DrainManager) -> None:
     async def handler(request: Any) -> web.Response:
         with pytest.raises(ShuttingDown), drain:
             await asyncio.Event().wait()
@@ -183,7 +185,9 @@ async def test_a_client_that_leaves_during_the_last_words_has_left(drain: DrainM
         await task
 
 
-async def test_a_client_that_leaves_is_noticed_as_ever(drain: DrainManager, work: Work, client: Client) -> None:
+async def test_client_disconnect_cancels_the_handler_during_a_drain(
+    drain: DrainManager, work: Work, client: Client
+) -> None:
     task = asyncio.create_task(client.get("/wait"))
     await until(lambda: work.begun, "the request")
     task.cancel()

@@ -18,7 +18,7 @@ def heads(clock: Clock) -> HeaderDeadlines[str]:
     return HeaderDeadlines(clock)
 
 
-def test_late_are_those_that_were_expected_long_ago(heads: HeaderDeadlines[str], clock: Clock) -> None:
+def test_header_deadlines_return_connections_that_are_late(heads: HeaderDeadlines[str], clock: Clock) -> None:
     for name in "abc":
         heads.begin(name)
         clock.now += 1.0
@@ -30,7 +30,7 @@ def test_late_are_those_that_were_expected_long_ago(heads: HeaderDeadlines[str],
     assert heads.late(0.0) == [("a", False), ("b", True), ("c", False)]
 
 
-def test_those_that_are_complete_are_never_late(heads: HeaderDeadlines[str], clock: Clock) -> None:
+def test_header_deadlines_forget_complete_headers(heads: HeaderDeadlines[str], clock: Clock) -> None:
     heads.begin("a")
     heads.begin("b")
     heads.end("a")
@@ -40,7 +40,7 @@ def test_those_that_are_complete_are_never_late(heads: HeaderDeadlines[str], clo
     assert ("a" in heads, "b" in heads) == (False, True)
 
 
-def test_a_further_request_has_a_time_of_its_own(heads: HeaderDeadlines[str], clock: Clock) -> None:
+def test_header_deadline_starts_again_for_a_further_request(heads: HeaderDeadlines[str], clock: Clock) -> None:
     heads.begin("a")
     heads.begin("b")
     heads.end("a")
@@ -49,7 +49,7 @@ def test_a_further_request_has_a_time_of_its_own(heads: HeaderDeadlines[str], cl
     assert heads.late(1.0) == [("b", False)]
 
 
-async def test_one_can_wait_until_none_is_owed(heads: HeaderDeadlines[str]) -> None:
+async def test_header_deadlines_can_be_awaited_until_none_is_left(heads: HeaderDeadlines[str]) -> None:
     await heads.none_left()
     heads.begin("a")
     heads.begin("b")

@@ -46,7 +46,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return caplog.records
 
 
-async def test_what_is_used_of_aiohttps_inside_is_still_there(site: Site) -> None:
+async def test_private_names_of_aiohttp_still_exist(site: Site) -> None:
     assert {"_waiter", "_messages", "_current_request"} <= set(web.RequestHandler.__slots__)
     assert {"request_handler", "request_factory"} <= vars(site.front._server).keys()
     assert "exc" in web_protocol._ErrInfo.__slots__
@@ -143,7 +143,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize(("sent", "status"), MALFORMED.values(), ids=MALFORMED.keys())
-async def test_what_is_not_http_is_refused_in_our_words(
+async def test_invalid_http_is_rejected_in_the_format_of_the_gateway(
     site: Site, caplog: pytest.LogCaptureFixture, sent: bytes, status: int
 ) -> None:
     client = await site.ask(sent)
@@ -162,7 +162,7 @@ async def test_what_is_not_http_is_refused_in_our_words(
 
 
 @pytest.mark.parametrize("sent", [sent for sent, _ in MALFORMED.values() if sent.startswith(CHUNKED)])
-async def test_a_body_that_goes_wrong_after_a_while_is_refused_too(
+async def test_invalid_bytes_inside_a_body_are_rejected(
     site: Site, caplog: pytest.LogCaptureFixture, sent: bytes
 ) -> None:
     """By itself aiohttp would let its reader wait for ever."""
@@ -191,7 +191,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("sent", "status", "code"), REFUSED.values(), ids=REFUSED.keys())
-async def test_what_no_route_can_do_is_refused_before(
+async def test_requests_that_no_route_may_see_are_rejected(
     site: Site, caplog: pytest.LogCaptureFixture, sent: bytes, status: int, code: str
 ) -> None:
     client = await site.ask(sent)
@@ -205,7 +205,7 @@ async def test_what_no_route_can_do_is_refused_before(
     assert await site.serves()
 
 
-async def test_nothing_that_is_refused_reaches_an_engine(deploy: Deploy) -> None:
+async def test_rejected_requests_do_not_reach_an_engine(deploy: Deploy) -> None:
     gateway = await deploy()
 
     async def answer_to(sent: bytes) -> bytes:
@@ -250,7 +250,7 @@ TAKEN = {
 
 
 @pytest.mark.parametrize(("sent", "path", "body"), TAKEN.values(), ids=TAKEN.keys())
-async def test_what_is_odd_but_http_is_served(
+async def test_unusual_but_valid_http_is_served(
     site: Site, caplog: pytest.LogCaptureFixture, sent: bytes, path: str, body: bytes
 ) -> None:
     client = await site.ask(sent)
@@ -275,7 +275,7 @@ NOWHERE = {
 
 
 @pytest.mark.parametrize("line", NOWHERE.values(), ids=NOWHERE.keys())
-async def test_a_path_is_what_it_says_or_nothing(site: Site, line: bytes) -> None:
+async def test_path_is_served_as_written_or_not_found(site: Site, line: bytes) -> None:
     client = await site.ask(line + b" HTTP/1.1\r\nHost: x\r\n\r\n")
     reply = await client.reply()
     assert (reply.status, reply.code) == (404, "not_found")
@@ -284,7 +284,7 @@ async def test_a_path_is_what_it_says_or_nothing(site: Site, line: bytes) -> Non
 
 @pytest.mark.parametrize("line", [b"HEAD *", b"HEAD /livez", b"HEAD /nowhere", b"HEAD http://x", b"HEAD secret"])
 @pytest.mark.parametrize("more", [b"", b"Expect: secret\r\n", b"Host: secret/\r\n", b"Secret : x\r\n"])
-async def test_the_answer_to_head_has_no_body(site: Site, line: bytes, more: bytes) -> None:
+async def test_head_answers_have_no_body(site: Site, line: bytes, more: bytes) -> None:
     """Whoever asked so would take a body for the beginning of the next answer."""
     host = b"" if more.startswith(b"Host") else b"Host: x\r\n"
     client = await site.ask(line + b" HTTP/1.1\r\nConnection: close\r\n" + host + more + b"\r\n")
@@ -293,13 +293,13 @@ async def test_the_answer_to_head_has_no_body(site: Site, line: bytes, more: byt
     assert (blank, body) == (b"\r\n\r\n", b"")
 
 
-async def test_requests_may_follow_each_other_without_waiting(site: Site) -> None:
+async def test_pipelined_requests_are_answered(site: Site) -> None:
     client = await site.ask(CLEAN + CLEAN + GET + b"Connection: close\r\n\r\n")
     assert [(await client.reply()).status for _ in range(3)] == [200, 200, 200]
     assert await client.is_closed()
 
 
-async def test_what_follows_an_upgrade_is_dropped_and_the_client_can_tell(site: Site) -> None:
+async def test_connection_closes_after_an_upgrade_request(site: Site) -> None:
     """The parser of aiohttp loses it, so an answer without `Connection: close` would let the client wait."""
     for protocol in (b"h2c", b"websocket"):
         upgrade = GET + b"Connection: Upgrade\r\nUpgrade: " + protocol + b"\r\n\r\n"
@@ -308,7 +308,7 @@ async def test_what_follows_an_upgrade_is_dropped_and_the_client_can_tell(site: 
         assert await client.is_closed()
 
 
-async def test_garbage_behind_a_request_that_is_answered_is_refused_in_its_turn(
+async def test_invalid_bytes_after_a_request_are_rejected_after_its_answer(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = await site.ask(b"GET /hold HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -323,7 +323,7 @@ async def test_garbage_behind_a_request_that_is_answered_is_refused_in_its_turn(
     assert len(lines(caplog)) == 1
 
 
-async def test_a_body_that_goes_wrong_behind_a_request_that_is_answered_closes_the_connection(site: Site) -> None:
+async def test_invalid_body_of_an_answered_request_closes_the_connection(site: Site) -> None:
     client = await site.ask(b"GET /hold HTTP/1.1\r\nHost: x\r\n\r\n" + CHUNKED)
     await site.begins(1)
     client.send(b"secret\r\n")
@@ -335,7 +335,7 @@ async def test_a_body_that_goes_wrong_behind_a_request_that_is_answered_closes_t
     assert site.seen == [("POST", PATH, b"{}")]
 
 
-async def test_a_client_still_sending_its_headers_gets_its_answer(site: Site) -> None:
+async def test_client_that_still_sends_headers_gets_its_answer(site: Site) -> None:
     """The rest is read and forgotten, for a while: a reset would overtake the answer."""
     client = await site.ask(GET + b"X: " + b"x" * 9000)
     reply = await client.reply()
@@ -348,7 +348,7 @@ async def test_a_client_still_sending_its_headers_gets_its_answer(site: Site) ->
 
 
 @pytest.mark.parametrize("size", [4000, 8000])
-async def test_headers_are_limited_all_together(site: Site, caplog: pytest.LogCaptureFixture, size: int) -> None:
+async def test_total_size_of_headers_is_limited(site: Site, caplog: pytest.LogCaptureFixture, size: int) -> None:
     client = await site.ask(GET)
     for number in range(100):
         client.send(b"X-%d: " % number + b"x" * size + b"\r\n")
@@ -361,7 +361,7 @@ async def test_headers_are_limited_all_together(site: Site, caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize("given", ["ümlaut".encode(), b"\xff\xfe", b"a b", b"a,b", b"x" * 129, b'"', b"\\r\\n"])
-async def test_an_odd_request_id_is_not_taken(site: Site, given: bytes) -> None:
+async def test_unacceptable_request_id_is_not_used_without_a_route(site: Site, given: bytes) -> None:
     for sent in (CLEAN, b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n", CLEAN.replace(b"1.1", b"2.0")):
         client = await site.ask(sent.replace(b"Host", b"X-Request-Id: " + given + b"\r\nHost", 1))
         reply = await client.reply()
@@ -369,7 +369,7 @@ async def test_an_odd_request_id_is_not_taken(site: Site, given: bytes) -> None:
         assert reply.headers["x-request-id"].isalnum()
 
 
-async def test_a_sane_request_id_is_taken_also_when_no_route_is_asked(site: Site) -> None:
+async def test_acceptable_request_id_is_used_without_a_route(site: Site) -> None:
     client = await site.ask(CLEAN.replace(b"1.1", b"2.0").replace(b"Host", b"X-Request-Id: a.b-1\r\nHost", 1))
     assert (await client.reply()).headers["x-request-id"] == "a.b-1"
 
@@ -381,7 +381,7 @@ def expecting(head: bytes) -> bytes:
     return head + b"Expect: 100-continue\r\nContent-Length: 2\r\n\r\n"
 
 
-async def test_a_client_that_asks_first_is_told_to_go_on(site: Site) -> None:
+async def test_expect_continue_gets_100_when_the_body_is_needed(site: Site) -> None:
     client = await site.ask(expecting(HEAD))
     assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
     client.send(b"{}")
@@ -390,12 +390,12 @@ async def test_a_client_that_asks_first_is_told_to_go_on(site: Site) -> None:
     assert (await client.reply()).status == 200
 
 
-async def test_a_client_that_does_not_wait_is_not_told(site: Site) -> None:
+async def test_body_sent_at_once_gets_no_100_continue(site: Site) -> None:
     client = await site.ask(expecting(HEAD) + b"{}")
     assert (await client.reply()).status == 200
 
 
-async def test_an_old_client_is_not_told(site: Site) -> None:
+async def test_http_1_0_client_gets_no_100_continue(site: Site) -> None:
     client = await site.ask(expecting(HEAD.replace(b"1.1", b"1.0")))
     await site.begins(1)
     client.send(b"{}")
@@ -411,12 +411,12 @@ async def test_an_old_client_is_not_told(site: Site) -> None:
         (HEAD.replace(PATH.encode(), b"/ignore"), 200),
     ],
 )
-async def test_a_client_that_asks_in_vain_is_not_told_to_go_on(site: Site, head: bytes, status: int) -> None:
+async def test_rejected_request_gets_no_100_continue(site: Site, head: bytes, status: int) -> None:
     client = await site.ask(expecting(head))
     assert (await client.reply()).status == status
 
 
-async def test_a_body_that_is_too_long_is_refused_before_it_is_sent() -> None:
+async def test_too_long_body_is_rejected_before_it_is_sent() -> None:
     async with serving(max_body_bytes=1) as site:
         client = await site.ask(expecting(HEAD))
         reply = await client.reply()
@@ -426,9 +426,7 @@ async def test_a_body_that_is_too_long_is_refused_before_it_is_sent() -> None:
 # Patience
 
 
-async def test_a_client_that_says_nothing_is_dropped_without_a_word(
-    site: Site, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_silent_client_is_disconnected_without_an_answer(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     client = await site.connect()
     await pass_by(site, 9.9)
     assert not client.reader.at_eof()
@@ -445,7 +443,7 @@ async def pass_by(site: Site, seconds: float) -> None:
     site.front.sweep()
 
 
-async def test_headers_have_a_deadline_from_the_opening(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+async def test_header_deadline_starts_when_the_connection_opens(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     client = await site.ask(GET)
     await pass_by(site, 9.9)
     await pass_by(site, 0.1)
@@ -458,7 +456,7 @@ async def test_headers_have_a_deadline_from_the_opening(site: Site, caplog: pyte
     assert (site.rejected("slow_header"), site.count("pdproxy_http_parse_errors_total")) == (1.0, 0.0)
 
 
-async def test_more_headers_give_no_more_time(site: Site) -> None:
+async def test_header_deadline_does_not_move_with_more_headers(site: Site) -> None:
     client = await site.ask(GET)
     for number in range(4):
         client.send(b"X-%d: x\r\n" % number)
@@ -466,7 +464,7 @@ async def test_more_headers_give_no_more_time(site: Site) -> None:
     assert (await client.reply()).code == "slow_header"
 
 
-async def test_a_kept_connection_may_be_idle_but_not_slow(site: Site) -> None:
+async def test_kept_connection_may_be_idle_but_headers_have_a_deadline(site: Site) -> None:
     client = await site.ask(CLEAN)
     await client.reply()
     await pass_by(site, 60.0)
@@ -485,7 +483,7 @@ async def test_a_kept_connection_may_be_idle_but_not_slow(site: Site) -> None:
     assert (await client.reply()).code == "slow_header"
 
 
-async def test_headers_that_have_begun_are_not_idle() -> None:
+async def test_connection_with_partial_headers_is_not_idle() -> None:
     async with serving(keepalive_seconds=0.001) as site:
         client = await site.ask(GET)
         await pass_by(site, 0.0)
@@ -495,7 +493,7 @@ async def test_headers_that_have_begun_are_not_idle() -> None:
         assert await client.is_closed()  # for it is idle now
 
 
-async def test_the_deadline_of_headers_is_none_for_a_body_or_an_answer(site: Site) -> None:
+async def test_header_deadline_does_not_limit_bodies_and_answers(site: Site) -> None:
     client = await site.ask(CLEAN[:-1])
     held = await site.ask(b"GET /hold HTTP/1.1\r\nHost: x\r\n\r\n")
     await site.begins(2)
@@ -507,7 +505,7 @@ async def test_the_deadline_of_headers_is_none_for_a_body_or_an_answer(site: Sit
     assert (await held.reply()).status == 200
 
 
-async def test_patience_can_change(site: Site) -> None:
+async def test_time_limits_can_be_reconfigured(site: Site) -> None:
     client = await site.ask(GET)
     assert await site.serves()
     site.front.configure(Listen(header_seconds=2.0))
@@ -516,7 +514,7 @@ async def test_patience_can_change(site: Site) -> None:
     assert (await client.reply()).code == "slow_header"
 
 
-async def test_ticks_come_by_themselves() -> None:
+async def test_listener_checks_time_limits_periodically() -> None:
     async with serving(tick_seconds=0.001, header_seconds=1.0) as site:
         client = await site.ask(GET)
         assert await site.serves()
@@ -524,7 +522,7 @@ async def test_ticks_come_by_themselves() -> None:
         assert (await client.reply()).code == "slow_header"
 
 
-async def test_a_client_that_closes_its_side_has_left(site: Site) -> None:
+async def test_client_that_closes_its_side_counts_as_disconnected(site: Site) -> None:
     """It could be one that has nothing more to send. But who leaves looks the same, and an engine works for them."""
     client = await site.ask(b"GET /hold HTTP/1.1\r\nHost: x\r\n\r\n")
     await site.begins(1)
@@ -536,7 +534,7 @@ async def test_a_client_that_closes_its_side_has_left(site: Site) -> None:
 # Room
 
 
-async def test_more_connections_than_there_is_room_for_are_told_so(caplog: pytest.LogCaptureFixture) -> None:
+async def test_connections_above_the_limit_get_an_error(caplog: pytest.LogCaptureFixture) -> None:
     async with serving(max_connections=2) as site:
         first, second = await site.ask(CLEAN), await site.ask(CLEAN)
         assert [(await client.reply()).status for client in (first, second)] == [200, 200]
@@ -558,7 +556,7 @@ async def test_more_connections_than_there_is_room_for_are_told_so(caplog: pytes
         assert len(site.seen) == 3
 
 
-async def test_a_connection_that_was_turned_away_does_not_stay(caplog: pytest.LogCaptureFixture) -> None:
+async def test_rejected_connection_closes_after_a_while(caplog: pytest.LogCaptureFixture) -> None:
     async with serving(max_connections=1) as site:
         first = await site.ask(CLEAN)
         await first.reply()
@@ -572,7 +570,7 @@ async def test_a_connection_that_was_turned_away_does_not_stay(caplog: pytest.Lo
         assert [line.levelname for line in lines(caplog)] == ["WARNING", "WARNING"]
 
 
-async def test_room_is_a_share_of_the_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_limit_is_a_share_of_the_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving() as site:
         for limit, connections in ((5, 2), (resource.RLIM_INFINITY, 3)):
             monkeypatch.setattr(resource, "getrlimit", lambda which, limit=limit: (limit, limit))
@@ -607,7 +605,7 @@ async def test_connections_can_be_closed_after_each_answer(site: Site) -> None:
     assert [(await kept.reply()).closes for _ in range(2)] == [False, False]
 
 
-async def test_who_waits_in_the_kernel_is_answered_before_listening_ends(site: Site) -> None:
+async def test_connections_in_the_kernel_queue_are_answered_at_stop(site: Site) -> None:
     """Closing the listening socket would reset them."""
     with socket.create_connection(("127.0.0.1", site.port)) as gone:
         gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # leaves with a reset
@@ -629,14 +627,14 @@ async def test_who_waits_in_the_kernel_is_answered_before_listening_ends(site: S
         await site.connect()
 
 
-async def test_whoever_says_nothing_does_not_hold_up_the_end(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_connections_do_not_delay_the_stop(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proxy.listener.http_listener._LAST_HEADS_SECONDS", 0.01)
     client = await site.connect()
     await site.front.stop_accepting()
     assert not client.reader.at_eof()
 
 
-async def test_when_listening_ends_connections_are_closed_when_they_are_idle(site: Site) -> None:
+async def test_idle_connections_close_when_listening_ends(site: Site) -> None:
     idle = await site.ask(CLEAN)
     await idle.reply()
     sending = await site.ask(CLEAN[:-1])
@@ -654,7 +652,7 @@ async def test_when_listening_ends_connections_are_closed_when_they_are_idle(sit
         assert await client.is_closed()
 
 
-async def test_a_request_that_has_arrived_is_read_before_its_connection_counts_as_idle(site: Site) -> None:
+async def test_arrived_request_is_read_before_idle_connections_close(site: Site) -> None:
     loop = asyncio.get_running_loop()
     with socket.create_connection(("127.0.0.1", site.port)) as sock:
         sock.setblocking(False)
@@ -666,7 +664,7 @@ async def test_a_request_that_has_arrived_is_read_before_its_connection_counts_a
     assert len(site.seen) == 2
 
 
-async def test_leaving_cuts_what_is_still_answered() -> None:
+async def test_leaving_the_listener_cuts_running_answers() -> None:
     async with serving() as site:
         held = await site.ask(b"GET /hold HTTP/1.1\r\nHost: x\r\n\r\n")
         await site.begins(1)
@@ -674,7 +672,7 @@ async def test_leaving_cuts_what_is_still_answered() -> None:
         assert await held.is_closed()
 
 
-async def test_an_error_outside_of_all_routes_that_comes_too_late_cuts_the_answer(
+async def test_late_error_outside_of_routes_cuts_the_answer(
     site: Site, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail(request: web.Request) -> Any:
@@ -690,7 +688,7 @@ async def test_an_error_outside_of_all_routes_that_comes_too_late_cuts_the_answe
     assert len(lines(caplog)) == 1
 
 
-async def test_an_error_outside_of_all_routes_is_one_line_and_ours(
+async def test_error_outside_of_routes_is_logged_once_and_answered(
     site: Site, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail(request: Any) -> Any:

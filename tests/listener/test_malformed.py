@@ -40,7 +40,7 @@ SECRET = "my prompt"
         (ValueError(SECRET), 400, "it cannot be read"),
     ],
 )
-def test_what_aiohttp_says_is_told_without_what_it_quotes(problem: Exception, status: int, reason: str) -> None:
+def test_errors_of_aiohttp_are_sent_without_quotations(problem: Exception, status: int, reason: str) -> None:
     error = unreadable(problem)
     assert (error.status, error.code) == (status, "malformed_http")
     assert error.message == f"the request is not valid HTTP/1.1: {reason}"

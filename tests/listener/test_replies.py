@@ -59,7 +59,7 @@ def raising(error: Exception) -> Callable[[web.Request], Awaitable[web.StreamRes
     return handler
 
 
-def test_an_error_has_openais_shape() -> None:
+def test_error_answer_has_the_openai_format() -> None:
     error = BadRequest("n must be a positive integer", param="n")
     assert error_response(error).status == 400
     assert body_of(error) == {
@@ -78,22 +78,22 @@ def test_an_error_has_openais_shape() -> None:
         (UpstreamError(Failure.TIMEOUT, BACKEND, "late"), "server_error", "decode_timeout"),
     ],
 )
-def test_the_type_follows_from_the_status(error: GatewayError, kind: str, code: str) -> None:
+def test_error_type_depends_on_the_status(error: GatewayError, kind: str, code: str) -> None:
     assert (body_of(error)["type"], body_of(error)["code"]) == (kind, code)
 
 
 @pytest.mark.parametrize("error", [BadRequest("no"), overloaded(), UpstreamError(Failure.TIMEOUT, BACKEND, "late")])
-def test_an_error_of_our_own_can_be_told_by_a_header(error: GatewayError) -> None:
+def test_error_of_the_gateway_has_its_code_in_a_header(error: GatewayError) -> None:
     assert error_response(error).headers["X-PDProxy-Error-Code"] == error.code
     assert "X-PDProxy-Error-Code" not in error_response(engine_error(500)).headers
 
 
-def test_a_client_without_a_key_is_told_how_to_show_one() -> None:
+def test_401_has_www_authenticate() -> None:
     assert error_response(Unauthorized("no")).headers["WWW-Authenticate"] == "Bearer"
     assert "WWW-Authenticate" not in error_response(BadRequest("no")).headers
 
 
-def test_an_engines_own_error_passes_byte_for_byte() -> None:
+def test_engine_error_passes_unchanged() -> None:
     headers = {"content-type": "application/problem+json", "x-engine": "secret", "retry-after": "7"}
     response = error_response(engine_error(429, **headers))
     assert (response.status, response.body) == (429, b'{"x": 1 }')
@@ -117,7 +117,7 @@ def test_an_engines_own_error_passes_byte_for_byte() -> None:
         (engine_error(429), {}),
     ],
 )
-def test_clients_are_told_whether_to_try_again(error: GatewayError, expected: dict[str, str]) -> None:
+def test_errors_have_retry_headers(error: GatewayError, expected: dict[str, str]) -> None:
     assert retry_headers(error) == expected
 
 
@@ -153,12 +153,12 @@ def with_code(code: str, status: int) -> GatewayError:
         (UpstreamError(Failure.CONNECT, BACKEND, "down"), None),
     ],
 )
-def test_a_refusal_is_counted_by_its_reason(error: GatewayError, reason: str | None) -> None:
+def test_rejection_is_counted_by_reason(error: GatewayError, reason: str | None) -> None:
     assert rejection(error) == reason
     assert reason is None or reason in REJECTIONS
 
 
-def test_last_words_are_the_same_answer_in_bytes() -> None:
+def test_last_words_equal_the_error_response() -> None:
     words = last_words(NoBackendAvailable(Role.DECODE), "r-1")
     head, _, body = words.partition(b"\r\n\r\n")
     assert body == error_response(NoBackendAvailable(Role.DECODE)).body
@@ -178,7 +178,7 @@ def test_last_words_are_the_same_answer_in_bytes() -> None:
     }
 
 
-async def test_a_gateway_error_becomes_its_answer(gateway: Gateway) -> None:
+async def test_gateway_error_becomes_an_error_answer(gateway: Gateway) -> None:
     client = await gateway.serve([web.get("/", raising(NoBackendAvailable(Role.DECODE)))])
     async with client.get("/") as answer:
         assert answer.status == 503
@@ -196,7 +196,9 @@ async def test_a_gateway_error_becomes_its_answer(gateway: Gateway) -> None:
         ("POST", "/", 413, "request_too_large"),
     ],
 )
-async def test_aiohttps_errors_look_like_ours(gateway: Gateway, method: str, path: str, status: int, code: str) -> None:
+async def test_aiohttp_errors_have_the_format_of_the_gateway(
+    gateway: Gateway, method: str, path: str, status: int, code: str
+) -> None:
     async def read(request: web.Request) -> web.Response:
         return web.Response(body=await request.read())
 
@@ -220,7 +222,7 @@ HTTP_ERRORS = [
 
 
 @pytest.mark.parametrize("raised", HTTP_ERRORS)
-async def test_every_error_of_aiohttp_is_in_our_words(gateway: Gateway, raised: type[web.HTTPError]) -> None:
+async def test_every_aiohttp_error_has_a_message_of_the_gateway(gateway: Gateway, raised: type[web.HTTPError]) -> None:
     client = await gateway.serve([web.get("/", raising(raised(text="<b>aiohttp</b>")))])
     async with client.get("/") as answer:
         assert answer.status == raised.status_code
@@ -230,7 +232,7 @@ async def test_every_error_of_aiohttp_is_in_our_words(gateway: Gateway, raised: 
     assert "aiohttp" not in text
 
 
-async def test_an_answer_that_comes_before_the_body_closes_the_connection() -> None:
+async def test_answer_before_the_whole_body_closes_the_connection() -> None:
     """Otherwise the rest of the body would have to be waited for."""
     async with serving() as site:
         early = await site.ask(HEAD.replace(b"chat", b"chess") + b"Content-Length: 2\r\n\r\n{")
@@ -241,7 +243,7 @@ async def test_an_answer_that_comes_before_the_body_closes_the_connection() -> N
         assert (reply.status, reply.closes) == (404, False)
 
 
-async def test_what_nobody_expected_does_not_bring_the_body_into_the_log(caplog: pytest.LogCaptureFixture) -> None:
+async def test_unexpected_exception_does_not_log_the_body(caplog: pytest.LogCaptureFixture) -> None:
     async with serving() as site:
         client = await site.ask(b"POST /fail HTTP/1.1\r\nHost: x\r\nContent-Length: 6\r\n\r\nsecret")
         assert (await client.reply()).code == "internal_error"
@@ -251,7 +253,7 @@ async def test_what_nobody_expected_does_not_bring_the_body_into_the_log(caplog:
         assert "secret" not in caplog.text
 
 
-async def test_what_nobody_expected_is_a_500_with_one_traceback(
+async def test_unexpected_exception_is_a_500_with_one_traceback(
     gateway: Gateway, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = await gateway.serve([web.get("/", raising(ZeroDivisionError("secret detail")))])
@@ -276,7 +278,7 @@ async def test_expected_errors_leave_no_traceback(gateway: Gateway, caplog: pyte
 
 
 @pytest.mark.parametrize("given", ["r-1", "a.b:C_9", "x" * 128])
-async def test_a_clients_request_id_is_kept(gateway: Gateway, given: str) -> None:
+async def test_request_id_of_the_client_is_kept(gateway: Gateway, given: str) -> None:
     async def handler(request: web.Request) -> web.Response:
         return web.Response(text=f"{request[REQUEST_ID]} {logs.request_id.get()}")
 
@@ -290,13 +292,13 @@ async def test_a_clients_request_id_is_kept(gateway: Gateway, given: str) -> Non
 
 
 @pytest.mark.parametrize("given", ["", "two words", "x" * 129, 'quote"', "ümlaut", "a\tb"])
-async def test_an_odd_request_id_is_replaced(gateway: Gateway, given: str) -> None:
+async def test_unacceptable_request_id_is_replaced(gateway: Gateway, given: str) -> None:
     client = await gateway.serve([web.get("/", raising(BadRequest("no")))])
     async with client.get("/", headers={"X-Request-Id": given}) as answer:
         assert re.fullmatch(r"[0-9a-f]{32}", answer.headers["X-Request-Id"])
 
 
-async def test_streamed_answers_carry_the_id_and_our_name(gateway: Gateway) -> None:
+async def test_streamed_answers_have_request_id_and_server(gateway: Gateway) -> None:
     async def stream(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
@@ -310,7 +312,7 @@ async def test_streamed_answers_carry_the_id_and_our_name(gateway: Gateway) -> N
 
 
 @pytest.mark.parametrize("error", [UpstreamError(Failure.BROKEN, BACKEND, "gone"), ZeroDivisionError()])
-async def test_an_answer_that_fails_half_way_is_cut(gateway: Gateway, error: Exception) -> None:
+async def test_answer_that_fails_halfway_is_cut_off(gateway: Gateway, error: Exception) -> None:
     async def stream(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)

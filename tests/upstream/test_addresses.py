@@ -74,14 +74,14 @@ def test_by_default_instances_may_be_in_private_networks(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", OUTSIDE)
-def test_by_default_instances_may_not_be_elsewhere(address: str) -> None:
+def test_by_default_instances_may_not_be_in_public_networks(address: str) -> None:
     assert not AddressRules(Settings().admin.networks).allows(address)
     assert EVERYWHERE.allows(address)
 
 
 @pytest.mark.fault(59)
 @pytest.mark.parametrize("address", NEVER.values(), ids=NEVER)
-def test_some_addresses_are_never_allowed(address: str) -> None:
+def test_forbidden_addresses_are_never_allowed(address: str) -> None:
     assert not EVERYWHERE.allows(address)
 
 
@@ -93,7 +93,7 @@ ODD = ["2130706433", "0x7f000001", "0X7F000001", "127.1", "127.0.1", "0177.0.0.1
 
 
 @pytest.mark.parametrize("host", ODD)
-def test_an_address_in_disguise_is_told(host: str) -> None:
+def test_unusual_spelling_of_an_ipv4_address_is_detected(host: str) -> None:
     assert is_odd_literal(host)
     assert not is_literal(host)
     # The reason: without a look-up, it is an address to the system.
@@ -103,5 +103,5 @@ def test_an_address_in_disguise_is_told(host: str) -> None:
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "::1", "fd00::7", "engine", "engine-1", "engine.1", "10.xx.xx.1", "7100.engines", "1.2.3.4.5"]
 )
-def test_an_address_as_it_is_usually_written_or_a_name_is_not_odd(host: str) -> None:
+def test_usual_addresses_and_names_are_not_odd_literals(host: str) -> None:
     assert not is_odd_literal(host)

@@ -147,7 +147,7 @@ def told(reader: AnswerReader | AnyAnswer, pieces: Sequence[bytes]) -> list[Any]
 
 @settings(max_examples=400)
 @given(cut_answers())
-def test_an_answer_is_the_same_as_httptools_reads_it(pieces: list[bytes]) -> None:
+def test_answer_reader_agrees_with_httptools(pieces: list[bytes]) -> None:
     assert told(AnswerReader(), pieces) == told(AnyAnswer(), pieces)
 
 
@@ -172,7 +172,7 @@ def with_one_oddity() -> Iterator[bytes]:
         yield STREAM_HEAD + b"1\r\na" + end + b"0\r\n\r\n"
 
 
-def test_each_oddity_is_judged_as_httptools_does() -> None:
+def test_answer_reader_judges_unusual_answers_like_httptools() -> None:
     for answer in with_one_oddity():
         head = answer.find(b"\r\n\r\n") + 4
         cuts = [set[int](), set(range(len(answer))), *({head, at} for at in range(head, len(answer)))]
@@ -196,7 +196,7 @@ ORDINARY = {
 
 
 @pytest.mark.parametrize("pieces", ORDINARY.values(), ids=ORDINARY)
-def test_ordinary_answers_need_no_parser(pieces: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_common_answers_need_no_parser(pieces: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = told(AnyAnswer(), pieces)
     assert expected[-1][3]
     monkeypatch.setattr("proxy.upstream.answer_reader.AnyAnswer", None)

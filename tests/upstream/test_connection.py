@@ -81,7 +81,7 @@ async def test_an_instance_that_is_not_configured_never_sees_the_engine_key() ->
     assert b"uthorization" not in seen[0]
 
 
-async def test_an_instance_that_was_added_anew_has_no_older_right_to_the_engine_key() -> None:
+async def test_instance_added_again_has_no_former_right_to_the_engine_key() -> None:
     seen: list[bytes] = []
 
     async def script(link: Link) -> None:
@@ -174,7 +174,7 @@ async def test_an_answer_may_have_no_body(upstream: Upstream, answer: bytes) -> 
         assert await fetch(upstream, backend) == b""
 
 
-async def test_a_body_that_arrived_before_anybody_attached_is_not_lost(upstream: Upstream) -> None:
+async def test_body_that_arrived_before_attach_is_delivered(upstream: Upstream) -> None:
     told = asyncio.Event()
 
     async def script(link: Link) -> None:
@@ -192,7 +192,7 @@ async def test_a_body_that_arrived_before_anybody_attached_is_not_lost(upstream:
         assert sink.body == b"one two"
 
 
-async def test_a_whole_body_that_arrived_before_anybody_attached_is_not_lost(upstream: Upstream) -> None:
+async def test_whole_body_that_arrived_before_attach_is_delivered(upstream: Upstream) -> None:
     async with engine(lambda link: link.answer()) as backend, exchange(upstream, backend) as response:
         await asyncio.sleep(0)
         sink = Collector()
@@ -225,7 +225,7 @@ async def test_an_answer_larger_than_the_bound_is_refused(upstream: Upstream, mo
         b"HTTP/1.1 200 OK\r\n\r\nnobody can tell whether this is all",
     ],
 )
-async def test_part_of_an_answer_is_a_broken_one(upstream: Upstream, begun: bytes, how: Callable[[Link], None]) -> None:
+async def test_incomplete_answer_fails_as_broken(upstream: Upstream, begun: bytes, how: Callable[[Link], None]) -> None:
     async def script(link: Link) -> None:
         await link.answer(begun)
         await link.writer.drain()
@@ -237,7 +237,7 @@ async def test_part_of_an_answer_is_a_broken_one(upstream: Upstream, begun: byte
         assert await failure_of(fetch(upstream, backend)) in allowed
 
 
-async def test_what_arrived_of_a_broken_answer_is_delivered(upstream: Upstream) -> None:
+async def test_arrived_part_of_a_broken_answer_is_delivered(upstream: Upstream) -> None:
     async def script(link: Link) -> None:
         await link.answer(STREAM_HEAD + chunk(b"ok"))
 
@@ -287,7 +287,7 @@ BAD_STATUSES = [b"000", b"099", b"600", b"999", b"2000", b"20", b"+20", b"2x0", 
     ],
     ids=lambda answer: repr(answer[:60]),
 )
-async def test_what_is_not_http_is_a_bad_answer(upstream: Upstream, answer: bytes) -> None:
+async def test_invalid_http_fails_as_bad_answer(upstream: Upstream, answer: bytes) -> None:
     async def script(link: Link) -> None:
         await link.answer(answer)
         await link.left()
@@ -297,7 +297,7 @@ async def test_what_is_not_http_is_a_bad_answer(upstream: Upstream, answer: byte
 
 
 @pytest.mark.parametrize("status", [b"204 No Content", b"304 Not Modified"])
-async def test_a_body_where_there_can_be_none_is_not_part_of_any_answer(upstream: Upstream, status: bytes) -> None:
+async def test_body_of_an_answer_without_body_is_not_delivered(upstream: Upstream, status: bytes) -> None:
     async def script(link: Link) -> None:
         await link.answer(b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n%b" % (status, len(OK), OK))
         await link.left()
@@ -330,7 +330,7 @@ async def test_an_answer_that_offers_another_protocol_is_an_answer(upstream: Ups
         assert await fetch(upstream, backend) == b"ok"
 
 
-async def test_what_follows_a_body_is_not_taken_for_headers(upstream: Upstream) -> None:
+async def test_trailers_are_not_read_as_headers(upstream: Upstream) -> None:
     trailers = b"".join(b"X-%d: 1\r\n" % number for number in range(1000))
     answer = STREAM_HEAD + chunk(b"ok") + b"0\r\nContent-Type: text/evil\r\n" + trailers + b"\r\n"
     async with engine(lambda link: link.answer(answer)) as backend, exchange(upstream, backend) as response:

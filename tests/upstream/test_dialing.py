@@ -78,7 +78,7 @@ ALIVE = ("INFO", f"dialing: address accepts connections again: {DEAF} of engine"
 
 @pytest.mark.fault(68)
 @pytest.mark.parametrize("addresses", [(DEAF, GOOD), (GOOD, DEAF), (DEAF, REFUSED, GOOD)])
-async def test_a_name_with_a_dead_address_is_not_dead(clock: Clock, addresses: tuple[str, ...]) -> None:
+async def test_name_with_one_dead_address_is_reachable(clock: Clock, addresses: tuple[str, ...]) -> None:
     async with dialing(clock, *addresses, requests=3) as at:
         with deaf(DEAF, at.port):
             for _ in range(3):
@@ -86,7 +86,7 @@ async def test_a_name_with_a_dead_address_is_not_dead(clock: Clock, addresses: t
 
 
 @pytest.mark.fault(68)
-async def test_a_dead_address_is_told_once_and_so_is_its_return(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+async def test_dead_address_and_its_return_are_logged_once(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, LOGGER)
     async with dialing(clock, DEAF, GOOD, requests=5) as at:
         with deaf(DEAF, at.port) as listener:
@@ -108,7 +108,7 @@ async def test_a_dead_address_is_told_once_and_so_is_its_return(clock: Clock, ca
             assert told(caplog) == [DEAD, ALIVE]
 
 
-async def test_of_several_workers_one_tells(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+async def test_one_of_several_workers_logs_a_dead_address(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, LOGGER)
     is_news = LogOnce().is_news
     timeouts = Timeouts(connect_seconds=0.2)
@@ -164,7 +164,7 @@ async def test_dead_addresses_are_tried_last(clock: Clock) -> None:
     assert tried == [DEAF, GOOD, GOOD, REFUSED]
 
 
-async def test_an_address_that_worked_is_left_when_it_does_so_no_longer(clock: Clock) -> None:
+async def test_address_that_stops_working_is_no_longer_used(clock: Clock) -> None:
     async with (
         desk(clock) as at,
         Upstream(Timeouts(), EngineKeys(None), at.names, UpstreamOptions(clock=clock)) as upstream,
@@ -178,7 +178,7 @@ async def test_an_address_that_worked_is_left_when_it_does_so_no_longer(clock: C
                 assert await fetch(upstream, backend) == b"ok"
 
 
-async def test_a_late_address_is_not_a_dead_one(
+async def test_slow_address_is_not_a_dead_one(
     clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, LOGGER)
@@ -201,9 +201,7 @@ async def test_a_late_address_is_not_a_dead_one(
     assert told(caplog) == []
 
 
-async def test_where_all_addresses_are_dead_it_is_the_engine_that_is_down(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_no_address_is_dead_when_all_of_them_fail(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, LOGGER)
     timeouts = Timeouts(connect_seconds=SHORT)
     async with (

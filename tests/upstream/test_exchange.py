@@ -44,7 +44,7 @@ def begin(connection: EngineConnection, exchange: Recorder) -> None:
     connection.begin(exchange, "/v1/completions", [b"{", b' "', b'":0}'], {"x-request-id": "r"}, answer_seconds=LONG)
 
 
-async def test_an_exchange_is_told_of_its_answer_as_it_arrives(upstream: Upstream) -> None:
+async def test_exchange_receives_its_answer_as_it_arrives(upstream: Upstream) -> None:
     read = asyncio.Event()
 
     async def script(link: Link) -> None:
@@ -107,7 +107,7 @@ async def test_an_exchange_without_an_answer_only_ends(upstream: Upstream) -> No
 
 
 @pytest.mark.parametrize("last", ["answered", "received"])
-async def test_whoever_has_left_is_told_nothing_more(upstream: Upstream, last: str) -> None:
+async def test_released_exchange_gets_no_further_calls(upstream: Upstream, last: str) -> None:
     gone = asyncio.Event()
 
     async def script(link: Link) -> None:

@@ -65,7 +65,7 @@ async def ask(deploy: Deploy, answer: Iterable[bytes], *, stream: bool, **fields
 @pytest.mark.fault(16)
 @pytest.mark.fault(53)
 @pytest.mark.parametrize(("answer", "failure"), NO_ANSWERS.values(), ids=NO_ANSWERS)
-async def test_what_is_no_answer_is_an_error_of_ours(deploy: Deploy, answer: Sequence[bytes], failure: str) -> None:
+async def test_invalid_answer_becomes_a_gateway_error(deploy: Deploy, answer: Sequence[bytes], failure: str) -> None:
     got = await ask(deploy, answer, stream=False)
     assert (got.status, got.error["code"], got.is_whole) == (502, f"decode_{failure}", True)
     assert "location" not in got.headers
@@ -83,7 +83,7 @@ NO_STREAMS = {
 @pytest.mark.fault(16)
 @pytest.mark.fault(53)
 @pytest.mark.parametrize("answer", NO_STREAMS.values(), ids=NO_STREAMS)
-async def test_what_is_no_stream_is_an_error_before_any_of_it(deploy: Deploy, answer: Sequence[bytes]) -> None:
+async def test_invalid_stream_fails_before_any_part_is_sent(deploy: Deploy, answer: Sequence[bytes]) -> None:
     got = await ask(deploy, answer, stream=True)
     assert (got.status, got.is_stream, got.is_whole) == (502, False, True)
     assert got.error["code"] in ("decode_bad_answer", "decode_broken", "decode_reset")
@@ -99,7 +99,7 @@ HALF_STREAMS = {
 
 @pytest.mark.fault(10)
 @pytest.mark.parametrize("answer", HALF_STREAMS.values(), ids=HALF_STREAMS)
-async def test_half_a_stream_never_looks_whole(deploy: Deploy, answer: Sequence[bytes]) -> None:
+async def test_incomplete_stream_never_looks_complete(deploy: Deploy, answer: Sequence[bytes]) -> None:
     got = await ask(deploy, answer, stream=True)
     assert (got.status, got.is_stream, got.is_whole) == (200, True, False)
     assert got.text == "Hello"
@@ -147,7 +147,7 @@ HOSTILE_VALUES = [b"a\r\nX-Injected: 1", b"a\nX-Injected: 1", b"a\rX-Injected: 1
 @pytest.mark.fault(27)
 @pytest.mark.parametrize("value", HOSTILE_VALUES)
 @pytest.mark.parametrize("name", [b"Authorization", b"traceparent", b"tracestate"])
-async def test_a_client_cannot_write_lines_of_its_own_to_an_engine(deploy: Deploy, name: bytes, value: bytes) -> None:
+async def test_client_cannot_inject_header_lines_to_an_engine(deploy: Deploy, name: bytes, value: bytes) -> None:
     heads = await heads_at_the_engine(deploy, name + b": " + value)
     assert all("x-injected" not in head for head in heads)
     assert all("\0" not in text for head in heads for text in head.values())

@@ -43,7 +43,7 @@ async def test_a_name_is_looked_up_once(clock: Clock) -> None:
         assert at.server.asked == ["engine"]
 
 
-async def test_those_who_ask_for_the_same_name_wait_for_the_same_answer(clock: Clock) -> None:
+async def test_concurrent_callers_share_one_look_up(clock: Clock) -> None:
     async with desk(clock) as at:
         asking = [asyncio.create_task(at.names.find("engine")) for _ in range(3)]
         await asyncio.sleep(0)
@@ -84,7 +84,7 @@ async def test_a_slow_name_server_holds_up_no_other_name(clock: Clock) -> None:
 
 
 @pytest.mark.fault(37)
-async def test_a_name_server_that_fails_is_told_once_and_the_last_address_stays(
+async def test_failed_look_up_is_logged_once_and_keeps_the_last_address(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "proxy.upstream.names")
@@ -109,7 +109,7 @@ async def test_a_name_server_that_fails_is_told_once_and_the_last_address_stays(
     ]
 
 
-async def test_a_name_that_was_never_known_is_asked_for_again_soon(clock: Clock) -> None:
+async def test_name_without_address_is_looked_up_again_soon(clock: Clock) -> None:
     async with desk(clock) as at:
         at.server.say(UNKNOWN)
         for _ in range(3):
@@ -133,19 +133,19 @@ async def test_a_first_look_up_is_not_waited_for_for_ever(clock: Clock, monkeypa
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 64 + ".y"])
-async def test_what_can_be_no_name_is_a_problem_like_any_other(clock: Clock, host: str) -> None:
+async def test_impossible_name_is_an_address_problem(clock: Clock, host: str) -> None:
     async with Names(LOOPBACK, [host], Metrics(), clock=clock) as names:  # asks the system, which raises UnicodeError
         with pytest.raises(AddressProblem, match=r"^not a host name$"):
             await names.find(host)
 
 
-async def test_an_address_in_disguise_is_no_name(clock: Clock) -> None:
+async def test_unusual_spelling_of_an_address_is_not_looked_up(clock: Clock) -> None:
     async with desk(clock, "127.1") as at:
         with pytest.raises(AddressProblem, match=r"^not a host name$"):
             at.names.known_addresses("127.1")
 
 
-async def test_the_system_knows_this_host(clock: Clock) -> None:
+async def test_system_resolver_finds_localhost(clock: Clock) -> None:
     async with Names(LOOPBACK, [], Metrics(), clock=clock) as names:
         assert set(await names.find("localhost")) <= {"127.0.0.1", "::1"}
 
@@ -184,7 +184,7 @@ async def test_a_name_that_moves_to_a_forbidden_address_is_not_followed(clock: C
             at.names.known_addresses("added")
 
 
-async def test_new_rules_hold_for_what_is_known_already(clock: Clock) -> None:
+async def test_new_rules_apply_to_known_names(clock: Clock) -> None:
     async with desk(clock) as at:
         at.server.say(["127.0.0.1"])
         await at.names.find("added")
@@ -195,7 +195,7 @@ async def test_new_rules_hold_for_what_is_known_already(clock: Clock) -> None:
         assert at.names.known_addresses("added") == ("127.0.0.1",)
 
 
-async def test_the_rules_are_asked_about_an_address_once(clock: Clock) -> None:
+async def test_rules_check_an_address_once(clock: Clock) -> None:
     asked: list[str] = []
 
     class Rules(AddressRules):
@@ -210,7 +210,7 @@ async def test_the_rules_are_asked_about_an_address_once(clock: Clock) -> None:
     assert asked == ["127.0.0.3"]
 
 
-async def test_only_so_many_names_are_remembered(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_number_of_remembered_names_is_limited(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proxy.upstream.names._MAX_NAMES", 2)
     async with desk(clock) as at:
         for host in ("a", "b", "c", "a"):
@@ -222,7 +222,7 @@ async def test_only_so_many_names_are_remembered(clock: Clock, monkeypatch: pyte
 # Its end
 
 
-async def test_its_threads_end_with_it(clock: Clock) -> None:
+async def test_names_end_their_threads_at_the_end(clock: Clock) -> None:
     async with desk(clock) as at:
         for host in ("a", "b", "c"):
             at.server.say(["127.0.0.1"])

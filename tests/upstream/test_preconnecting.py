@@ -49,13 +49,13 @@ async def is_left(link: Link) -> None:
     await link.left()
 
 
-async def test_the_next_request_finds_it() -> None:
+async def test_preconnected_connection_is_used_by_the_next_request() -> None:
     async with upstream_at(Clock()) as upstream, engine(answers) as backend:
         await preconnected(upstream, backend)
         assert await fetch(upstream, backend) == b"ok"
 
 
-async def test_there_is_no_second_one_while_one_is_idle() -> None:
+async def test_preconnect_opens_no_second_idle_connection() -> None:
     async with upstream_at(Clock()) as upstream, engine(answers) as backend:
         await preconnected(upstream, backend)
         upstream.preconnect(backend)
@@ -64,7 +64,7 @@ async def test_there_is_no_second_one_while_one_is_idle() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "is_used"), [(9.9, True), (10.1, False)])
-async def test_it_is_used_for_as_long_as_a_prompt_takes(seconds: float, is_used: bool) -> None:
+async def test_preconnected_connection_lasts_for_the_time_of_a_prompt(seconds: float, is_used: bool) -> None:
     """Engines close what is idle behind an answer."""
     clock = Clock()
     scripts = [answers] if is_used else [is_left, answers]
@@ -76,14 +76,14 @@ async def test_it_is_used_for_as_long_as_a_prompt_takes(seconds: float, is_used:
         assert await fetch(upstream, backend) == b"ok"
 
 
-async def test_it_is_used_although_another_was_closed_just_as_it_was_used_again() -> None:
+async def test_preconnected_connection_is_used_after_another_was_stale() -> None:
     async with upstream_at(Clock()) as upstream, engine(answers) as backend:
         await preconnected(upstream, backend)
         upstream.distrust(backend)
         assert await fetch(upstream, backend) == b"ok"
 
 
-async def test_an_engine_that_closes_it_without_an_answer_has_failed() -> None:
+async def test_preconnected_connection_closed_without_answer_is_a_failure() -> None:
     async def asks_no_further(link: Link) -> None:
         await link.request()
 
@@ -92,14 +92,14 @@ async def test_an_engine_that_closes_it_without_an_answer_has_failed() -> None:
         assert await failure_of(fetch(upstream, backend, resend_if_stale=True)) is Failure.RESET
 
 
-async def test_one_that_cannot_be_opened_is_the_next_requests_to_find_out() -> None:
+async def test_failed_preconnect_is_found_by_the_next_request() -> None:
     backend = Backend(Role.DECODE, "127.0.0.1", free_port())
     async with upstream_at(Clock()) as upstream:
         upstream.preconnect(backend)
         assert await failure_of(fetch(upstream, backend)) is Failure.CONNECT
 
 
-async def test_what_is_still_being_opened_ends_with_the_gateway() -> None:
+async def test_running_preconnect_ends_with_the_gateway() -> None:
     with deaf() as listener:
         async with upstream_at(Clock()) as upstream:
             upstream.preconnect(Backend(Role.DECODE, *listener.getsockname()))

@@ -34,7 +34,7 @@ def expected(keys: EngineKeys, backend: Backend, path: str, headers: dict[str, s
     return sorted(line.encode("utf-8", "surrogateescape") for line in lines)
 
 
-def test_a_head_is_that_of_its_request_whatever_was_rendered_before() -> None:
+def test_head_does_not_depend_on_earlier_heads() -> None:
     keys = EngineKeys(None)
     heads = RequestHeads(keys)
     for key, _ in product((None, "k%d", "another", None), range(2)):

@@ -176,7 +176,7 @@ async def test_answers_of_an_engine_that_accepts_connections_go_on(clock: Clock)
         assert not at.checks.refused
 
 
-async def test_an_engine_that_drains_keeps_answers_that_move(clock: Clock) -> None:
+async def test_draining_engine_keeps_answers_that_progress(clock: Clock) -> None:
     async with world(clock) as at:
         one = await at.engine(2)
         one.stop_listening()
@@ -187,7 +187,7 @@ async def test_an_engine_that_drains_keeps_answers_that_move(clock: Clock) -> No
         assert silent.error is not None
 
 
-async def test_a_slow_engine_that_refuses_connections_has_five_gaps(clock: Clock) -> None:
+async def test_slow_engine_that_refuses_connections_has_five_usual_gaps(clock: Clock) -> None:
     async with world(clock) as at:
         one = await at.engine()
         for _ in range(10):
@@ -211,7 +211,7 @@ async def test_silent_answers_of_an_engine_that_is_down_are_lost(clock: Clock) -
         assert one.streams[1].error is not None
 
 
-async def test_an_answer_that_has_not_begun_waits_longer_where_nobody_listens(clock: Clock) -> None:
+async def test_answer_not_begun_waits_longer_when_connections_are_refused(clock: Clock) -> None:
     async with world(clock) as at:
         one = await at.engine(has_begun=False)
         one.stop_listening()
@@ -268,7 +268,7 @@ async def test_an_engine_that_makes_progress_is_checked_again_later(clock: Clock
         assert (one.streams[0].error, at.checks.hung) == (None, [])
 
 
-async def test_an_engine_whose_other_answers_move_is_not_checked(clock: Clock) -> None:
+async def test_engine_with_other_progressing_answers_is_not_checked(clock: Clock) -> None:
     async with world(clock) as at:
         one = await at.engine(2)
         await at.passes(3, *one.streams)
@@ -276,7 +276,7 @@ async def test_an_engine_whose_other_answers_move_is_not_checked(clock: Clock) -
         assert at.checks.asked == []
 
 
-async def test_answers_that_nobody_could_continue_stay(clock: Clock) -> None:
+async def test_answers_stay_when_no_other_engine_could_continue_them(clock: Clock) -> None:
     async with world(clock) as at:
         at.checks.others = False
         one = await at.engine()
@@ -286,7 +286,7 @@ async def test_answers_that_nobody_could_continue_stay(clock: Clock) -> None:
         assert at.checks.hung == [one.backend] * 2
 
 
-async def test_a_slow_engine_has_twenty_gaps(clock: Clock) -> None:
+async def test_slow_engine_is_checked_after_twenty_usual_gaps(clock: Clock) -> None:
     async with world(clock) as at:
         one = await at.engine()
         for _ in range(10):
@@ -313,7 +313,7 @@ async def test_an_answer_that_moves_during_the_check_stays(clock: Clock) -> None
         assert one.streams[1].error is not None
 
 
-async def test_silences_are_not_looked_into_if_so_configured(clock: Clock) -> None:
+async def test_silence_checks_can_be_disabled(clock: Clock) -> None:
     async with world(clock) as at:
         one = await at.engine()
         at.upstream.configure(Timeouts(), 3600.0, 0.0)
@@ -323,7 +323,7 @@ async def test_silences_are_not_looked_into_if_so_configured(clock: Clock) -> No
         assert one.streams[0].error is None
 
 
-async def test_a_silence_in_which_this_process_stood_still_is_not_looked_into(clock: Clock) -> None:
+async def test_silence_while_this_process_was_stopped_is_not_checked(clock: Clock) -> None:
     async with world(clock) as at:
         one = await at.engine()
         await at.passes(3, *one.streams)

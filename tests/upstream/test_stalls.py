@@ -172,7 +172,7 @@ async def test_one_stream_that_goes_on_is_enough(clock: Clock) -> None:
         assert found == []
 
 
-async def test_what_is_not_streamed_may_still_come_from_a_stalled_backend(clock: Clock) -> None:
+async def test_unstreamed_answers_of_a_stalled_backend_continue(clock: Clock) -> None:
     released = asyncio.Event()
 
     async def streams(link: Link) -> None:
@@ -198,7 +198,7 @@ async def test_what_is_not_streamed_may_still_come_from_a_stalled_backend(clock:
         assert await whole == b"ok"
 
 
-async def test_the_streams_of_a_backend_that_stays_in_go_on(clock: Clock) -> None:
+async def test_streams_continue_when_a_stalled_backend_is_kept(clock: Clock) -> None:
     async with watching(clock, False) as (upstream, watch, found), speaker(upstream) as a, speaker(upstream) as b:
         await watch.passes(100, b)
         assert found == [a.backend]
@@ -206,14 +206,14 @@ async def test_the_streams_of_a_backend_that_stays_in_go_on(clock: Clock) -> Non
         assert a.error is None
 
 
-async def test_nobody_is_stalled_if_nobody_decides(clock: Clock) -> None:
+async def test_no_backend_is_stalled_without_a_callback(clock: Clock) -> None:
     undecided = Upstream(Timeouts(), EngineKeys(None), options=UpstreamOptions(sweep_seconds=1.0, clock=clock))
     async with undecided as upstream, speaker(upstream) as a, speaker(upstream) as b:
         await Watch(upstream, clock).passes(100, b)
         assert a.error is None
 
 
-async def test_an_answer_that_is_not_streamed_is_silent_by_nature(clock: Clock) -> None:
+async def test_unstreamed_answer_does_not_count_as_silent(clock: Clock) -> None:
     async with (
         watching(clock) as (upstream, watch, found),
         speaker(upstream, is_stream=False) as a,
@@ -224,7 +224,7 @@ async def test_an_answer_that_is_not_streamed_is_silent_by_nature(clock: Clock) 
         assert a.error is None
 
 
-async def test_a_stream_that_we_hold_back_is_not_silent(clock: Clock) -> None:
+async def test_paused_stream_does_not_count_as_silent(clock: Clock) -> None:
     async with watching(clock) as (upstream, watch, found), speaker(upstream) as a, speaker(upstream) as b:
         a.response.pause()
         await watch.passes(100, b)
@@ -246,7 +246,7 @@ async def test_the_time_to_a_stall_can_be_changed(clock: Clock) -> None:
 
 
 @pytest.mark.fault(41)
-async def test_a_silence_in_which_this_process_stood_still_does_not_count(clock: Clock) -> None:
+async def test_silence_while_this_process_was_stopped_does_not_count(clock: Clock) -> None:
     async with (
         watching(clock) as (upstream, watch, found),
         speaker(upstream, answer_seconds=60.0) as a,
@@ -262,7 +262,7 @@ async def test_a_silence_in_which_this_process_stood_still_does_not_count(clock:
         assert found == [a.backend]
 
 
-async def test_after_standing_still_engines_have_their_time_again(clock: Clock) -> None:
+async def test_silence_counts_again_after_this_process_was_stopped(clock: Clock) -> None:
     async with watching(clock) as (upstream, watch, _), speaker(upstream, answer_seconds=60.0) as a:
         await watch.passes(20)
         clock.now += 1000
@@ -275,7 +275,7 @@ async def test_after_standing_still_engines_have_their_time_again(clock: Clock) 
 
 
 @pytest.mark.parametrize("late_seconds", [0.5, 2.0])
-async def test_a_look_that_is_a_little_late_changes_nothing(clock: Clock, late_seconds: float) -> None:
+async def test_slightly_late_check_changes_nothing(clock: Clock, late_seconds: float) -> None:
     async with watching(clock) as (upstream, _, _), speaker(upstream, answer_seconds=60.0) as a:
         upstream.sweep()
         looks = 0

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 # Connections that serve again
 
 
-async def test_a_connection_serves_again(upstream: Upstream) -> None:
+async def test_connection_is_reused(upstream: Upstream) -> None:
     async def script(link: Link) -> None:
         await link.answer()
         await link.answer(STREAM_HEAD + chunk(b"ok") + b"0\r\n\r\n")
@@ -46,7 +46,7 @@ async def test_a_connection_serves_again(upstream: Upstream) -> None:
         assert [await fetch(upstream, backend) for _ in range(3)] == [b"ok"] * 3
 
 
-async def test_requests_at_the_same_time_have_a_connection_each(upstream: Upstream) -> None:
+async def test_concurrent_requests_use_separate_connections(upstream: Upstream) -> None:
     both = asyncio.Barrier(2)
 
     async def script(link: Link) -> None:
@@ -66,7 +66,7 @@ async def test_requests_at_the_same_time_have_a_connection_each(upstream: Upstre
         b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nok",
     ],
 )
-async def test_a_connection_the_engine_wants_closed_does_not_serve_again(upstream: Upstream, answer: bytes) -> None:
+async def test_connection_with_close_header_is_not_reused(upstream: Upstream, answer: bytes) -> None:
     async def script(link: Link) -> None:
         await link.answer(answer)
         await link.left()
@@ -76,7 +76,7 @@ async def test_a_connection_the_engine_wants_closed_does_not_serve_again(upstrea
 
 
 @pytest.mark.parametrize("more", [OK, b"garbage", b"\x00"])
-async def test_bytes_after_the_answer_end_the_connection_and_not_the_answer(upstream: Upstream, more: bytes) -> None:
+async def test_bytes_after_the_answer_close_only_the_connection(upstream: Upstream, more: bytes) -> None:
     async def together(link: Link) -> None:
         await link.answer(OK + more)
         await link.left()
@@ -93,7 +93,7 @@ async def test_bytes_after_the_answer_end_the_connection_and_not_the_answer(upst
         assert await fetch(upstream, backend) == b"ok"
 
 
-async def test_a_connection_that_was_paused_at_the_end_of_its_answer_serves_again(upstream: Upstream) -> None:
+async def test_connection_paused_at_the_end_of_its_answer_is_reused(upstream: Upstream) -> None:
     async def script(link: Link) -> None:
         await link.answer()
         await link.answer()
@@ -149,7 +149,7 @@ async def test_a_request_on_a_stale_connection_may_be_sent_again(upstream: Upstr
 @pytest.mark.parametrize(
     "ask", [fetch, lambda *exchanged: exchange(*exchanged).__aenter__()], ids=["fetched", "opened"]
 )
-async def test_a_request_is_not_sent_twice_by_itself(upstream: Upstream, script: Any, ask: Any) -> None:
+async def test_request_is_not_resent_by_default(upstream: Upstream, script: Any, ask: Any) -> None:
     async with engine(script) as backend:
         await fetch(upstream, backend)
         assert await failure_of(ask(upstream, backend)) is Failure.RESET
@@ -182,7 +182,7 @@ async def test_a_request_is_sent_again_only_once(upstream: Upstream) -> None:
         assert await failure_of(fetch(upstream, backend, resend_if_stale=True)) is Failure.RESET
 
 
-async def test_an_engine_that_is_gone_when_it_is_asked_again_was_asked_nonetheless(upstream: Upstream) -> None:
+async def test_resend_to_a_lost_engine_reports_the_first_failure(upstream: Upstream) -> None:
     """So nobody takes the request for one that no engine has ever seen."""
     gone = asyncio.Event()
 
@@ -203,7 +203,7 @@ async def test_an_engine_that_is_gone_when_it_is_asked_again_was_asked_nonethele
     await gone.wait()
 
 
-async def test_when_one_connection_was_stale_the_role_is_asked_on_new_ones_for_a_while(clock: Clock) -> None:
+async def test_role_uses_new_connections_for_a_while_after_a_stale_one(clock: Clock) -> None:
     async def serves_once(link: Link) -> None:
         await link.answer()
         await link.left()
@@ -234,7 +234,7 @@ async def test_a_fresh_connection_that_closes_is_not_a_stale_one(upstream: Upstr
         assert await failure_of(fetch(upstream, backend, resend_if_stale=True)) is Failure.RESET
 
 
-async def test_a_stale_connection_that_began_to_answer_is_not_asked_again(upstream: Upstream) -> None:
+async def test_request_is_not_resent_after_the_answer_began(upstream: Upstream) -> None:
     async def script(link: Link) -> None:
         await link.answer()
         await link.answer(b"HTTP/1.1 2")
@@ -277,7 +277,7 @@ async def resets_after_the_request(link: Link) -> None:
 
 
 @pytest.mark.parametrize("script", [closes_at_once, closes_after_the_request, resets_after_the_request])
-async def test_no_byte_of_an_answer_is_a_reset(upstream: Upstream, script: Any) -> None:
+async def test_connection_closed_without_a_byte_fails_as_reset(upstream: Upstream, script: Any) -> None:
     async with engine(script) as backend:
         assert await failure_of(fetch(upstream, backend)) is Failure.RESET
 
@@ -291,7 +291,7 @@ async def says_nothing(link: Link) -> None:
 
 
 @pytest.mark.fault(2)
-async def test_an_engine_that_says_nothing_times_out(upstream: Upstream) -> None:
+async def test_engine_that_sends_nothing_times_out(upstream: Upstream) -> None:
     async with engine(says_nothing) as backend:
         with pytest.raises(UpstreamError) as failed:
             await fetch(upstream, backend, answer_seconds=SHORT)
@@ -332,7 +332,7 @@ async def test_the_bound_on_silence_can_change_with_the_stage(upstream: Upstream
         assert await failure_of(response.read()) is Failure.TIMEOUT
 
 
-async def test_a_request_that_nobody_reads_times_out(upstream: Upstream) -> None:
+async def test_request_that_the_engine_does_not_read_times_out(upstream: Upstream) -> None:
     served = asyncio.Event()
 
     async def script(link: Link) -> None:
@@ -364,13 +364,13 @@ async def test_a_stream_that_goes_on_does_not_time_out(upstream: Upstream) -> No
 
 
 @pytest.mark.fault(69)
-async def test_an_answer_that_drips_has_the_time_of_any_other(upstream: Upstream) -> None:
+async def test_slowly_dripping_answer_has_the_usual_time_limit(upstream: Upstream) -> None:
     async with engine(drips) as backend:
         assert await failure_of(fetch(upstream, backend, answer_seconds=SHORT)) is Failure.TIMEOUT
 
 
 @pytest.mark.fault(69)
-async def test_a_stream_of_signs_of_life_times_out(upstream: Upstream) -> None:
+async def test_stream_of_heartbeats_times_out(upstream: Upstream) -> None:
     async with engine(drips) as backend, exchange(upstream, backend, answer_seconds=LONG) as response:
         response.limit_silence(SHORT)
         sink = Collector()
@@ -381,7 +381,7 @@ async def test_a_stream_of_signs_of_life_times_out(upstream: Upstream) -> None:
         assert error.failure is Failure.TIMEOUT
 
 
-async def test_silence_that_we_asked_for_does_not_count(upstream: Upstream) -> None:
+async def test_silence_while_reading_is_paused_does_not_count(upstream: Upstream) -> None:
     resumed = asyncio.Event()
 
     async def script(link: Link) -> None:
@@ -547,7 +547,7 @@ async def test_cancelled_while_paused(upstream: Upstream) -> None:
         assert upstream.busy_connections == 0
 
 
-async def test_cancelled_after_the_whole_answer_the_connection_serves_again(upstream: Upstream) -> None:
+async def test_connection_is_reused_when_cancelled_after_the_whole_answer(upstream: Upstream) -> None:
     read = asyncio.Event()
 
     async def lingers() -> None:

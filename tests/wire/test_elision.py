@@ -33,7 +33,7 @@ def lengths(value: Any, length: Any) -> Any:
     parts=st.lists(st.tuples(st.sampled_from(UNITS), st.integers(0, 300 * KIB)), min_size=1, max_size=6),
     offset=st.integers(0, 9),
 )
-def test_how_long_each_string_is_is_known_exactly(parts: list[tuple[str, int]], offset: int) -> None:
+def test_excerpt_knows_the_exact_length_of_strings(parts: list[tuple[str, int]], offset: int) -> None:
     value = [{"content": unit * (size // len(unit)), "n": [1.5, None, list(range(size // 8))]} for unit, size in parts]
     value.append({"content": "x" * (LONG_BYTES - 100)})
     raw = b" " * offset + orjson.dumps(value) + b", " * offset
@@ -41,18 +41,18 @@ def test_how_long_each_string_is_is_known_exactly(parts: list[tuple[str, int]], 
     assert lengths(told, length) == lengths(value, text_bytes)
 
 
-def test_a_short_text_is_read_as_it_is() -> None:
+def test_excerpt_of_a_short_text_is_complete() -> None:
     raw = orjson.dumps(["x" * 900 * KIB])
     assert excerpt(raw, 0, len(raw)) == (["x" * 900 * KIB], text_bytes)
 
 
 @pytest.mark.parametrize("unit", [b"1,", b"0.5, ", b" ", b"null,", b"[],"])
-def test_nothing_is_left_out_between_strings(unit: bytes) -> None:
+def test_excerpt_keeps_everything_between_strings(unit: bytes) -> None:
     raw = b"[" + unit * (2 * LONG_BYTES // len(unit)) + b'0, "x"]'
     assert excerpt(raw, 0, len(raw))[0] == orjson.loads(raw)
 
 
-def test_a_picture_is_not_read() -> None:
+def test_excerpt_does_not_read_the_middle_of_a_picture() -> None:
     picture = "data:image/png;base64," + "QUJD" * 2 * KIB * KIB
     raw = orjson.dumps([{"type": "image_url", "image_url": {"url": picture}}])
     told, length = excerpt(bytearray(raw), 0, len(raw))

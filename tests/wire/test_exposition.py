@@ -38,7 +38,7 @@ sglang:realtime_tokens_total{engine_type="decode",mode="decode",tp_rank="0"} 70.
         (b"x" * 100_000 + b"\n" + SGLANG, PromptTokens(90.0, 10.0, 0.0)),
     ],
 )
-def test_tokens_are_summed_by_where_they_came_from(exposition: bytes, told: PromptTokens) -> None:
+def test_prompt_tokens_are_summed_by_source(exposition: bytes, told: PromptTokens) -> None:
     assert parse_prompt_tokens(exposition) == told
 
 
@@ -57,7 +57,7 @@ def test_tokens_are_summed_by_where_they_came_from(exposition: bytes, told: Prom
         b"\xff\xfe{{{{ 1",
     ],
 )
-def test_an_engine_that_does_not_count_them_tells_nothing(exposition: bytes) -> None:
+def test_prompt_tokens_are_none_when_the_engine_has_no_counts(exposition: bytes) -> None:
     assert parse_prompt_tokens(exposition) is None
 
 

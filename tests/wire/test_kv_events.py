@@ -76,7 +76,7 @@ STORED = {
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_stored_blocks_are_read_in_every_shape(name: str) -> None:
+def test_stored_blocks_are_decoded_in_every_format(name: str) -> None:
     event, expected = STORED[name]
     for batch in ([1.5, [event]], [1.5, [event], 0], {"ts": 1.5, "events": [event], "data_parallel_rank": 0}):
         assert decode(pack(batch)) == [expected]
@@ -92,11 +92,11 @@ def test_stored_blocks_are_read_in_every_shape(name: str) -> None:
         ({"type": "AllBlocksCleared"}, AllCleared()),
     ],
 )
-def test_what_is_removed_is_read_in_every_shape(event: Any, expected: Any) -> None:
+def test_removed_blocks_are_decoded_in_every_format(event: Any, expected: Any) -> None:
     assert decode(pack([1.5, [event], 0])) == [expected]
 
 
-def test_an_event_that_cannot_be_read_costs_no_other() -> None:
+def test_unreadable_kv_event_does_not_affect_others() -> None:
     odd: tuple[Any, ...] = (
         ["BlockMigrated", 1],
         {"type": "BlockStored"},
@@ -124,12 +124,12 @@ def test_an_event_that_cannot_be_read_costs_no_other() -> None:
         b"\x92\x01" + b"\x91" * 5000,
     ],
 )
-def test_what_is_no_batch_is_a_value_error(payload: bytes) -> None:
+def test_invalid_batch_raises_value_error(payload: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         decode(payload)
 
 
-def test_any_bytes_are_read_or_refused() -> None:
+def test_any_bytes_are_decoded_or_rejected() -> None:
     whole = pack([1.5, [event for event, _ in STORED.values()], 0])
     for cut in range(len(whole)):
         with pytest.raises(ValueError, match=r"."):
@@ -167,7 +167,7 @@ OTHER_RANK = {"publisher": "zmq", "endpoint": "tcp://10.0.0.1:28558", "replay_en
         (None, None),
     ],
 )
-def test_sources_are_what_an_engine_tells(answer: Any, expected: Any) -> None:
+def test_sources_are_read_from_the_answer_of_the_engine(answer: Any, expected: Any) -> None:
     assert parse_sources(answer) == expected
 
 
@@ -183,7 +183,7 @@ def test_sources_are_what_an_engine_tells(answer: Any, expected: Any) -> None:
         {str(rank): RANK for rank in range(1025)},
     ],
 )
-def test_where_nobody_can_publish_is_refused(answer: Any) -> None:
+def test_impossible_publisher_is_rejected(answer: Any) -> None:
     with pytest.raises(ValueError, match=r"."):
         parse_sources(answer)
 

@@ -32,7 +32,7 @@ def test_a_number_of_more_than_64_bits_stays_as_it_is(value: object) -> None:
 
 
 @pytest.mark.parametrize("value", [7.5, "7.5", "x", "", None, [], {}, float("inf"), float("-inf"), float("nan")])
-def test_what_is_no_whole_number_is_refused_and_not_repeated(value: object) -> None:
+def test_other_than_a_whole_number_is_rejected_without_quoting_it(value: object) -> None:
     with pytest.raises(ValueError, match=r"^neither that nor spelled like it$"):
         whole_number(value)
 
@@ -43,6 +43,6 @@ def test_a_flag_may_be_spelled_in_several_ways(value: object, is_set: bool) -> N
 
 
 @pytest.mark.parametrize("value", [2, "x", None, []])
-def test_what_is_no_flag_is_refused(value: object) -> None:
+def test_other_than_a_flag_is_rejected(value: object) -> None:
     with pytest.raises(ValueError, match="neither"):
         flag(value)

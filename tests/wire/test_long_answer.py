@@ -19,7 +19,7 @@ USAGE = b'{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":8}}'
         *(b'{"kv_transfer_params":{"a":tru}}', b'{"a":"\\ud800}'),
     ],
 )
-def test_what_is_no_json_object_is_no_answer(answer: bytes) -> None:
+def test_long_answer_rejects_other_than_a_json_object(answer: bytes) -> None:
     with pytest.raises(InvalidDocument):
         LongAnswer(answer)
 
@@ -46,7 +46,7 @@ CHANGES: list[dict[str, Any]] = [
         b'{"id": "a", "usage": %b, "kv_transfer_params": null}',
     ],
 )
-def test_the_end_of_an_answer_is_written_as_all_of_it_would_be(answer: bytes, changes: dict[str, Any]) -> None:
+def test_long_answer_changes_its_end_as_a_document_would(answer: bytes, changes: dict[str, Any]) -> None:
     answer %= USAGE
 
     whole = LongAnswer(answer)
@@ -65,7 +65,7 @@ def test_an_answer_stays_as_it_was_written_up_to_its_end() -> None:
     assert LongAnswer(answer).with_changes(CHANGES[1]) == b'{"x": 1.50, "y":[1e-05],"usage":%b}' % USAGE
 
 
-def test_what_stands_in_a_choice_is_not_taken_for_the_end() -> None:
+def test_long_answer_does_not_change_members_of_a_choice() -> None:
     answer = b'{"kv_transfer_params":null,"choices":[{"x":1,"usage":2,"kv_transfer_params":3}]}'
 
     assert LongAnswer(answer).with_changes(CHANGES[2]) is None

@@ -55,7 +55,7 @@ def test_the_type_of_an_error_follows_its_status(status: int, expected: str) -> 
     assert error_type(status) == expected
 
 
-def test_an_error_of_our_own_has_the_openai_shape() -> None:
+def test_gateway_error_has_the_openai_format() -> None:
     assert orjson.loads(error_body(BadRequest("n must be a positive integer", param="n"))) == {
         "error": {
             "message": "n must be a positive integer",
@@ -78,7 +78,7 @@ def test_an_error_event_is_one_event_and_no_done_follows() -> None:
     assert payload_of(error_event(engine_error(None)))["error"]["code"] == "decode_status"
 
 
-def test_what_an_engine_told_stays_in_its_own_words() -> None:
+def test_error_event_keeps_the_error_of_the_engine() -> None:
     told = b'{"error": {"message":"\\u00fc",  "code":500}}'
     assert error_event(engine_error(told)) == b"data: " + told + b"\n\n"
 
@@ -95,11 +95,11 @@ def test_what_an_engine_told_stays_in_its_own_words() -> None:
         b'{\r"error": {"message": "no"}}',
     ],
 )
-def test_what_a_client_would_not_take_for_an_error_is_told_in_our_words(body: bytes) -> None:
+def test_error_event_replaces_errors_that_clients_would_not_recognise(body: bytes) -> None:
     assert payload_of(error_event(engine_error(body)))["error"]["message"] == "decode instance: failed"
 
 
-def test_events_survive_their_own_splitter() -> None:
+def test_splitter_reads_the_events_of_the_gateway() -> None:
     assert payload_of(data_event({"text": "two\nlines \u2028 ü"})) == {"text": "two\nlines \u2028 ü"}
     assert EventSplitter().feed(DONE_EVENT)[0].data == b"[DONE]"
 

@@ -72,12 +72,12 @@ def test_a_long_prompt_has_few_pieces(values: dict[str, Any]) -> None:
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
     ],
 )
-def test_what_changes_the_rendered_prompt_changes_all_keys(fields: dict[str, Any]) -> None:
+def test_members_that_change_the_rendered_prompt_change_all_keys(fields: dict[str, Any]) -> None:
     assert shared(chat("a"), chat("a", **{"model": "m", **fields})) == 0
 
 
 @pytest.mark.parametrize("member", [{"role": "system"}, {"name": "n"}, {"tool_calls": [{"id": "1"}]}])
-def test_all_that_a_message_says_counts(member: dict[str, Any]) -> None:
+def test_every_part_of_a_message_changes_the_keys(member: dict[str, Any]) -> None:
     other = chat("a")
     other["messages"][0] |= member
     assert shared(chat("a"), other) == 0
@@ -105,7 +105,7 @@ def test_reasoning_of_a_turn_that_calls_tools_counts_until_it_has_ended() -> Non
     assert keys(user, call, tool, answer, user) == keys(user, silent, tool, answer, user)
 
 
-def test_pictures_are_told_apart_by_their_ends() -> None:
+def test_pictures_are_distinguished_by_their_ends() -> None:
     def picture(data: str) -> dict[str, Any]:
         return chat([{"type": "image_url", "image_url": {"url": data}}, {"type": "text", "text": TEXT}])
 
@@ -119,11 +119,11 @@ def test_pictures_are_told_apart_by_their_ends() -> None:
 @pytest.mark.parametrize(
     "values", [{}, {"prompt": ["a", "b"]}, {"prompt": [[1], [2]]}, {"prompt": []}, {"prompt": 7}, {"messages": "no"}]
 )
-def test_what_is_no_single_prompt_has_no_keys(values: dict[str, Any]) -> None:
+def test_requests_without_a_single_prompt_have_no_keys(values: dict[str, Any]) -> None:
     assert prefix_keys(values) == PrefixKeys()
 
 
-def test_keys_are_computed_once_and_those_of_a_part_anew() -> None:
+def test_keys_are_computed_once_and_again_after_changes() -> None:
     document = Document(orjson.dumps({"model": "m", "prompt": ["a", "b"], "n": 2}))
     part = Prompt(document).changed({"prompt": "b", "n": REMOVED})
     assert part.keys is part.keys
@@ -131,7 +131,7 @@ def test_keys_are_computed_once_and_those_of_a_part_anew() -> None:
     assert Prompt(document).changed({"n": REMOVED}).keys == PrefixKeys()
 
 
-def test_another_process_finds_the_same_keys() -> None:
+def test_keys_are_equal_in_another_process() -> None:
     code = """
 from proxy.wire.document import Document
 from proxy.wire.prefix import Prompt

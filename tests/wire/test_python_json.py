@@ -29,7 +29,7 @@ def halves_joined(value: Any) -> Any:
 
 
 @given(value=VALUES.filter(lambda value: "inf" not in repr(value)))
-def test_what_is_written_is_read_again_by_any_parser(value: Any) -> None:
+def test_dumps_writes_json_that_any_parser_reads(value: Any) -> None:
     written = dumps(value)
     written.decode()
     assert json.loads(written) == halves_joined(value)
@@ -45,12 +45,12 @@ def test_a_fragment_beside_half_a_pair_is_written() -> None:
 
 
 @pytest.mark.parametrize("value", [object(), {"a": {1, 2}}, ["\ud83d", object()]])
-def test_what_is_no_json_is_not_written(value: Any) -> None:
+def test_dumps_rejects_values_that_json_does_not_have(value: Any) -> None:
     with pytest.raises(orjson.JSONEncodeError):
         dumps(value)
 
 
-def test_what_is_nested_deeper_than_can_be_written_is_an_error() -> None:
+def test_too_deeply_nested_value_is_an_error() -> None:
     value: Any = "\ud83d"
     for _ in range(100_000):
         value = [value]
@@ -69,13 +69,13 @@ def test_what_is_nested_deeper_than_can_be_written_is_an_error() -> None:
         (b"[NaN, %b]" % (b"9" * 40), None),
     ],
 )
-def test_what_engines_write_is_read(text: bytes, value: Any) -> None:
+def test_loads_reads_the_json_of_engines(text: bytes, value: Any) -> None:
     read = loads(text)
     assert value is None or read == value
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b'"\xff"', b"[" * 100_000, b"[" * 1500 + b"]" * 1500, b"nan", b"'a'"])
-def test_what_is_no_json_is_refused(text: bytes) -> None:
+def test_loads_rejects_invalid_json(text: bytes) -> None:
     with pytest.raises(orjson.JSONDecodeError):
         loads(text)
 
@@ -114,7 +114,7 @@ def test_members_beside_half_a_pair_keep_their_bytes(
     assert json.loads(changed) == {**members, "\ud83d": "\ud83d", "new": 1}
 
 
-def test_a_name_that_stands_twice_is_refused() -> None:
+def test_repeated_member_name_is_rejected() -> None:
     with pytest.raises(InvalidDocument, match="twice"):
         Document(b'{"a": "\\ud83d", "b": 1, "\\u0062": 2}')
 

@@ -47,7 +47,7 @@ def changes(values: dict[str, Any]) -> list[dict[str, object]]:
         ({}, False),
     ],
 )
-def test_a_batch_is_what_engines_answer_with_a_list(values: dict[str, Any], expected: bool) -> None:
+def test_is_batch_matches_answers_that_are_lists(values: dict[str, Any], expected: bool) -> None:
     assert is_batch(values) is expected
 
 
@@ -72,7 +72,7 @@ def test_lists_beside_a_list_of_prompts_are_shared_out() -> None:
     assert changes({"text": ["a"], "token_ids_logprob": [[7, 8]]}) == [{"text": "a", "token_ids_logprob": [7, 8]}]
 
 
-def test_samples_stand_behind_their_prompt_with_what_else_was_asked_for() -> None:
+def test_items_have_the_samples_of_each_prompt_in_order() -> None:
     items = items_of({"text": ["a", "b"], "sampling_params": {"n": 2, "top_k": 1}}, 4)
     assert [item.changes["text"] for item in items] == ["a", "a", "b", "b"]
     assert all(item.changes["sampling_params"] == {"n": 1, "top_k": 1} for item in items)
@@ -89,7 +89,7 @@ def test_samples_stand_behind_their_prompt_with_what_else_was_asked_for() -> Non
         {"text": ["a", "b"], "sampling_params": [{"n": 2}, None]},
     ],
 )
-def test_what_cannot_be_shared_out_is_refused(values: dict[str, Any]) -> None:
+def test_lists_of_another_length_than_the_prompts_are_rejected(values: dict[str, Any]) -> None:
     with pytest.raises(BadRequest):
         items_of(values, 4)
 
@@ -105,7 +105,7 @@ _NAMES = st.sampled_from(
 
 
 @given(st.dictionaries(_NAMES, _ANY))
-def test_no_request_is_more_than_refused(values: dict[str, Any]) -> None:
+def test_any_request_is_split_or_rejected(values: dict[str, Any]) -> None:
     try:
         items = items_of(values, 8)
     except BadRequest:
@@ -131,7 +131,7 @@ def test_the_first_prompt_that_is_there_counts() -> None:
 # Answers
 
 
-def test_the_prefillers_parts_come_first() -> None:
+def test_parts_of_the_prefiller_come_first() -> None:
     answer = {"text": "x", "meta_info": {"input_token_logprobs": [1, 2], "input_top_logprobs": [[3]], "id": "p"}}
     parts = PrefilledParts(orjson.dumps(answer))
     told = {"text": "y", "meta_info": {"input_token_logprobs": [9], "output_token_logprobs": [8], "id": "d"}}
@@ -142,13 +142,13 @@ def test_the_prefillers_parts_come_first() -> None:
     assert parts.complete({"text": "z"}) == {"text": "z"}
 
 
-def test_of_a_stream_the_first_event_has_them() -> None:
+def test_first_event_of_a_stream_has_the_parts_of_the_prefiller() -> None:
     events = b"".join(b"data: %b\n\n" % told for told in (b'{"meta_info":{"input_token_logprobs":[1]}}', b"[DONE]"))
     told: dict[str, Any] = {"meta_info": {"input_token_logprobs": []}}
     assert PrefilledParts(events).complete(told) == {"meta_info": {"input_token_logprobs": [1]}}
 
 
-def test_usage_is_told_in_the_words_of_openai() -> None:
+def test_usage_has_the_openai_format() -> None:
     told: dict[str, Any] = {"meta_info": {"prompt_tokens": 5, "completion_tokens": 2, "cached_tokens": 3}}
     assert usage_of(told) == {
         "prompt_tokens": 5,

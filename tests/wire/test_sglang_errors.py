@@ -47,13 +47,13 @@ def test_an_error_has_a_status_and_a_body(payload: dict[str, Any], status: int, 
         5,
     ],
 )
-def test_what_is_no_error_is_none(payload: Any) -> None:
+def test_answers_without_error_have_none(payload: Any) -> None:
     raw = orjson.dumps(payload)
     assert error_of(payload) is error_in_answer(raw) is error_in_answer(b"data: %b\n\n" % raw) is None
 
 
 @pytest.mark.parametrize("payload", [{"meta_info": {"finish_reason": WISH}}, {"choices": [{"finish_reason": "abort"}]}])
-def test_an_abort_that_somebody_wished_for_is_an_error_only_of_a_prefiller(payload: dict[str, Any]) -> None:
+def test_requested_abort_is_an_error_of_prefillers_only(payload: dict[str, Any]) -> None:
     assert error_of(payload) is None
     error = error_in_answer(orjson.dumps(payload))
     assert error is not None
@@ -61,6 +61,6 @@ def test_an_abort_that_somebody_wished_for_is_an_error_only_of_a_prefiller(paylo
 
 
 @given(st.binary(max_size=60) | st.binary(max_size=30).map(lambda raw: b'data: {"error":' + raw + b"}\n\n"))
-def test_any_bytes_are_an_error_or_none(answer: bytes) -> None:
+def test_error_in_answer_accepts_any_bytes(answer: bytes) -> None:
     error = error_in_answer(answer)
     assert error is None or 400 <= error.status < 600

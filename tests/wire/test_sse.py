@@ -63,13 +63,13 @@ def test_an_uncut_stream_has_the_events_of_the_grammar(stream: bytes) -> None:
 
 
 @pytest.mark.parametrize("stream", STREAMS.values(), ids=STREAMS)
-def test_one_cut_anywhere_changes_nothing(stream: bytes) -> None:
+def test_splitter_result_does_not_depend_on_one_cut(stream: bytes) -> None:
     for cut in range(len(stream) + 1):
         assert events_of(stream[:cut], stream[cut:]) == events_of(stream)
 
 
 @pytest.mark.parametrize("stream", [STREAMS["mixed line ends"], STREAMS["CRLF"]])
-def test_two_cuts_anywhere_change_nothing(stream: bytes) -> None:
+def test_splitter_result_does_not_depend_on_two_cuts(stream: bytes) -> None:
     for first in range(len(stream) + 1):
         for second in range(first, len(stream) + 1):
             assert events_of(stream[:first], stream[first:second], stream[second:]) == events_of(stream)
@@ -98,7 +98,9 @@ LINE_ENDS = st.sampled_from([b"\n", b"\n", b"\r\n", b"\r"])
 
 
 @given(lines=st.lists(st.tuples(LINES, LINE_ENDS)), cuts=st.lists(st.integers(0, 200)))
-def test_any_lines_with_any_line_ends_and_any_cuts(lines: list[tuple[bytes, bytes]], cuts: list[int]) -> None:
+def test_splitter_reads_any_lines_with_any_line_ends_and_cuts(
+    lines: list[tuple[bytes, bytes]], cuts: list[int]
+) -> None:
     # The colon at the end makes the last line end unambiguous: a CR alone might still become a CRLF.
     stream = b"".join(line + end for line, end in lines) + b":"
     edges = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
@@ -109,20 +111,20 @@ def test_any_lines_with_any_line_ends_and_any_cuts(lines: list[tuple[bytes, byte
 
 
 @given(stream=st.binary(max_size=60), cut=st.integers(0, 60))
-def test_any_bytes_at_all(stream: bytes, cut: int) -> None:
+def test_splitter_accepts_any_bytes(stream: bytes, cut: int) -> None:
     stream += b":"
     assert events_of(stream[:cut], stream[cut:]) == events_of(stream)
     assert data_of(events_of(stream)[0]) == reference(stream)
 
 
 @pytest.mark.parametrize("blank", [b"\n\n", b"\r\n\r\n", b"\r\r", b"\n\r\n", b"\r\n\n"])
-def test_an_event_is_told_as_soon_as_it_is_complete(blank: bytes) -> None:
+def test_event_is_returned_as_soon_as_it_is_complete(blank: bytes) -> None:
     events, pending = events_of(b"data: [DONE]" + blank)
     assert events == [Event(b"[DONE]", b"data: [DONE]" + blank)]
     assert pending == b""
 
 
-def test_a_line_feed_that_belongs_to_a_carriage_return_is_waited_for() -> None:
+def test_splitter_waits_for_the_line_feed_of_a_crlf() -> None:
     splitter = EventSplitter()
     assert splitter.feed(b"data: 1\r\n\r") == []
     assert splitter.feed(b"\n") == [Event(b"1", b"data: 1\r\n\r\n")]
@@ -133,7 +135,7 @@ def test_an_event_without_data_is_an_event() -> None:
     assert events_of(b": ping\n\nevent: x\n\n")[0] == [Event(None, b": ping\n\n"), Event(None, b"event: x\n\n")]
 
 
-def test_pending_is_what_came_after_the_last_complete_event() -> None:
+def test_pending_bytes_follow_the_last_complete_event() -> None:
     assert events_of(b"data: 1\n\ndata: 2\n")[1] == b"data: 2\n"
     assert events_of(b"data: 1\n\n")[1] == b""
 

@@ -25,7 +25,7 @@ def pieces(shape: Shape | None) -> tuple[bytes | None, ...]:
 
 @pytest.mark.parametrize("spaces", [False, True])
 @pytest.mark.parametrize("field", ["content", "reasoning", "reasoning_content", "text"])
-def test_a_shape_is_what_is_around_text_and_id(field: str, spaces: bool) -> None:
+def test_shape_has_the_bytes_around_text_and_id(field: str, spaces: bool) -> None:
     raw = event("words", [123], field=field, spaces=spaces)
     begin, rest = raw.split(b"words")
     between, end = rest.split(b"123")
@@ -35,7 +35,7 @@ def test_a_shape_is_what_is_around_text_and_id(field: str, spaces: bool) -> None
     assert shape.is_reasoning is field.startswith("reasoning")
 
 
-def test_without_an_id_it_is_what_is_around_the_text() -> None:
+def test_shape_without_id_has_the_bytes_around_the_text() -> None:
     raw = event("words", None)
     begin, end = raw.split(b"words")
     assert pieces(Shape.of(raw)) == (begin, None, end)
@@ -51,7 +51,7 @@ def test_without_an_id_it_is_what_is_around_the_text() -> None:
         (event("a", [7], created=1), False),
     ],
 )
-def test_an_event_is_of_this_kind_whatever_its_text_and_ids(raw: bytes, is_like: bool) -> None:
+def test_shape_matches_events_with_other_text_and_id(raw: bytes, is_like: bool) -> None:
     shape = Shape.of(event("words", [123]))
     assert shape is not None
     assert shape.is_around(raw) is is_like
@@ -70,5 +70,5 @@ def test_an_event_is_of_this_kind_whatever_its_text_and_ids(raw: bytes, is_like:
     ],
     ids=lambda raw: str(raw[40:90]),
 )
-def test_an_event_of_another_kind_has_no_shape(raw: bytes) -> None:
+def test_event_without_one_text_has_no_shape(raw: bytes) -> None:
     assert Shape.of(raw) is None

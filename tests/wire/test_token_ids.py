@@ -16,7 +16,7 @@ SCALARS = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.
 
 @given(value=st.lists(SCALARS | st.text(max_size=3) | st.lists(SCALARS, max_size=3), max_size=6) | SCALARS | st.text())
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (" ,\n ", ":")])
-def test_they_are_counted_where_there_is_nothing_else(value: Any, separators: tuple[str, str]) -> None:
+def test_token_ids_are_counted_in_plain_lists(value: Any, separators: tuple[str, str]) -> None:
     written = memoryview(json.dumps(value, separators=separators).encode())
     begins_with_id = isinstance(value, list) and bool(value) and type(value[0]) is int
     is_flat = begins_with_id and not any(isinstance(item, str | list) for item in value)
@@ -27,5 +27,5 @@ def test_they_are_counted_where_there_is_nothing_else(value: Any, separators: tu
 @pytest.mark.parametrize(
     "written", [b"[]", b"[ ]", b"{}", b'"[1]"', b"[1.5]", b"[1e3,2]", b"[true]", b"[-1.0 ,2]", b"12"]
 )
-def test_nothing_else_is_taken_for_them(written: bytes) -> None:
+def test_other_values_are_not_token_ids(written: bytes) -> None:
     assert not are_token_ids(memoryview(written))

@@ -48,7 +48,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 @given(value=st.dictionaries(st.text(max_size=3), VALUES, max_size=5), spaces=st.booleans())
-def test_what_is_in_strings_does_not_count_when_looked_at_closely(value: dict[str, Any], spaces: bool) -> None:
+def test_weigh_closely_ignores_the_content_of_strings(value: dict[str, Any], spaces: bool) -> None:
     raw = orjson.dumps(value, option=orjson.OPT_INDENT_2 if spaces else None)
     weight = weigh_closely(raw, 1 << 40)
     assert weight.elements == elements(value) + raw.count(b"\\")
@@ -76,7 +76,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("unit", SMALL.values(), ids=SMALL)
-def test_memory_is_told_before_it_is_taken(unit: bytes) -> None:
+def test_weigh_bounds_memory_before_reading(unit: bytes) -> None:
     raw = filled(unit)
     tracemalloc.start()
     value = load(raw)
@@ -89,7 +89,7 @@ def test_memory_is_told_before_it_is_taken(unit: bytes) -> None:
 
 @pytest.mark.parametrize("unit", SMALL.values(), ids=SMALL)
 @pytest.mark.parametrize("size", [2_000, 20_000, 200_000])
-def test_memory_is_told_when_a_light_text_was_read(unit: bytes, size: int) -> None:
+def test_object_bytes_bound_memory_after_reading(unit: bytes, size: int) -> None:
     raw = filled(unit, size)
     assert is_light(raw, 8 * len(raw))
     assert weigh_closely(raw, 10**9).elements <= 8 * len(raw)
@@ -101,7 +101,7 @@ def test_memory_is_told_when_a_light_text_was_read(unit: bytes, size: int) -> No
     assert object_bytes(raw, value) <= 4 * taken
 
 
-def test_names_that_are_all_different_are_told() -> None:
+def test_weight_counts_names_that_are_all_different() -> None:
     raw = b"{" + b",".join(b'"%x":0' % number for number in range(50_000)) + b"}"
     tracemalloc.start()
     value = load(raw)
@@ -118,7 +118,7 @@ def test_a_long_text_weighs_little(text: bytes) -> None:
     assert weigh_closely(raw, 1 << 40).elements == 16 * 3 + 4 * 10 + 1
 
 
-def test_a_text_of_many_quotes_is_looked_at_closely() -> None:
+def test_text_of_many_quotes_is_weighed_closely() -> None:
     raw = orjson.dumps({"prompt": orjson.dumps([{"a": 1}] * 100_000).decode()})
     assert weigh(raw).elements > 2_000_000
     assert weigh_closely(raw, 4_000_000).elements == 16 + 4 * 4 + raw.count(b"\\")
@@ -135,7 +135,7 @@ WIDE = {
 
 
 @pytest.mark.parametrize("text", WIDE.values(), ids=WIDE)
-def test_what_wide_characters_take_is_told(text: str) -> None:
+def test_wide_bytes_count_wide_characters(text: str) -> None:
     raw = f'{{"x":[{{"y":["{text}"]}}]}}'.encode()
     tracemalloc.start()
     value = load(raw)
@@ -146,7 +146,7 @@ def test_what_wide_characters_take_is_told(text: str) -> None:
     assert told <= len(raw) + taken + 2_000
 
 
-def test_a_text_with_too_much_to_look_at_may_be_wide_all_over() -> None:
+def test_text_with_too_many_values_counts_as_wide() -> None:
     raw = '{"x":["🙂",'.encode() + b"1," * 40_000 + b"0]}"
     assert wide_bytes(raw, load(raw)) == 3 * len(raw)
     for spelled, wide in ((b"a", 0), (b"a\\n", 0), (b"\\u00e9", 3)):
@@ -159,13 +159,13 @@ def test_every_array_and_object_costs_memory_also_if_it_is_empty() -> None:
     assert object_bytes(raw, load(raw)) == 100 * 1_001 + 120 * 1_002
 
 
-def test_only_long_texts_can_be_heavy() -> None:
+def test_only_long_texts_are_heavier_than_a_limit() -> None:
     assert not is_heavier(filled(b"[],", LONG_BYTES - 100), 1000)
     assert is_heavier(filled(b"[],", LONG_BYTES + 100), 1000)
     assert not is_heavier(b'{"x":"' + b"[],{}" * LONG_BYTES + b'"}', 1000)
 
 
-def test_the_collector_does_not_look_while_a_text_is_read_and_does_afterwards() -> None:
+def test_garbage_collector_is_disabled_only_while_reading() -> None:
     looks: list[str] = []
 
     def note(phase: str, info: dict[str, int]) -> None:
