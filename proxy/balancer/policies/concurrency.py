@@ -42,7 +42,7 @@ _MAX_VALID: Final = 1024
 _SERIAL_FIT_RATIO: Final = 0.4
 # Maximum error of the serial model.
 _MAX_SERIAL_ERROR: Final = 0.25
-# With at least this number of overtaking answers, prompts are not computed in order. With fewer, they may be.
+# Minimum number of overtaking answers that is evidence against computing in order. Fewer may have other causes.
 _OVERTAKING: Final = 3
 # If none of this number of answers overtakes another, the order is confirmed without a fit of costs. Costs of engines
 # that compute chunks of several prompts in a step are not predicted well.

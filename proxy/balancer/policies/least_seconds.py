@@ -82,9 +82,9 @@ class LeastSeconds(LeastTokens):
     def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
         """Return the candidate that completes the prompt first.
 
-        Among equal candidates, a hash selects the one for the session or for prompts with the same beginning. Gateways
-        that share nothing so agree, also on parts that keys do not cover, such as images whose URLs change. Without
-        either, the least loaded candidate is chosen.
+        Among equal candidates, a hash of the session or of the beginning of the prompt selects one. So gateways choose
+        alike without sharing state, also if keys differ, for example because the URL of an image changes. Short prompts
+        and prompts without a session and keys go to the least loaded candidate.
         """
         prefillers = self._prefillers.look_up(candidates)
         prompt = self._waiting.get(id(request.subject or request)) if self._waiting else None

@@ -22,7 +22,11 @@ from proxy.wire.prefix import PrefixKeys
 from tests.balancer.conftest import Balancer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from proxy.balancer.lease import Lease
+    from proxy.balancer.pick import Candidate
+    from proxy.balancer.policies.prefiller import Prefiller
 
 PIECE = 512
 
@@ -73,6 +77,16 @@ class Prefillers:
         self.roster = balancer.roster
         self.health = balancer.health
 
+    @property
+    def candidates(self) -> Sequence[Candidate]:
+        self.pool.backends()
+        return self.pool._chooser.candidates
+
+    @property
+    def states(self) -> list[Prefiller]:
+        """States of the prefillers that were chosen, in this order."""
+        return list(self.policy._prefillers.by_key.values())
+
     def begin(self, request: PickRequest) -> Lease:
         return self.pool.lease(request).__enter__()
 
@@ -92,7 +106,7 @@ class Prefillers:
 
 def one_at_a_time(prefillers: Prefillers) -> None:
     """Teach that all prefillers compute one prompt after the other."""
-    for prefiller in prefillers.policy._prefillers.by_key.values():
+    for prefiller in prefillers.states:
         for number in range(20):
             tokens = 1000.0 + 500 * (number % 5)
             sample = PrefillSample(tokens, 0.0, tokens / 1000, 3.0, 1.0, 0.0, 0.0)
@@ -172,8 +186,7 @@ def test_failed_prompt_is_not_expected_in_the_cache(prefillers: Prefillers) -> N
 
 def test_predictions_are_learned_from_answers(prefillers: Prefillers) -> None:
     prefillers.teach()
-    candidates = prefillers.pool._chooser.candidates
-    assert prefillers.policy.work_seconds(candidates, prompt(*range(5, 25))) == pytest.approx(10.24, rel=0.15)
+    assert prefillers.pool.work_seconds(prompt(*range(5, 25))) == pytest.approx(10.24, rel=0.15)
 
 
 def test_waiting_time_is_not_learned_as_prefill_time(prefillers: Prefillers) -> None:
@@ -188,8 +201,7 @@ def test_waiting_time_is_not_learned_as_prefill_time(prefillers: Prefillers) -> 
             lease.note_usage(8 * PIECE, 0)
             lease.free_compute()
             lease.__exit__(None, None, None)
-    candidates = prefillers.pool._chooser.candidates
-    assert prefillers.policy.work_seconds(candidates, prompt(*range(5000, 5008))) == pytest.approx(4.1, rel=0.15)
+    assert prefillers.pool.work_seconds(prompt(*range(5000, 5008))) == pytest.approx(4.1, rel=0.15)
 
 
 def test_prefiller_has_room_when_its_work_is_almost_done(prefillers: Prefillers) -> None:
@@ -264,9 +276,9 @@ def workers() -> list[Prefillers]:
 
 def test_conversation_follows_the_choice_of_another_worker(workers: list[Prefillers]) -> None:
     for number in range(20):
-        asked = range(1000 * number, 1000 * number + 8)
-        first = workers[number % 2].serve(prompt(*asked))
-        assert workers[1 - number % 2].serve(prompt(*asked, 10**8), cached=8 * PIECE) == first
+        pieces = range(1000 * number, 1000 * number + 8)
+        first = workers[number % 2].serve(prompt(*pieces))
+        assert workers[1 - number % 2].serve(prompt(*pieces, 10**8), cached=8 * PIECE) == first
 
 
 def test_workers_share_an_instance_that_came_back_in_another_slot(workers: list[Prefillers]) -> None:
@@ -286,15 +298,14 @@ def test_workers_share_an_instance_that_came_back_in_another_slot(workers: list[
             worker.serve(prompt(port))
     assert one.pool.backends()[-1] == back
     one.clock.now += 60.0  # slow start is over
-    asked = range(500, 508)
-    assert one.serve(replace(prompt(*asked), prefer=back)) == back
-    assert other.serve(prompt(*asked, 509), cached=8 * PIECE) == back
+    pieces = range(500, 508)
+    assert one.serve(replace(prompt(*pieces), prefer=back)) == back
+    assert other.serve(prompt(*pieces, 509), cached=8 * PIECE) == back
 
 
 def test_workers_learn_the_same_values(workers: list[Prefillers]) -> None:
     one, other = workers
-    other.pool.backends()
-    candidates = other.pool._chooser.candidates
+    candidates = other.candidates
     for number in range(40):
         one.serve(prompt(*range(start := 10**9 + 1000 * number, start + 2 + number % 9)))
         other.policy._prefillers.look_up(candidates)  # applies the records
@@ -302,7 +313,7 @@ def test_workers_learn_the_same_values(workers: list[Prefillers]) -> None:
     failed.__exit__(RuntimeError, RuntimeError(), None)
     for place in range(20):
         one.serve(prompt(*range(1, 6)), cached=0 if place else None)
-    assert other.policy.work_seconds(candidates, prompt(*range(50, 70))) == pytest.approx(10.24, rel=0.2)
+    assert other.pool.work_seconds(prompt(*range(50, 70))) == pytest.approx(10.24, rel=0.2)
     for mine, its in zip(
         one.policy._prefillers.look_up(candidates), other.policy._prefillers.look_up(candidates), strict=True
     ):
@@ -316,13 +327,13 @@ def test_workers_learn_the_same_values(workers: list[Prefillers]) -> None:
 def test_workers_share_samples_except_late_ones(workers: list[Prefillers], lag: float) -> None:
     one, other = workers
     one.policy.context.lag_within = lambda began, ended: lag
-    asked = prompt(*range(50, 70))
-    before = other.pool.work_seconds(asked)
+    request = prompt(*range(50, 70))
+    before = other.pool.work_seconds(request)
     served = one.serve(prompt(*range(1, 9)), seconds=40.0)
     for number in range(40):
         one.serve(prompt(*range(start := 10**7 + 100 * number, start + 2)), seconds=10.0)
-    hear(workers)
-    assert (other.pool.work_seconds(asked) > 2 * before) is (lag == 0.0)
+    read_records(workers)
+    assert (other.pool.work_seconds(request) > 2 * before) is (lag == 0.0)
     known = other.policy._prefillers.of(served)
     assert not known.in_flight, "that prompts have ended is heard at once"
     assert known.cached.hit(list(range(1, 9))) == 8
@@ -349,11 +360,11 @@ def test_sample_is_shared_once_the_lag_is_known(workers: list[Prefillers]) -> No
     one.policy.context.lag_within = lambda began, ended: 0.0 if ended <= known_until else None
     for number in range(40):
         one.serve(prompt(*range(start := 10**7 + 100 * number, start + 2)), seconds=10.0)
-    hear(workers)
+    read_records(workers)
     assert other.policy._prefillers.cost.samples == 0
     known_until = one.clock.now
     one.serve(prompt(3))
-    hear(workers)
+    read_records(workers)
     assert other.policy._prefillers.cost.samples > 20
 
 
@@ -362,15 +373,15 @@ def test_cache_counts_reach_all_workers() -> None:
     workers = [Prefillers(balancer, worker=worker, journal=journal) for worker in range(2)]
     engines = journal.writer(2)
     there = workers[0].serve(prompt(1, 2, 3))
-    hear(workers)
+    read_records(workers)
     write_count(engines, there.slot, CacheCount(stored=10**6, reach=10_000, evicts=True, cleared=0))
     workers[0].serve(prompt(*range(50, 58)))
-    hear(workers)
+    read_records(workers)
     for worker in workers:
         cached = worker.policy._prefillers.of(there).cached
         assert (cached.capacity, cached.hit([1, 2, 3])) == (10_000, 3)
     write_count(engines, there.slot, CacheCount(stored=10**6, reach=0, evicts=False, cleared=1))
-    hear(workers)
+    read_records(workers)
     assert [worker.policy._prefillers.of(there).cached.hit([1, 2, 3]) for worker in workers] == [0, 0]
 
 
@@ -383,19 +394,18 @@ def test_cleared_cache_keeps_the_engine_and_its_prompts_in_flight() -> None:
     write_count(journal.writer(1), served.slot, CacheCount(stored=10**6, reach=0, evicts=0, cleared=0))
     lease = prefillers.begin(prompt(1, 2, 3, 4))
     assert lease.backend == served
-    hear([prefillers])
+    read_records([prefillers])
     write_count(journal.writer(1), served.slot, CacheCount(stored=10**6, reach=0, evicts=0, cleared=1))
     prefillers.serve(prompt(7, 8, 9))
-    hear([prefillers])
+    read_records([prefillers])
     assert known.computes_one_at_a_time
     assert known.cached.hit([1, 2, 3, 4]) == 4
     lease.__exit__(None, None, None)
 
 
-def hear(workers: list[Prefillers]) -> None:
+def read_records(workers: list[Prefillers]) -> None:
     for worker in workers:
-        worker.pool.backends()
-        worker.policy._prefillers.look_up(worker.pool._chooser.candidates)
+        worker.policy._prefillers.look_up(worker.candidates)
 
 
 def test_prompt_of_another_worker_counts_with_its_remaining_time(workers: list[Prefillers]) -> None:
@@ -404,8 +414,7 @@ def test_prompt_of_another_worker_counts_with_its_remaining_time(workers: list[P
     leases = [one.begin(prompt(*range(100 * number, 100 * number + 8))) for number in range(2)]
     assert len({lease.backend for lease in leases}) == 2
     one.clock.now += 3.5
-    other.pool.backends()
-    candidates = other.pool._chooser.candidates
+    candidates = other.candidates
     other.policy._prefillers.look_up(candidates)
     waits = other.policy._waits(
         other.policy._prefillers.look_up(candidates),
@@ -470,7 +479,7 @@ def test_prefiller_that_never_batches_is_recognized(prefillers: Prefillers, toge
     prefillers.teach()
     for _ in range(20):
         burst(prefillers, together=together)
-    known = prefillers.policy._prefillers.by_key.values()
+    known = prefillers.states
     assert [prefiller.computes_one_at_a_time for prefiller in known] == [not together] * 2
 
 
@@ -497,8 +506,7 @@ def test_batched_prompts_share_the_fixed_cost_of_a_step(prefillers: Prefillers) 
 
 def test_simultaneous_answers_are_learned_as_one_step(prefillers: Prefillers) -> None:
     teach_steps(prefillers)
-    candidates = prefillers.pool._chooser.candidates
-    asked = prompt(*range(50, 54))
+    request = prompt(*range(50, 54))
     for number in range(60):
         leases = [prefillers.begin(prompt(*range(start := 1000 * number + 100 * each, start + 4))) for each in range(6)]
         by_backend: dict[Backend, list[Lease]] = {}
@@ -513,7 +521,7 @@ def test_simultaneous_answers_are_learned_as_one_step(prefillers: Prefillers) ->
             for each in others:
                 each.note_usage(4 * PIECE, 0)
                 each.__exit__(None, None, None)
-    assert prefillers.policy.work_seconds(candidates, asked) == pytest.approx(step(4), rel=0.05)
+    assert prefillers.pool.work_seconds(request) == pytest.approx(step(4), rel=0.05)
 
 
 @pytest.mark.parametrize(("pieces", "goes"), [(1, True), (12, False)])
@@ -562,13 +570,13 @@ def test_batching_is_tested_again_periodically_and_after_a_restart(prefillers: P
     prefillers.teach()
     for _ in range(20):
         burst(prefillers, together=False)
-    known = list(prefillers.policy._prefillers.by_key.values())
+    known = prefillers.states
     assert [prefiller.computes_one_at_a_time for prefiller in known] == [True, True]
     prefillers.policy.forget_cache(known[0].backend)
     assert [prefiller.computes_one_at_a_time for prefiller in known] == [False, True]
     for number in range(1100):
-        asked = prompt(2 * 10**9 + 10 * number)
-        prefillers.serve(PickRequest(asked.prefill, asked.decode, asked.subject, prefer=known[1].backend))
+        request = prompt(2 * 10**9 + 10 * number)
+        prefillers.serve(PickRequest(request.prefill, request.decode, request.subject, prefer=known[1].backend))
     assert not known[1].computes_one_at_a_time
 
 
@@ -599,19 +607,18 @@ def test_long_prompts_computed_alone_are_not_evidence_against_batching(prefiller
             for lease in leases[2 * place : 2 * place + 2]:
                 lease.note_usage(20 * PIECE, 0)
                 lease.__exit__(None, None, None)
-    assert not any(prefiller.computes_one_at_a_time for prefiller in prefillers.policy._prefillers.by_key.values())
+    assert not any(prefiller.computes_one_at_a_time for prefiller in prefillers.states)
 
 
 @pytest.mark.parametrize("lag", [0.2, 2.0])
 def test_costs_are_not_learned_while_the_event_loop_is_late(balancer: Balancer, lag: float) -> None:
     prefillers = Prefillers(balancer)
     prefillers.teach()
-    candidates = prefillers.pool._chooser.candidates
-    before = prefillers.policy.work_seconds(candidates, prompt(*range(50, 70)))
+    before = prefillers.pool.work_seconds(prompt(*range(50, 70)))
     prefillers.policy.context.lag_within = lambda began, ended: lag
     for number in range(60):
         prefillers.serve(prompt(*range(start := 10**7 + 100 * number, start + 2)), seconds=1.024 + lag)
-    assert prefillers.policy.work_seconds(candidates, prompt(*range(50, 70))) == before
+    assert prefillers.pool.work_seconds(prompt(*range(50, 70))) == before
 
 
 def test_costs_are_learned_once_the_lag_is_known(balancer: Balancer) -> None:
@@ -619,12 +626,11 @@ def test_costs_are_learned_once_the_lag_is_known(balancer: Balancer) -> None:
     known_until = 0.0
     prefillers.policy.context.lag_within = lambda began, ended: 0.0 if ended <= known_until else None
     prefillers.teach()
-    candidates = prefillers.pool._chooser.candidates
-    asked = prompt(*range(50, 70))
-    before = prefillers.policy.work_seconds(candidates, asked)
+    request = prompt(*range(50, 70))
+    before = prefillers.pool.work_seconds(request)
     known_until = prefillers.clock.now
     prefillers.serve(prompt(3))
-    assert prefillers.policy.work_seconds(candidates, asked) > 2 * before
+    assert prefillers.pool.work_seconds(request) > 2 * before
 
 
 def test_request_waits_at_most_about_twice_its_predicted_wait(prefillers: Prefillers) -> None:
