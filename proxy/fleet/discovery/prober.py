@@ -107,7 +107,7 @@ class Prober(BackgroundOwner):
     """Probes all backends for one worker inside `async with`."""
 
     def __init__(self, parts: ProberParts, checks: Callable[[], HealthChecks]) -> None:
-        """Keep the parts. `checks`: returns the current settings of probes."""
+        """Create a prober. `checks`: returns the current settings of probes."""
         self._restarts = parts.restarts
         self._pools = parts.pools
         self._roster = parts.roster

@@ -32,7 +32,7 @@ class Keeper(Protocol):
 
     settings: dict[str, Any]
 
-    def say(self, *engines: SimulatedEngine) -> None:
+    def publish(self, *engines: SimulatedEngine) -> None:
         """Publish these instances, and repair the effect of `fail`."""
 
     def fail(self, turn: int) -> None:
@@ -44,7 +44,7 @@ class FileKeeper:
         self._path = path
         self.settings = {"discovery": {"files": [str(path)]}}
 
-    def say(self, *engines: SimulatedEngine) -> None:
+    def publish(self, *engines: SimulatedEngine) -> None:
         replace_file(self._path, groups(*engines))
 
     def fail(self, turn: int) -> None:
@@ -76,11 +76,11 @@ class DnsKeeper:
             }
         }
 
-    def say(self, *engines: SimulatedEngine) -> None:
+    def publish(self, *engines: SimulatedEngine) -> None:
         self._server.failure = None
         for role in (Role.PREFILL, Role.DECODE):
             records = [f"0 0 {engine.port} localhost." for engine in engines if engine.options.role == role]
-            self._server.say(f"_http._tcp.{role}.test", "SRV", *records)
+            self._server.set_records(f"_http._tcp.{role}.test", "SRV", *records)
 
     def fail(self, turn: int) -> None:
         self._server.failure = dns.rcode.NXDOMAIN if turn % 2 else dns.rcode.SERVFAIL
@@ -107,7 +107,7 @@ class KubernetesKeeper:
             }
         }
 
-    def say(self, *engines: SimulatedEngine) -> None:
+    def publish(self, *engines: SimulatedEngine) -> None:
         self._server.refusal = None
         wanted = {f"{engine.options.role}-{engine.port}": engine for engine in engines}
         for name in wanted.keys() - self._names:

@@ -23,7 +23,7 @@ class Listed:
         self.watches = 0
         """Number of running watches."""
 
-    def say(self, *backends: Backend) -> None:
+    def publish(self, *backends: Backend) -> None:
         self._backends, self._problem = backends, None
         self._has_changed.set()
 

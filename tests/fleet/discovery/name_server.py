@@ -34,7 +34,7 @@ class NameServer:
         self.address = ""
         """Address and port, `host:port`."""
 
-    def say(self, name: str, kind: str, *records: str, ttl: int = 0) -> None:
+    def set_records(self, name: str, kind: str, *records: str, ttl: int = 0) -> None:
         """Set the records of a name. Without records the name still exists. `kind`: A, AAAA, SRV or CNAME."""
         rows = self._zone.setdefault(f"{name}.", {})
         rows.pop(kind, None)

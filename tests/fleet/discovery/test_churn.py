@@ -51,7 +51,7 @@ async def test_clients_are_served_while_a_source_changes_and_fails(
         (unhealthy,) = await engines(1, "decode")
         unhealthy.faults.add("refuse_status", path="/health", status=503)
         source = await stack.enter_async_context(keeper(kind, tmp_path, monkeypatch))
-        source.say(*prefillers, *decoders, unhealthy)
+        source.publish(*prefillers, *decoders, unhealthy)
         gateway = await deploy(
             0,
             0,
@@ -95,7 +95,7 @@ async def test_clients_are_served_while_a_source_changes_and_fails(
                 *chance.sample(prefillers, chance.randint(1, len(prefillers))),
                 *chance.sample(decoders, chance.randint(1, len(decoders))),
             ]
-            source.say(*chosen, unhealthy)
+            source.publish(*chosen, unhealthy)
             await wait_until_only(*chosen)
         has_ended.set()
         await asyncio.gather(*clients)

@@ -58,40 +58,40 @@ def test_dns_name_format_selects_the_record_type(
 
 
 async def test_each_address_is_an_instance_on_each_port(server: NameServer) -> None:
-    server.say("decode.test", "A", "10.0.0.2", "10.0.0.1")
-    server.say("decode.test", "AAAA", "fd00::1")
+    server.set_records("decode.test", "A", "10.0.0.2", "10.0.0.1")
+    server.set_records("decode.test", "AAAA", "fd00::1")
     assert await named(server, "decode.test:1-2") == [
         *("decode 10.0.0.1:1", "decode 10.0.0.1:2"),
         *("decode 10.0.0.2:1", "decode 10.0.0.2:2"),
     ]
-    server.say("decode.test", "A")
+    server.set_records("decode.test", "A")
     assert await named(server, "decode.test:1") == ["decode [fd00::1]:1"]
 
 
 async def test_srv_records_of_the_highest_priority_give_hosts_and_ports(server: NameServer) -> None:
-    server.say(SERVICE, "SRV", "10 5 7200 D-1.test.", "20 5 7300 spare.test.", "10 50 7201 d-0.test.")
+    server.set_records(SERVICE, "SRV", "10 5 7200 D-1.test.", "20 5 7300 spare.test.", "10 50 7201 d-0.test.")
     assert await named(server, SERVICE) == ["decode d-0.test:7201", "decode d-1.test:7200"]
     assert await named(server, f"{SERVICE} 8998", Role.PREFILL) == [
         "prefill d-0.test:7201 8998",
         "prefill d-1.test:7200 8998",
     ]
-    server.say(SERVICE, "SRV", "0 0 0 .")
+    server.set_records(SERVICE, "SRV", "0 0 0 .")
     assert await named(server, SERVICE) == []
 
 
 async def test_truncated_answer_is_requested_over_tcp(server: NameServer) -> None:
     hosts = [f"decode-{number:03}.a-name-of-some-length.test" for number in range(100)]
-    server.say(SERVICE, "SRV", *(f"0 0 7100 {host}." for host in hosts))
+    server.set_records(SERVICE, "SRV", *(f"0 0 7100 {host}." for host in hosts))
     assert await named(server, SERVICE) == [f"decode {host}:7100" for host in hosts]
     assert server.over_tcp == 1
 
 
 async def test_a_name_is_looked_up_again_when_its_records_expire(server: NameServer) -> None:
-    server.say("alias.test", "CNAME", "decode.test.", ttl=0)
-    server.say("decode.test", "A", "10.0.0.1", ttl=3600)
+    server.set_records("alias.test", "CNAME", "decode.test.", ttl=0)
+    server.set_records("decode.test", "A", "10.0.0.1", ttl=3600)
     async with aclosing(source(server, "alias.test:1").watch()) as found:
         assert names_of(await anext(found)) == ["decode 10.0.0.1:1"]
-        server.say("decode.test", "A", "10.0.0.1", "10.0.0.2", ttl=3600)
+        server.set_records("decode.test", "A", "10.0.0.1", "10.0.0.2", ttl=3600)
         assert names_of(await anext(found)) == ["decode 10.0.0.1:1", "decode 10.0.0.2:1"]
 
 
@@ -102,7 +102,7 @@ def test_lookup_interval_is_bounded_for_any_record_lifetime(ttl: int, pause_seco
 
 
 async def test_long_lived_record_is_looked_up_again_after_the_maximum(server: NameServer) -> None:
-    server.say("decode.test", "A", "10.0.0.1", ttl=3600)
+    server.set_records("decode.test", "A", "10.0.0.1", ttl=3600)
     async with aclosing(source(server, "decode.test:1", max_seconds=0.001).watch()) as found:
         for _ in range(3):
             await anext(found)
@@ -113,8 +113,8 @@ async def test_long_lived_record_is_looked_up_again_after_the_maximum(server: Na
 @pytest.mark.parametrize("what", ["no name", "no records", "SERVFAIL", "REFUSED"])
 async def test_no_answer_is_a_failure_and_not_an_empty_list(server: NameServer, name: str, what: str) -> None:
     if what == "no records":
-        server.say("decode.test", "TXT")
-        server.say(SERVICE, "TXT")
+        server.set_records("decode.test", "TXT")
+        server.set_records(SERVICE, "TXT")
     elif what != "no name":
         server.failure = dns.rcode.from_text(what)
     with pytest.raises(DNSException, match=r"decode\.test"):

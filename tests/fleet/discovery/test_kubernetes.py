@@ -1,4 +1,4 @@
-"""Instances that are endpoints of Kubernetes' services: what slices say, and how they are listed and watched."""
+"""Instances from EndpointSlices of Kubernetes: their contents, and how they are listed and watched."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def named(*slices: dict[str, Any], role: Role = Role.DECODE, port_name: str | No
     return names_of(instances(role, slices, port_name))
 
 
-# What slices say
+# Contents of slices
 
 
 @pytest.mark.parametrize(

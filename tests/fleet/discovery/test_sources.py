@@ -44,7 +44,7 @@ async def test_instances_of_a_custom_source_serve_drain_and_leave(
         gateway = await deploy(1, 1, health=HEALTH)
         (configured,) = gateway.decoders
         pool = gateway.worker.pools.decode
-        listed.say(*map(backend, found))
+        listed.publish(*map(backend, found))
         await until(lambda: len(pool.eligible()) == 3, "both to be there")
         async with asyncio.timeout(60):
             for engine in found:
@@ -56,7 +56,7 @@ async def test_instances_of_a_custom_source_serve_drain_and_leave(
         asked = [asyncio.create_task(gateway.ask(body)) for _ in range(4)]
         leaving, stays = found
         await leaving.wait_until(lambda state: state.live == 2)
-        listed.say(backend(stays))
+        listed.publish(backend(stays))
         await until(lambda: list(pool.eligible()) == [backend(stays)], "only one to be left")
         assert (await shown_state(gateway, leaving))[:2] == [[], "draining"]
         for task in asked:

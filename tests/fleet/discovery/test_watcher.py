@@ -77,9 +77,9 @@ async def test_roster_follows_the_instances_of_a_source(gateway: Gateway, caplog
     listed = Listed(decoder(2))
     async with gateway.watching(listed=listed):
         await gateway.has("1 config", "2 listed:test")
-        listed.say(decoder(1), decoder(3))
+        listed.publish(decoder(1), decoder(3))
         await gateway.has("1 config+listed:test", "2 draining", "3 listed:test")
-        listed.say()
+        listed.publish()
         await gateway.has("1 config", "2 draining", "3 draining")
     assert lines(caplog) == [
         ("INFO", "discovery: added instances: listed:test: decode d:2"),
@@ -99,7 +99,7 @@ async def test_last_instances_stay_while_a_source_fails(gateway: Gateway, caplog
         assert gateway.members() == ["1 config", "2 listed:test"]
         has_succeeded, failures, problem = gateway.state("listed:test")
         assert (has_succeeded, failures > 0, problem) == (True, True, "no such name")
-        listed.say(decoder(2))
+        listed.publish(decoder(2))
         await until(lambda: len(caplog.records) > 1, "the line about the recovery")
         assert gateway.state("listed:test")[::2] == (True, None)
     assert lines(caplog) == [
@@ -138,7 +138,7 @@ async def test_invalid_list_changes_nothing(
     async with gateway.watching(listed=listed):
         await until(lambda: caplog.records, "the line about the mistake")
         assert gateway.members() == ["1 config"]
-        listed.say(decoder(2))
+        listed.publish(decoder(2))
         await gateway.has("1 config", "2 listed:test")
     assert lines(caplog)[0] == ("WARNING", f"discovery: source failed, and its instances stay: listed:test: {why}")
 
@@ -184,7 +184,7 @@ async def test_instance_stays_when_it_moves_between_sources(gateway: Gateway, ca
         await until(lambda: gateway.state("listed:new")[1], "the new one to fail")
         assert gateway.members() == ["1 config", "2 listed:test", "3 listed:test"]
         caplog.clear()
-        new.say(decoder(2))
+        new.publish(decoder(2))
         await gateway.has("1 config", "2 listed:new", "3 draining")
     assert [line for _, line in lines(caplog) if "removed" in line] == [
         "discovery: removed instances: listed:test: decode d:3"
@@ -219,7 +219,7 @@ async def test_a_list_with_an_address_that_is_not_allowed_is_rejected(gateway: G
     listed = Listed(decoder(2))
     async with gateway.watching(listed=listed):
         await gateway.has("1 config", "2 listed:test")
-        listed.say(decoder(3), Backend(Role.DECODE, host, 4))
+        listed.publish(decoder(3), Backend(Role.DECODE, host, 4))
         await until(lambda: gateway.state("listed:test")[2], "the failure")
         assert str(gateway.state("listed:test")[2]).endswith("the address is not in admin.networks")
         assert gateway.members() == ["1 config", "2 listed:test"]
