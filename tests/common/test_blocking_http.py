@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Of a program whose answers have no end."""
+    """Return the port of a program whose answers never end."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:

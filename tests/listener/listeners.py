@@ -63,7 +63,7 @@ class Client:
         self.writer.write(data)
 
     async def reply(self) -> Reply:
-        """The next answer."""
+        """Read the next answer."""
         head = (await self.reader.readuntil(b"\r\n\r\n")).decode()
         first, *lines = head.removesuffix("\r\n\r\n").split("\r\n")
         assert first.startswith(("HTTP/1.1 ", "HTTP/1.0 "))
@@ -106,7 +106,7 @@ class Site:
         return client
 
     async def ask(self, data: bytes) -> Client:
-        """A client that sends some bytes."""
+        """Connect a client, and send bytes."""
         client = await self.connect()
         client.send(data)
         return client
@@ -119,11 +119,11 @@ class Site:
         return reply.status == 200
 
     async def begins(self, count: int) -> None:
-        """Wait until so many requests were begun."""
+        """Wait until this number of requests has begun."""
         await until(lambda: self.begun == count, f"{count} requests to begin")
 
     def count(self, name: str, **labels: str) -> float:
-        """The value of a metric; 0 when it has none."""
+        """Return the value of a metric, or 0 without one."""
         return next(
             (
                 sample.value
@@ -137,7 +137,7 @@ class Site:
     def rejected(self, reason: str) -> float:
         return self.count("pdproxy_rejected_total", reason=reason)
 
-    # What it serves
+    # Routes
 
     async def read(self, request: web.Request) -> web.Response:
         self.begun += 1
@@ -170,7 +170,7 @@ class Site:
 
 @asynccontextmanager
 async def serving(tick_seconds: float = 3600.0, **listen: Any) -> AsyncIterator[Site]:
-    """A HttpListener with these settings. At the end all clients leave, and nothing may be left of them."""
+    """Serve with these settings. At the end all clients disconnect, and no connection may be left."""
     site = Site(Listen(**listen))
     app = web.Application()
     replies.install(app, site.metrics)

@@ -1,4 +1,4 @@
-"""Bodies that are too long, too slow, encoded or broken off, and those that are none of it."""
+"""Test bodies that are valid, too long, too slow, encoded or incomplete."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LAST_CHUNK = b"0\r\n\r\n"
 
 @pytest.fixture(autouse=True)
 def lingers_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients here wait for the end of the connection, and the front for the end of what they send."""
+    """Shorten the time for which the listener waits for the end of a client."""
     monkeypatch.setattr("proxy.listener.http_listener.LINGERING_SECONDS", 0.01)
 
 
@@ -87,7 +87,7 @@ async def test_body_of_the_maximum_length_is_accepted(site: Site, length: int) -
     "coding", [b"gzip", b"deflate", b"br", b"zstd", b"GZIP", b"gzip, gzip", b"identity, gzip", b"x"]
 )
 async def test_body_with_content_encoding_is_rejected_unread(site: Site, coding: bytes) -> None:
-    """What it would grow to is not known before."""
+    """The final size is unknown before the end."""
     client = await site.ask(CLEAN.replace(b"Host", b"Content-Encoding: " + coding + b"\r\nHost", 1))
     reply = await client.reply()
     assert (reply.status, reply.code) == (415, "content_encoding")
@@ -152,7 +152,7 @@ async def test_long_body_is_in_memory_once(is_told: bool) -> None:
         finally:
             tracemalloc.stop()
         assert len(site.seen[0][2]) == length
-        # The buffer grows by an eighth at a time, and so much is on its way: in the client, in aiohttp.
+        # The buffer grows by an eighth at a time. The client and aiohttp hold pieces, too.
         assert peak < length * 9 / 8 + 4 * MIB
 
 
@@ -316,7 +316,7 @@ async def test_body_of_known_length_wakes_its_reader_once() -> None:
 
 
 async def test_body_that_arrived_before_reading_is_read_to_its_end(site: Site) -> None:
-    """As much of it as aiohttp takes before it holds the client back."""
+    """Return the part of a body that aiohttp buffers before it slows the client down."""
     data = bytes(range(256)) * 4 * 1000
     client = await site.ask(HEAD + b"Content-Length: %d\r\n\r\n" % len(data) + data[:300_000])
     await site.begins(1)

@@ -41,7 +41,7 @@ class Work:
         raise AssertionError("unreachable")
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
-        """As the generation routes do it: an error in the middle of an answer is told there."""
+        """Send an error inside a streamed answer, as the generation routes do."""
         response = web.StreamResponse()
         await response.prepare(request)
         await response.write(b"first ")
@@ -54,7 +54,7 @@ class Work:
 
 
 async def serve(drain: DrainManager, handler: Any) -> web.StreamResponse:
-    """A request whose task is this one."""
+    """Run the middleware for a request in the current task."""
     request: Any = SimpleNamespace(task=asyncio.current_task())
     return await drain.middleware(request, handler)
 
@@ -123,7 +123,7 @@ async def test_answer_cut_off_without_error_event_is_incomplete(drain: DrainMana
 
 @pytest.mark.parametrize("times", [1, 2])
 async def test_second_cut_off_cancels_no_task_twice(drain: DrainManager, times: int) -> None:
-    """What is cut off may wait a moment, to write its last words."""
+    """A handler that is cut off may wait a moment to write its error."""
     cancelled = 0
 
     async def handler(request: Any) -> web.Response:
@@ -146,7 +146,7 @@ async def test_second_cut_off_cancels_no_task_twice(drain: DrainManager, times: 
 
 
 async def test_drain_does_not_count_requests_of_disconnected_clients(drain: DrainManager) -> None:
-    """The cancellation of somebody else stays one, whether it comes before or after ours."""
+    """A cancellation by another caller stays one, before and after the cut-off."""
 
     async def handler(request: Any) -> web.Response:
         await asyncio.Event().wait()

@@ -1,4 +1,4 @@
-"""Who owes us headers, in the order in which patience with them ends."""
+"""Test the deadlines of request headers."""
 
 from __future__ import annotations
 

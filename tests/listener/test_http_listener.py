@@ -36,7 +36,7 @@ MARK = b"secret"
 @pytest.fixture
 async def site(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
     caplog.set_level(logging.INFO, logger="proxy")
-    monkeypatch.setattr("proxy.listener.connection.LINGERING_SECONDS", 3600.0)  # nobody sees its end
+    monkeypatch.setattr("proxy.listener.connection.LINGERING_SECONDS", 3600.0)  # the test does not wait for its end
     async with serving() as site:
         yield site
 
@@ -165,7 +165,7 @@ async def test_invalid_http_is_rejected_in_the_format_of_the_gateway(
 async def test_invalid_bytes_inside_a_body_are_rejected(
     site: Site, caplog: pytest.LogCaptureFixture, sent: bytes
 ) -> None:
-    """By itself aiohttp would let its reader wait for ever."""
+    """Without the gateway, aiohttp would let the reader of the body wait forever."""
     client = await site.ask(CHUNKED)
     await site.begins(1)
     client.send(sent.removeprefix(CHUNKED))
@@ -225,7 +225,7 @@ async def test_rejected_requests_do_not_reach_an_engine(deploy: Deploy) -> None:
 TAKEN = {
     "origin-form": (CLEAN, PATH, b"{}"),
     "absolute-form": (CLEAN.replace(b"/v1", b"http://elsewhere:1/v1", 1), PATH, b"{}"),
-    "absolute-form-with-a-password": (CLEAN.replace(b"/v1", b"HTTPS://a:b@elsewhere/v1", 1), PATH, b"{}"),
+    "absolute-form-with-a-password": (CLEAN.replace(b"/v1", b"HTTPS://a:b@other/v1", 1), PATH, b"{}"),
     "escaped-letter": (CLEAN.replace(b"chat", b"%63hat", 1), PATH, b"{}"),
     "empty-lines-before": (b"\r\n\r\n" + CLEAN, PATH, b"{}"),
     "http-1.0": (CLEAN.replace(b"1.1", b"1.0"), PATH, b"{}"),
@@ -285,7 +285,7 @@ async def test_path_is_served_as_written_or_not_found(site: Site, line: bytes) -
 @pytest.mark.parametrize("line", [b"HEAD *", b"HEAD /livez", b"HEAD /nowhere", b"HEAD http://x", b"HEAD secret"])
 @pytest.mark.parametrize("more", [b"", b"Expect: secret\r\n", b"Host: secret/\r\n", b"Secret : x\r\n"])
 async def test_head_answers_have_no_body(site: Site, line: bytes, more: bytes) -> None:
-    """Whoever asked so would take a body for the beginning of the next answer."""
+    """A client would read the body of a HEAD answer as the beginning of the next answer."""
     host = b"" if more.startswith(b"Host") else b"Host: x\r\n"
     client = await site.ask(line + b" HTTP/1.1\r\nConnection: close\r\n" + host + more + b"\r\n")
     head, blank, body = (await client.reader.read()).partition(b"\r\n\r\n")
@@ -543,7 +543,7 @@ async def test_connections_above_the_limit_get_an_error(caplog: pytest.LogCaptur
         reply = await third.reply()
         assert (reply.status, reply.code, reply.closes) == (503, "too_many_connections", True)
         assert (reply.headers["retry-after"], reply.headers["retry-after-ms"]) == ("1", "1000")
-        fourth = await site.connect()  # while the third is still there nobody else is told
+        fourth = await site.connect()  # while the third one is open, no other one gets an error
         assert await fourth.is_closed()
         assert await third.is_closed()
         third.leave()
@@ -612,7 +612,7 @@ async def test_connections_in_the_kernel_queue_are_answered_at_stop(site: Site) 
     waiting = [socket.create_connection(("127.0.0.1", site.port)) for _ in range(5)]
     for sock in waiting[:-1]:
         sock.sendall(CLEAN)
-    stopping = asyncio.create_task(site.front.stop_accepting())  # nobody else had a turn so far
+    stopping = asyncio.create_task(site.front.stop_accepting())  # no other task has run so far
     clients = [Client(*await asyncio.open_connection(sock=sock)) for sock in waiting]
     site.clients += clients
     for client in clients[:-1]:
@@ -658,7 +658,7 @@ async def test_arrived_request_is_read_before_idle_connections_close(site: Site)
         sock.setblocking(False)
         sock.send(CLEAN)
         assert await loop.sock_recv(sock, 65536)
-        sock.send(CLEAN)  # nobody has had a turn when listening ends
+        sock.send(CLEAN)  # no task has run when listening ends
         await site.front.stop_accepting()
         assert await loop.sock_recv(sock, 65536)
     assert len(site.seen) == 2

@@ -1,4 +1,4 @@
-"""What is told of a request that is none: never a word of it. The bytes behind these are in test_front."""
+"""Test that errors about invalid requests do not quote them. See also test_http_listener."""
 
 from __future__ import annotations
 

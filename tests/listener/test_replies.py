@@ -217,7 +217,8 @@ HTTP_ERRORS = [
     for kind in vars(web).values()
     if isinstance(kind, type)
     and issubclass(kind, web.HTTPError)
-    and kind.status_code not in (-1, 405, 413, 451)  # abstract, tried elsewhere, or in need of more than a text
+    and kind.status_code
+    not in (-1, 405, 413, 451)  # abstract, tested by other tests, or with more arguments than a text
 ]
 
 

@@ -1,4 +1,4 @@
-"""Names with a name server that says what it is told to."""
+"""Provide Names with a scripted name server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NameServer:
             self._answers.put(answer if isinstance(answer, Exception) else tuple(answer))
 
     def close(self) -> None:
-        """Let go of whoever waits."""
+        """Release all waiting look-ups."""
         for _ in range(8):
             self._answers.put(None)
 

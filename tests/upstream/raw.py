@@ -1,4 +1,4 @@
-"""Servers that say exactly the bytes they are told to, and what asks them."""
+"""Provide servers that send scripted bytes, and clients for them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def engine(
     port: int = 0,
     servers: list[asyncio.Server] | None = None,
 ) -> AsyncIterator[Backend]:
-    """A server whose n-th connection follows the n-th script, and is closed when that ends.
+    """Start a server whose n-th connection runs the n-th script, and closes at its end.
 
     With `servers`, to which the server is added, further connections are closed at once.
 
@@ -86,7 +86,7 @@ async def engine(
         try:
             if not waiting and servers is not None:
                 return
-            assert waiting, "a connection nobody expects"
+            assert waiting, "unexpected connection"
             await waiting.pop(0)(Link(reader, writer))
         finally:
             writer.close()
@@ -123,9 +123,9 @@ def free_port() -> int:
 
 @contextmanager
 def deaf(address: str = "127.0.0.1", port: int = 0) -> Iterator[socket.socket]:
-    """A listener to which connecting hangs, as to a host whose packets get lost: the one place in its queue is taken.
+    """Provide a listener to which connecting hangs, because its queue of one connection is full.
 
-    After `listen(16)` it takes connections, which nobody accepts.
+    After `listen(16)` the kernel completes connections, but no process accepts them.
     """
     with socket.socket() as listener, socket.socket() as first:
         listener.bind((address, port))
@@ -157,7 +157,7 @@ class Collector:
     """A Sink that keeps what it is given, and can be waited for."""
 
     is_progress = True
-    """What it says of what it is given."""
+    """Return the results of reading these pieces."""
 
     def __init__(self) -> None:
         self.reads: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Where instances that are added at run time may be."""
+"""Test which addresses are allowed for instances that are added at run time."""
 
 from __future__ import annotations
 

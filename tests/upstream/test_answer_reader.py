@@ -15,7 +15,7 @@ from tests.upstream.raw import OK, STREAM_HEAD, chunk
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-# Each with what is ordinary, and with what is odd or broken.
+# Each list has common, unusual and broken parts.
 STATUS_LINES = (
     [b"HTTP/1.1 200 OK", b"HTTP/1.1 404 Not Found", b"HTTP/1.1 503 "],
     [
@@ -129,7 +129,7 @@ def pieces_of(data: bytes, places: set[int]) -> list[bytes]:
 
 
 def told(reader: AnswerReader | AnyAnswer, pieces: Sequence[bytes]) -> list[Any]:
-    """What is known of an answer after each piece, until it is complete or broken."""
+    """Return the state of an answer after each piece, until it is complete or broken."""
     steps: list[Any] = []
     for piece in pieces:
         try:

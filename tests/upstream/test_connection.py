@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from proxy.upstream import Upstream
 
-# What is sent
+# Requests
 
 
 async def test_the_request_is_what_engines_expect(upstream: Upstream) -> None:
@@ -107,7 +107,7 @@ async def test_a_connection_notices_when_its_engine_is_gone(upstream: Upstream) 
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
 
 
-# What is received
+# Answers
 
 BODY = b'data: {"text":"\xc3\xbc"}\n\n'
 ANSWERS = {
@@ -209,7 +209,7 @@ async def test_an_answer_larger_than_the_bound_is_refused(upstream: Upstream, mo
         assert await failure_of(fetch(upstream, backend)) is Failure.BAD_ANSWER
 
 
-# What is no answer
+# Invalid answers
 
 
 @pytest.mark.parametrize("how", [lambda link: None, Link.reset], ids=["FIN", "RST"])
@@ -222,7 +222,7 @@ async def test_an_answer_larger_than_the_bound_is_refused(upstream: Upstream, mo
         STREAM_HEAD + b"5\r\nok",
         STREAM_HEAD + chunk(b"ok"),
         b"HTTP/1.1 100 Continue\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\n\r\nnobody can tell whether this is all",
+        b"HTTP/1.1 200 OK\r\n\r\nthe end of this body is unknown",
     ],
 )
 async def test_incomplete_answer_fails_as_broken(upstream: Upstream, begun: bytes, how: Callable[[Link], None]) -> None:
@@ -380,7 +380,7 @@ async def test_a_paused_answer_is_held_back_and_then_arrives_whole(upstream: Ups
         sink = Pausing()
         response.attach(sink)
         await sink.begun.wait()
-        await full.wait()  # the kernel's buffers are, and nobody reads them
+        await full.wait()  # the kernel buffers are full, and the engine does not read them
         assert await fetch(upstream, backend) == b"ok"  # the others go on
         assert len(sink.reads) == 1
         sink.paused = False

@@ -29,7 +29,7 @@ LOGGER = "proxy.upstream.dialing"
 
 
 class Dialing:
-    """An upstream whose engine has the name `engine`, and a port at which every address of that name is told of."""
+    """Upstream with an engine named `engine`, and the port of all addresses of the name."""
 
     def __init__(self, upstream: Upstream, at: Desk, port: int) -> None:
         self.upstream = upstream
@@ -54,7 +54,7 @@ async def closes(link: Link) -> None:
 async def dialing(
     clock: Clock, *addresses: str, requests: int = 1, connect_seconds: float = 0.2
 ) -> AsyncIterator[Dialing]:
-    """`requests`: so many are going to be answered, each on a connection of its own."""
+    """Answer this number of requests, each on a new connection."""
     timeouts = Timeouts(connect_seconds=connect_seconds)
     async with (
         desk(clock) as at,
@@ -94,7 +94,7 @@ async def test_dead_address_and_its_return_are_logged_once(clock: Clock, caplog:
                 await at.ask()
                 await at.verdicts()
             assert told(caplog) == [DEAD]
-            clock.now += 30.1  # it is looked at again, and nobody waits for it
+            clock.now += 30.1  # it is tried again in the background
             await at.ask()
             await at.verdicts()
             assert told(caplog) == [DEAD]
@@ -140,7 +140,7 @@ async def test_the_address_that_worked_last_is_tried_first(clock: Clock, monkeyp
     async with dialing(clock, DEAF, GOOD, requests=2) as at:
         with deaf(DEAF, at.port):
             await at.ask()
-            # Whoever begins with the wrong one now has to wait for it for ever.
+            # An attempt that begins with the wrong address would now wait forever.
             monkeypatch.setattr("proxy.upstream.dialing._STAGGER_SECONDS", 3600.0)
             at.upstream.configure(Timeouts(connect_seconds=3600.0), 30.0)
             await at.ask()

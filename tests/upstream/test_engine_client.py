@@ -107,7 +107,7 @@ async def test_client_reports_reused_connections() -> None:
 
 @asynccontextmanager
 async def answering(answer: bytes) -> AsyncIterator[tuple[EngineClient, str]]:
-    """A client, and the URL of an engine that sends these bytes."""
+    """Provide a client, and the URL of an engine that sends these bytes."""
 
     async def script(link: Link) -> None:
         await link.reader.readuntil(b"\r\n\r\n")

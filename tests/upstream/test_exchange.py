@@ -1,4 +1,4 @@
-"""What is told to those who begin an exchange themselves, without a future to await."""
+"""Test the calls that an Exchange receives from its connection."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """An Exchange that writes down what it is told. `then` is called with each call's name."""
+    """Exchange that records its calls. `then` is called with the name of each call."""
 
     def __init__(self, then: Callable[[str], None] = lambda call: None) -> None:
         self.told: list[tuple[object, ...]] = []
@@ -120,6 +120,6 @@ async def test_released_exchange_gets_no_further_calls(upstream: Upstream, last:
         exchange = Recorder(lambda call: upstream.give_back(connection) if call == last else None)
         begin(connection, exchange)
         await gone.wait()
-        await asyncio.sleep(0)  # a turn for the loss of the connection to be told
+        await asyncio.sleep(0)  # one turn of the loop to report the lost connection
         assert connection.closed
         assert exchange.told[-1][0] == last

@@ -1,4 +1,4 @@
-"""What a client gets when an engine's answer is not what it should be: an answer of ours, and never a part of one."""
+"""Test that clients receive an error of the gateway for invalid answers of engines, never a part of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NO_ANSWERS = {
     "not JSON": ([http(b"<html>")], "bad_answer"),
     "no JSON object": ([http(b"[]")], "bad_answer"),
     "without choices": ([http(b'{"choices": []}')], "bad_answer"),
-    "compressed, though nobody asked for it": ([http(gzip.compress(TEXT))], "bad_answer"),
+    "compressed without a request for it": ([http(gzip.compress(TEXT))], "bad_answer"),
     "no content": ([b"HTTP/1.1 204 No Content\r\n\r\n"], "bad_answer"),
     "elsewhere": ([http(TEXT, "302 Found\r\nLocation: http://127.0.0.1:1/")], "bad_answer"),
     "not modified": ([b"HTTP/1.1 304 Not Modified\r\n\r\n"], "bad_answer"),
@@ -139,7 +139,7 @@ async def test_an_event_without_end_is_given_up(deploy: Deploy) -> None:
     await until(lambda: engine.state.disconnects, "the engine's connection to be cut")
 
 
-# What clients write into headers
+# Headers of clients
 
 HOSTILE_VALUES = [b"a\r\nX-Injected: 1", b"a\nX-Injected: 1", b"a\rX-Injected: 1", b"a\0b", b"a\r\n X-Injected: 1"]
 
@@ -172,7 +172,7 @@ async def test_headers_about_the_connection_do_not_go_to_engines(deploy: Deploy)
 
 
 async def heads_at_the_engine(deploy: Deploy, *lines: bytes) -> list[dict[str, str]]:
-    """The headers an engine sees of a request that a client sends with these."""
+    """Return the headers that an engine receives for a request with these headers."""
     engine = CannedEngine("both", answer=[json_answer(WHOLE)])
     gateway = await deploy(decoders=[engine], connector="plain", resume={"mode": "restart-only"})
     host, port = gateway.url.removeprefix("http://").split(":")

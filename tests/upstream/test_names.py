@@ -1,4 +1,4 @@
-"""From host names to addresses, whatever the name servers do."""
+"""Test the resolution of host names with working and failing name servers."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ async def test_leaving_does_not_wait_for_a_name_server(clock: Clock) -> None:
     for thread in threads:
         await asyncio.to_thread(thread.join, 10)
     assert "queued" not in server.asked
-    await asyncio.sleep(0)  # what the threads have told by now is news to nobody
+    await asyncio.sleep(0)  # results of the threads are ignored now
     assert problems == []
 
 

@@ -34,7 +34,7 @@ def upstream_at(clock: Callable[[], float]) -> Upstream:
 
 
 async def preconnected(upstream: Upstream, backend: Backend) -> EngineConnection:
-    """The one that was opened."""
+    """Open a connection in advance, and return it."""
     upstream.preconnect(backend)
     await until(lambda: upstream._idle.get(backend.key), "a connection")
     (connection,) = upstream._idle[backend.key]

@@ -1,4 +1,4 @@
-"""Answers that fall silent after they had begun: where nobody listens, and where the engine makes no progress."""
+"""Test silent answers of engines that accept no connections, or make no progress."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SILENCE = 10.0
 
 
 class Checks:
-    """What is known of engines, as a test wants it, and what was reported."""
+    """Scripted results of checks, and a record of the callbacks."""
 
     def __init__(self) -> None:
         self.down: set[Backend] = set()
@@ -120,7 +120,7 @@ class World:
         return made
 
     async def passes(self, seconds: float, *speaking: Stream, parts: int = 5) -> None:
-        """Time passes; these streams say so many parts a second, after which the connections are looked at."""
+        """Let time pass with a number of parts per second on these streams, then check the connections."""
         for _ in range(round(seconds)):
             self._clock.now += 1
             for stream in speaking * parts:
@@ -129,7 +129,7 @@ class World:
             await self.settles()
 
     async def settles(self) -> None:
-        """Looks that are under way end, but for those that wait for `checks.answered`."""
+        """Wait until the running checks end, except those that wait for `checks.answered`."""
         silences = self.upstream._silences
         assert silences is not None
         checks, looks = self.checks, silences._background
@@ -152,7 +152,7 @@ async def world(clock: Clock) -> AsyncIterator[World]:
         yield World(upstream, clock, checks, stack)
 
 
-# Nobody listens
+# No process listens
 
 
 @pytest.mark.fault(114)

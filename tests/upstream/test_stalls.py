@@ -1,4 +1,4 @@
-"""Engines that say nothing: too long by themselves, or while others go on, or while nobody listened."""
+"""Test engines that send nothing: for too long, while others send, or while the gateway was stopped."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Speaker:
 
     @property
     def error(self) -> UpstreamError | None:
-        """What the stream failed with; None while it goes on."""
+        """Return the failure of the stream, or None while it runs."""
         return self.sink.finished.result() if self.sink.finished.done() else None
 
 

@@ -183,7 +183,7 @@ async def test_a_request_is_sent_again_only_once(upstream: Upstream) -> None:
 
 
 async def test_resend_to_a_lost_engine_reports_the_first_failure(upstream: Upstream) -> None:
-    """So nobody takes the request for one that no engine has ever seen."""
+    """The first failure is reported, because an engine may have received the request."""
     gone = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -29,7 +29,7 @@ JSON = st.recursive(
 
 
 def fragment(index: Any = 0, call_id: Any = None, name: Any = None, arguments: Any = None) -> dict[str, Any]:
-    """A fragment of a tool call with the members that are given."""
+    """Return a fragment of a tool call with these members."""
     function = {"name": name, "arguments": arguments}
     return {
         **({} if index is None else {"index": index}),
@@ -81,7 +81,7 @@ def collected(*fragments: dict[str, Any]) -> list[tuple[str, str, str]]:
         pytest.param(
             [fragment(0, None, "f", "{}"), fragment(0, None, "g", "{}")],
             [("", "f", "{}"), ("", "g", "{}")],
-            id="neither id nor index tells them apart",
+            id="neither id nor index distinguishes them",
         ),
         pytest.param(
             [

@@ -1,4 +1,4 @@
-"""A JSON object that is changed by splicing: what parsers see changes, and nobody else's bytes do."""
+"""Test that changing members of a JSON object keeps the bytes of all others."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def test_a_number_reaches_the_engine_as_it_was_written(template: str, number: st
 
 @pytest.mark.parametrize("number", ["1e400", "-1E+309", "9" * 400])
 def test_number_beyond_float_range_passes_in_unread_members(number: str) -> None:
-    """As Python's own parser takes it, and not as orjson, which refuses it."""
+    """Read JSON with the parser of Python, which accepts what orjson rejects."""
     raw = b'{"messages":["%b",%b]}' % (b"x" * 5_000, number.encode())
     document = Document(raw)
     assert document.with_changes({}) == raw
@@ -336,7 +336,7 @@ def test_document_finds_the_end_of_strings_with_escapes(texts: list[str]) -> Non
 
 
 def test_too_deeply_nested_object_is_rejected() -> None:
-    """As deeply as Python nests its calls."""
+    """Nest a value as deeply as Python nests calls."""
     deep = b"[" * 1100 + b"]" * 1100
     for raw in (b'{"a":%b}' % deep, b'{"a":[{"b":%b}]}' % deep):
         with pytest.raises(InvalidDocument):
@@ -443,7 +443,7 @@ def test_spelling_of_an_object_makes_no_difference(values: dict[str, Any], chang
     data=st.data(),
 )
 def test_invalid_json_is_rejected_as_by_other_parsers(text: bytes, space: int, data: st.DataObject) -> None:
-    """By Python's parser, but for names that stand twice. Numbers of more than 64 bits are fractions to others."""
+    """Compare with the parser of Python, which accepts repeated names and reads large numbers exactly."""
     at = data.draw(st.integers(0, len(text)))
     raw = text[:at] + data.draw(st.sampled_from(SPOILS)) + text[at + data.draw(st.integers(0, 3)) :] + b" " * space
     assume(not re.search(rb"[0-9]{19}", raw))

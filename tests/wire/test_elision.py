@@ -1,4 +1,4 @@
-"""What is known of a long text without reading all of it."""
+"""Test excerpts of long JSON texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNITS = ["x", "QUJD", "é", "日本", "🙂", "a\n", 'say "no" ', "\\", "1, ", "
 
 
 def lengths(value: Any, length: Any) -> Any:
-    """A value with the length of each string in its place."""
+    """Replace each string in a value by its length."""
     match value:
         case str():
             return length(value)

@@ -1,4 +1,4 @@
-"""Of what an engine writes at `/metrics`, the little that is read."""
+"""Test reading the metrics of engines."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_prompt_tokens_are_summed_by_source(exposition: bytes, told: PromptToken
         b"\xff\xfe{{{{ 1",
     ],
 )
-def test_prompt_tokens_are_none_when_the_engine_has_no_counts(exposition: bytes) -> None:
+def test_prompt_tokens_are_unknown_without_counts(exposition: bytes) -> None:
     assert parse_prompt_tokens(exposition) is None
 
 

@@ -1,4 +1,4 @@
-"""KV events in all shapes in which engines have published them, and what is none."""
+"""Test KV events in all formats of engines, and invalid ones."""
 
 from __future__ import annotations
 

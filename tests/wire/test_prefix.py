@@ -44,7 +44,7 @@ def test_a_longer_conversation_has_the_keys_of_the_shorter_one() -> None:
 
 
 @pytest.mark.parametrize("name", ["prompt", "text"])
-def test_pieces_of_a_text_grow_with_what_is_before_them(name: str) -> None:
+def test_pieces_of_a_prompt_grow_with_their_position(name: str) -> None:
     sizes = prefix_keys({name: TEXT}).sizes
     assert [*sizes[:18], sizes[-1]] == [*range(512, 8193, 512), 8704, 9216, len(TEXT) + 2]
     assert all(end - start <= max(512, start / 8) for start, end in pairwise(sizes))

@@ -24,7 +24,7 @@ VALUES = st.recursive(
 
 
 def halves_joined(value: Any) -> Any:
-    """As any parser reads it: two halves that follow each other are one character."""
+    """Read text as every parser does: two halves in a row are one character."""
     return json.loads(json.dumps(value))
 
 

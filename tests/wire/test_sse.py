@@ -41,7 +41,7 @@ def data_of(events: list[Event]) -> list[bytes]:
 
 
 def reference(stream: bytes) -> list[bytes]:
-    """The data of a stream's events, straight from the WHATWG grammar: line by line, dispatched by a blank line."""
+    """Return the data of all events, read line by line as the WHATWG grammar describes."""
     dispatched: list[bytes] = []
     data: list[bytes] = []
     for line in re.findall(rb"([^\r\n]*)(?:\r\n|\n|\r)", stream):

@@ -1,4 +1,4 @@
-"""What tokens have in common is learned from one of them, if it can be told by its bytes at all."""
+"""Test the shape that the token events of a stream share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from proxy.wire.sse import Shape
 
 
 def event(text: str, token: Any, *, field: str = "content", spaces: bool = False, **more: Any) -> bytes:
-    """An event as engines write it."""
+    """Return an event as engines write it."""
     choice = {"index": 0, "delta": {field: text, "reasoning_x": None}, "token_ids": token, "finish_reason": None}
     separators = (", ", ": ") if spaces else (",", ":")
     payload = {"id": "chatcmpl-1", "choices": [choice], **more}

@@ -1,4 +1,4 @@
-"""What a JSON text costs is known before it is read."""
+"""Test estimates of the cost of JSON texts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VALUES = st.recursive(
 
 
 def elements(value: Any) -> int:
-    """What a parsed value weighs, but for escapes."""
+    """Return the weight of a parsed value, without escapes."""
     if isinstance(value, str):
         return 8
     if isinstance(value, list):
