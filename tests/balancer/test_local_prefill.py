@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MOST = 4096
 
 
-class Both:
+class Fleet:
     """Prefillers that take 1 ms per token, and decoders. A handoff takes 0.2 s."""
 
     def __init__(self, balancer: Balancer) -> None:
@@ -35,11 +35,11 @@ class Both:
         self.local = LocalPrefill(self.prefillers.pool, self.decoders, self.journal.writer(0))
         self.first, self.second = self.decoders.eligible()
 
-    def hand_over(self, request: PickRequest, decoder: Backend | None = None, seconds: float | None = 0.2) -> None:
+    def hand_off(self, request: PickRequest, decoder: Backend | None = None, seconds: float | None = 0.2) -> None:
         first_token = None if seconds is None else FirstToken(self.balancer.clock.now, seconds)
         self.local.note_handoff((decoder or self.first).name, prompt_costs(request), first_token, 100)
 
-    def sooner(self, request: PickRequest, max_tokens: int = MOST) -> Backend | None:
+    def faster_decoder(self, request: PickRequest, max_tokens: int = MOST) -> Backend | None:
         choice = self.local.faster_decoder(prompt_costs(request), max_tokens)
         return None if choice is None else choice.decoder
 
@@ -58,7 +58,7 @@ class Both:
         self.local.note_local_prefill(backend.name, choice, FirstToken(self.balancer.clock.now, seconds), 1, told)
 
     def trust(self, decoder: Backend) -> None:
-        """It says that it has what it should."""
+        """Let a decoder report the expected cached tokens, until they are trusted."""
         for _ in range(20):
             uncached = TURN.prompt_tokens - 19 * PIECE
             self.serve(TURN, 1.0, (TURN.prompt_tokens, TURN.prompt_tokens - uncached), decoder=decoder)
@@ -72,73 +72,73 @@ class Both:
 
 
 @pytest.fixture
-def both(balancer: Balancer) -> Both:
-    return Both(balancer)
+def fleet(balancer: Balancer) -> Fleet:
+    return Fleet(balancer)
 
 
 TURN = prompt(*range(1, 20), 99)  # a decoder has cached all but the last piece
 
 
-def test_next_turn_goes_to_the_decoder_of_the_previous_turn(both: Both) -> None:
-    both.learn(0.002)
-    both.hand_over(prompt(*range(1, 20)), both.second)
+def test_next_turn_goes_to_the_decoder_of_the_previous_turn(fleet: Fleet) -> None:
+    fleet.learn(0.002)
+    fleet.hand_off(prompt(*range(1, 20)), fleet.second)
     # The decoder with the cached prefix takes about 1 s, and any prefiller 10 s.
-    assert both.sooner(TURN) == both.second
-    assert both.sooner(prompt(*range(500, 520))) is None
+    assert fleet.faster_decoder(TURN) == fleet.second
+    assert fleet.faster_decoder(prompt(*range(500, 520))) is None
 
 
-def test_faster_prefiller_with_cached_prefix_is_preferred(both: Both) -> None:
-    both.learn(0.002)
-    both.hand_over(prompt(*range(1, 20)), both.second)
-    both.prefillers.serve(prompt(*range(1, 20)))
+def test_faster_prefiller_with_cached_prefix_is_preferred(fleet: Fleet) -> None:
+    fleet.learn(0.002)
+    fleet.hand_off(prompt(*range(1, 20)), fleet.second)
+    fleet.prefillers.serve(prompt(*range(1, 20)))
     for _ in range(30):  # the expected cache hits are confirmed
-        both.prefillers.serve(prompt(*range(1, 20)), cached=19 * PIECE - 1)
-    assert both.sooner(TURN) is None
-    both.prefillers.begin(prompt(*range(3000, 3050)))
-    both.prefillers.begin(prompt(*range(4000, 4050)))  # now it would have to wait
-    assert both.sooner(TURN) == both.second
+        fleet.prefillers.serve(prompt(*range(1, 20)), cached=19 * PIECE - 1)
+    assert fleet.faster_decoder(TURN) is None
+    fleet.prefillers.begin(prompt(*range(3000, 3050)))
+    fleet.prefillers.begin(prompt(*range(4000, 4050)))  # now it would have to wait
+    assert fleet.faster_decoder(TURN) == fleet.second
 
 
-@pytest.mark.parametrize(("seconds_per_token", "is_sooner"), [(0.0005, True), (0.01, False)])
+@pytest.mark.parametrize(("seconds_per_token", "is_faster"), [(0.0005, True), (0.01, False)])
 def test_short_prompts_go_to_decoders_faster_than_a_handoff(
-    both: Both, seconds_per_token: float, is_sooner: bool
+    fleet: Fleet, seconds_per_token: float, is_faster: bool
 ) -> None:
-    both.hand_over(prompt(8))
-    both.learn(seconds_per_token)
-    assert (both.sooner(prompt(7)) is not None) is is_sooner
+    fleet.hand_off(prompt(8))
+    fleet.learn(seconds_per_token)
+    assert (fleet.faster_decoder(prompt(7)) is not None) is is_faster
 
 
-def test_no_local_prefill_before_the_first_handoff(both: Both) -> None:
-    both.learn(0.0001)
-    both.hand_over(prompt(*range(1, 20)), seconds=None)
-    assert both.sooner(TURN) is None
-    both.hand_over(prompt(*range(1, 20)))
-    assert both.sooner(TURN) is not None
+def test_no_local_prefill_before_the_first_handoff(fleet: Fleet) -> None:
+    fleet.learn(0.0001)
+    fleet.hand_off(prompt(*range(1, 20)), seconds=None)
+    assert fleet.faster_decoder(TURN) is None
+    fleet.hand_off(prompt(*range(1, 20)))
+    assert fleet.faster_decoder(TURN) is not None
 
 
-def test_no_local_prefill_for_restricted_or_unknown_requests(both: Both) -> None:
-    both.learn(0.0001)
-    both.hand_over(prompt(*range(1, 20)))
-    assert both.sooner(TURN) == both.first
-    assert both.sooner(TURN.avoiding([both.second])) is None
-    assert both.sooner(PickRequest(TURN.prefill, TURN.decode, TURN.subject, (), both.second)) is None
-    assert both.sooner(PickRequest.of(Load(1, 1))) is None
+def test_no_local_prefill_for_restricted_or_unknown_requests(fleet: Fleet) -> None:
+    fleet.learn(0.0001)
+    fleet.hand_off(prompt(*range(1, 20)))
+    assert fleet.faster_decoder(TURN) == fleet.first
+    assert fleet.faster_decoder(TURN.avoiding([fleet.second])) is None
+    assert fleet.faster_decoder(PickRequest(TURN.prefill, TURN.decode, TURN.subject, (), fleet.second)) is None
+    assert fleet.faster_decoder(PickRequest.of(Load(1, 1))) is None
 
 
-def test_no_local_prefill_without_predictions_of_prefillers(both: Both, balancer: Balancer) -> None:
-    local = LocalPrefill(balancer.prefillers, both.decoders)  # this policy predicts no seconds
-    local.note_handoff(both.first.name, prompt_costs(prompt(*range(1, 20))), FirstToken(0.0, 5.0), 100)
+def test_no_local_prefill_without_predictions_of_prefillers(fleet: Fleet, balancer: Balancer) -> None:
+    local = LocalPrefill(balancer.prefillers, fleet.decoders)  # this policy predicts no seconds
+    local.note_handoff(fleet.first.name, prompt_costs(prompt(*range(1, 20))), FirstToken(0.0, 5.0), 100)
     assert local.faster_decoder(prompt_costs(TURN), MOST) is None
 
 
-def test_busier_decoder_computes_fewer_prompts(both: Both) -> None:
-    both.learn(0.002)
-    both.hand_over(prompt(*range(1, 20)), both.first)
-    both.trust(both.first)
+def test_busier_decoder_computes_fewer_prompts(fleet: Fleet) -> None:
+    fleet.learn(0.002)
+    fleet.hand_off(prompt(*range(1, 20)), fleet.first)
+    fleet.trust(fleet.first)
     leases = []
-    while both.sooner(TURN) is not None:
-        for backend in (both.first, both.second):
-            lease = both.decoders.lease(PickRequest.of(Load(1, 1), prefer=backend))
+    while fleet.faster_decoder(TURN) is not None:
+        for backend in (fleet.first, fleet.second):
+            lease = fleet.decoders.lease(PickRequest.of(Load(1, 1), prefer=backend))
             lease.__enter__()
             leases.append(lease)
     # 1 s becomes more than the 10 s of a prefiller.
@@ -149,134 +149,134 @@ def test_busier_decoder_computes_fewer_prompts(both: Both) -> None:
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("bound", ["limit", "knee", "memory"])
-def test_no_local_prefill_on_a_full_decoder(both: Both, bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    both.learn(0.0001)
-    both.hand_over(prompt(*range(1, 20)))
-    with both.decoders.lease(PickRequest.of(Load(1, 1000), prefer=both.first)):
-        assert both.sooner(TURN) == both.first
+def test_no_local_prefill_on_a_full_decoder(fleet: Fleet, bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet.learn(0.0001)
+    fleet.hand_off(prompt(*range(1, 20)))
+    with fleet.decoders.lease(PickRequest.of(Load(1, 1000), prefer=fleet.first)):
+        assert fleet.faster_decoder(TURN) == fleet.first
         if bound == "limit":
-            monkeypatch.setattr(both.decoders, "limit", lambda _: 1)
+            monkeypatch.setattr(fleet.decoders, "limit", lambda _: 1)
         elif bound == "knee":
-            monkeypatch.setattr(both.decoders.policy, "most_running", lambda _: 1)
+            monkeypatch.setattr(fleet.decoders.policy, "most_running", lambda _: 1)
         else:
             tokens = TURN.decode.kv + 1000
-            both.decoders.health.on_probe(both.first, True, "200")
-            both.decoders.health.note_facts(both.first, EngineFacts(kv_tokens=tokens))
-        assert both.sooner(TURN) != both.first
+            fleet.decoders.health.on_probe(fleet.first, True, "200")
+            fleet.decoders.health.note_facts(fleet.first, EngineFacts(kv_tokens=tokens))
+        assert fleet.faster_decoder(TURN) != fleet.first
 
 
-def test_decoder_that_was_gone_has_an_empty_cache(both: Both, balancer: Balancer) -> None:
-    both.learn(0.002)
-    both.hand_over(prompt(*range(1, 20)), both.second)
-    balancer.eject(both.second)
-    assert both.sooner(TURN) is None
+def test_decoder_that_was_gone_has_an_empty_cache(fleet: Fleet, balancer: Balancer) -> None:
+    fleet.learn(0.002)
+    fleet.hand_off(prompt(*range(1, 20)), fleet.second)
+    balancer.eject(fleet.second)
+    assert fleet.faster_decoder(TURN) is None
     balancer.clock.now += 1.2 * balancer.checks.eject_seconds
-    with both.decoders.lease(PickRequest.of(Load(1, 1), prefer=both.second)):
+    with fleet.decoders.lease(PickRequest.of(Load(1, 1), prefer=fleet.second)):
         pass
-    assert both.sooner(TURN) is None
+    assert fleet.faster_decoder(TURN) is None
 
 
-def test_local_prefill_is_limited_to_twice_the_proven_tokens(both: Both) -> None:
+def test_local_prefill_is_limited_to_twice_the_proven_tokens(fleet: Fleet) -> None:
     for pieces in (1, 2, 4, 8):
         cold = prompt(*range(1000 * pieces, 1000 * pieces + pieces))
-        both.hand_over(prompt(*range(1, 20)))
-        both.prefillers.begin(prompt(*range(5000, 5050)))
-        both.prefillers.begin(prompt(*range(6000, 6050)))  # 25 s of work each
-        assert both.sooner(prompt(*range(7000, 7000 + 2 * pieces))) is None
-        assert both.sooner(cold) is not None
-        both.serve(cold, 0.1, (cold.prompt_tokens, 0))
-    assert both.sooner(prompt(*range(7000, 7009))) is None  # more than 4,096 tokens
-    assert both.sooner(prompt(*range(7000, 7009)), 5000) is not None
+        fleet.hand_off(prompt(*range(1, 20)))
+        fleet.prefillers.begin(prompt(*range(5000, 5050)))
+        fleet.prefillers.begin(prompt(*range(6000, 6050)))  # 25 s of work each
+        assert fleet.faster_decoder(prompt(*range(7000, 7000 + 2 * pieces))) is None
+        assert fleet.faster_decoder(cold) is not None
+        fleet.serve(cold, 0.1, (cold.prompt_tokens, 0))
+    assert fleet.faster_decoder(prompt(*range(7000, 7009))) is None  # more than 4,096 tokens
+    assert fleet.faster_decoder(prompt(*range(7000, 7009)), 5000) is not None
 
 
-def test_unreported_cache_is_inferred_from_the_prefill_time(both: Both) -> None:
-    both.learn(0.002)
-    both.hand_over(prompt(*range(1, 20)), both.first)
+def test_unreported_cache_is_inferred_from_the_prefill_time(fleet: Fleet) -> None:
+    fleet.learn(0.002)
+    fleet.hand_off(prompt(*range(1, 20)), fleet.first)
     for _ in range(10):
-        both.serve(TURN, 1.1, None)
-    assert both.sooner(TURN) == both.first
+        fleet.serve(TURN, 1.1, None)
+    assert fleet.faster_decoder(TURN) == fleet.first
     for _ in range(10):
-        both.serve(TURN, 30.0, None)
-    assert both.sooner(TURN) is None
+        fleet.serve(TURN, 30.0, None)
+    assert fleet.faster_decoder(TURN) is None
 
 
-def test_reported_cache_misses_lower_the_trust(both: Both) -> None:
-    both.learn(0.002)
-    both.hand_over(prompt(*range(1, 20)), both.first)
+def test_reported_cache_misses_lower_the_trust(fleet: Fleet) -> None:
+    fleet.learn(0.002)
+    fleet.hand_off(prompt(*range(1, 20)), fleet.first)
     for _ in range(10):
-        both.serve(TURN, 20.0, (TURN.prompt_tokens, 0))
-    assert both.sooner(TURN) is None
+        fleet.serve(TURN, 20.0, (TURN.prompt_tokens, 0))
+    assert fleet.faster_decoder(TURN) is None
 
 
-def test_reported_cleared_cache_of_a_decoder_is_applied(both: Both) -> None:
-    events = both.journal.writer(1)
+def test_reported_cleared_cache_of_a_decoder_is_applied(fleet: Fleet) -> None:
+    events = fleet.journal.writer(1)
     events.write(b"what is not of caches")
-    both.learn(0.002)
-    both.hand_over(prompt(*range(1, 20)), both.second)
-    for cleared, decoder in ((3, both.second), (4, None)):
-        for backend in (both.first, both.second):
+    fleet.learn(0.002)
+    fleet.hand_off(prompt(*range(1, 20)), fleet.second)
+    for cleared, decoder in ((3, fleet.second), (4, None)):
+        for backend in (fleet.first, fleet.second):
             write_count(events, backend.slot, CacheCount(stored=20_000, reach=10**6, evicts=0, cleared=cleared))
-        assert both.sooner(TURN) == decoder
+        assert fleet.faster_decoder(TURN) == decoder
 
 
-def test_reported_evictions_of_a_decoder_are_applied(both: Both) -> None:
-    both.learn(0.002)
-    both.hand_over(prompt(*range(1, 20)), both.second)
-    write_count(both.journal.writer(1), both.second.slot, CacheCount(stored=20_000, reach=500, evicts=1, cleared=0))
-    assert both.sooner(TURN) is None
+def test_reported_evictions_of_a_decoder_are_applied(fleet: Fleet) -> None:
+    fleet.learn(0.002)
+    fleet.hand_off(prompt(*range(1, 20)), fleet.second)
+    write_count(fleet.journal.writer(1), fleet.second.slot, CacheCount(stored=20_000, reach=500, evicts=1, cleared=0))
+    assert fleet.faster_decoder(TURN) is None
 
 
 @pytest.mark.parametrize(("seconds", "is_kept"), [(9.0, True), (11.0, False)])
 def test_no_local_prefill_for_an_hour_when_decoders_were_slower(
-    both: Both, seconds: float, is_kept: bool, caplog: pytest.LogCaptureFixture
+    fleet: Fleet, seconds: float, is_kept: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    both.hand_over(prompt(*range(1, 20)), both.second)
+    fleet.hand_off(prompt(*range(1, 20)), fleet.second)
     for _ in range(8):
-        assert both.sooner(TURN) == both.second
-        both.serve(TURN, seconds, (TURN.prompt_tokens, TURN.prompt_tokens), decoder=both.second, instead_seconds=10.0)
-    assert (both.sooner(TURN) == both.second) is is_kept
+        assert fleet.faster_decoder(TURN) == fleet.second
+        fleet.serve(TURN, seconds, (TURN.prompt_tokens, TURN.prompt_tokens), decoder=fleet.second, instead_seconds=10.0)
+    assert (fleet.faster_decoder(TURN) == fleet.second) is is_kept
     assert ["skip_prefill" in message for message in caplog.messages] == [True] * (not is_kept)
-    both.balancer.clock.now += DOUBT_SECONDS + 1
-    assert both.sooner(TURN) == both.second
+    fleet.balancer.clock.now += DOUBT_SECONDS + 1
+    assert fleet.faster_decoder(TURN) == fleet.second
 
 
-def test_stalled_answers_count_as_cost_of_a_local_prefill(both: Both) -> None:
-    both.hand_over(prompt(*range(1, 20)), both.second)
+def test_stalled_answers_count_as_cost_of_a_local_prefill(fleet: Fleet) -> None:
+    fleet.hand_off(prompt(*range(1, 20)), fleet.second)
     for _ in range(4):
-        both.decoders.lease(PickRequest.of(Load(1, 1), prefer=both.second)).__enter__()
-    choice = both.local.faster_decoder(prompt_costs(TURN), MOST)
+        fleet.decoders.lease(PickRequest.of(Load(1, 1), prefer=fleet.second)).__enter__()
+    choice = fleet.local.faster_decoder(prompt_costs(TURN), MOST)
     assert choice is not None
     assert choice.harm == 1.0
     for _ in range(8):
-        first_token = FirstToken(both.balancer.clock.now, 0.6 * choice.instead_seconds)
-        both.local.note_local_prefill(both.second.name, choice, first_token, 1, None)
-    assert both.sooner(TURN) is None
+        first_token = FirstToken(fleet.balancer.clock.now, 0.6 * choice.instead_seconds)
+        fleet.local.note_local_prefill(fleet.second.name, choice, first_token, 1, None)
+    assert fleet.faster_decoder(TURN) is None
 
 
-def test_longer_prompts_require_faster_shorter_ones(both: Both) -> None:
-    both.hand_over(prompt(8))
+def test_longer_prompts_require_faster_shorter_ones(fleet: Fleet) -> None:
+    fleet.hand_off(prompt(8))
     two, cold = prompt(*range(1000, 1002)), prompt(*range(2000, 2002))
     one = prompt(1)
-    both.serve(one, 0.2, (one.prompt_tokens, 0), instead_seconds=0.1)
-    assert both.sooner(two) is None
-    both.serve(one, 0.2, (one.prompt_tokens, 0), instead_seconds=0.3)
-    assert both.sooner(cold) is not None
+    fleet.serve(one, 0.2, (one.prompt_tokens, 0), instead_seconds=0.1)
+    assert fleet.faster_decoder(two) is None
+    fleet.serve(one, 0.2, (one.prompt_tokens, 0), instead_seconds=0.3)
+    assert fleet.faster_decoder(cold) is not None
 
 
-def test_late_first_tokens_are_not_learned(both: Both) -> None:
-    both.hand_over(prompt(8))
-    context = both.prefillers.policy.context
+def test_late_first_tokens_are_not_learned(fleet: Fleet) -> None:
+    fleet.hand_off(prompt(8))
+    context = fleet.prefillers.policy.context
     lag: float | None = 0.2
     context.lag_within = lambda began, ended: lag
     one = prompt(1)
     for _ in range(8):
-        both.hand_over(prompt(8), seconds=0.4)
-        both.serve(one, 20.0, (one.prompt_tokens, 0), instead_seconds=0.1)
-    assert (both.local.handoff_seconds, both.local.cost.samples) == (0.2, 0)
-    assert both.sooner(one) is not None
+        fleet.hand_off(prompt(8), seconds=0.4)
+        fleet.serve(one, 20.0, (one.prompt_tokens, 0), instead_seconds=0.1)
+    assert (fleet.local.handoff_seconds, fleet.local.cost.samples) == (0.2, 0)
+    assert fleet.faster_decoder(one) is not None
     lag = None  # the lag is unknown
-    both.hand_over(prompt(8), seconds=0.4)
-    assert both.local.handoff_seconds == 0.2
+    fleet.hand_off(prompt(8), seconds=0.4)
+    assert fleet.local.handoff_seconds == 0.2
     lag = 0.0
-    both.sooner(one)
-    assert both.local.handoff_seconds > 0.2
+    fleet.faster_decoder(one)
+    assert fleet.local.handoff_seconds > 0.2

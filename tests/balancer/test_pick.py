@@ -25,13 +25,13 @@ CHAT = b'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 7, "
 NOTHING = Load()
 
 
-class Listening(Policy):
+class RecordingPolicy(Policy):
     """Policy that chooses the last candidate, charges the first slot ten times as much, and records all calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[Sequence[Candidate], Sequence[int], PickRequest]] = []
-        self.heard: list[tuple[object, ...]] = []
+        self.calls: list[tuple[object, ...]] = []
 
     def choose(self, candidates: Sequence[Candidate], weights: Sequence[int], request: PickRequest) -> Candidate:
         self.seen.append((candidates, weights, request))
@@ -43,31 +43,31 @@ class Listening(Policy):
 
     def track(self, backend: Backend, request: PickRequest) -> Tracker:
         load = self.cost_of(backend, request)
-        self.heard.append(("tracked", backend.name))
-        return Hearing(load, self.heard, backend)
+        self.calls.append(("track", backend.name))
+        return RecordingTracker(load, self.calls, backend)
 
 
-class Hearing(Tracker):
+class RecordingTracker(Tracker):
     """Tracker that records all calls."""
 
-    def __init__(self, load: Load, heard: list[tuple[object, ...]], backend: Backend) -> None:
+    def __init__(self, load: Load, calls: list[tuple[object, ...]], backend: Backend) -> None:
         super().__init__(load)
-        self.heard = heard
+        self.calls = calls
         self.backend = backend
 
     def note_usage(self, prompt_tokens: int, cached_tokens: int | None) -> None:
-        self.heard.append(("told", self.backend.name, prompt_tokens, cached_tokens))
+        self.calls.append(("note_usage", self.backend.name, prompt_tokens, cached_tokens))
 
     def note_first_token(self) -> None:
-        self.heard.append(("began", self.backend.name))
+        self.calls.append(("note_first_token", self.backend.name))
 
     def note_end(self, served: bool, answer_tokens: int | None) -> None:
-        self.heard.append(("ended", self.backend.name, served, answer_tokens))
+        self.calls.append(("note_end", self.backend.name, served, answer_tokens))
 
 
 @pytest.fixture
-def listening(balancer: Balancer) -> Listening:
-    policy = Listening()
+def policy(balancer: Balancer) -> RecordingPolicy:
+    policy = RecordingPolicy()
     balancer.decoders.use(policy)
     balancer.prefillers.use(policy)
     return policy
@@ -80,13 +80,13 @@ def failed(backend: Backend) -> UpstreamError:
 # Requests and candidates
 
 
-def test_policies_of_all_roles_get_the_same_request(balancer: Balancer, listening: Listening) -> None:
+def test_policies_of_all_roles_get_the_same_request(balancer: Balancer, policy: RecordingPolicy) -> None:
     call = parse(Api.CHAT, CHAT, Cost(), {"x-ttft-deadline-ms": "1500"})
     request = call.pick_request()
     with balancer.decoders.lease(request) as decoder, balancer.prefillers.lease(request) as prefiller:
         assert balancer.books(decoder.backend) == (1, call.pick_request().decode)
         assert balancer.books(prefiller.backend) == (1, call.pick_request().prefill)
-    (*_, of_decoder), (*_, of_prefiller) = listening.seen
+    (*_, of_decoder), (*_, of_prefiller) = policy.seen
     assert of_decoder is of_prefiller is request
     assert (request.prompt_tokens, request.output_tokens) == (call.prompt_tokens, 7)
     assert (request.session, request.first_token_seconds) == ("a", 1.5)
@@ -129,7 +129,7 @@ def test_session_is_the_id_of_the_client(members: bytes, session: str | None) ->
 
 
 def test_candidates_have_limits_and_running_requests(balancer: Balancer) -> None:
-    policy = Listening()
+    policy = RecordingPolicy()
     pool = balancer.pool(Role.DECODE, max_running=4)
     pool.use(policy)
     one, two = pool.backends()
@@ -144,7 +144,7 @@ def test_candidates_have_limits_and_running_requests(balancer: Balancer) -> None
 
 
 def test_policy_chooses_again_without_full_backends(balancer: Balancer) -> None:
-    policy = Listening()
+    policy = RecordingPolicy()
     pool = balancer.pool(Role.DECODE, max_running=1)
     pool.use(policy)
     one, two = pool.backends()
@@ -159,7 +159,7 @@ def test_policy_chooses_again_without_full_backends(balancer: Balancer) -> None:
 # Charges
 
 
-def test_policy_sets_the_charge_of_the_chosen_backend(balancer: Balancer, listening: Listening) -> None:
+def test_policy_sets_the_charge_of_the_chosen_backend(balancer: Balancer, policy: RecordingPolicy) -> None:
     one, two = balancer.decoders.backends()
     with balancer.decoders.lease(PickRequest.of(Load(5, 6))) as lease:
         assert (lease.backend, balancer.books(two)) == (two, (1, Load(5, 6)))
@@ -170,7 +170,7 @@ def test_policy_sets_the_charge_of_the_chosen_backend(balancer: Balancer, listen
     assert balancer.all_books() == {(0, NOTHING)}
 
 
-def test_moved_lease_does_not_charge_freed_compute_again(balancer: Balancer, listening: Listening) -> None:
+def test_moved_lease_does_not_charge_freed_compute_again(balancer: Balancer, policy: RecordingPolicy) -> None:
     one, two = balancer.prefillers.backends()
     with balancer.prefillers.lease(PickRequest.of(Load(5, 6))) as lease:
         lease.free_kv()
@@ -179,12 +179,12 @@ def test_moved_lease_does_not_charge_freed_compute_again(balancer: Balancer, lis
     assert balancer.all_books() == {(0, NOTHING)}
 
 
-def test_reservation_is_charged_without_notifying_the_tracker(balancer: Balancer, listening: Listening) -> None:
+def test_reservation_is_charged_without_notifying_the_tracker(balancer: Balancer, policy: RecordingPolicy) -> None:
     one, two = balancer.decoders.backends()
     with balancer.decoders.reserve(PickRequest.of(Load(5, 6), avoid=[two])):
         assert balancer.books(one) == (1, Load(50, 6))
     assert balancer.all_books() == {(0, NOTHING)}
-    assert listening.heard == []
+    assert policy.calls == []
 
 
 # Trackers
@@ -202,65 +202,65 @@ def leave(kind: type[BaseException] | None) -> Callable[[Backend], None]:
 
 @pytest.mark.parametrize(("error", "served"), [(None, True), (UpstreamError, False), (KeyboardInterrupt, False)])
 def test_tracker_gets_the_end_of_each_lease(
-    balancer: Balancer, listening: Listening, error: type[BaseException] | None, served: bool
+    balancer: Balancer, policy: RecordingPolicy, error: type[BaseException] | None, served: bool
 ) -> None:
     try:
         with balancer.prefillers.lease(PickRequest.of(NOTHING)) as lease:
-            assert listening.heard == [("tracked", "p:2")]
+            assert policy.calls == [("track", "p:2")]
             leave(error)(lease.backend)
     except (UpstreamError, KeyboardInterrupt):
         assert error is not None
-    assert listening.heard == [("tracked", "p:2"), ("ended", "p:2", served, None)]
+    assert policy.calls == [("track", "p:2"), ("note_end", "p:2", served, None)]
 
 
-def test_tracker_gets_a_prefill_answer_at_once(balancer: Balancer, listening: Listening) -> None:
+def test_tracker_gets_a_prefill_answer_at_once(balancer: Balancer, policy: RecordingPolicy) -> None:
     lease = balancer.prefillers.lease(PickRequest.of(NOTHING))
     lease.__enter__()
     lease.free_compute()
-    assert listening.heard[1:] == [("ended", "p:2", True, None)]
+    assert policy.calls[1:] == [("note_end", "p:2", True, None)]
     lease.free_compute()
     lease.__exit__(UpstreamError, failed(lease.backend), None)
-    assert listening.heard[2:] == []
+    assert policy.calls[2:] == []
 
 
-def test_tracker_gets_usage_and_answer_tokens(balancer: Balancer, listening: Listening) -> None:
+def test_tracker_gets_usage_and_answer_tokens(balancer: Balancer, policy: RecordingPolicy) -> None:
     with balancer.decoders.lease(PickRequest.of(NOTHING)) as lease:
         lease.note_usage(None, 7)
         lease.note_usage(12, 7)
         lease.confirm()
         lease.confirm()
         lease.answer_tokens = 5
-    assert listening.heard[1:] == [("told", "d:2", 12, 7), ("began", "d:2"), ("ended", "d:2", True, 5)]
+    assert policy.calls[1:] == [("note_usage", "d:2", 12, 7), ("note_first_token", "d:2"), ("note_end", "d:2", True, 5)]
 
 
-def test_moved_lease_has_two_trackers(balancer: Balancer, listening: Listening) -> None:
+def test_moved_lease_has_two_trackers(balancer: Balancer, policy: RecordingPolicy) -> None:
     with balancer.prefillers.lease(PickRequest.of(NOTHING)) as lease:
         lease.move((), failed(lease.backend))
-    assert listening.heard == [
-        ("tracked", "p:2"),
-        ("ended", "p:2", False, None),
-        ("tracked", "p:1"),
-        ("ended", "p:1", True, None),
+    assert policy.calls == [
+        ("track", "p:2"),
+        ("note_end", "p:2", False, None),
+        ("track", "p:1"),
+        ("note_end", "p:1", True, None),
     ]
 
 
-def test_tracker_gets_the_end_after_the_policy_was_replaced(balancer: Balancer, listening: Listening) -> None:
+def test_tracker_gets_the_end_after_the_policy_was_replaced(balancer: Balancer, policy: RecordingPolicy) -> None:
     with balancer.prefillers.lease(PickRequest.of(NOTHING)):
-        other = Listening()
+        other = RecordingPolicy()
         balancer.prefillers.use(other)
-    assert listening.heard == [("tracked", "p:2"), ("ended", "p:2", True, None)]
-    assert other.heard == []
+    assert policy.calls == [("track", "p:2"), ("note_end", "p:2", True, None)]
+    assert other.calls == []
 
 
 @pytest.mark.parametrize("method", ["choose", "cost_of", "track"])
 def test_failing_policy_leaves_no_charge(
-    balancer: Balancer, listening: Listening, monkeypatch: pytest.MonkeyPatch, method: str
+    balancer: Balancer, policy: RecordingPolicy, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(Listening, method, fail)
-    balancer.decoders.use(listening)
+    monkeypatch.setattr(RecordingPolicy, method, fail)
+    balancer.decoders.use(policy)
     with pytest.raises(ZeroDivisionError), balancer.decoders.lease(PickRequest.of(Load(1, 1))):
         pytest.fail("it must not begin")
     assert balancer.all_books() == {(0, NOTHING)}

@@ -1,6 +1,4 @@
-"""What a request costs that is like most others was made short: it comes to the same as the general way, whatever went
-before.
-"""
+"""Tests that the shortened path of plain requests has the same results as the general path,"""
 
 from __future__ import annotations
 
