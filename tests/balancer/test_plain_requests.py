@@ -1,4 +1,4 @@
-"""Tests that the shortened path of plain requests has the same results as the general path,"""
+"""Tests that the shortened path of plain requests has the same results as the general path."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def _parametrize(
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return two processes more than processors for `-n auto`, because tests wait; none for a test or a file.
 
-    A worker takes some seconds to start, because it collects all tests by itself.
+    A worker takes some seconds to start, because each one collects all tests.
     """
     option = config.option
     if option.keyword or option.usepdb or option.collectonly or any(".py" in name for name in config.args):

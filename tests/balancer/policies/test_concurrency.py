@@ -60,8 +60,10 @@ def shown(
     batches: bool = False,
     began: float = 0.0,
 ) -> None:
-    """Teach with an engine of `lanes` lanes. It has as many prompts as are wanted, but at most `waiting` for
-    each lane. `batches`: what is there when it begins is computed together.
+    """Teach with an engine of `lanes` lanes.
+
+    It always has as many prompts as are wanted, but at most `waiting` for each lane. `batches`: prompts that are in
+    flight when a step begins are computed in one step.
     """
     rng = random.Random(1)
     now = answered = began

@@ -27,17 +27,17 @@ def on_an_h200(answers: int) -> float:
 
 
 def constant(answers: int) -> float:
-    """A decoder whose pace does not depend on its number of answers."""
+    """Return the step time of a decoder whose pace does not depend on its number of answers."""
     return 0.02
 
 
 def bound_by_compute(answers: int) -> float:
-    """A decoder with the same throughput from 16 answers on."""
+    """Return the step time of a decoder with constant throughput from 16 answers on."""
     return max(0.02, 0.00125 * answers)
 
 
 def answer(pace: DecodePace, step: Step, spent: Mapping[int, float], now: float = 0.0, backend: str = "d") -> None:
-    """An answer that spent some seconds beside each of these numbers of answers, itself included."""
+    """Teach an answer that spent some seconds at each number of concurrent answers, including itself."""
     tokens = round(sum(seconds / step(answers) for answers, seconds in spent.items()))
     places: dict[int, float] = {}
     for answers, seconds in sorted(spent.items()):

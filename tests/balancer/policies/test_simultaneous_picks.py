@@ -1,8 +1,8 @@
 """Tests of simultaneous picks of several workers: distance from the least loaded backend.
 
-A worker reads the loads and then charges the one it chose, and nothing keeps others from doing the same in between. So
-what it charges may have, over the least loaded one, what others charged to it since it was read, and what others gave
-back elsewhere. Nothing else: reading is exact, and no load is ever old.
+A worker reads the loads and then charges its choice, and other workers may do the same in between. So the chosen
+backend may exceed the least loaded one by the concurrent charges on it and by the concurrent releases on others. There
+is no other error: reads are exact, and loads are never stale.
 """
 
 from __future__ import annotations
