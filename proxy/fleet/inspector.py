@@ -437,7 +437,7 @@ class Transfers:
     def _take_pairs(self, decoder: Backend, found: dict[Backend, HandoffVerdict]) -> None:
         """Take the new verdicts on a decoder's pairs.
 
-        If an instance was to blame for all its pairs and one of them transfers KV now, something has changed, so the
+        If an instance was blamed for all its pairs and one of them transfers KV now, something has changed, so the
         verdicts on its other pairs are dropped.
         """
         prefillers = self._lanes.values()
@@ -461,7 +461,7 @@ class Transfers:
         }
 
     def _report(self) -> None:
-        """Report instances to blame and instances that transfer KV. Earlier reports on all others stay."""
+        """Report blamed instances and instances that transfer KV. Earlier reports on all others stay."""
         blamed = culprits(self._pairs_with(HandoffVerdict.COMPUTED), self._lanes.values(), self._decoders)
         good = self._pairs_with(HandoffVerdict.TRANSFERRED)
         hints = NOT_STORED if self._traits.is_store else NOT_FETCHED

@@ -105,7 +105,7 @@ class Asker:
         return _answer(version), models
 
     async def _keeps_alive(self, backend: Backend) -> bool | None:
-        """Return whether a connection can be reused; None if unknown. Uses a client of its own."""
+        """Return whether a connection can be reused; None if unknown. Uses a separate client."""
         reused = asyncio.Event()
 
         async with EngineClient(self._names, on_reuse=reused.set) as client:

@@ -47,7 +47,7 @@ _ENGINES_AT_ONCE: Final = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExaminationOptions:
-    """What an Examination asks engines, and for how long."""
+    """Canaries of an examination, and its time limits."""
 
     canary_seconds: float
     """Limit for the answer to a canary."""

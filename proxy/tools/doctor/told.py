@@ -27,7 +27,7 @@ class Examined:
     addresses: tuple[str, ...] = ()
     name_problem: str = ""
     connects: dict[str, float | str] = field(default_factory=dict)
-    """By address: seconds to connect, or the problem."""
+    """Seconds to connect, or the problem, by address."""
     health: int | str = ""
     """Status of its health route, or the problem; empty if not queried."""
     version: str | None = None
