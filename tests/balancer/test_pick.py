@@ -106,7 +106,7 @@ def test_passed_through_request_has_no_subject() -> None:
 @pytest.mark.parametrize(
     ("deadline", "seconds"), [("20", 0.02), ("0", None), ("-5", None), ("soon", None), ("inf", None), ("nan", None)]
 )
-def test_a_deadline_is_a_positive_number_of_milliseconds(deadline: str, seconds: float | None) -> None:
+def test_deadline_is_a_positive_number_of_milliseconds(deadline: str, seconds: float | None) -> None:
     assert parse(Api.CHAT, CHAT, Cost(), {"x-ttft-deadline-ms": deadline}).first_token_seconds == seconds
 
 

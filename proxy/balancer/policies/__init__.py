@@ -1,1 +1,1 @@
-"""Who of those that are eligible gets a request: the policies, and what they learn from answers."""
+"""Policies that choose among eligible backends, and the values that they learn from answers."""

@@ -105,7 +105,7 @@ async def test_each_prompt_of_a_list_has_its_own_keys(deploy: Deploy) -> None:
     assert first.isdisjoint(second)
 
 
-async def test_a_prefiller_is_charged_for_what_it_has_to_compute(deploy: Deploy) -> None:
+async def test_prefiller_is_charged_for_uncached_tokens(deploy: Deploy) -> None:
     gateway = await deploy(2, 1, **CHOOSING)
     await gateway.ask(turn(LONG))
     (again,) = (engine for engine in gateway.prefillers if generations(engine))
