@@ -175,7 +175,7 @@ class KvHandoff:
             self.kv = self._kept = None
 
     def __enter__(self) -> Self:
-        """Raises NoBackendAvailable."""
+        """Choose and lease a decoder. Raises NoBackendAvailable."""
         pools, request = self._context.pools, self._request
         self.decoder = decoder = Lease(pools.decode, request)
         decoder.__enter__()

@@ -169,7 +169,7 @@ class CompletionAsChat:
         self._hidden_by_tools = ("stop",) if keeps_length else ("stop", "length")
 
     def delta(self, choice: dict[str, Any], *, is_last: bool) -> dict[str, Any]:
-        """The delta of the chat's choice that `choice`, a completion's, is turned into in place."""
+        """Turn the choice of a completion into that of a chat, in place. Return its delta."""
         text = choice.pop("text", None) or ""
         delta = with_reasoning_as(self._reasoning_field, self._parser.feed(text, finished=is_last))
         choice.pop("prompt_token_ids", None)
@@ -189,7 +189,7 @@ def with_reasoning_as(name: str, delta: dict[str, Any]) -> dict[str, Any]:
 
 
 def chat_logprobs(logprobs: dict[str, Any], top: int) -> dict[str, Any]:
-    """The log probabilities of a completion in the shape of a chat's that names `top` alternatives of each token.
+    """Convert the log probabilities of a completion to those of a chat with `top` alternatives for each token.
 
     Both begin with the token itself, and a completion names one more (vLLM `_create_completion_logprobs`).
     """
@@ -202,7 +202,7 @@ def chat_logprobs(logprobs: dict[str, Any], top: int) -> dict[str, Any]:
 
 
 def _first(ranked: Iterable[tuple[str, float]], count: int) -> list[tuple[str, float]]:
-    """The first `count` entries; -1 means all."""
+    """Return the first `count` entries; -1 means all."""
     return list(ranked)[: None if count < 0 else count]
 
 

@@ -50,7 +50,7 @@ class Watching:
         """Whether it is watched at all."""
 
     def observed(self, call: Call) -> Call:
-        """The call as it is sent to engines."""
+        """Return the call as it is sent to engines."""
         return self.engine.observed(call, self.watch) if self.is_close else call
 
 
@@ -196,8 +196,10 @@ class VllmEngine(Engine):
         return is_structured(call, _VLLM_GRAMMARS)
 
     def next_seed(self, seed: int, segment: int) -> int:
-        """See Engine. The same seed would repeat the random numbers of the first part. Any other seed is as good, as
-        the state of that sequence is not known.
+        """Return another seed for each part. See Engine.
+
+        The same seed would repeat the random numbers of the first part. The state of that sequence is unknown, so any
+        other seed is as good.
         """
         return (seed + segment * 0x9E3779B97F4A7C15) % 2**63
 
@@ -302,8 +304,10 @@ class SglangEngine(Engine):
         return seed
 
     def chat_from_ids(self, call: Call, key: str, prompt_ids: bytes, so_far: str) -> Call:
-        """See Engine. The messages, which are not rendered then, tell the parser of reasoning where the answer is: it
-        looks for markers in that of the assistant (`parser/reasoning_parser.py`).
+        """Continue a chat from `input_ids`. See Engine.
+
+        The messages are not rendered then. The parser of reasoning still searches the last message of the assistant for
+        markers (`parser/reasoning_parser.py`).
         """
         changes: dict[str, Any] = {"input_ids": orjson.Fragment(prompt_ids)}
         if so_far:
@@ -312,8 +316,10 @@ class SglangEngine(Engine):
         return call.changed(changes)
 
     def as_completion(self, call: Call, sampling: Mapping[str, float] | None) -> Mapping[str, object]:
-        """See Engine. A chat takes options that it does not set from the model's `generation_config.json`. A completion
-        does not (`to_sampling_params`, `_build_sampling_params`), and null is no number for it.
+        """Return the sampling options that a completion must set to equal the chat. See Engine.
+
+        A chat takes missing options from `generation_config.json` of the model. A completion does not
+        (`to_sampling_params`, `_build_sampling_params`), and rejects null as a number.
         """
         if sampling is None:
             raise CannotResume("the default sampling options of SGLang's chats are not known")

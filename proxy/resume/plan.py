@@ -166,8 +166,9 @@ def _find_verbatim_cut(situation: Situation) -> Steps[Cut]:
 def _parsed(
     situation: Situation, text: str, in_reasoning: bool, *, is_cut: bool = False
 ) -> tuple[AnswerParser, dict[str, Any], str]:
-    """A parser that has read the answer's text, what of that the client does not have, and what of its content that
-    lacks. `is_cut`: it may lack something. Raises Mismatch.
+    """Return a parser that has read the answer, the text that the client lacks, and the content that this text lacks.
+
+    `is_cut`: the text may lack content. Raises Mismatch.
     """
     compare = beyond_or_behind if is_cut else lambda transcript, said: (beyond(transcript, said), "")
     for shows_blanks in (situation.shows_blanks, not situation.shows_blanks):

@@ -89,7 +89,7 @@ class Seam:
         self._engine = plan.engine
 
     def rewrite(self, payload: dict[str, Any], *, recomputed: bool) -> list[tuple[dict[str, Any], list[int]]]:
-        """The chunks the client gets for one chunk of the engine, each with the ids it adds to the answer.
+        """Return the chunks for the client made of one chunk of the engine, each with its new token IDs.
 
         `recomputed`: the engine breaks off with this chunk. Raises Mismatch.
         """
@@ -133,14 +133,14 @@ class Seam:
         return "" if self._guard is None else self._guard.unsent
 
     def ending(self) -> list[tuple[dict[str, Any], list[int]]]:
-        """The chunks of an answer that ends here, since there is no room for more."""
+        """Return the chunks that end an answer here, because there is no room for more tokens."""
         self._known = ""
         text: dict[str, Any] = {"text": ""} if self._api is not Api.CHAT or self._as_chat else {"delta": {}}
         choice = {"index": 0, **text, "logprobs": None, "finish_reason": "length", self._engine.stop_member: None}
         return self.rewrite({"choices": [choice]}, recomputed=False)
 
     def usage(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The usage of the whole answer; the engine took a part of it for prompt."""
+        """Return the usage of the whole answer, a part of which the engine counted as prompt."""
         tokens = read_counts(usage)
         corrected = {
             **usage,
@@ -168,7 +168,7 @@ class Seam:
         return chunk
 
     def _bare(self, choice: dict[str, Any]) -> dict[str, Any]:
-        """The same choice without what belongs to its own tokens."""
+        """Return a copy of a choice without the members that describe its tokens."""
         bare = {**choice, "logprobs": None, "finish_reason": None}
         bare.pop(self._engine.stop_member, None)
         if self._engine.names_stop_always:
@@ -219,15 +219,16 @@ def _without_first(logprobs: Any, count: int) -> Any:
 
 
 def unfinished(payload: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A copy of a payload, and of its only choice, without a finish."""
+    """Return a copy of a payload without a finish reason, and its only choice."""
     choice = {**payload["choices"][0], "finish_reason": None}
     choice.pop("stop_reason", None)
     return {**payload, "choices": [choice]}, choice
 
 
 def without_tool_calls(choice: dict[str, Any]) -> None:
-    """Remove what a chat's choice says of tool calls: old parsers make up what closes the arguments (vLLM 0.18
-    `chat_completion/serving.py`).
+    """Remove the tool calls from the choice of a chat.
+
+    Old parsers invent the end of the arguments (vLLM 0.18, `chat_completion/serving.py`).
     """
     if "delta" in choice:
         choice["delta"] = {name: value for name, value in choice["delta"].items() if name != "tool_calls"}
@@ -264,7 +265,9 @@ class StopGuard:
         shows_stop: bool = False,
         tokens_to_minimum: int | None = None,
     ) -> None:
-        """`held`: the text before the seam that the client does not have; `late`: how many characters of it come with
+        """Store the state of the stop strings at the seam.
+
+        `held`: the text before the seam that the client does not have; `late`: how many characters of it come with
         the first new text. `before`: what the client has and a stop string may begin in, needed only with
         `shows_stop`, when the stop string itself is to be shown. `tokens_to_minimum`: how many tokens the answer lacks
         of its minimum, below which stop strings do not count; negative when it has more, None when it has no minimum.
@@ -312,7 +315,7 @@ class StopGuard:
         return shown, None
 
     def _find(self, own_stop: str | None) -> tuple[int, int, str] | None:
-        """The stop string that is complete first, and of several the first in the list (vLLM `check_stop_strings`)."""
+        """Return the stop string that is complete first, or the first in the list of several (`check_stop_strings`)."""
         text = self._text if own_stop is None or self._shows_stop else self._text + own_stop
         found = []
         for rank, stop in enumerate(self._stops):

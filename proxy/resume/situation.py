@@ -64,8 +64,9 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """How an answer is continued. `call` None: it ends here, for length. `seam` None: it is repeated, as the client has
-    no part of it.
+    """How an answer is continued.
+
+    `call` None: it ends here, because of its length. `seam` None: it is repeated, because the client has no part of it.
     """
 
     action: Action

@@ -1,5 +1,4 @@
-"""Engines that push KV layer by layer, as far as a gateway can see: a decoder that calls back and then waits, and a
-prefiller that lets it go on.
+"""Simulate engines that push KV layer by layer: a decoder that calls back and waits, and its prefiller.
 
 They agree on nothing but the id that each makes of its X-Request-Id, as vLLM does: where that is not the same, or the
 prefiller never says that it is done, a decoder waits for ever.
@@ -182,7 +181,7 @@ def _payload(engine_id: str, finish_reason: str | None, part: dict[str, Any]) ->
 
 
 def callback(engine_id: str) -> dict[str, Any]:
-    """What MooncakeLayerwiseConnector.update_state_after_alloc posts."""
+    """Return the body that MooncakeLayerwiseConnector.update_state_after_alloc posts."""
     return {
         "token_ids": [],
         "request_id": engine_id,

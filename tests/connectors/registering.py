@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def engines_told(*engine_ids: str) -> bytes:
-    """The answer to `/query` when the engines of these ids have registered, as ranks 0, 1 …"""
+    """Return the answer to `/query` when engines with these IDs have registered as ranks 0, 1 and so on."""
     addresses = {"0": {"0": "tcp://127.0.0.1:1"}}
     return json_answer(
         {str(rank): {"engine_id": name, "worker_addr": addresses} for rank, name in enumerate(engine_ids)}

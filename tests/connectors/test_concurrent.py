@@ -82,14 +82,14 @@ class Legs:
             await asyncio.sleep(0)
 
     async def open(self) -> None:
-        """The decode leg answers, and the rest of the attempt begins."""
+        """Let the decode leg answer, and wait for the rest of the attempt to begin."""
         await self.begin()
         self.decode.ends(self.opened)
         while not self.rest.has_begun:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
     async def error(self) -> BaseException | None:
-        """The error with which the attempt ends."""
+        """Wait for the end of the attempt, and return its error."""
         (result,) = await asyncio.gather(self.task, return_exceptions=True)
         return result
 

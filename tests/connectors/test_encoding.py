@@ -75,7 +75,7 @@ class Encoders:
 
 @pytest.fixture
 async def encoders(deploy: Deploy) -> AsyncIterator[Encoders]:
-    """Started before and ended after every gateway: `deploy` is entered first, and its gateways outlive this."""
+    """Start encoders before every gateway, and end them after all gateways."""
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(SimulatedEngine()) for _ in range(2)]
         yield Encoders(engines, deploy)

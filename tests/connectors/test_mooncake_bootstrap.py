@@ -212,7 +212,7 @@ async def test_cached_tokens_are_the_prefillers(deploy: Deploy, bootstrap: Boots
 
 @asynccontextmanager
 async def halted(deploy: Deploy, bootstrap: BootstrapServer) -> AsyncIterator[Pair]:
-    """A stream whose prefiller answers when it is let go, and whose decoder begins then, and hangs."""
+    """Begin a stream whose prefiller answers when it is released, and whose decoder then begins and hangs."""
     first, rest = event_stream([data({"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": None}]})])[
         :2
     ]
@@ -464,7 +464,7 @@ async def test_changed_settings_hold_for_the_next_attempt(deploy: Deploy, bootst
 
 
 def told(text: str, ids: list[int], **choice: Any) -> bytes:
-    """A piece of a completion, as vLLM streams it when it is asked for token ids."""
+    """Return a chunk of a completion as vLLM streams it with token IDs."""
     return data(
         {
             "id": "cmpl-1",

@@ -26,7 +26,7 @@ OLD = {"profile_name": "v0.27"}
 
 
 async def leave_during_the_hand_over(gateway: Deployment, body: dict[str, Any] | None = None) -> None:
-    """A client that leaves when a decoder was asked and has answered nothing."""
+    """Disconnect a client after its decoder received the request and before it answers."""
     decoder = gateway.decoders[0]
     decoder.faults.add("hang_before_headers", times=1)
     async with gateway.asking(body or request(Api.CHAT, stream=True)) as client:
@@ -36,7 +36,7 @@ async def leave_during_the_hand_over(gateway: Deployment, body: dict[str, Any] |
 
 
 async def released(gateway: Deployment) -> dict[tuple[str, ...], float]:
-    """What became of the orphans, once it has."""
+    """Wait for the releases, and return their metric."""
     await until(lambda: not gateway.worker.releaser.pending, "the releases")
     return gateway.metrics("pdproxy_kv_released_total")
 

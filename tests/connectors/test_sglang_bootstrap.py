@@ -143,8 +143,9 @@ async def test_requests_are_spread_over_the_ranks_of_a_prefiller(deploy: Deploy)
 
 
 async def test_a_rank_is_free_when_its_prefill_is_done(deploy: Deploy) -> None:
-    """However long the answer takes then. The first and the third request were prefilled on one rank, and the second
-    one still is on the other.
+    """Test this for long answers.
+
+    The first and the third request were prefilled on one rank. The second one is still running on the other.
     """
 
     async def prefill(exchange: Exchange) -> None:

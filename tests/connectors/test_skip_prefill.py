@@ -24,7 +24,7 @@ def turn(*texts: str, **fields: Any) -> dict[str, Any]:
 
 
 async def wanting(deploy: Deploy, decoders: int, **sections: Any) -> Deployment:
-    """A gateway for which a hand-over takes so long that a decoder that may compute a prompt is always sooner."""
+    """Deploy a gateway with a handoff so slow that a decoder always computes the prompt sooner."""
     gateway = await deploy(1, decoders, kv={"skip_prefill": True}, **sections)
     gateway.worker.service._parts.connector._local_prefill.handoff_seconds = 1000.0  # type: ignore[attr-defined]
     return gateway

@@ -251,7 +251,7 @@ def a_call(gateway: Deployment, body: bytes, api: Api, **kv_params: object) -> C
 
 @asynccontextmanager
 async def opened(gateway: Deployment, call: Call, prefer: Backend | None = None) -> AsyncIterator[Attempt]:
-    """An attempt by the gateway's connector, without what stands above it; its answer is read and has arrived."""
+    """Run one attempt of the connector alone, read its answer, and report its KV as arrived."""
     async with gateway.worker.service._parts.connector.open(call, call.pick_request((), prefer), Timeline()) as attempt:
         await attempt.response.read()
         attempt.kv_arrived()

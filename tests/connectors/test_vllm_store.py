@@ -33,7 +33,7 @@ def canned_pair(prefilled: bytes = STORED % USAGE) -> tuple[CannedEngine, Canned
 
 
 async def store(deploy: Deploy, prefillers: Any = 1, decoders: Any = 1, **sections: Any) -> Deployment:
-    """A deployment whose policy for prefillers that name nothing to fetch says that it is an error."""
+    """Deploy with `kv.on_missing: error`, so that a prefill answer without KV parameters is an error."""
     kv = {"on_missing": "error", **sections.pop("kv", {})}
     return await deploy(prefillers, decoders, connector="vllm_store", kv=kv, **sections)
 

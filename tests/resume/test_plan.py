@@ -48,7 +48,7 @@ Told = tuple[str, list[int]]
 def answered(
     api: Api, ids: Sequence[int], *, in_reasoning: bool = False, prompt: list[int] | None = None
 ) -> Transcript:
-    """A transcript of these ids, which arrived one by one as from an engine with parsers."""
+    """Return a transcript of these IDs, which arrived one by one as from an engine with parsers."""
     transcript = Transcript()
     transcript.prompt_ids = orjson.dumps(PROMPT if prompt is None else prompt)
     parser, detokenizer = KimiParser(in_reasoning=in_reasoning), Detokenizer(keep_markers=True)
@@ -83,7 +83,7 @@ def situation(body: dict[str, Any], ids: Sequence[int], *, in_reasoning: bool = 
 def decided(
     situation: Situation, text_of: Callable[[Sequence[int]], str | None] = lambda ids: decode(ids, keep_markers=True)
 ) -> tuple[Resumption, int]:
-    """The decision, and how often the text of token ids had to be asked for."""
+    """Return the decision, and how often it needed the text of token IDs."""
     steps, asked = plan(situation), 0
     try:
         ids = next(steps)
@@ -95,7 +95,7 @@ def decided(
 
 
 def body_of(resumption: Resumption) -> Any:
-    """The members that the next engine gets on both legs."""
+    """Return the members that the next engine receives on both legs."""
     assert resumption.call is not None
     changes = {"kv_transfer_params": dict(resumption.call.kv_params)} if resumption.call.kv_params else {}
     return orjson.loads(document.joined(resumption.call.body(changes)))
@@ -327,7 +327,10 @@ def test_ids_that_the_client_has_are_not_sent_again(shows_ids: bool, shown: bool
 
 
 def chunked(*chunks: tuple[str, str]) -> Transcript:
-    """A completion of chunks: the text that was shown, and that of its ids; of a ÿ at the end only the first half."""
+    """Return the transcript of a completion from chunks of shown text and of text of IDs.
+
+    A ÿ at the end stands for the first half of the character.
+    """
     transcript = Transcript()
     transcript.prompt_ids = orjson.dumps(PROMPT)
     for shown, said in chunks:

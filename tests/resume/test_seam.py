@@ -28,14 +28,14 @@ Chunk = tuple[dict[str, Any], list[int]]
 
 
 def choice(ids: list[int] | None = None, finish: str | None = None, **fields: Any) -> dict[str, Any]:
-    """A chat's choice, or a completion's if it has a `text`. As vLLM writes it, a stop reason comes with the finish."""
+    """Return the choice of a chat, or of a completion if it has a `text`. As in vLLM, a finish has a stop reason."""
     shows = fields if "text" in fields else {"delta": fields}
     stop = {"stop_reason": None} if finish else {}
     return {"index": 0, **shows, "logprobs": None, "finish_reason": finish, **stop, "token_ids": ids or []}
 
 
 def payload(choice: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """A chunk of the second engine."""
+    """Return a chunk of the second engine."""
     return {"id": "chatcmpl-2", "object": "other", "created": 2, "model": "m", "choices": [choice], **more}
 
 
@@ -403,7 +403,7 @@ def engine_chunks(
 
 
 def joined(text: str, seam: int, stops: Sequence[str], cuts: Sequence[int], *, shows_stop: bool) -> Found:
-    """The same of two engines: the first breaks off behind `seam` characters, and the second sees the rest of them."""
+    """Return the result of two engines: the first one breaks off after `seam` characters."""
     hold = max(map(len, stops)) - 1
     sent = text[:seam] if shows_stop else text[: max(0, seam - hold)]
     before = sent[len(sent) - min(hold, len(sent)) :] if shows_stop else ""
@@ -519,7 +519,7 @@ def test_an_answer_is_the_same_wherever_its_replay_begins_to_tell(have: int) -> 
 
 
 def chunks_of(reasoning: str, content: str, cuts: Iterable[int]) -> list[dict[str, Any]]:
-    """A stream of these texts, a token to a character, in chunks that end at the cuts."""
+    """Return a stream of these texts with one token per character, in chunks that end at the cuts."""
     text = reasoning + content
     marks = sorted({0, *(cut % (len(text) + 1) for cut in cuts), len(text)})
     made = []
