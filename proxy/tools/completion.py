@@ -1,8 +1,8 @@
-"""`pdproxy completion bash` or `zsh`: a script by which the shell completes sub-commands, flags and policies.
+"""`pdproxy completion bash` or `zsh`: a script for the completion of sub-commands, flags and policies.
 
     pdproxy completion bash > /etc/bash_completion.d/pdproxy
 
-It is made of what each sub-command says after `--help`, so it knows what they know.
+The script is generated from the `--help` text of each sub-command.
 """
 
 from __future__ import annotations
@@ -45,8 +45,11 @@ complete -o default -F _pdproxy pdproxy"""
 
 
 def script(words: Sequence[str], help_of: Callable[[Sequence[str]], str]) -> str:
-    """The script for the shell that the words name. `help_of`: what the program says after some words and `--help`.
-    Raises SettingsError.
+    """Return the completion script for a shell. Raises SettingsError.
+
+    Args:
+        words: Name of the shell.
+        help_of: Returns the `--help` text of the program, or of the sub-command with this name.
     """
     if {*words} & {"--help", "-h"}:
         return f"usage: pdproxy completion {{{','.join(_SHELLS)}}}\n\n{COMMANDS['completion'].capitalize()}."
@@ -64,11 +67,12 @@ def script(words: Sequence[str], help_of: Callable[[Sequence[str]], str]) -> str
     return _ZSH + text if words[0] == "zsh" else text
 
 
-def _flags(told: str, all_flags: str = "") -> str:
-    """The words of which one comes first, the flags that begin a line, or stand behind a shorter name there, and the
-    program's, where they are taken, too.
+def _flags(help_text: str, all_flags: str = "") -> str:
+    """Return the words that may follow, taken from a `--help` text: sub-commands and flags.
+
+    `all_flags`: flags of the program, which are also accepted.
     """
-    choices = ",".join(re.findall(r"^  \{([a-z,]+)\}", told, re.MULTILINE)).split(",")
-    own = re.findall(r"^  (?:-\w(?: \S+)?, )?(--[a-z][a-z0-9-]*)", told, re.MULTILINE)
-    more = all_flags.split() if "[flags of pdproxy]" in told else []
+    choices = ",".join(re.findall(r"^  \{([a-z,]+)\}", help_text, re.MULTILINE)).split(",")
+    own = re.findall(r"^  (?:-\w(?: \S+)?, )?(--[a-z][a-z0-9-]*)", help_text, re.MULTILINE)
+    more = all_flags.split() if "[flags of pdproxy]" in help_text else []
     return " ".join(dict.fromkeys([*filter(None, choices), *own, *more]))

@@ -1,4 +1,4 @@
-"""Numbers behind the flags of commands: each is a `type` for argparse, whose error says what it must be."""
+"""Number types for argparse, whose errors state the expectation."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from argparse import ArgumentTypeError
 from typing import Final
 
 _TOO_MUCH: Final = 1e9
-"""As seconds these are 32 years, and no clock waits much longer."""
+"""32 years in seconds, more than any clock needs"""
 
 
 def whole(text: str) -> int:
-    """0, 1, 2 and so on."""
+    """Return a whole number from 0."""
     if not (text.isascii() and text.isdecimal()):
         raise ArgumentTypeError("must be a whole number, 0 or more")
     return int(text)
 
 
 def natural(text: str) -> int:
-    """1, 2 and so on."""
+    """Return a whole number from 1."""
     if not (text.isascii() and text.isdecimal()) or int(text) < 1:
         raise ArgumentTypeError("must be a whole number, 1 or more")
     return int(text)
 
 
 def seconds(text: str) -> float:
-    """A duration that may be 0."""
+    """Return a duration in seconds, which may be 0."""
     value = _bounded(text)
     if value is None or value < 0:
         raise ArgumentTypeError("must be a number of seconds, 0 or more and below 1e9")
@@ -32,7 +32,7 @@ def seconds(text: str) -> float:
 
 
 def positive(text: str) -> float:
-    """More than 0."""
+    """Return a number above 0."""
     value = _bounded(text)
     if value is None or value <= 0:
         raise ArgumentTypeError("must be a number above 0 and below 1e9")

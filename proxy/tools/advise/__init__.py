@@ -1,4 +1,4 @@
-"""`pdproxy advise`: which side of the fleet is the bottleneck, and what moving one instance to it would do."""
+"""`pdproxy advise`: the bottleneck of the fleet, and the effect of moving one instance to it."""
 
 from proxy.tools.advise.command import main
 

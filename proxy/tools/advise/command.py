@@ -1,4 +1,4 @@
-"""The sub-command: its flags, the scrapes, the report."""
+"""The sub-command: its flags, scrapes and report."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ decoders, and what moving one instance from one to the other would do."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it; returns the exit code. Raises SettingsError."""
+    """Run the sub-command and return its exit code. Raises SettingsError."""
     flags = read_flags(argv)
     try:
         samples = _samples(flags.metrics, flags.seconds)
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_flags(argv: Sequence[str]) -> argparse.Namespace:
-    """What follows the sub-command. Raises SettingsError."""
+    """Read the flags of the sub-command. Raises SettingsError."""
     parser = Parser(prog="pdproxy advise", description=_DESCRIPTION, allow_abbrev=False)
     add = parser.add_argument
     add(
@@ -59,7 +59,7 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     )
     add("--seconds", type=positive, default=60.0, help="to watch, while there is load (default: 60)")
     add("--token-ms", type=positive, default=100.0, help="a decoder is full at this time a token (default: 100)")
-    add("--decode-streams", type=positive, metavar="N", help="or with so many streams (default: learned)")
+    add("--decode-streams", type=positive, metavar="N", help="or with this number of streams (default: learned)")
     add("--json", action="store_true", help="print JSON instead of a table")
     return parser.parse_args(argv)
 
@@ -85,7 +85,7 @@ def _get(url: str) -> str:
 
 
 def as_table(found: Observed) -> str:
-    """For people."""
+    """Return the report as text."""
     now = found.split
     lines = [f"{'split':16}{'prefillers busy':>17}{'decoders busy':>15}{'carries':>10}"]
     for split in now.alternatives():
@@ -103,7 +103,7 @@ def as_table(found: Observed) -> str:
 
 
 def as_json(found: Observed) -> bytes:
-    """For programs."""
+    """Return the report as JSON."""
     now = found.split
     splits = [{"split": each.name, **asdict(each), "carries": each.carries} for each in now.alternatives()]
     return orjson.dumps(

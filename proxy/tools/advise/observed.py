@@ -1,4 +1,4 @@
-"""How busy prefillers and decoders are, by what gateways' `/metrics` say of a while."""
+"""Utilisation of prefillers and decoders, from the gateways' `/metrics` over some time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from proxy.tools.advise.split import Split
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-# A line through fewer points, or points that are closer together, says nothing about where it leads.
+# A line through fewer points, or through points that are closer together, cannot be extrapolated.
 _LEAST_POINTS: Final = 5
 _LEAST_SPREAD: Final = 1.3
 _NAMES: Final = (
@@ -25,32 +25,37 @@ _FULL_QUEUE: Final = ("queue_full", "queue_timeout", "queue_predicted")
 
 
 class Unknown(Exception):
-    """The metrics do not say what is needed; says why."""
+    """The metrics lack a needed value, which the text names."""
 
 
 @dataclass(slots=True)
 class Sample:
-    """What all gateways said at one time. Counters are sums."""
+    """One reading of all gateways. Counters are sums."""
 
     at: float
-    """Seconds."""
+    """Time of the reading in seconds."""
     computing: Counter[str] = field(default_factory=Counter)
-    """Tokens that each prefiller works on."""
+    """Tokens of running prefills, by prefiller."""
     healthy: dict[str, set[str]] = field(default_factory=lambda: {"prefill": set(), "decode": set()})
-    """Addresses by role."""
+    """Addresses of healthy instances, by role."""
     waiting: float = 0.0
     refused: float = 0.0
-    """Because the queue was full, or they waited too long."""
+    """Requests that were refused because the queue was full or they waited too long."""
     prefilled: float = 0.0
     stream_seconds: float = 0.0
-    """Of all streams together."""
+    """Seconds of all streams together."""
     tokens: float = 0.0
-    """Of answers."""
+    """Tokens of answers."""
 
 
 def read(at: float, expositions: Iterable[str]) -> Sample:
-    """The sample of all gateways together. `at`: seconds of any monotonic clock. `expositions`: the answers of all
-    gateways to `GET /metrics`, in Prometheus' text format. Raises Unknown where one has no metrics of pdproxy's.
+    """Return one reading of all gateways.
+
+    Raises Unknown if one has no metrics of pdproxy.
+
+    Args:
+        at: Seconds of a monotonic clock.
+        expositions: Answers of all gateways to `GET /metrics`, in Prometheus' text format.
     """
     sample = Sample(at)
     for text in expositions:
@@ -67,7 +72,7 @@ def read(at: float, expositions: Iterable[str]) -> Sample:
 
 
 def _ours(text: str) -> str:
-    """The lines of what is read here: parsing all of them takes much longer."""
+    """Return the lines with needed metrics, because parsing all lines takes much longer."""
     return "\n".join(line for line in text.splitlines() if line.startswith(_NAMES)) + "\n"
 
 
@@ -95,20 +100,24 @@ def _take(sample: Sample, name: str, labels: dict[str, str], value: float) -> bo
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What was made of it."""
+    """Conclusions from all readings."""
 
     split: Split
     streams: float
-    """At a time at each decoder."""
+    """Concurrent streams of each decoder."""
     streams_when_full: float
     token_seconds: float
-    """Between two tokens of a stream."""
+    """Seconds between two tokens of a stream."""
     notes: tuple[str, ...] = ()
 
 
 def observed(samples: Sequence[Sample], token_seconds: float, streams_when_full: float | None = None) -> Observed:
-    """`token_seconds`: a decoder is full when its tokens come no faster. `streams_when_full`: how many streams it has
-    then, if that is known. Raises Unknown.
+    """Return the conclusions. Raises Unknown.
+
+    Args:
+        samples: Readings in order.
+        token_seconds: A decoder is full when its tokens take this long.
+        streams_when_full: Number of streams of a full decoder; None if not known.
     """
     first, last = samples[0], samples[-1]
     prefillers, decoders = (len(last.healthy[role]) for role in ("prefill", "decode"))
@@ -122,7 +131,7 @@ def observed(samples: Sequence[Sample], token_seconds: float, streams_when_full:
     pace = (last.stream_seconds - first.stream_seconds) / tokens
     full = streams_when_full or _full(samples, decoders, token_seconds)
     if full is None:
-        # A step takes longer the more streams share it, but less than in proportion: they are at most so busy.
+        # A step with more streams takes longer, but less than in proportion, so this is an upper bound.
         full = streams * token_seconds / pace if pace else float("inf")
         notes.append(
             f"how many streams a decoder can have at {1000 * token_seconds:g} ms a token is a guess on the low side,"
@@ -133,7 +142,7 @@ def observed(samples: Sequence[Sample], token_seconds: float, streams_when_full:
 
 
 def _prefill_busy(samples: Sequence[Sample]) -> float:
-    """The share of the time in which prefillers compute, and what was asked for beyond that."""
+    """Return the share of time in which prefillers compute, plus the refused demand."""
     shares = [
         sum(sample.computing[address] > 0 for address in healthy) / len(healthy)
         for sample in samples
@@ -145,7 +154,7 @@ def _prefill_busy(samples: Sequence[Sample]) -> float:
 
 
 def _full(samples: Sequence[Sample], decoders: int, token_seconds: float) -> float | None:
-    """Where the line through what a token took with so many streams reaches its bound; None: nobody can tell."""
+    """Return the number of streams at which the time per token reaches its bound, by a linear fit; None: not known."""
     points = [
         (streams / (after.at - before.at) / decoders, streams / tokens)
         for before, after in pairwise(samples)

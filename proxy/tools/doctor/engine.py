@@ -72,7 +72,7 @@ def check_connect(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
 
 
 def check_health(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
-    """It passes its health check."""
+    """Check that it passes its health check."""
     path = fleet.settings.health.path
     if isinstance(engine.health, str) and engine.health:
         hint = "it accepts connections and does not respond: it may be loading or hung, or it is not an engine"
@@ -132,7 +132,7 @@ def check_suits(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
 
 
 def check_bootstrap(engine: Examined, fleet: Fleet) -> Iterator[Finding]:
-    """The bootstrap server at which decoders meet a prefiller can be reached."""
+    """Check that decoders can reach the bootstrap server of a prefiller."""
     if engine.bootstrap and not any(check_suits(engine, fleet)):
         hint = "decode instances connect to it there: pass the bootstrap port as `--prefill URL PORT`"
         yield Finding(Severity.FAILURE, "bootstrap", engine.subject, engine.bootstrap, hint)

@@ -1,7 +1,7 @@
-"""`pdproxy launch`: one description of a fleet gives the commands of each node and the gateway's configuration.
+"""`pdproxy launch`: commands of each node and the gateway's configuration, from one description of a fleet.
 
-`topology.py` is the file that people write, `plan.py` what each node starts by it, `refusals.py` what would not work.
-`vllm_ascend.py`, `sglang.py` and `gateway.py` write what is started.
+`topology.py` reads the description, `plan.py` derives the processes of each node, and `refusals.py` finds mistakes.
+`vllm_ascend.py`, `sglang.py` and `gateway.py` render the files.
 """
 
 from proxy.tools.launch.command import main

@@ -1,4 +1,4 @@
-"""The sub-command: its flags, what it prints and its exit code."""
+"""The sub-command: its flags, output and exit code."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from proxy.tools.launch.plan import Plan
 
 _DESCRIPTION: Final = """\
-One description of a fleet, the topology, gives the commands of every node and the gateway's configuration. What would
-not work is refused in words. configs/topologies has topologies for published guides."""
+Renders the commands of every node and the gateway's configuration from one description of a fleet, the topology. A
+topology that would not work is refused with the reason. configs/topologies has topologies for published guides."""
 _EPILOG: Final = """\
 The exit code of render is 2 if the topology is refused. check, or render --check, compares the fleet that runs with it:
-the exit code is 0 when all is well, 1 when there are warnings, and 2 when something does not fit."""
+the exit code is 0 without findings, 1 with warnings, and 2 with failures."""
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run it; returns the exit code. Raises SettingsError."""
+    """Run the sub-command and return its exit code. Raises SettingsError."""
     flags = read_flags(argv)
     plan = planned(read_topology(flags.topology))
     if not _is_good(plan):
@@ -49,7 +49,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def read_flags(argv: Sequence[str]) -> argparse.Namespace:
-    """What follows the sub-command. Raises SettingsError."""
+    """Read the flags of the sub-command. Raises SettingsError."""
     parser = Parser(
         prog="pdproxy launch",
         usage="pdproxy launch {render,check} TOPOLOGY.yaml [--output DIR] [--check] [--json]",
@@ -76,7 +76,7 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _is_good(plan: Plan) -> bool:
-    """Tell what is the matter with the topology; False: it is refused."""
+    """Print the problems of the topology, and return whether it is accepted."""
     found = refusals(plan)
     for finding in found:
         word = "error" if finding.severity is Severity.FAILURE else "warning"
@@ -89,7 +89,7 @@ def _check(plan: Plan, flags: argparse.Namespace, environ: Mapping[str, str]) ->
     loaded = load_gateway(plan, environ, flags.topology.absolute().parent)
     progress = ProgressLine()
     try:
-        with logs.silenced():  # what the doctor's parts have to say to an operator of a gateway is in the findings
+        with logs.silenced():  # the findings contain everything from the doctor's parts that matters here
             found = asyncio.run(compared(plan, loaded, progress=progress.show))
     finally:
         progress.clear()
@@ -97,7 +97,7 @@ def _check(plan: Plan, flags: argparse.Namespace, environ: Mapping[str, str]) ->
 
 
 def _write(directory: Path, files: Mapping[str, str]) -> None:
-    """Scripts can be run. Raises SettingsError."""
+    """Write the files; scripts become executable. Raises SettingsError."""
     try:
         for path, text in files.items():
             file = directory / path

@@ -1,4 +1,4 @@
-"""Compares a running fleet with its topology: the doctor asks the engines, and these checks come to its own."""
+"""Compares a running fleet with its topology: the doctor asks the engines, and these checks extend the doctor's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ async def compared(
     idle_seconds: float = IDLE_SECONDS,
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> list[Finding]:
-    """What engines are that the topology does not say, and what does not fit among them. Nothing is generated.
+    """Return the differences between engines and topology, and the doctor's findings, without generating any text.
+
     `idle_seconds` and `progress` are those of an Examination.
     """
     options = ExaminationOptions(canary_seconds=0.0, canary_tokens=0, canaries_per_pair=0, idle_seconds=idle_seconds)
@@ -38,8 +39,9 @@ async def compared(
 
 
 def load_gateway(plan: Plan, environ: Mapping[str, str], directory: Path) -> Loaded:
-    """The settings of the gateway that is rendered, and what the environment says, such as the key of engines.
-    `directory`: where relative paths begin, as those of keys. Raises SettingsError.
+    """Return the settings of the rendered gateway, with the environment's values such as the key of engines.
+
+    Raises SettingsError. `directory`: start of relative paths, such as those of keys.
     """
     with tempfile.TemporaryDirectory() as temporary:
         file = Path(temporary) / NAME
@@ -48,7 +50,7 @@ def load_gateway(plan: Plan, environ: Mapping[str, str], directory: Path) -> Loa
 
 
 def differences(plan: Plan, fleet: Fleet) -> Iterator[Finding]:
-    """Between what engines tell and the topology."""
+    """Yield the differences between the engines' reports and the topology."""
     launches = {
         (canonical_host(launch.node.address), port): launch for launch in plan.launches for port in launch.endpoints
     }
@@ -59,11 +61,11 @@ def differences(plan: Plan, fleet: Fleet) -> Iterator[Finding]:
     silent = [engine for engine in fleet.told if not _tells_role(engine)]
     if silent and "both" not in plan.topology.roles:
         words = f"{len(silent)} of {len(fleet.engines)} engines do not tell role and connector"
-        yield Finding(Severity.NOTE, "role", "fleet", words, "vLLM tells them with VLLM_SERVER_DEV_MODE=1")
+        yield Finding(Severity.NOTE, "role", "fleet", words, "vLLM reports them with VLLM_SERVER_DEV_MODE=1")
 
 
 def check_model(engine: Examined, launch: Launch, plan: Plan) -> Iterator[Finding]:
-    """It serves the model."""
+    """Check that the engine serves the model."""
     models, name = engine.facts.identity.models, plan.topology.name
     if models and name not in models:
         words = f"serves {', '.join(map(repr, sorted(models)[:3]))}, and the topology says {name!r}"
@@ -71,7 +73,7 @@ def check_model(engine: Examined, launch: Launch, plan: Plan) -> Iterator[Findin
 
 
 def check_length(engine: Examined, launch: Launch, plan: Plan) -> Iterator[Finding]:
-    """Its sequences are as long as they may be."""
+    """Check the maximum length of sequences."""
     options = plan.topology.options_of(launch.role)
     wanted, its = next((options[flag] for flag in _LENGTHS if flag in options), None), engine.facts.max_model_len
     if isinstance(wanted, int) and its is not None and its != wanted:
@@ -80,7 +82,7 @@ def check_length(engine: Examined, launch: Launch, plan: Plan) -> Iterator[Findi
 
 
 def check_version(engine: Examined, launch: Launch, plan: Plan) -> Iterator[Finding]:
-    """It is of the version that the topology names."""
+    """Check the version of the engine."""
     wanted = plan.topology.version
     if wanted is not None and engine.version is not None and not _is_of(engine.version, wanted):
         words = f"is version {engine.version}, and the topology says {wanted}"
@@ -88,7 +90,7 @@ def check_version(engine: Examined, launch: Launch, plan: Plan) -> Iterator[Find
 
 
 def check_connector(engine: Examined, launch: Launch, plan: Plan) -> Iterator[Finding]:
-    """It moves its KV cache as the others."""
+    """Check that the engine has the fleet's connector for KV cache."""
     setup, wanted = engine.facts.identity.setup, plan.topology.connector
     if setup is not None and setup.kv_connectors and wanted is not None and wanted not in setup.kv_connectors:
         words = f"runs {' and '.join(setup.kv_connectors)}, and the topology says {wanted}"
@@ -96,9 +98,9 @@ def check_connector(engine: Examined, launch: Launch, plan: Plan) -> Iterator[Fi
 
 
 def check_ranks(engine: Examined, launch: Launch, plan: Plan) -> Iterator[Finding]:
-    """It is one of as many data-parallel ranks as there should be."""
+    """Check the number of data-parallel ranks."""
     setup, dp = engine.facts.identity.setup, launch.part.dp
-    # What is not told is 1.
+    # an engine that reports nothing has 1
     if setup is not None and setup.dp_size not in (1, dp):
         words = f"is one of {setup.dp_size} data-parallel ranks, and the topology says {dp}"
         yield Finding(Severity.FAILURE, "ranks", engine.subject, words, "start its whole group again")
@@ -119,6 +121,6 @@ def _tells_role(engine: Examined) -> bool:
 
 
 def _is_of(version: str, wanted: str) -> bool:
-    """0.20 has 0.20.1 and 0.20rc1, and not 0.201."""
+    """Return whether a version begins with the given one: 0.20 matches 0.20.1 and 0.20rc1, but not 0.201."""
     rest = version.removeprefix("v").removeprefix(wanted.removeprefix("v"))
     return rest != version.removeprefix("v") and not rest[:1].isdigit()

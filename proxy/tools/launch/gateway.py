@@ -18,11 +18,11 @@ NAME: Final = "gateway.yaml"
 
 
 def gateway_tree(plan: Plan) -> dict[str, Any]:
-    """Its options. Raises SettingsError."""
+    """Return the gateway's options. Raises SettingsError."""
     topology = plan.topology
     tree: dict[str, Any] = {"connector": connector_of(topology)}
     for role in topology.roles:
-        # Engines that do both stages are decoders to a gateway.
+        # Engines that do both stages are decoders for a gateway.
         tree["prefill" if role == "prefill" else "decode"] = [
             told for each in plan.of(role) if (told := _told(plan, each))
         ]
@@ -37,26 +37,28 @@ def gateway_tree(plan: Plan) -> dict[str, Any]:
 
 
 def gateway_file(plan: Plan) -> str:
-    """The file that `pdproxy --config` takes. Raises SettingsError."""
+    """Return the text of the file for `pdproxy --config`. Raises SettingsError."""
     where = plan.topology.gateway.node
     comment = f"# pdproxy --config {NAME}{f', on node {where}' if where is not None else ''}\n"
     return comment + yaml.safe_dump(gateway_tree(plan), sort_keys=False)
 
 
 def connector_of(topology: Topology) -> str:
-    """The gateway's name for the connector of the engines. Raises SettingsError."""
+    """Return the gateway's name for the connector of the engines. Raises SettingsError."""
     if "both" in topology.roles:
         return "plain"
     if topology.engine == "sglang":
         return "sglang_bootstrap"
     served = {engines: name for name, traits in CONNECTOR_TRAITS.items() for engines in traits.kv_connectors}
     if topology.connector not in served:
-        raise SettingsError(f"connector {topology.connector!r} is none that the gateway serves: {', '.join(served)}")
+        raise SettingsError(
+            f"connector {topology.connector!r} is not among those that the gateway serves: {', '.join(served)}"
+        )
     return served[topology.connector]
 
 
 def _told(plan: Plan, launch: Launch) -> str:
-    """As a configuration has endpoints; empty where another node of the group has them."""
+    """Return endpoints in the form of the configuration; empty if another node of the group has them."""
     if not launch.endpoints:
         return ""
     host = f"[{launch.node.address}]" if ":" in launch.node.address else launch.node.address

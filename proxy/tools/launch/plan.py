@@ -1,4 +1,4 @@
-"""What each node starts, by the topology. Pure."""
+"""The processes of each node, derived from the topology. Pure."""
 
 from __future__ import annotations
 
@@ -14,60 +14,60 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What one node starts for one group."""
+    """The process or processes of one node for one group."""
 
     role: RoleName
     group: int
-    """Of the role, from 0 on."""
+    """Index of the group in its role, from 0."""
     part: Part
     node_name: str
     node: Node
     index: int
-    """Among the nodes of the group; 0 has the first rank."""
+    """Index of the node in the group; node 0 has the first rank."""
     nodes: int
-    """Of the group."""
+    """Number of nodes of the group."""
     ranks: range
-    """Data-parallel ranks; of SGLang, which deals them out itself, one for each process."""
+    """Data-parallel ranks. SGLang assigns ranks itself, so there is one for each process."""
     devices: range
     port: int
     kv_port: int | None
     engine_id: str
     dp_address: str
-    """Where the ranks of the group meet."""
+    """Address at which the ranks of the group connect to each other."""
     master: str
-    """The node with rank 0, by its name; empty: no node has it."""
+    """Name of the node with rank 0; empty if no node has it."""
     endpoints: range
-    """Ports that the gateway is told; none where another node of the group has the group's."""
+    """Ports in the gateway's configuration; empty if another node of the group has the endpoint."""
 
     @property
     def name(self) -> str:
-        """As prefill-0."""
+        """Return the name, such as prefill-0."""
         return f"{self.role}-{self.group}"
 
     @property
     def subject(self) -> str:
-        """As findings call it."""
+        """Return the subject of findings."""
         return f"{self.role} {self.node_name}"
 
     def devices_of(self, rank: int) -> range:
-        """The devices of one of its ranks."""
+        """Return the devices of one of its ranks."""
         first = self.devices.start + (rank - self.ranks.start) * self.part.tp
         return range(first, first + self.part.tp)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The whole fleet."""
+    """The processes of the whole fleet."""
 
     topology: Topology
     launches: tuple[Launch, ...]
 
     def of(self, role: RoleName) -> list[Launch]:
-        """Those of one role."""
+        """Return the launches of one role."""
         return [launch for launch in self.launches if launch.role == role]
 
     def groups(self) -> list[list[Launch]]:
-        """The launches of each group, together."""
+        """Return the launches of each group together."""
         found: dict[tuple[str, int], list[Launch]] = defaultdict(list)
         for launch in self.launches:
             found[launch.role, launch.group].append(launch)
@@ -75,13 +75,13 @@ class Plan:
 
 
 def planned(topology: Topology) -> Plan:
-    """What each node starts, in the order of the file."""
+    """Return the plan, in the order of the file."""
     return Plan(topology, tuple(_launches(topology)))
 
 
 def _launches(topology: Topology) -> Iterator[Launch]:
     taken: dict[str, int] = defaultdict(int)
-    """By node: the first device that is left."""
+    """First free device of each node."""
     number = 0
     for role, part in topology.roles.items():
         for group_number, group in enumerate(part.groups):
@@ -126,7 +126,8 @@ def _devices(topology: Topology, role: RoleName, share: Share, ranks: int, nodes
         return share.devices
     part = topology.roles[role]
     if topology.engine == "sglang":
-        # ServerArgs: with attention in data-parallel ranks these are among the devices of tp, otherwise each has tp.
+        # ServerArgs: with data-parallel attention, these ranks share the devices of tp; otherwise each rank has tp
+        # devices.
         is_shared = topology.options_of(role).get("enable-dp-attention")
         count = -(-part.tp * (1 if is_shared else part.dp) // nodes)
     else:

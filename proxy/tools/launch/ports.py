@@ -1,4 +1,4 @@
-"""The ports of each node, by what listens there. Pure."""
+"""Ports of each node, and the processes that listen there. Pure."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ if TYPE_CHECKING:
 TRANSPORT: Final = "Mooncake's own ports, taken at random"
 _TRANSPORT_FIRST: Final = 20_000
 _TRANSPORT_PER_DEVICE: Final = 1_000
-"""Mooncake's AscendDirectTransport takes ports from 20000 on, a thousand for each device of the node, at random
-(vllm-ascend's pd_disaggregation_mooncake_multi_node.md, kv_port Configuration Guide)."""
+"""Ports of Mooncake's AscendDirectTransport: the first one, and the number for each device of the node.
+
+It takes random ports from 20000 on (vllm-ascend's pd_disaggregation_mooncake_multi_node.md, kv_port Configuration
+Guide).
+"""
 _SGLANG_BEHIND_MEETING: Final = 5
-"""SGLang takes the ports behind that of --dist-init-addr for its own processes (PortArgs.init_new)."""
+"""SGLang takes the ports after that of --dist-init-addr for its own processes (PortArgs.init_new)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Ports of a node that somebody wants."""
+    """Ports of a node that a process needs."""
 
     node: str
     what: str
@@ -35,7 +38,7 @@ class Claim:
 
 
 def claims(plan: Plan) -> Iterator[Claim]:
-    """Everything that listens."""
+    """Return the ports of all listening processes."""
     topology = plan.topology
     for launch in plan.launches:
         where, label = launch.node_name, f"the API of {launch.name}"
@@ -46,7 +49,7 @@ def claims(plan: Plan) -> Iterator[Claim]:
         if meets(plan, launch) and launch.node_name == launch.master:
             yield Claim(where, f"rpc_port of {launch.name}", range(launch.part.rpc_port, launch.part.rpc_port + 1))
         if launch.kv_port is not None:
-            # MooncakeConnectorWorker: kv_port + data_parallel_rank * tensor_parallel_size + the device's own number.
+            # MooncakeConnectorWorker: kv_port + data_parallel_rank * tensor_parallel_size + the number of the device
             first, last = (launch.kv_port + rank * launch.part.tp for rank in (launch.ranks.start, launch.ranks.stop))
             yield Claim(where, f"kv_port of {launch.name}", range(first, last))
     if topology.connector is not None and topology.connector.startswith("Mooncake"):
@@ -66,7 +69,7 @@ def claims(plan: Plan) -> Iterator[Claim]:
 
 
 def meets(plan: Plan, launch: Launch) -> bool:
-    """Whether the ranks of its group are told where they meet."""
+    """Return whether the ranks of the group get an address for their connections."""
     if plan.topology.launcher == "serve_nodes" or plan.topology.engine == "sglang":
         return launch.nodes > 1
     return launch.part.dp > 1

@@ -1,6 +1,6 @@
-"""What would not work, or not as it should, if the fleet were started by this topology. Pure.
+"""Problems that starting the fleet by this topology would cause. Pure.
 
-A FAILURE is refused, and a WARNING told.
+A FAILURE refuses the topology; a WARNING is printed.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ _ALIKE: Final = {
     "page-size": "the KV cache travels in pages",
     "kv-cache-dtype": "the KV cache would be read as what it is not",
 }
-"""Options that prefillers and decoders have in common, and why."""
+"""Options that must be equal on prefillers and decoders, with the reason."""
 
 
 def refusals(plan: Plan) -> list[Finding]:
-    """What all checks find, the worst last."""
+    """Return the findings of all checks, the most severe last."""
     return sorted((found for check in CHECKS for found in check(plan)), key=lambda found: found.severity)
 
 
 def check_nodes(plan: Plan) -> Iterator[Finding]:
-    """No two nodes are one host, and each has something to do."""
+    """Check that nodes are different hosts, and that each starts something."""
     busy = {launch.node_name for launch in plan.launches} | {plan.topology.gateway.node}
     places: dict[str, str] = {}
-    # HCCL_IF_IP, which is the address where there is a nic, takes IPv4 and IPv6 addresses only (CANN's documentation).
+    # HCCL_IF_IP, which is the address if there is a nic, accepts only IPv4 and IPv6 addresses (CANN's documentation).
     needs_addresses = plan.topology.engine == "vllm-ascend"
     for name, node in plan.topology.nodes.items():
         place = canonical_host(node.address)
         if (first := places.setdefault(place, name)) != name:
             words = f"has the address of node {first}, {node.address}"
-            yield Finding(_REFUSED, "address", f"node {name}", words, "each node has an address of its own")
+            yield Finding(_REFUSED, "address", f"node {name}", words, "nodes must have different addresses")
         if needs_addresses and node.nic is not None and not is_literal(node.address):
             words = f"has a nic and the address {node.address}, which HCCL takes only as an IP address"
             yield Finding(_REFUSED, "address", f"node {name}", words, "write the IP address")
@@ -56,7 +56,7 @@ def check_nodes(plan: Plan) -> Iterator[Finding]:
 
 
 def check_ranks(plan: Plan) -> Iterator[Finding]:
-    """Every rank of a group is started once."""
+    """Check that every rank of a group is started once."""
     for group in plan.groups() if plan.topology.engine != "sglang" else ():
         dp, owners = group[0].part.dp, defaultdict(list)
         for launch in group:
@@ -66,19 +66,19 @@ def check_ranks(plan: Plan) -> Iterator[Finding]:
         twice = {rank: nodes for rank, nodes in owners.items() if len(nodes) > 1}
         if twice:
             words = f"{_ranks(twice)} would be started twice, on {' and '.join(next(iter(twice.values())))}"
-            yield Finding(_REFUSED, "ranks", label, words, "give every node ranks of its own")
+            yield Finding(_REFUSED, "ranks", label, words, "give every node different ranks")
         if beyond := [rank for rank in owners if rank >= dp]:
             words = (
                 f"{_ranks(beyond)} would be started on {owners[beyond[0]][0]}, and there are 0 to {dp - 1} with dp {dp}"
             )
             yield Finding(_REFUSED, "ranks", label, words, "raise dp, or start fewer ranks on each node")
         if missing := [rank for rank in range(dp) if rank not in owners]:
-            words = f"{_ranks(missing)} of {dp} would be started by nobody, and the others wait for all"
+            words = f"{_ranks(missing)} of {dp} would not be started, and the others wait for all"
             yield Finding(_REFUSED, "ranks", label, words, "give every rank to a node")
 
 
 def check_single_ranks(plan: Plan) -> Iterator[Finding]:
-    """launch_online_dp.py tells every rank its number, which vLLM refuses of a single one (ParallelConfig)."""
+    """VLLM refuses the rank number of launch_online_dp.py for a single rank (ParallelConfig)."""
     for role, part in plan.topology.roles.items() if plan.topology.launcher == "launch_online_dp" else ():
         if part.dp == 1:
             words = "dp is 1, with which launch_online_dp.py starts nothing: vLLM takes no --data-parallel-rank then"
@@ -86,7 +86,7 @@ def check_single_ranks(plan: Plan) -> Iterator[Finding]:
 
 
 def check_dp_addresses(plan: Plan) -> Iterator[Finding]:
-    """The ranks of a group meet where its rank 0 is."""
+    """Check that the ranks of a group connect to each other at its rank 0."""
     for launch in plan.launches:
         if not launch.master or not meets(plan, launch):
             continue
@@ -100,7 +100,7 @@ def check_dp_addresses(plan: Plan) -> Iterator[Finding]:
 
 
 def check_devices(plan: Plan) -> Iterator[Finding]:
-    """Devices are there, belong to one launch, and suffice."""
+    """Check that devices exist, suffice, and belong to one launch each."""
     for launch in plan.launches:
         has, wants = launch.node.devices, launch.devices
         if wants.stop > has:
@@ -122,7 +122,7 @@ def check_devices(plan: Plan) -> Iterator[Finding]:
 
 
 def check_ports(plan: Plan) -> Iterator[Finding]:
-    """No port of a node is wanted twice."""
+    """Check that no port of a node is used twice."""
     claimed = [*claims(plan)]
     for one, other in combinations(claimed, 2):
         if one.node == other.node and max(one.ports.start, other.ports.start) < min(one.ports.stop, other.ports.stop):
@@ -136,7 +136,7 @@ def check_ports(plan: Plan) -> Iterator[Finding]:
 
 
 def check_engine_ids(plan: Plan) -> Iterator[Finding]:
-    """Each node's engine_id is its own: decoders find KV cache by it."""
+    """Check that engine_id is unique for each node, because decoders find KV cache by it."""
     owners: dict[str, str] = {}
     for launch in plan.launches if plan.topology.connector is not None else ():
         if (first := owners.setdefault(launch.engine_id, launch.subject)) != launch.subject:
@@ -145,11 +145,11 @@ def check_engine_ids(plan: Plan) -> Iterator[Finding]:
 
 
 def check_tp(plan: Plan) -> Iterator[Finding]:
-    """The connector can join the tensor parallel sizes."""
+    """Check that the connector can combine the tensor-parallel sizes."""
     connector, roles = plan.topology.connector, plan.topology.roles
     if connector is None or not connector.startswith("Mooncake"):
         return
-    # disaggregated_prefill.md of vllm-ascend, and MooncakeConnectorWorker.__init__, which raises.
+    # disaggregated_prefill.md of vllm-ascend, and MooncakeConnectorWorker.__init__, which raises an error
     prefill, decode = roles["prefill"].tp, roles["decode"].tp
     if prefill % decode:
         words = f"{connector} cannot join prefillers with tp {prefill} and decoders with tp {decode}"
@@ -157,7 +157,7 @@ def check_tp(plan: Plan) -> Iterator[Finding]:
 
 
 def check_alike(plan: Plan) -> Iterator[Finding]:
-    """Lengths and blocks are the same on both sides."""
+    """Check that both sides have equal lengths and blocks."""
     if "both" in plan.topology.roles:
         return
     prefill, decode = (plan.topology.options_of(role) for role in ("prefill", "decode"))
@@ -169,7 +169,7 @@ def check_alike(plan: Plan) -> Iterator[Finding]:
 
 
 def check_batches(plan: Plan) -> Iterator[Finding]:
-    """A batch has room for a token of each sequence; vLLM does not start otherwise (SchedulerConfig)."""
+    """Check that a batch has room for a token of each sequence; otherwise vLLM does not start (SchedulerConfig)."""
     for role in plan.topology.roles:
         options = plan.topology.options_of(role)
         tokens, sequences = options.get("max-num-batched-tokens"), options.get("max-num-seqs")
@@ -179,23 +179,21 @@ def check_batches(plan: Plan) -> Iterator[Finding]:
 
 
 def check_recompute(plan: Plan) -> Iterator[Finding]:
-    """Who asks for recomputation has a gateway that understands it."""
+    """Check that the gateway continues answers if decoders interrupt them to recompute."""
     topology = plan.topology
     for role in topology.roles:
         if not _member(topology, role, "additional-config", _RECOMPUTE):
             continue
         if role == "both":
-            words = f"{_RECOMPUTE} is for decoders: vLLM-Ascend does not start with it elsewhere"
+            words = f"{_RECOMPUTE} is for decoders: vLLM-Ascend does not start with it in other roles"
             yield Finding(_REFUSED, "recompute", role, words, "take it out of additional-config")
         elif role == "decode" and (mode := _resume_mode(topology)) != "exact":
-            words = (
-                f"with {_RECOMPUTE} decoders break answers off, and with resume.mode {mode} nobody goes on with them"
-            )
+            words = f"with {_RECOMPUTE} decoders break answers off, and resume.mode {mode} does not continue them"
             yield Finding(_REFUSED, "recompute", role, words, "take resume.mode out of gateway.settings")
 
 
 def check_speculation(plan: Plan) -> Iterator[Finding]:
-    """A prefiller makes one token, so that it need not guess more."""
+    """Check that prefillers do not speculate, because they generate one token."""
     if "prefill" not in plan.topology.roles:
         return
     guesses = _member(plan.topology, "prefill", "speculative-config", "num_speculative_tokens")
@@ -232,7 +230,7 @@ def _resume_mode(topology: Topology) -> object:
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    """`rank 3`, `ranks 0 to 3`, `ranks 0, 2 to 4 and 7`. At least one."""
+    """Return `rank 3`, `ranks 0 to 3`, or `ranks 0, 2 to 4 and 7`, for at least one rank."""
     spans: list[range] = []
     for rank in sorted(ranks):
         if spans and spans[-1].stop == rank:

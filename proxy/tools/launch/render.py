@@ -1,4 +1,4 @@
-"""Everything that a topology comes to: scripts by node, and the gateway's configuration. Pure."""
+"""All files for a topology: scripts by node, and the gateway's configuration. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def rendered(plan: Plan) -> dict[str, str]:
-    """Texts by path: p0/prefill-0.sh, …, gateway.yaml. Raises SettingsError."""
+    """Return texts by path: p0/prefill-0.sh, …, gateway.yaml. Raises SettingsError."""
     engine = sglang if plan.topology.engine == "sglang" else vllm_ascend
     found = {
         f"{launch.node_name}/{name}": text for launch in plan.launches for name, text in engine.files(plan, launch)
@@ -23,5 +23,5 @@ def rendered(plan: Plan) -> dict[str, str]:
 
 
 def as_text(files: Mapping[str, str]) -> str:
-    """One text, each file behind its path, as `tail` shows several."""
+    """Return all files as one text, each after its path, as `tail` shows several files."""
     return "\n".join(f"==> {path} <==\n{text}" for path, text in files.items())

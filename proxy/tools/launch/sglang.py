@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def files(plan: Plan, launch: Launch) -> Iterator[tuple[str, str]]:
-    """Names and texts of what the node needs for this launch."""
+    """Return the files that the node needs for this launch: texts by name."""
     topology, part = plan.topology, launch.part
     words = [shell.option("model-path", topology.model)]
     if topology.served_model_name is not None:

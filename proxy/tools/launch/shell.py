@@ -1,4 +1,4 @@
-"""Words of commands and lines of scripts, as a shell reads them."""
+"""Commands and scripts in the syntax of a shell."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ BASH: Final = "#!/bin/bash"
 
 
 def option(flag: str, *values: object) -> str:
-    """`--flag` and the words behind it, quoted as far as they need it."""
+    """Return `--flag` and its arguments, quoted where needed."""
     return " ".join([f"--{flag}", *(shlex.quote(str(value)) for value in values)])
 
 
 def options(values: Mapping[str, OptionValue]) -> Iterator[str]:
-    """Each option of a mapping, none of them null, in its order."""
+    """Return each option of a mapping without null values, in its order."""
     for flag, value in values.items():
         match value:
             case True:
@@ -35,18 +35,18 @@ def options(values: Mapping[str, OptionValue]) -> Iterator[str]:
 
 
 def exports(environment: Mapping[str, str]) -> Iterator[str]:
-    """`export` lines. Variables in values are the shell's, and nothing else of a value is."""
+    """Return `export` lines. The shell expands variables in values, and nothing else."""
     for name, value in environment.items():
         yield f"export {name}={_quoted(value)}"
 
 
 def command(program: str, words: Sequence[str]) -> str:
-    """A command with an option on each line."""
+    """Return a command with one option per line."""
     return " \\\n  ".join([program, *words])
 
 
 def script(comments: Iterable[str], *parts: Iterable[str]) -> str:
-    """A script: comments, and parts with an empty line between each two."""
+    """Return a script: comments, and parts separated by empty lines."""
     head = "\n".join([BASH, *(f"# {comment}" for comment in comments)])
     paragraphs = ("\n".join(part) for part in parts)
     return "\n\n".join([head, *filter(None, paragraphs)]) + "\n"
@@ -60,5 +60,5 @@ def _quoted(value: str) -> str:
 
 
 def word(text: str) -> str:
-    """One word, quoted if it needs that."""
+    """Return one word, quoted if needed."""
     return shlex.quote(text)

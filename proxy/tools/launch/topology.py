@@ -1,4 +1,4 @@
-"""The topology file: nodes, roles with their groups of data-parallel ranks, and the options of engines."""
+"""The topology file: nodes, roles with their groups of data-parallel ranks, and options of engines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Engine = Literal["vllm-ascend", "sglang"]
 Launcher = Literal["launch_online_dp", "serve_ranks", "serve_nodes"]
 
 OptionValue = bool | int | float | str | list[int | float | str] | dict[str, Any] | None
-"""true is the flag alone, a list several words behind it, a mapping JSON; null takes a common option away."""
+"""true: the flag alone; a list: several words after it; a mapping: JSON; null: remove a common option."""
 
 _LAUNCHERS: Final = "launch_online_dp, serve_ranks or serve_nodes"
 _OWN_FLAGS: Final[Mapping[Engine, frozenset[str]]] = {
@@ -35,14 +35,14 @@ _OWN_FLAGS: Final[Mapping[Engine, frozenset[str]]] = {
         disaggregation-bootstrap-port""".split()
     ),
 }
-"""What follows from the rest of the file."""
+"""Flags that other parts of the file determine."""
 
 
 _UNHEARD: Final[Mapping[Engine, frozenset[str]]] = {
     "vllm-ascend": frozenset({"bootstrap_port"}),
     "sglang": frozenset({"connector", "connector_options", "kv_port", "engine_id", "ranks"}),
 }
-"""Members that only the other engines have."""
+"""Members that only other engines have."""
 
 
 def _span(value: object) -> range:
@@ -76,7 +76,7 @@ def _variable(name: str) -> str:
 
 
 def _text(value: object) -> object:
-    """YAML's false and 1 are texts in an environment."""
+    """YAML's false and 1 become texts in an environment."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(value) if isinstance(value, int | float) else value
@@ -105,10 +105,10 @@ Environment = dict[Annotated[str, AfterValidator(_variable)], Word]
 
 
 class Common(Section):
-    """What engines are given besides; a role's own beat the common ones."""
+    """Common options of engines; options of a role override them."""
 
     environment: Environment = Field(default_factory=dict)
-    """Variables, whose values may name others: /usr/lib/some.so:$LD_PRELOAD."""
+    """Environment variables, whose values may refer to others: /usr/lib/some.so:$LD_PRELOAD."""
     options: Options = Field(default_factory=dict)
     """Flags without their dashes."""
 
@@ -117,35 +117,35 @@ class Node(Section):
     """A host with devices."""
 
     address: Host
-    """Where the others reach it."""
+    """Address at which the other nodes reach it."""
     nic: Line | None = None
-    """The network interface of that address; null: the engines' libraries look for one."""
+    """Network interface of that address; null: the engines' libraries search for one."""
     devices: Positive = 16
-    """How many NPUs or GPUs it has."""
+    """Number of NPUs or GPUs."""
 
 
 class Share(Section):
-    """What one node runs of a group. Alone its name is enough."""
+    """The part of a group that one node runs. The name of the node alone suffices."""
 
     node: str
     ranks: Span | None = None
-    """Its data-parallel ranks, as 0-3; null: the ranks of the group are dealt out evenly, in the order of nodes."""
+    """Data-parallel ranks, such as 0-3; null: the ranks of the group are distributed evenly, in the order of nodes."""
     devices: Span | None = None
-    """As 0-7; null: the first that are left, and for launch_online_dp.py, which knows no others, from 0 on."""
+    """Devices, such as 0-7; null: the first free ones. launch_online_dp.py always takes devices from 0 on."""
     port: Port | None = None
-    """Of its first endpoint; null: that of the role."""
+    """Port of its first endpoint; null: that of the role."""
     kv_port: Port | None = None
-    """Null: that of the role."""
+    """null: that of the role."""
     engine_id: Word | None = None
-    """Null: its number among all shares, which is unique."""
+    """null: its number among all shares, which is unique."""
 
 
 class Group(Section):
-    """Data-parallel ranks that work in step, on one node or several. A list of nodes is enough."""
+    """Data-parallel ranks that work in step, on one or several nodes. A list of nodes suffices."""
 
     nodes: Annotated[list[Annotated[Share, BeforeValidator(_share)]], Field(min_length=1)]
     dp_address: Host | None = None
-    """Where the ranks meet; null: the address of the node with rank 0, which it has to be."""
+    """Address at which the ranks connect; null: that of the node with rank 0, which it must be in any case."""
 
 
 class Part(Common):
@@ -153,57 +153,59 @@ class Part(Common):
 
     groups: Annotated[list[Annotated[Group, BeforeValidator(_group)]], Field(min_length=1)]
     dp: Positive = 1
-    """Data-parallel ranks of each group."""
+    """Number of data-parallel ranks of each group."""
     tp: Positive = 1
-    """Devices of each rank; of SGLang all devices of a group."""
+    """Number of devices of each rank; for SGLang, of all devices of a group."""
     port: Port
-    """Of a node's first endpoint; the next rank's is one higher."""
+    """Port of a node's first endpoint; each further rank has the next port."""
     rpc_port: Port = 12321
-    """Where the ranks of a group meet, on the node with rank 0."""
+    """Port at which the ranks of a group connect, on the node with rank 0."""
     kv_port: Port | None = None
-    """From here on every device listens for those that fetch its KV cache, by its number in the group."""
+    """First port for transfers of KV cache. Each device listens at this port plus its number in the group."""
     bootstrap_port: Port = 8998
-    """SGLang: where decoders meet a prefiller."""
+    """SGLang: port at which decoders connect to a prefiller."""
 
 
 class Gateway(Section):
     """The gateway in front of the fleet."""
 
     node: str | None = None
-    """Where it runs, so that its ports are free there; null: elsewhere."""
+    """Node of the gateway, whose ports must be free there; null: another host."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Its options besides the engines, as in a configuration file."""
+    """Options besides the engines, as in a configuration file."""
 
 
 class Topology(Common):
-    """The whole file."""
+    """The whole topology file."""
 
     engine: Engine
     version: Word | None = None
-    """What the engines' version begins with; null: any. Only the comparison with a running fleet looks at it."""
+    """Beginning of the engines' version; null: any. Only the comparison with a running fleet uses it."""
     launcher: Launcher | None = None
-    """vLLM's: launch_online_dp (a process per rank by vllm-ascend's launch_online_dp.py and run_dp_template.sh),
-    serve_ranks (the same without that script), serve_nodes (a process per node, with one endpoint for the group)."""
+    """Launcher of vLLM.
+
+    launch_online_dp: a process per rank, by vllm-ascend's launch_online_dp.py and run_dp_template.sh. serve_ranks: the
+    same without that script. serve_nodes: a process per node, with one endpoint for the group."""
     model: Word
     served_model_name: Word | None = None
-    """What clients call it; null: as the model."""
+    """Clients' name of the model; null: the name of `model`."""
     connector: Word | None = None
-    """What vLLM calls that which moves the KV cache; null: every engine does both stages."""
+    """vLLM's name of the connector for KV cache; null: every engine does both stages."""
     connector_options: dict[str, Any] = Field(default_factory=dict)
     """More members of kv_connector_extra_config."""
     nodes: dict[str, Node]
     roles: dict[RoleName, Part]
     prepare: list[Line] = Field(default_factory=list)
-    """Lines of shell that every node runs before its engines."""
+    """Shell lines that every node runs before its engines."""
     gateway: Gateway = Gateway()
 
     @property
     def name(self) -> str:
-        """What clients call the model."""
+        """Return the clients' name of the model."""
         return self.served_model_name or self.model
 
     def options_of(self, role: RoleName) -> dict[str, OptionValue]:
-        """The options of a role's engines, common ones included."""
+        """Return the options of a role's engines, including common ones."""
         merged = {**self.options, **self.roles[role].options}
         return {flag: value for flag, value in merged.items() if value is not None}
 
@@ -226,7 +228,7 @@ class Topology(Common):
         return self
 
     def _check_engine(self) -> None:
-        """Nothing is said that the engines would not hear."""
+        """Check that no member is set that these engines ignore."""
         unheard = _UNHEARD[self.engine]
         told: list[Section] = [self, *self.roles.values()]
         told += [group for part in self.roles.values() for group in part.groups]
@@ -269,7 +271,7 @@ class Topology(Common):
 
 
 def read_topology(path: Path) -> Topology:
-    """The file's. Raises SettingsError."""
+    """Read a topology file. Raises SettingsError."""
     tree = read_yaml(path, texts="environment")
     if not isinstance(tree, dict):
         raise SettingsError(f"{path} must hold a topology: engine, model, nodes and roles")
@@ -277,7 +279,7 @@ def read_topology(path: Path) -> Topology:
 
 
 def parse_topology(tree: object, path: str) -> Topology:
-    """What a file holds. Raises SettingsError."""
+    """Return the topology in the content of a file. Raises SettingsError."""
     try:
         return Topology.model_validate(tree)
     except ValidationError as error:

@@ -19,7 +19,7 @@ _TEMPLATE: Final = "run_dp_template.sh"
 
 
 def files(plan: Plan, launch: Launch) -> Iterator[tuple[str, str]]:
-    """Names and texts of what the node needs for this launch."""
+    """Return the files that the node needs for this launch: texts by name."""
     match plan.topology.launcher:
         case "launch_online_dp":
             yield _TEMPLATE, _template(plan, launch)
@@ -31,7 +31,7 @@ def files(plan: Plan, launch: Launch) -> Iterator[tuple[str, str]]:
 
 
 def _template(plan: Plan, launch: Launch) -> str:
-    """What launch_online_dp.py runs for each rank, with seven words behind it."""
+    """Return the script that launch_online_dp.py runs for each rank, with seven arguments."""
     words = [
         "--port $2",
         "--data-parallel-size $3",
@@ -125,8 +125,9 @@ def _serve(plan: Plan, launch: Launch, words: list[str]) -> str:
 
 
 def _transfer(plan: Plan, launch: Launch) -> dict[str, object]:
-    """`--kv-transfer-config`, in which the connectors of vLLM-Ascend read the sizes of both sides
-    (MooncakeConnectorWorker._get_prefill_decode_size).
+    """Return `--kv-transfer-config`, from which vLLM-Ascend's connectors read the sizes of both sides.
+
+    See MooncakeConnectorWorker._get_prefill_decode_size.
     """
     topology = plan.topology
     sizes: dict[str, object] = {role: {"dp_size": part.dp, "tp_size": part.tp} for role, part in topology.roles.items()}

@@ -1,4 +1,4 @@
-"""`pdproxy roll`: the instances of a role are restarted one after the other, while their gateways serve."""
+"""`pdproxy roll`: restarts the instances of a role one after the other, while the gateways serve."""
 
 from proxy.tools.roll.command import main
 from proxy.tools.roll.gateways import Gateways, GatewayTrouble

@@ -1,4 +1,4 @@
-"""The sub-command: its flags, its signals, and the hook that restarts an instance."""
+"""The sub-command: its flags, signals, and the hook that restarts an instance."""
 
 from __future__ import annotations
 
@@ -30,16 +30,19 @@ if TYPE_CHECKING:
     from proxy.tools.roll.gateways import Instance
 
 _DESCRIPTION: Final = """\
-Restart the instances of a role one after the other, while the gateways serve: each is disabled, its requests end or go
-on elsewhere, the hook restarts it, and when it serves again it is the next one's turn. It stops before anything is
-harmed: when fewer others serve than have to, or clients see requests fail. Ctrl-C stops it when no instance is away,
-and once more at once. Said again, it goes on where it stopped."""
+Restart the instances of a role one by one while the gateways serve. Each is disabled, its requests end or move to other
+instances, and the hook restarts it; the next one follows when it serves again. The roll stops if too few others serve,
+or if requests of clients fail. Ctrl-C stops it when no instance is out of service, and a second Ctrl-C stops it
+at once. The same command resumes it."""
 _PLACEHOLDERS: Final = ("address", "host", "port", "role")
 _KEY_VARIABLE: Final = "PROXY_AUTH__ADMIN_KEY"
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run it; returns the exit code: 0 when all were restarted, 1 when it stopped before. Raises SettingsError."""
+    """Run the sub-command and return its exit code. Raises SettingsError.
+
+    0: all were restarted; 1: the roll stopped earlier.
+    """
     flags = read_flags(argv)
     path = Path(flags.state or f"pdproxy-roll-{flags.role}.json")
     began = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -59,7 +62,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     walk = Walk(gateways, progress, limits, restart, tell=partial(print, flush=True))
     try:
         if progress.is_begun:
-            print(f"taking up what began at {progress.began}; --anew begins anew")
+            print(f"resuming the roll of {progress.began}; --anew starts a new one")
         planned = walk.plan(flags.instance)
         if flags.dry_run:
             return _tell_plan(planned, walk, gateways, flags)
@@ -78,7 +81,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def read_flags(argv: Sequence[str]) -> argparse.Namespace:
-    """What follows the sub-command. Raises SettingsError."""
+    """Read the flags of the sub-command. Raises SettingsError."""
     parser = Parser(prog="pdproxy roll", description=_DESCRIPTION, allow_abbrev=False)
     add = parser.add_argument
     add("--role", required=True, choices=["prefill", "decode", "encode"], help="whose instances are restarted")
@@ -100,7 +103,8 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
         "--evacuate-after",
         type=seconds,
         metavar="SECONDS",
-        help="requests that still run then go on elsewhere; 0: at once (the gateways' leaving.evacuate_after_seconds)",
+        help="requests that still run then move to other instances; 0: at once (the gateways' "
+        "leaving.evacuate_after_seconds)",
     )
     add("--min-serving", type=whole, metavar="N", help="others that serve while one is away (all that do now)")
     add(
@@ -114,7 +118,7 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     add("--ready-seconds", type=seconds, default=1800.0, help="until a restarted instance serves (1800)")
     add("--settle-seconds", type=seconds, default=10.0, help="between two instances (10)")
     add("--state", metavar="FILE", help="keeps how far it has come (pdproxy-roll-ROLE.json)")
-    add("--anew", action="store_true", help="begin anew, whatever that file says")
+    add("--anew", action="store_true", help="start a new roll, whatever that file says")
     add(
         "--admin-key-file",
         metavar="FILE",
@@ -124,7 +128,7 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-# What is given
+# Flags
 
 
 def _url(text: str) -> str:
@@ -134,7 +138,7 @@ def _url(text: str) -> str:
     except ValueError:  # no port, or no IPv6 address
         is_place = False
     if not is_place or parts.scheme not in ("http", "https") or parts.path.rstrip("/"):
-        raise argparse.ArgumentTypeError("must be http://host:port")  # and may hold a password
+        raise argparse.ArgumentTypeError("must be http://host:port")  # the URL may contain a password
     return text
 
 
@@ -148,7 +152,7 @@ def _hook(text: str) -> str:
 
 
 def _key(path: str | None, environ: Mapping[str, str]) -> str | None:
-    """Raises SettingsError, which does not tell the key."""
+    """Return the key. Raises SettingsError, without the key."""
     if path is None:
         what, key = _KEY_VARIABLE, environ.get(_KEY_VARIABLE, "")
     else:
@@ -160,7 +164,7 @@ def _key(path: str | None, environ: Mapping[str, str]) -> str | None:
     return key or None
 
 
-# Restarting
+# Restarts
 
 
 def _filled(hook: str, role: str, address: str) -> str:
@@ -170,7 +174,7 @@ def _filled(hook: str, role: str, address: str) -> str:
 
 
 def _by_hook(hook: str, role: str, address: str) -> None:
-    """In a session of its own: Ctrl-C is for the walk, which comes to an end when the instance is back."""
+    """Run the hook in a new session, because Ctrl-C is for the roll, which ends when the instance is back."""
     line = _filled(hook, role, address)
     code = subprocess.run(["/bin/sh", "-c", line], start_new_session=True, check=False).returncode
     if code != 0:
@@ -180,14 +184,14 @@ def _by_hook(hook: str, role: str, address: str) -> None:
 def _by_hand(address: str) -> None:
     print(f"  restart {address} now, and press Enter when the old process has ended: ", end="", flush=True)
     if not sys.stdin.readline():
-        raise RollStopped("nobody can be asked: there is no hook and no terminal")
+        raise RollStopped("there is no hook, and no terminal to ask")
 
 
-# Telling
+# Output
 
 
 def _on_interrupt(walk: Walk, number: int, frame: FrameType | None) -> None:
-    print("\nstopping when no instance is away; Ctrl-C once more leaves at once", flush=True)
+    print("\nstopping when no instance is out of service; another Ctrl-C stops at once", flush=True)
     walk.stop()
     signal.signal(number, signal.default_int_handler)
 

@@ -1,4 +1,4 @@
-"""What a roll asks of the gateways that share the engines, and what it has them do."""
+"""Questions and commands of a roll to the gateways that share the engines."""
 
 from __future__ import annotations
 
@@ -19,36 +19,39 @@ if TYPE_CHECKING:
 
 _TIMEOUT_SECONDS: Final = 10.0
 _PATIENCE_SECONDS: Final = 30.0
-"""How long a gateway may be away, such as while it is replaced."""
+"""time that a gateway may be away, for example during its replacement"""
 _PAUSE_SECONDS: Final = 0.5
 _MOST_BYTES: Final = 64 * 1024 * 1024
 _COUNTED: Final = re.compile(r"pdproxy_(requests|streams_broken)_total\{")
 
 
 class GatewayTrouble(Exception):
-    """A gateway does not answer, or refuses what it is asked for; the text is one sentence."""
+    """A gateway does not answer, or refuses a command. The text is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """What the gateways know of one instance, taken together."""
+    """One instance, as all gateways together report it."""
 
     address: str
     is_disabled: bool
-    """One of them gives it nothing new, as an administrator has said."""
+    """Whether an administrator has disabled it at a gateway."""
     serves: bool
-    """All workers of all of them give it requests, as they have found it well."""
+    """Whether all workers of all gateways send it requests, because it is healthy."""
     inflight: int
-    """Requests there, of all of them."""
+    """Its requests in flight, from all gateways."""
     models: frozenset[str] = frozenset()
-    """What it serves; empty: that is not known."""
+    """Its models; empty if not known."""
 
 
 class Gateways:
-    """All that share the engines, at least one. What is done is done at each of them."""
+    """All gateways that share the engines, at least one. Commands are sent to each of them."""
 
     def __init__(self, urls: Sequence[str], role: str, key: str | None) -> None:
-        """`urls`: where each has its administration. `key`: for administration; None: none is needed."""
+        """Keep the addresses.
+
+        `urls`: address of each gateway's administration. `key`: for administration; None without one.
+        """
         self._urls = [url.rstrip("/") for url in urls]
         self._role = role
         self._headers = {} if key is None else {"X-Admin-Key": key}
@@ -56,8 +59,9 @@ class Gateways:
         self._counted = 0.0
 
     def instances(self) -> list[Instance]:
-        """The instances of the role that all gateways have and that do not drain, in their order. Raises
-        GatewayTrouble.
+        """Return the instances of the role that all gateways have and that do not drain, in their order.
+
+        Raises GatewayTrouble.
         """
         views = [self._view(url) for url in self._urls]
         common = [address for address in views[0] if all(address in view for view in views)]
@@ -65,28 +69,30 @@ class Gateways:
             return [_together(address, [view[address] for view in views]) for address in common]
 
     def disable(self, address: str, evacuate_after: float | None, *, is_dry_run: bool = False) -> list[str]:
-        """Give an instance nothing new, and have it evacuated after so many seconds; None: as the gateways are set.
-        What they warn of. Raises GatewayTrouble.
+        """Disable an instance, and evacuate it later; return the gateways' warnings. Raises GatewayTrouble.
+
+        `evacuate_after_seconds` None: the gateways' setting.
         """
         asked = {} if evacuate_after is None else {"evacuate_after": evacuate_after}
         return self._change(f"disable{'?dry_run=true' if is_dry_run else ''}", address, **asked)
 
     def enable(self, address: str) -> None:
-        """Let it have requests again. Raises GatewayTrouble."""
+        """Enable an instance. Raises GatewayTrouble."""
         self._change("enable", address)
 
     def failures(self) -> int:
-        """Requests that clients saw fail since this was asked for the first time: 5xx, and answers that broke off.
-        Raises GatewayTrouble.
+        """Return the number of requests that failed for clients since the first call. Raises GatewayTrouble.
+
+        Failures are statuses 5xx, and broken answers.
         """
         for url in self._urls:
             now = _failed(self._ask(url, "/metrics").decode(errors="replace"))
             before = self._failures.get(url, now)
-            self._counted += now - before if now >= before else now  # it may be another process since
+            self._counted += now - before if now >= before else now  # another process may answer in the meantime
             self._failures[url] = now
         return round(self._counted)
 
-    # How
+    # Requests to gateways
 
     def _view(self, url: str) -> dict[str, Mapping[str, Any]]:
         with _understanding(f"{url}/instances"):
@@ -108,17 +114,20 @@ class Gateways:
         return warnings
 
     def _ask(self, url: str, path: str, body: bytes | None = None) -> bytes:
-        """Of what is asked here all may be said twice, so it is, while nobody answers. Raises GatewayTrouble."""
+        """Send a request, and repeat it while no gateway answers, because all requests here are idempotent.
+
+        Raises GatewayTrouble.
+        """
         request = Request(url + path, data=body, headers=self._headers)
         return _patiently(lambda: _answer(request), f"{url} does not answer")
 
 
 class _NoRedirects(HTTPRedirectHandler):
     def redirect_request(self, *_: object) -> None:
-        """No: the admin key would go along."""
+        """Refuse redirects, because the admin key would be sent along."""
 
 
-_open: Final = build_opener(ProxyHandler({}), _NoRedirects()).open  # past any proxy, which would have the key, too
+_open: Final = build_opener(ProxyHandler({}), _NoRedirects()).open  # without a proxy, which would get the key, too
 
 
 def _answer(request: Request) -> bytes:
@@ -132,7 +141,7 @@ def _answer(request: Request) -> bytes:
 
 @contextmanager
 def _understanding(where: str) -> Iterator[None]:
-    """What is read in the block is what a gateway says. Raises GatewayTrouble."""
+    """Read a gateway's answer inside this context. Raises GatewayTrouble."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError):
@@ -158,7 +167,7 @@ def _patiently(ask: Callable[[], bytes], problem: str) -> bytes:
 
 
 def lost_without(away: Instance, others: Iterable[Instance]) -> frozenset[str]:
-    """What nobody serves while one is away. Another one of which it is not known may serve any of it."""
+    """Return the models that only this instance serves. An instance with unknown models may serve any."""
     theirs = [other.models for other in others]
     return away.models.difference(*theirs) if all(theirs) else frozenset()
 
@@ -174,7 +183,7 @@ def _together(address: str, views: Sequence[Mapping[str, Any]]) -> Instance:
 
 
 def _failed(exposition: str) -> float:
-    """How many requests clients saw fail, by a gateway's metrics."""
+    """Return the number of failed requests in a gateway's metrics."""
     text = "".join(line for line in exposition.splitlines(keepends=True) if _COUNTED.match(line))
     return sum(
         sample.value

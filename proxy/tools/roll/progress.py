@@ -1,4 +1,4 @@
-"""How far a roll has come, in a file, so that it can be taken up again."""
+"""Progress of a roll in a file, so that it can be resumed."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RollProgress:
-    """How far a roll has come. Each change is written to its file."""
+    """Progress of a roll. Each change is written to its file."""
 
     path: Path | None
-    """The file, or None to write none."""
+    """Path of the file; None: there is no file."""
     role: str
     began: str
-    """When, for people."""
+    """Time of the start, as text."""
     done: list[str] = field(default_factory=list)
-    """Instances that were restarted, in turn."""
+    """Restarted instances, in order."""
     current: str | None = None
-    """The one that was taken out of service and is not back yet."""
+    """The instance that is out of service; None if there is none."""
 
     @classmethod
     def taken_up(cls, path: Path, role: str, began: str) -> Self:
-        """What the file says, or a new one that began now. Raises SettingsError where it says something else."""
+        """Return the progress in the file, or a new one without a file.
+
+        Raises SettingsError for another roll's file.
+        """
         try:
             told = orjson.loads(path.read_bytes())
             if told["role"] != role:
@@ -47,28 +50,28 @@ class RollProgress:
 
     @property
     def is_begun(self) -> bool:
-        """Whether there is anything to take up."""
+        """Return whether there is progress to resume."""
         return bool(self.done) or self.current is not None
 
     def taking(self, address: str | None) -> None:
-        """This one is taken out of service; None: the one that was is back as it was."""
+        """Note that this instance is taken out of service; None: the last one is back unchanged."""
         self.current = address
         self._write()
 
     def restarted(self) -> None:
-        """The one that was taken out of service is back, as another process."""
+        """Note that the instance is back as a new process."""
         if self.current is not None:
             self.done.append(self.current)
         self.taking(None)
 
     def forget(self) -> None:
-        """The roll is complete. Raises SettingsError."""
+        """Remove the file, because the roll is complete. Raises SettingsError."""
         if self.path is not None:
             with self._writing():
                 self.path.unlink(missing_ok=True)
 
     def _write(self) -> None:
-        """Whole or not at all."""
+        """Write the file atomically."""
         if self.path is not None:
             new = self.path.with_name(f"{self.path.name}.new")
             told = {name: value for name, value in asdict(self).items() if name != "path"}

@@ -1,4 +1,4 @@
-"""The walk through the instances: one at a time is taken out of service, restarted, and put back."""
+"""The roll through the instances: each is taken out of service, restarted, and put back."""
 
 from __future__ import annotations
 
@@ -19,31 +19,35 @@ _LOOK_SECONDS: Final = 0.5
 
 
 class RollStopped(Exception):
-    """It ends before it is complete; the text is a sentence that says why, and in which state things are."""
+    """The roll ends early. The text has the reason and the state of the fleet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What has to hold meanwhile, and how long things may take."""
+    """Conditions and time limits of a roll."""
 
     min_serving: int | None = None
-    """So many others serve while one is away, one of which serves its model; None: all others that serve at the
-    beginning, and at least one."""
+    """Number of other instances that must serve during a restart, one of them with the same model.
+
+    None: all others that serve at the beginning, and at least one.
+    """
     max_failures: int = 0
-    """The walk stops when clients have seen more requests fail."""
+    """Number of failed requests at which the roll stops."""
     evacuate_after_seconds: float | None = None
-    """What still runs at an instance after this long goes on elsewhere; None: as the gateways are set."""
+    """Time after which remaining requests of the instance move to others; None: the gateways' setting."""
     drain_seconds: float = 3600.0
-    """Until an instance works on nothing any more."""
+    """Limit for the requests of an instance to end."""
     ready_seconds: float = 1800.0
-    """Until an instance that was restarted serves, or until enough others do."""
+    """Limit for a restarted instance to serve, and for enough others to serve."""
     settle_seconds: float = 10.0
-    """Between two instances, in which failures may show."""
+    """Pause between two instances, in which failures may appear."""
 
 
 class Walk:
-    """`restart` is given an instance that works on nothing, and returns when the old process has ended and a new one is
-    about to serve; it raises RollStopped if that fails. `stop` may be called at any time, from a signal handler, too.
+    """Restarts instances one after the other.
+
+    `restart` gets an idle instance, and returns when the old process has ended and the new one will serve; it raises
+    RollStopped if that fails. `stop` may be called at any time, also from a signal handler.
     """
 
     def __init__(
@@ -65,12 +69,13 @@ class Walk:
         self._least = 0
 
     def stop(self) -> None:
-        """Come to an end as soon as no instance is away."""
+        """End the roll as soon as no instance is out of service."""
         self._is_stopping = True
 
     def plan(self, only: Sequence[str] = ()) -> list[Instance]:
-        """The instances that are to be restarted, in this order; `only` these, if there are any. Tells who is left out.
-        Raises GatewayTrouble and RollStopped.
+        """Return the instances to restart, in order, and print those that are left out.
+
+        Raises GatewayTrouble and RollStopped. `only`: instances to restart; empty: all.
         """
         there = self._gateways.instances()
         known = {instance.address for instance in there}
@@ -82,10 +87,10 @@ class Walk:
             if instance.address in self._progress.done:
                 self._tell(f"{instance.address} is left out: it was restarted before")
             elif instance.is_disabled and instance.address != self._progress.current:
-                self._tell(f"{instance.address} is left out: somebody else has disabled it")
+                self._tell(f"{instance.address} is left out: it was disabled before this roll")
             else:
                 planned.append(instance)
-        # One that is away already comes first: nobody else may be while it is.
+        # An instance that is out of service comes first, because only one may be.
         planned.sort(key=lambda instance: instance.address != self._progress.current)
         least = self._limits.min_serving
         if least is None:
@@ -102,11 +107,11 @@ class Walk:
 
     @property
     def min_serving(self) -> int:
-        """How many others have to serve while one is away, as `plan` has found."""
+        """Return the number of other instances that must serve during a restart, as determined by `plan`."""
         return self._least
 
     def run(self, planned: Sequence[Instance]) -> None:
-        """Restart all of them. Raises RollStopped, and GatewayTrouble when a gateway cannot be asked any more."""
+        """Restart all of them. Raises RollStopped, and GatewayTrouble if a gateway does not answer any more."""
         self._gateways.failures()
         for number, instance in enumerate(planned, 1):
             self._tell(f"{instance.address} ({number} of {len(planned)})")
@@ -136,13 +141,16 @@ class Walk:
         self._wait(lambda: time.monotonic() >= until, self._limits.settle_seconds + 60, "nothing happens")
 
     def _put_back(self, address: str) -> None:
-        """As it was: nothing was done to it yet."""
+        """Put the instance back unchanged."""
         self._gateways.enable(address)
         self._progress.taking(None)
         self._tell(f"  {address} is enabled again, and was not restarted")
 
     def _wait(self, condition: Callable[[], bool], seconds: float, what: str, *, may_stop: bool = True) -> None:
-        """Raises RollStopped when it takes longer, and, if the walk may stop here, for any reason to stop."""
+        """Wait for a condition.
+
+        Raises RollStopped after the limit, and when the roll should stop, if it may stop here.
+        """
         until = time.monotonic() + seconds
         while True:
             if may_stop:
@@ -159,7 +167,7 @@ class Walk:
         if (failures := self._gateways.failures()) > self._limits.max_failures:
             raise RollStopped(f"clients have seen {counted(failures, 'request')} fail since it began")
 
-    # What is looked at
+    # Conditions
 
     def _has_enough(self, address: str) -> bool:
         return self._are_enough(self._gateways.instances(), address)

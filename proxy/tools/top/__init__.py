@@ -1,4 +1,4 @@
-"""`pdproxy top`: what a running gateway does, as a table that renews itself, from two scrapes of its /metrics."""
+"""`pdproxy top`: the activity of a running gateway, as a table that refreshes from its /metrics."""
 
 from proxy.tools.top.command import main
 

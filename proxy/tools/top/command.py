@@ -1,4 +1,4 @@
-"""The sub-command: its flags, and the loop that asks and shows."""
+"""The sub-command: its flags, and the loop of scrapes and output."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ table renews itself, with pdproxy[tui] installed; otherwise it is printed again 
 
 
 class _NoMetrics(Exception):
-    """The text says why, in a sentence."""
+    """There are no metrics. The text is one sentence."""
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Show until interrupted; returns the exit code, 1 where no gateway answers at first. Raises SettingsError."""
+    """Show the table until interrupted; return the exit code, 1 if no gateway answers at first.
+
+    Raises SettingsError.
+    """
     flags, rest = _parser().parse_known_args(argv)
     host, port = _place(flags.url) if flags.url else _configured(rest, environ)
     try:
@@ -53,7 +56,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def _look(host: str, port: int, before: Scrape | None) -> tuple[View, Scrape | None]:
-    """What to show, and what to compare with at the next look; None: there is nothing, as the gateway is away."""
+    """Return the view and the scrape for the next comparison, or None if the gateway is away."""
     try:
         after = _scrape(host, port)
     except _NoMetrics as error:
@@ -77,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _place(url: str) -> tuple[str, int]:
-    """Raises SettingsError."""
+    """Return the URL of the metrics. Raises SettingsError."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         host, port = parts.hostname, parts.port
@@ -89,14 +92,14 @@ def _place(url: str) -> tuple[str, int]:
 
 
 def _configured(flags: Sequence[str], environ: Mapping[str, str]) -> tuple[str, int]:
-    """Where a gateway with this configuration has its metrics. Raises SettingsError."""
+    """Return the URL of the metrics of a gateway with this configuration. Raises SettingsError."""
     settings = load(flags, environ, needs_backends=False).settings
     port = settings.listen.port if settings.admin.port is None else settings.admin.port
     return reachable(settings.administration_host), port
 
 
 def _scrape(host: str, port: int) -> Scrape:
-    """Raises _NoMetrics."""
+    """Return one scrape. Raises _NoMetrics."""
     try:
         answer = blocking_http.get(host, port, "/metrics", _TIMEOUT_SECONDS, wants_body=True)
     except blocking_http.HttpRequestError as error:
@@ -110,7 +113,7 @@ def _scrape(host: str, port: int) -> Scrape:
 
 
 def _shower(stack: ExitStack, *, is_once: bool) -> Callable[[View], None]:
-    """What shows a view: over the one before on a terminal, otherwise below it."""
+    """Return the function that shows a view: in place on a terminal, and below the last one otherwise."""
     if is_once or not sys.stdout.isatty():
         return _print
     try:

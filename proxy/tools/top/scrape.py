@@ -1,4 +1,4 @@
-"""One reading of a gateway's /metrics."""
+"""One scrape of a gateway's /metrics."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Labels = tuple[tuple[str, str], ...]
-"""Names and values, in the order of names."""
+"""Names and values of labels, in the order of names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """All samples: by name, and then by labels. `at` is on the monotonic clock."""
+    """All samples, by name and labels. `at`: seconds of the monotonic clock."""
 
     at: float
     samples: Mapping[str, Mapping[Labels, float]]
 
     @classmethod
     def of(cls, exposition: str, at: float) -> Scrape:
-        """Read Prometheus' text format. Raises ValueError for anything else."""
+        """Read Prometheus' text format. Raises ValueError for other texts."""
         samples: dict[str, dict[Labels, float]] = {}
         for family in text_string_to_metric_families(exposition):
             for sample in family.samples:
@@ -31,16 +31,16 @@ class Scrape:
         return cls(at, samples)
 
     def by_labels(self, name: str) -> Mapping[Labels, float]:
-        """The samples of this name; none if there is no such metric."""
+        """Return the samples of a metric; empty without such a metric."""
         return self.samples.get(name, {})
 
     def total(self, name: str) -> float:
-        """Their sum."""
+        """Return the sum of a metric's samples."""
         return sum(self.by_labels(name).values())
 
 
 def growth(before: Scrape, after: Scrape, name: str) -> dict[Labels, float]:
-    """By how much each counter of this name has grown. One that began anew meanwhile has grown by what it has."""
+    """Return the growth of each counter of a metric. A counter that was reset has grown by its value."""
     old = before.by_labels(name)
     grown = {}
     for labels, value in after.by_labels(name).items():
@@ -50,15 +50,16 @@ def growth(before: Scrape, after: Scrape, name: str) -> dict[Labels, float]:
 
 
 def rate(before: Scrape, after: Scrape, name: str, **wanted: str) -> float:
-    """Growth per second of the counters of this name that have these labels."""
+    """Return the growth per second of the counters of a metric with these labels."""
     grown = growth(before, after, name)
     part = sum(value for labels, value in grown.items() if wanted.items() <= dict(labels).items())
     return part / max(after.at - before.at, 1e-9)
 
 
 def quantile(before: Scrape, after: Scrape, name: str, share: float) -> float | None:
-    """The quantile `share` (0.99: the 99th percentile) of what a histogram has observed between two scrapes, in the
-    histogram's unit, interpolated as by Prometheus' histogram_quantile; None: it has observed nothing.
+    """Return a quantile of a histogram's values between two scrapes, in its unit; None without values.
+
+    `share`: 0.99 is the 99th percentile. Interpolated as by Prometheus' histogram_quantile.
     """
     buckets: dict[float, float] = {}
     for labels, count in growth(before, after, f"{name}_bucket").items():

@@ -1,4 +1,4 @@
-"""A view as plain text, and as a table that renews itself on a terminal, for which `rich` is needed."""
+"""A view as plain text, and as a refreshing table for a terminal, which requires `rich`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def as_text(shown: View) -> str:
-    """Lines without any control characters."""
+    """Return lines without control characters."""
     table = [HEADINGS, *(row.cells() for row in shown.rows)]
     widths = [max(len(cells[column]) for cells in table) for column in range(len(HEADINGS))]
     rows = ("  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in table)
@@ -21,7 +21,7 @@ def as_text(shown: View) -> str:
 
 
 def as_table(shown: View) -> RenderableType:
-    """For a terminal. Raises ImportError without the extra `tui`."""
+    """Return a table for a terminal. Raises ImportError without the extra `tui`."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

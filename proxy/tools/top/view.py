@@ -1,4 +1,4 @@
-"""What is shown of two scrapes: a few numbers of the gateway, and a row for each instance. Pure."""
+"""The displayed view of two scrapes: some figures of the gateway, and a row for each instance. Pure."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from proxy.tools.top.scrape import Scrape
 
 _STATES: Final = ("unknown", "up", "down", "ejected", "on probation")
-"""By the values of pdproxy_instance_state."""
+"""Names of states, by value of pdproxy_instance_state."""
 _ROLES: Final = ("prefill", "decode", "encode")
 
 HEADINGS: Final = ("role", "instance", "state", "flight", "KV", "req/s", "fail/s", "pinned", "misfits")
-"""Of the rows, in their order; short enough for 80 columns. `KV` is in tokens."""
+"""Headings of the columns, short enough for 80 characters. `KV` is in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One instance."""
+    """The row of one instance."""
 
     role: str
     address: str
@@ -36,11 +36,11 @@ class Row:
 
     @property
     def is_well(self) -> bool:
-        """Whether it is up and fits the others."""
+        """Return whether the instance is up and fits the others."""
         return self.state == "up" and not self.misfits
 
     def cells(self) -> Sequence[str]:
-        """As they are shown."""
+        """Return the displayed texts."""
         return (
             self.role,
             self.address,
@@ -56,15 +56,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is shown."""
+    """The displayed view."""
 
     lines: Sequence[str]
-    """Of the gateway."""
+    """Lines about the gateway."""
     rows: Sequence[Row]
 
 
 def view(before: Scrape, after: Scrape) -> View:
-    """What has happened between two scrapes, and what there was at the second."""
+    """Return the view of the time between two scrapes, and of the state at the second."""
     return View(tuple(_lines(before, after)), tuple(_rows(before, after)))
 
 
