@@ -45,13 +45,13 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "a rank that nobody starts",
         {DECODERS: [[{"node": "d0", "ranks": "0-3"}, {"node": "d1", "ranks": "4-6"}]]},
         "decode group 0",
-        "rank 7 of 8 would be started by nobody, and the others wait for all",
+        "rank 7 of 8 would not be started, and the others wait for all",
     ),
     (
         "ranks that nobody starts, not all of them neighbours",
         {DECODERS: [[{"node": "d0", "ranks": "1-2"}, {"node": "d1", "ranks": "4-4"}]]},
         "decode group 0",
-        "ranks 0, 3 and 5 to 7 of 8 would be started by nobody, and the others wait for all",
+        "ranks 0, 3 and 5 to 7 of 8 would not be started, and the others wait for all",
     ),
     (
         "another address than that of rank 0",
@@ -177,7 +177,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "recomputation without a gateway that understands it",
         {"gateway__settings": {"resume": {"mode": "off"}}},
         "decode",
-        "with recompute_scheduler_enable decoders break answers off, and with resume.mode off nobody goes on with them",
+        "with recompute_scheduler_enable decoders break answers off, and resume.mode off does not continue them",
     ),
 ]
 
@@ -239,7 +239,7 @@ MIXED: list[tuple[str, dict[str, Any], list[str]]] = [
         "kimi-k2-thinking",
         {"options__additional-config": {"recompute_scheduler_enable": True}},
         [
-            "recompute_scheduler_enable is for decoders: vLLM-Ascend does not start with it elsewhere",
+            "recompute_scheduler_enable is for decoders: vLLM-Ascend does not start with it in other roles",
         ],
     ),
     ("kimi-k2-thinking", {"nodes__n0__address": "n0.cluster"}, []),

@@ -44,7 +44,7 @@ async def test_a_hook_restarts_each_and_ctrl_c_ends_it_when_none_is_away(deploy:
         await until((tmp_path / "hooks").exists, "the hook")
         rolling.send_signal(signal.SIGINT)
         assert rolling.stdout is not None
-        while b"Ctrl-C once more" not in await rolling.stdout.readline():
+        while b"another Ctrl-C" not in await rolling.stdout.readline():
             pass
         assert await memberships(gateway) == ["disabled", "enabled"]
         (tmp_path / "go").touch()
