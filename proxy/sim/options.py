@@ -56,9 +56,9 @@ class Options:
     """A chat's prompt may be given as `kv_transfer_params._vllm_ascend_recompute_token_ids` (vllm-ascend
     `patch/recompute_proxy.py`)."""
     dev_mode: bool = False
-    """As with VLLM_SERVER_DEV_MODE=1: it tells its configuration."""
+    """Whether the engine reports its configuration, as with VLLM_SERVER_DEV_MODE=1."""
     bidirectional_kv_xfer: bool = False
-    """A decoder tells where its own KV cache is, as with NIXL's option of this name."""
+    """Whether a decoder reports its own KV cache, as with NIXL's option of this name."""
     request_id_headers: bool = False
     request_id_randomization: bool = True
     """Without it a request whose id is live already is refused, and remote request ids carry no suffix."""
@@ -67,7 +67,7 @@ class Options:
     adapters: list[str] = field(default_factory=list, compare=False)
     """Names of the adapters (LoRA) that are loaded; `POST /v1/load_lora_adapter` adds one."""
     unreachable_ports: frozenset[int] = frozenset()
-    """Of prefillers to which this decoder has no route, for pulling."""
+    """Ports of prefillers that this decoder cannot reach for pulling."""
     bootstrap_port: int = 0
     """A prefiller's second port, in the protocols that have one; 0 takes a free one. For a decoder of SGLang: the port
     to ask where a request names none, 8998 unless given."""
@@ -82,7 +82,7 @@ class Options:
     clock_offset_seconds: float = 0.0
     """How much its clock is ahead."""
     at_sigterm: AtSigterm = "exit"
-    """What the program does at SIGTERM: exit at once, or stop as an engine of vLLM; see `SimulatedEngine.stop`."""
+    """Behaviour at SIGTERM: exit at once, or stop like a vLLM engine; see `SimulatedEngine.stop`."""
     keep_alive_seconds: float = 75.0
     """An idle connection is closed after this long."""
     kv_events_config: str | None = None
@@ -103,7 +103,7 @@ class Options:
 
     @property
     def shape(self) -> Shape | None:
-        """Of a known machine, in blocks of this size and with no more sequences than this; None: there is none."""
+        """Return a known machine with this block size and at most this number of sequences; None without one."""
         if self.machine is None:
             return None
         machine = MACHINES[self.machine]
@@ -112,7 +112,7 @@ class Options:
 
     @property
     def kv_blocks(self) -> int:
-        """That fit into KV memory."""
+        """Return the number of blocks that fit into KV memory."""
         return self.num_gpu_blocks if self.shape is None else self.shape.kv_tokens // self.block_size
 
     @property

@@ -15,7 +15,7 @@ PromptIds = Literal["ignored", "replace", "text_only"]
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What one engine version does where versions differ."""
+    """Behaviour of one engine version, as far as versions differ."""
 
     name: str
     version: str
@@ -71,7 +71,7 @@ class Profile:
         return self.mooncake_releases_unused and connector == "mooncake"
 
     def pin_seconds(self, connector: ConnectorName) -> float:
-        """How long a prefiller keeps KV that nobody pulls."""
+        """Return how long a prefiller keeps KV that no decoder pulls."""
         return self.nixl_pin_seconds if connector == "nixl" else 480.0
 
 
@@ -163,6 +163,9 @@ PROFILES: Final[dict[str, Profile]] = {profile.name: profile for profile in (_V1
 SGLANG_PROFILES: Final[dict[str, Profile]] = {
     profile.name: profile for profile in (_SGLANG, _SGLANG_OLD, _SGLANG_OLDEST, _SGLANG_CHAT_IDS)
 }
-"""SGLang: the version that was read, one that tells no token ids, one that does not tell those of a chat's prompt,
-either, and the first with those of a pull request."""
+"""SGLang's profiles.
+
+The version whose source was read, one without token ids, one without ids of a chat's prompt, and the first with those
+of a pull request.
+"""
 ALL_PROFILES: Final[dict[str, Profile]] = PROFILES | SGLANG_PROFILES

@@ -1,6 +1,6 @@
-"""What a simulated engine saw and did, and waiting for it to happen.
+"""State and events of a simulated engine, and waiting for them.
 
-Every change is announced, so tests wait for a condition instead of sleeping.
+Every change notifies waiting tests, so tests wait for a condition instead of sleeping.
 """
 
 from __future__ import annotations

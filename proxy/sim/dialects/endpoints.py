@@ -1,4 +1,4 @@
-"""What engines call things: the generation endpoints of vLLM and of SGLang, and how each words its errors."""
+"""Generation endpoints of vLLM and SGLang, and the form of their errors."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ _SGLANG: Final[dict[str, Endpoint]] = {
 
 
 def endpoints(profile: Profile) -> Mapping[str, Endpoint]:
-    """Those that generate, by path."""
+    """Return the generating endpoints, by path."""
     return _SGLANG if profile.is_sglang else _VLLM
 
 
 def error_body(error: EngineError, profile: Profile) -> dict[str, Any]:
-    """What an error looks like everywhere else."""
+    """Return an error in the form of all other routes."""
     return flat(error) if profile.is_sglang else error.body()

@@ -31,7 +31,7 @@ def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
 
 
 def _matched(delta: Delta) -> int | str | None:
-    """What ended the answer; the token of its end is told, too."""
+    """Return the cause of the answer's end, including the token of its end."""
     return END if delta.finish_reason == "stop" and delta.stop_reason is None else delta.stop_reason
 
 
@@ -223,7 +223,7 @@ def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _reasoning(part: dict[str, Any]) -> dict[str, Any]:
-    """The one member of a delta that is there even when null."""
+    """Return the member of a delta that is present even when null."""
     return {"reasoning_content": part.get("reasoning_content")}
 
 

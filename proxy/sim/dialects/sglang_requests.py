@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_TOKENS = 128
 _NOBODY = "2.2.2.2"
-"""Where a prefiller sends nothing (`FAKE_BOOTSTRAP_HOST`)."""
+"""Address for prefillers that send to no decoder (`FAKE_BOOTSTRAP_HOST`)."""
 _NOT_READ = ("model", "kv_transfer_params", "continue_final_message")
 _SAMPLING = {
     "max_new_tokens": "max_tokens",
@@ -29,7 +29,7 @@ _SAMPLING = {
 
 
 def read_openai(body: Any, *, is_chat: bool, options: Options, headers: dict[str, str]) -> Ask:
-    """A chat or completion. Any model name will do, and headers choose nothing."""
+    """Read a chat or completion. All model names are accepted, and headers have no effect."""
     if isinstance(body, dict) and body.get("max_tokens") == 0:
         raise _invalid("1 validation error:\n  Value error, max_tokens must be positive")
     known = {name: body[name] for name in body if name not in _NOT_READ} if isinstance(body, dict) else body
@@ -60,8 +60,10 @@ def _tells_ids(ask: Ask, options: Options) -> bool:
 
 
 def _phase_prompt(body: dict[str, Any]) -> list[int]:
-    """Ids by which the parser of a chat that is given as ids judges whether it begins in reasoning: as its messages
-    would, and with `continue_final_message` by the markers in the last one (SGLang `parser/reasoning_parser.py`).
+    """Return the ids by which the parser of a chat given as ids decides whether it begins in reasoning.
+
+    They are those of its messages. With `continue_final_message`, the markers in the last message decide (SGLang
+    `parser/reasoning_parser.py`).
     """
     if not body.get("continue_final_message"):
         return render_chat(body)
@@ -98,7 +100,10 @@ def read_generate(body: Any, *, options: Options, headers: dict[str, str]) -> As
 
 
 def _disaggregated(ask: Ask, body: dict[str, Any], options: Options) -> Ask:
-    """With its rendezvous as `kv_params`. A prefiller gives one token, whatever was asked for."""
+    """Return the request with its rendezvous as `kv_params`.
+
+    A prefiller generates one token, whatever the request says.
+    """
     ranks = {name: body.get(name) for name in ("routed_dp_rank", "disagg_prefill_dp_rank")}
     if ranks["routed_dp_rank"] is None:
         ranks["routed_dp_rank"] = body.get("data_parallel_rank")

@@ -73,8 +73,9 @@ class Answer:
 
     @property
     def unknown_tokens(self) -> int:
-        """How many tokens at the beginning of each prompt have no log probabilities: the first, and whatever was not
-        computed here.
+        """Return the number of tokens at the beginning of each prompt without log probabilities.
+
+        They are the first token, and all tokens that were not computed here.
         """
         if self.options.profile.is_sglang:
             is_foreign = self.options.role == "decode"
@@ -99,11 +100,11 @@ class Answer:
         raise NotImplementedError
 
     def completion_details(self, index: int | None = None) -> dict[str, Any]:
-        """What usage says about the tokens of one choice, or of all, in the versions that say it."""
+        """Return the details of usage for the tokens of one choice, or of all, in versions that have them."""
         return {}
 
     def closing(self, cached_tokens: int) -> list[bytes]:
-        """What follows the last choice: usage if asked for, then the end."""
+        """Yield the events after the last choice: usage if requested, then the end."""
         if not self.ask.include_usage:
             return [DONE]
         counts = usage(self.prompt_tokens, sum(self.sent_tokens), self._details(cached_tokens))
@@ -123,7 +124,7 @@ class Answer:
         return counts | self.completion_details()
 
     def _is_swallowed(self, delta: Delta) -> bool:
-        """A chunk without text or tokens before the first token is not sent, whatever else it says."""
+        """Return whether a chunk is not sent, because it has no text or tokens and precedes the first token."""
         if delta.text or delta.token_ids or self.sent_tokens[delta.index]:
             return False
         return delta.finish_reason is None or self.options.profile.swallows_empty_finish
@@ -143,7 +144,10 @@ class Answer:
         return event(chunk)
 
     def own_kv_params(self) -> dict[str, Any] | None:
-        """What a prefiller needs to fetch a decoder's KV cache; None unless the decoder offers it."""
+        """Return the parameters with which a prefiller can fetch a decoder's KV.
+
+        None: the decoder does not offer it.
+        """
         options = self.options
         if not (options.bidirectional_kv_xfer and options.profile.streams_kv_params) or options.role == "prefill":
             return None
@@ -154,8 +158,10 @@ class Answer:
 
 
 class Speller:
-    """The texts of one choice's tokens: a token within a character has none, the last one has all of it
-    (vLLM `v1/engine/logprobs.py`).
+    """Texts of one choice's tokens.
+
+    A token within a character has no text, and the last token of the character has all of it (vLLM
+    `v1/engine/logprobs.py`).
     """
 
     def __init__(self) -> None:
@@ -177,7 +183,10 @@ def chat_logprobs(token_ids: Sequence[int], top: int, speller: Speller) -> dict[
 def completion_logprobs(
     token_ids: Sequence[int], top: int, text_offset: int, speller: Speller, *, unknown: int = 0
 ) -> dict[str, Any]:
-    """`unknown`: so many tokens at the beginning have none, as the first of a prompt, which nothing goes before."""
+    """Return the logprobs of a completion.
+
+    `unknown`: number of tokens at the beginning without a value, such as the first token of a prompt.
+    """
     tokens = speller.spell(token_ids)
     offsets: list[int] = []
     for token in tokens:
@@ -195,7 +204,7 @@ def completion_logprobs(
 
 
 def prompt_logprobs(prompt: Sequence[int], top: int, *, unknown: int) -> list[dict[str, Any] | None]:
-    """By token id, as vLLM tells them. `unknown` as in completion_logprobs."""
+    """Return the logprobs of the prompt by token id, as in vLLM. `unknown` as in completion_logprobs."""
     told: list[dict[str, Any] | None] = [None] * unknown
     for token in prompt[unknown:]:
         ranked = {token: 0} | {(token + rank) % 256: rank for rank in range(1, top)}
@@ -209,7 +218,7 @@ def prompt_logprobs(prompt: Sequence[int], top: int, *, unknown: int) -> list[di
 
 
 def _alternatives(token: int, text: str, count: int) -> list[dict[str, Any]]:
-    """The sampled token and its rivals, printable ones."""
+    """Return the sampled token and its printable alternatives."""
     rivals = [_entry(token, decode([97 + (token + rank) % 26]), rank) for rank in range(1, count)]
     return [_entry(token, text, 0), *rivals][:count]
 
@@ -289,7 +298,7 @@ class ChatAnswer(Answer):
         if message and self._hides_reasoning:
             message.pop("reasoning", None)
         if message and self.ask.one_call and "tool_calls" in message:
-            # A list that is empty then is told all the same (vLLM `maybe_filter_parallel_tool_calls`).
+            # vLLM reports the list even if it is empty then (`maybe_filter_parallel_tool_calls`).
             message["tool_calls"] = [call for call in message["tool_calls"] if call["index"] == 0]
         return message or None
 

@@ -94,7 +94,7 @@ def _late(message: str, param: str | None = None) -> EngineError:
 
 
 def _invalid(message: str, param: str | None) -> EngineError:
-    """As the schema refuses: raised before the handler runs."""
+    """Return the error of the schema, which is raised before the handler runs."""
     return EngineError(400, f"1 validation error:\n  {message}", "Bad Request", param)
 
 
@@ -149,7 +149,7 @@ def _logprobs(body: dict[str, Any], is_chat: bool) -> int | None:
 
 
 def _prompt_logprobs(body: dict[str, Any], logprobs: int | None) -> int | None:
-    """Those of an echoed prompt are as many as those of the answer."""
+    """Return the number of logprobs of an echoed prompt, which equals that of the answer."""
     count = body.get("prompt_logprobs")
     if count is None:
         return logprobs if body.get("echo") else None

@@ -125,7 +125,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--eos-after",
         type=natural,
         metavar="TOKENS",
-        help="answers end by themselves after about so many tokens",
+        help="answers end after about this number of tokens",
     )
     add("--first-token-eos", action="store_true", help="the first token ends the answer unless min_tokens forbids it")
     add("--pin-seconds", type=float, metavar="SECONDS", help="how long unpulled KV is kept; default: the version's")
@@ -167,7 +167,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--bidirectional-kv-xfer",
         action="store_true",
-        help="a decoder tells where its own KV cache is (NIXL's bidirectional_kv_xfer)",
+        help="a decoder reports its own KV cache (NIXL's bidirectional_kv_xfer)",
     )
     add("--request-id-randomization", action=argparse.BooleanOptionalAction, default=True, help="of internal ids")
     add("--kv-host", metavar="HOST", help="address announced for pulling KV; default: --host")

@@ -63,7 +63,7 @@ class ControlRoutes:
         ]
 
     def routes_of_vllm(self) -> list[web.RouteDef]:
-        """What other engines do not have."""
+        """Return the routes that only vLLM has."""
         return [
             web.get("/metrics", self._metrics),
             web.get("/load", self._load),
@@ -82,7 +82,7 @@ class ControlRoutes:
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """The API key, and the faults of everything that does not generate."""
+        """Check the API key, and apply the faults of routes that do not generate."""
         key = self._core.options.api_key
         path = request.path
         if key is not None and path.startswith("/v1") and request.headers.get("Authorization") != f"Bearer {key}":
@@ -107,8 +107,9 @@ class ControlRoutes:
         return await handler(request)  # type: ignore[no-any-return]
 
     def _out_of_service(self, path: str) -> web.Response | None:
-        """What a rank of elastic expert parallelism says that is retired, or scales
-        (vLLM 0.33 `serve/elastic_ep/middleware.py`).
+        """Return the answer of a rank of elastic expert parallelism that is retired or scales.
+
+        See vLLM 0.33, `serve/elastic_ep/middleware.py`.
         """
         faults = self._core.faults
         if path in _SCALING_PATHS or path.startswith("/_mock"):
@@ -163,7 +164,10 @@ class ControlRoutes:
         return json_response({"version": self._core.options.profile.version})
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        """Of vLLM's whole configuration (entrypoints/serve/instrumentator/server_info.py) what says how KV travels."""
+        """Return the part of vLLM's configuration that concerns KV transfer.
+
+        See entrypoints/serve/instrumentator/server_info.py.
+        """
         options = self._core.options
         name = _PULLING[options.connector] if options.kv_protocol == "pull" else _CONNECTORS.get(options.kv_protocol)
         role = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}[options.role]
@@ -192,7 +196,7 @@ class ControlRoutes:
         return json_response({"object": "list", "data": [card, *adapters]})
 
     async def _load_adapter(self, request: web.Request) -> web.Response:
-        """As vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1: the adapter is listed at once."""
+        """List an adapter at once, as vLLM does with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."""
         body, _ = await read_json(request)
         if not isinstance(body, dict) or not isinstance(body.get("lora_name"), str):
             return refusal(EngineError(400, "1 validation error:\n  Field required", "Bad Request", "body.lora_name"))
@@ -222,7 +226,7 @@ class ControlRoutes:
         return json_response({"prompt": decode(body["tokens"], keep_markers=True)})
 
     async def _render(self, request: web.Request) -> web.Response:
-        """The request as the engine would run it: one object for a chat, a list for completions."""
+        """Return the request in the engine's form: one object for a chat, a list for completions."""
         body, _ = await read_json(request)
         is_chat = request.path == "/v1/chat/completions/render"
         try:

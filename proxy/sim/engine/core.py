@@ -40,7 +40,7 @@ class Core:
 
     @property
     def used_blocks(self) -> int:
-        """Of KV memory, by sequences that run and for decoders."""
+        """Return the number of KV blocks in use, by running sequences and for decoders."""
         return self.scheduler.used_blocks + self.protocol.blocks_held()
 
     def cache_prompt(self, prompt: Sequence[int], salt: str) -> int:
@@ -50,7 +50,7 @@ class Core:
         return self.cache.add(prompt, salt)
 
     def new_request_id(self, headers: Mapping[str, str], body: Any) -> str:
-        """The id an answer is named by: the header's, the body's, or our own."""
+        """Return the id of an answer: that of the header, that of the body, or a new one."""
         named = body if isinstance(body, dict) else {}
         if self.options.profile.is_sglang:
             given = named.get("rid")
@@ -92,7 +92,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class EngineMetrics:
-    """What only `/metrics` needs; everything else is read from the engine's state when scraped."""
+    """Counters for `/metrics` only. All other values are read from the engine's state at a scrape."""
 
     model: str
     prompt_tokens_by_source: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(_SOURCES, 0)))
@@ -114,9 +114,9 @@ class EngineMetrics:
             self.token_seconds.observe((ended_at - first_token_at) / (tokens - 1))
 
     def render(self, gauges: dict[tuple[str, str], float], counters: dict[str, float]) -> str:
-        """The exposition text.
+        """Return the exposition text.
 
-        Names are given without `vllm:` and, for counters, without `_total`; a gauge's name comes with its own labels.
+        Names are given without `vllm:` and, for counters, without `_total`; the name of a gauge includes its labels.
         """
         labels = f'engine="0",model_name="{self.model}"'
         lines: list[str] = []

@@ -25,8 +25,8 @@ ACTIONS: Final[dict[str, str]] = {
     "stall_after_tokens": "stream `tokens` tokens, then send nothing more",
     "end_without_finish": "stream `tokens` tokens, then end without finish_reason (with `[DONE]` if `done`)",
     "error_event": "stream `tokens` tokens, then an error event and `[DONE]`",
-    "retract": "after `tokens` tokens, error 503 for lack of KV memory, as SGLang tells of it without a backup",
-    "exhaust_host_pool": "after `tokens` tokens, error 500 for lack of host memory for a backup, as SGLang tells of it",
+    "retract": "after `tokens` tokens, error 503 for lack of KV memory, as SGLang reports it without a backup",
+    "exhaust_host_pool": "after `tokens` tokens, error 500 for lack of host memory for a backup, as SGLang reports it",
     "recompute": "after `tokens` tokens end with stop_reason 'recomputed', the last `merged` of them in that chunk",
     "abort": "after `tokens` tokens end with finish_reason 'abort', as an engine does that is stopped or paused",
     "drop_token_ids": "answer without token ids, whatever `return_token_ids` says",
@@ -54,8 +54,10 @@ class UnknownAction(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One way of going wrong. The conditions are combined: path and request id contain the given text, the request's
-    member `user` is this one, every n-th match, with this probability, at most so many times.
+    """One kind of failure, and its conditions, which must all hold.
+
+    Path and request id contain the given text; the request's member `user` has this value; and every n-th match, with
+    this probability, up to this number of times.
     """
 
     action: str

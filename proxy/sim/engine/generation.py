@@ -64,7 +64,7 @@ class Generation:
         self._queued_at = self._first_token_at = loop.time()
         self._leg = core.protocol.leg(ask.kv_params)
         self._fetching = False
-        # What a prefiller says that answers only when the decoder has the KV.
+        # The answer of a prefiller that answers only when the decoder has the KV.
         self._withheld: list[Delta] | None = [] if self._leg is Leg.PREFILL and core.protocol.meets else None
         self.sequences = [
             self._sequence(prompt_index * ask.samples + sample, prompt)
@@ -102,7 +102,7 @@ class Generation:
 
     @property
     def _has_partner(self) -> bool:
-        """Whether there is somebody to wait for before there are tokens."""
+        """Return whether the request waits for a partner before its first token."""
         return self._leg is Leg.DECODE or (self._leg is Leg.PREFILL and self._core.protocol.meets)
 
     async def _run_alone(self) -> EngineError | None:
@@ -125,7 +125,7 @@ class Generation:
             try:
                 return await self._done
             finally:
-                # The request is over for whoever still waits, or would be admitted while others are waited for.
+                # The request is over for all code that still waits, or would admit it later.
                 if self._live:
                     self._drop_all()
                 for task in self._arriving:
@@ -164,7 +164,7 @@ class Generation:
         is_garbage = self._leg is Leg.DECODE and index > 0 and not self._core.protocol.serves_each_child
         writer: TokenSource = Writer(prompt, eos_after=options.eos_after)
         if ask.grammar is not None:
-            # Reasoning that is not to be shown is none for a grammar (vLLM `resolve_reasoning_ended`).
+            # For a grammar, hidden reasoning counts as no reasoning (vLLM `resolve_reasoning_ended`).
             reasons = ask.is_thinking and ask.include_reasoning and start_phase(prompt) is Phase.REASONING
             writer = GrammarWriter(prompt, ask.grammar, reasons=reasons)
         return TokenSequence(

@@ -23,7 +23,7 @@ _MEDIUM = "GPU"
 
 
 class KvEventPublisher(Watcher):
-    """Between `start` and `stop`. `endpoint` and `replay_endpoint` are where it publishes, once it runs."""
+    """Publishes between `start` and `stop`. `endpoint` and `replay_endpoint` are its endpoints while it runs."""
 
     def __init__(self, options: Options, bound: KvEventPublisher | None = None) -> None:
         """`bound`: the one before a restart, whose ports this one takes."""
@@ -32,7 +32,7 @@ class KvEventPublisher(Watcher):
         self.replay_endpoint: str | None = config.get("replay_endpoint") if bound is None else bound.replay_endpoint
         self.topic: str = config.get("topic", "")
         self.lost = 0
-        """So many of the next batches are not sent, as if a subscriber had been too slow."""
+        """Number of next batches that are not sent, as for a slow subscriber."""
         self._shape = options.profile.kv_events
         self._is_sglang = options.profile.is_sglang
         self._block_size = options.block_size
@@ -60,13 +60,13 @@ class KvEventPublisher(Watcher):
         self._context.destroy(linger=0)
 
     def sources(self) -> dict[str, dict[str, Any]]:
-        """What vLLM tells at /kv_event_sources, by rank."""
+        """Return vLLM's answer at /kv_event_sources, by rank."""
         endpoints = {"endpoint": self.endpoint, "replay_endpoint": self.replay_endpoint}
         return {"0": {"enable_kv_cache_events": True, "publisher": "zmq", **endpoints, "topic": self.topic}}
 
     @property
     def config(self) -> str:
-        """As it was started, with the ports that it has."""
+        """Return its configuration with the real ports."""
         endpoints = {"endpoint": self.endpoint, "replay_endpoint": self.replay_endpoint}
         return msgspec.json.encode({"publisher": "zmq", **endpoints, "topic": self.topic}).decode()
 
@@ -134,6 +134,6 @@ class KvEventPublisher(Watcher):
 
 
 def _bound(socket: Any, endpoint: str) -> str:
-    """Where it listens: a port 0 is any."""
+    """Bind a socket and return its endpoint. Port 0 means any port."""
     socket.bind(endpoint)
     return str(socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode())

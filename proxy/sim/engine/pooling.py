@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 _WIDTH: Final = 16
 _LABELS: Final = ("LABEL_0", "LABEL_1", "LABEL_2")
-# What a pair is called: of each name one text, or a list of them.
+# Members of a pair: each has a text, or a list of texts.
 _PAIRS: Final = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
 
 _Answer = tuple[str, dict[str, Any], int]
-"""What the id begins with, the members of the answer, and how many tokens were read."""
+"""Prefix of the id, members of the answer, and number of tokens read."""
 
 
 class PoolingRoutes:
-    """What one engine does without generating."""
+    """Routes of one engine that do not generate."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -43,7 +43,7 @@ class PoolingRoutes:
         return [web.post("/v1/embeddings", self._answering(self._embed))]
 
     def routes_of_vllm(self) -> list[web.RouteDef]:
-        """What other engines do not have, or in other shapes."""
+        """Return the routes that only vLLM has, or in other forms."""
         score, rerank = self._answering(self._score), self._answering(self._rerank)
         return [
             web.post("/pooling", self._answering(self._pool)),
@@ -139,18 +139,18 @@ class PoolingRoutes:
 
 
 def embedding(prompt: list[int]) -> list[float]:
-    """The vector of a text."""
+    """Return the vector of a text."""
     seed = crc32(bytes(token % 256 for token in prompt))
     return [crc32(bytes((index,)), seed) / 2**31 - 1.0 for index in range(_WIDTH)]
 
 
 def _encoded(vector: list[float], encoding: str) -> list[float] | str:
-    """As base64 it is 32-bit floats, the lowest byte first."""
+    """Return a vector; as base64, it has 32-bit floats with the lowest byte first."""
     return vector if encoding == "float" else base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
 def _similarity(first: list[int], second: list[int]) -> float:
-    """Between 0 and 1."""
+    """Return the similarity of two texts, between 0 and 1."""
     product = sum(a * b for a, b in zip(embedding(first), embedding(second), strict=True))
     return (1 + product / _WIDTH) / 2
 

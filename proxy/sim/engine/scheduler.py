@@ -59,7 +59,7 @@ class Scheduler:
 
     @property
     def preemptions(self) -> int:
-        """So nobody has to make room."""
+        """Return 0, because no sequence has to make room."""
         return 0
 
     def start(self) -> None:
@@ -120,7 +120,7 @@ class Scheduler:
         return self._loop.time()
 
     def _step_seconds(self) -> float:
-        # What is held counts on hardware where it does: there are few sequences then, and this is asked for each step.
+        # KV memory counts on known hardware. There are few sequences then, and this runs for each step.
         kv_tokens = 0
         if self._cost.step_kv_token:
             kv_tokens = sum(len(sequence.prompt) + len(sequence.output) for sequence in self._decoding)
@@ -192,7 +192,7 @@ class MachineScheduler:
 
     @property
     def used_blocks(self) -> int:
-        """Of KV memory, by sequences that run."""
+        """Return the number of KV blocks in use by running sequences."""
         return self.batch.blocks.used
 
     @property
@@ -279,7 +279,7 @@ class MachineScheduler:
 
 
 class MachineCache:
-    """What of a prompt is in the KV memory now."""
+    """Reports the cached part of prompts, from the KV memory of the hardware."""
 
     def __init__(self, batch: Batch, block_size: int) -> None:
         self._batch = batch

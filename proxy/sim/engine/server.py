@@ -38,7 +38,7 @@ class Exchange:
     answer: Answer
     plan: Plan
     headers: dict[str, str]
-    """Of the answer."""
+    """Headers of the answer."""
 
 
 class GenerationRoutes:
@@ -168,7 +168,7 @@ class GenerationRoutes:
             await self._core.protocol.release(params)
 
     def _load_report(self, headers: dict[str, str]) -> dict[str, str]:
-        """The ORCA load report, which vLLM adds to whole answers only."""
+        """Return the ORCA load report, which vLLM adds only to answers that are not streamed."""
         usage = self._core.used_blocks / self._core.options.kv_blocks
         waiting = self._core.scheduler.waiting
         match headers.get("endpoint-load-metrics-format", "").lower():
@@ -206,7 +206,7 @@ class GenerationRoutes:
         return stream.response
 
     async def _run(self, generation: Generation, answer: Answer, plan: Plan) -> None:
-        """Run it where it may be told to abort."""
+        """Run a handler, so that `abort` can end it."""
         if "ignore_leaving" in plan:
             task = asyncio.create_task(self._named(generation, answer))
             self._heedless.add(task)
@@ -283,7 +283,7 @@ class GenerationRoutes:
 
 
 def _overlooking(body: Any, plan: Plan) -> Any:
-    """The body as an engine sees it that does not know some of its members."""
+    """Return the body without members that this version of the engine does not know."""
     if not isinstance(body, dict):
         return body
     if "drop_token_ids" in plan:

@@ -44,7 +44,7 @@ class SglangRoutes:
         ]
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
-        """Of Anthropic's API it speaks no more, and so does not read `system`."""
+        """Count tokens for Anthropic's API, of which SGLang knows no more, so `system` is not read."""
         body, _ = await read_json(request)
         return json_response({"input_tokens": len(render_chat(body))})
 
@@ -84,7 +84,7 @@ class SglangRoutes:
         return json_response(head | {"num_accelerators": 1, "loads": [self._load(rank) for rank in ranks]})
 
     def _load(self, rank: int) -> dict[str, Any]:
-        """All that runs is told of rank 0."""
+        """Return the load, in which all running requests belong to rank 0."""
         scheduler = self._core.scheduler
         options = self._core.options
         return {
@@ -126,7 +126,7 @@ class SglangRoutes:
         return web.Response(text="\n".join(lines) + "\n", content_type="text/plain", charset="utf-8")
 
     def _token_lines(self, labels: str) -> list[str]:
-        """Counters of tokens: of prompts all, and by what the engine did; a decoder did nothing for what came to it."""
+        """Return counters of tokens: of all prompts, and of prompts computed here, which excludes fetched ones."""
         core = self._core
         computed, cached, _ = core.metrics.prompt_tokens_by_source.values()
         modes = {"prefill_compute": computed, "prefill_cache": cached, "decode": core.state.tokens_generated}

@@ -77,7 +77,7 @@ class SimulatedEngine:
         self.port = port
         self.options = dataclasses.replace(options or Options(), **fields)
         self.bootstrap_port: int | None = None
-        """Where decoders ask this prefiller, once it runs, if they do in its protocol."""
+        """Port at which decoders ask this prefiller while it runs, if its protocol has one."""
         self.state = State()
         self.faults = Faults()
         self.kv_events: KvEventPublisher | None = None
@@ -198,9 +198,9 @@ class SimulatedEngine:
         return port
 
     def _reserve(self, port: int) -> int:
-        """Bind a port (0: any) without listening there, and return which it is.
+        """Bind a port (0: any) without listening, and return it.
 
-        A killed engine refuses connections, but nobody else is given its port before it is back.
+        A killed engine refuses connections, and no other process gets its port before it is back.
         """
         if port not in self._reserved:
             family, kind, protocol, _, address = socket.getaddrinfo(self.host, port, type=socket.SOCK_STREAM)[0]
@@ -234,13 +234,13 @@ class SimulatedEngine:
         self.state.changed()
 
     async def stop(self, how: AtSigterm) -> None:
-        """Do what vLLM 0.32 does when its API server gets SIGTERM, or when its engine core dies.
+        """Stop as vLLM 0.32 does at SIGTERM to its API server, or at the death of its engine core.
 
-        Nobody listens from then on, and connections without a request are closed. `kill` or `restart` ends the rest.
+        The port is closed, and so are connections without a request. `kill` or `restart` ends the rest.
 
         Args:
-            how: `silent`: the answers under way stay open, and nothing more comes of them. `abort`: they end with
-                finish_reason `abort`. `core-dead`: they end with an error. `exit`: see `kill`.
+            how: `silent`: running answers stay open without further data. `abort`: they end with finish_reason `abort`.
+                `core-dead`: they end with an error. `exit`: see `kill`.
         """
         if how == "exit":
             await self.kill()

@@ -57,9 +57,10 @@ async def hang() -> None:
 
 
 class EventStream:
-    """One streamed answer. `on_delta` is called by the generation; `close` sends what is left and the end.
+    """One streamed answer.
 
-    It opens by itself with the first delta, if it is not opened before.
+    The generation calls `on_delta`; `close` sends the rest and the end. The first delta opens the stream if it is not
+    open.
     """
 
     def __init__(self, request: web.Request, answer: Answer, plan: Plan, headers: dict[str, str]) -> None:
@@ -121,7 +122,7 @@ class EventStream:
         await self.response.write_eof()
 
     def stop(self) -> None:
-        """The handler is leaving: end what runs beside it."""
+        """End all tasks of the stream, because its handler ends."""
         self._is_left = True
         for task in (self._opening, self._drained):
             if task is not None:
@@ -174,7 +175,7 @@ class EventStream:
             transport.write(self._pieces.popleft())
             asyncio.get_running_loop().call_soon(self._write_piece)
         else:
-            if not self._pumped.done():  # whoever waited for the last piece may be gone
+            if not self._pumped.done():  # the reader of the last piece may be gone
                 self._pumped.set_result(None)
             self._pumped = None
 
@@ -196,7 +197,7 @@ def refusal(error: EngineError, endpoint: Endpoint | None = None) -> web.Respons
 
 
 async def read_json(request: web.Request) -> tuple[Any, int]:
-    """The parsed body (None if it is not JSON) and its size."""
+    """Return the parsed body (None if it is not JSON) and its size."""
     raw = await request.read()
     try:
         return orjson.loads(raw), len(raw)

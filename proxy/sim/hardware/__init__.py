@@ -1,4 +1,4 @@
-"""What an engine's hardware makes of its work: how long a step takes, and how much KV fits. Pure: no IO and no clock.
+"""The hardware of an engine: the time of a step, and the size of KV memory. Pure: no IO and no clock.
 
-The same parts serve simulated engines, which live in real time, and scripts/replay, which lives in virtual time.
+Simulated engines use it in real time, and scripts/replay in virtual time.
 """

@@ -1,12 +1,11 @@
-"""One engine's continuous batching: who is admitted, what a step computes, and who is preempted. Pure; its owner has
-the clock.
+"""Continuous batching of one engine: admission, steps and preemption. Pure; its owner has the clock.
 
-As vLLM's scheduler (v1/core/sched/scheduler.py): in every step each decoding sequence gets a token, and what is left of
-the token budget computes prompts in the order of their admission, in chunks. A sequence that needs a block when none is
-free has the one that was admitted last preempted, which then computes everything again.
+As in vLLM's scheduler (v1/core/sched/scheduler.py), each decoding sequence gets a token in every step, and the rest of
+the token budget computes prompts in chunks, in the order of their admission. If a sequence needs a block and none is
+free, the sequence that was admitted last is preempted, and later computes everything again.
 
-Nothing happens within a step, so steps that differ in nothing but their length are taken together: a run. Whoever
-wants to see every step (`stepwise`) gets the same course in runs of one step.
+Nothing happens within a step, so steps that differ only in length are combined into a run. `stepwise` gives the same
+course in runs of one step.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class _Run:
         return steps * self.first_seconds + self.growth_seconds * steps * (steps - 1) / 2
 
     def until(self, now: float) -> _Run:
-        """The same, but it ends with the step that is under way now."""
+        """Return the same run, which ends with the current step."""
         wanted = now - self.began
         first, growth = self.first_seconds, self.growth_seconds
         if growth > 0:
@@ -52,8 +51,10 @@ class _Run:
 
 
 class Batch:
-    """`on_admitted` is told of work that awaits KV and has its blocks now, `on_tokens` of work that has generated more,
-    and how many tokens. In both, work may be submitted and dropped.
+    """Continuous batching of one engine.
+
+    `on_admitted` is called for work that awaits KV and has its blocks now, and `on_tokens` for work that has generated
+    more tokens, with their number. Both may submit and drop work.
     """
 
     def __init__(
@@ -68,9 +69,9 @@ class Batch:
         self.blocks = KvBlocks(shape.kv_tokens // shape.block_tokens)
         self.busy_seconds = 0.0
         self.computed_tokens = 0
-        """Of prompts, with those that were computed again."""
+        """Computed tokens of prompts, including those computed again."""
         self.recomputed_tokens = 0
-        """That had been there before a preemption."""
+        """Tokens that were computed again after a preemption."""
         self.preemptions = 0
         self._cost = cost
         self._shape = shape
@@ -95,11 +96,11 @@ class Batch:
         return None if self._run is None else self._run.began + self._run.seconds(self._run.steps)
 
     def spent_seconds(self, now: float) -> float:
-        """Of the steps under way, what is behind them."""
+        """Return the elapsed time of the running steps."""
         return 0.0 if self._run is None else now - self._run.began
 
     def submit(self, work: Work, now: float) -> None:
-        """Raises ValueError for work that does not fit into the engine's memory even alone."""
+        """Submit work. Raises ValueError if it does not fit into the engine's memory even alone."""
         if self._blocks_of(work.prompt_tokens + work.answer_tokens) > self.blocks.count:
             raise ValueError(f"{work.prompt_tokens} + {work.answer_tokens} tokens do not fit into the KV memory")
         self._waiting.append(work)
@@ -107,14 +108,17 @@ class Batch:
             self._interrupt(now)
 
     def arrive(self, work: Work, now: float) -> None:
-        """The KV that admitted work awaits is here. The last token is run again, as the engines do."""
+        """Note that the awaited KV of admitted work has arrived.
+
+        The last token is computed again, as in real engines.
+        """
         work.awaits_kv = False
         work.computed = work.tokens - 1
         work.is_decoding = True
         self._interrupt(now)
 
     def compute(self, work: Work, now: float) -> None:
-        """The KV that admitted work awaits does not come: what is not cached is computed here."""
+        """Note that the awaited KV does not arrive: uncached tokens are computed here."""
         work.awaits_kv = False
         work.computed = work.began_behind = work.cached_tokens = len(work.held.named) * self._shape.block_tokens
         self._interrupt(now)
@@ -129,13 +133,13 @@ class Batch:
         self._interrupt(now)
 
     def give_back(self, work: Work, now: float) -> None:
-        """Ended work keeps its KV no longer."""
+        """Release the KV of ended work."""
         self.blocks.give_back(work.held)
         if self._waiting:
             self._interrupt(now)
 
     def advance(self, now: float) -> None:
-        """The run has ended: take what came of it, and begin the next one."""
+        """End the run, take its results, and begin the next one."""
         run, self._run = self._run, None
         if run is not None:
             self._settle(run)
@@ -218,7 +222,7 @@ class Batch:
                 work.cached_tokens = work.computed
 
     def _with_room(self) -> list[Work]:
-        """The decoding sequences that have a block for their next token; preempts others for it."""
+        """Return the decoding sequences that have a block for their next token; others are preempted for them."""
         while True:
             decoding = [work for work in self._running if work.is_decoding]
             if self._lacking(decoding, 1) <= self.blocks.free:

@@ -27,7 +27,7 @@ class Cost:
     step_kv_token: float = 0.0
     """r."""
     knee: int | None = None
-    """So many sequences decode well together; None: any number."""
+    """Number of sequences that decode efficiently together; None: no limit."""
     past_knee: float = 1.0
     """How much longer a step of more takes."""
 
@@ -36,7 +36,7 @@ class Cost:
         return self.prompt + self.chunk(uncached, cached)
 
     def chunk(self, tokens: int, before: int) -> float:
-        """Of a prompt's tokens, without what each prompt takes: those behind the first `before`."""
+        """Return the time for tokens of a prompt after its first `before`, without the constant time per prompt."""
         return tokens * (self.prompt_token + self.attention * (before + tokens / 2))
 
     def decode(self, sequences: int, kv_tokens: int) -> float:
@@ -45,7 +45,7 @@ class Cost:
         return seconds if self.knee is None or sequences <= self.knee else seconds * self.past_knee
 
     def faster(self, factor: float) -> Cost:
-        """Everything takes so many times less."""
+        """Return the cost with all times divided by this factor."""
         return replace(
             self,
             prompt=self.prompt / factor,
@@ -57,8 +57,9 @@ class Cost:
         )
 
     def knee_rate(self, max_sequences: int, kv_tokens_each: int) -> float:
-        """The most tokens per second that a decoder makes of up to so many sequences; infinite where steps take no
-        time.
+        """Return the maximum tokens per second of a decoder with up to this number of sequences.
+
+        Infinite if steps take no time.
         """
         numbers = range(1, max_sequences + 1)
         seconds = [self.decode(number, number * kv_tokens_each) for number in numbers]

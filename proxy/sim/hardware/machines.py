@@ -1,9 +1,10 @@
-"""Engines on known hardware: costs fitted to what was published of them, and what was published.
+"""Engines on known hardware: published figures, and costs fitted to them.
 
-`published()` has every figure beside what the fit makes of it, and whether it is a figure to meet or a bound to keep.
-The KV cache of Kimi K2 takes 61 layers · (512 + 64) values · 2 bytes = 70 KB a token, the same on each rank of a
-tensor-parallel group. Attention over the tokens before takes as long as all else at some 26,000 of them (2.5 MFLOP for
-each against 64 GFLOP a token), so that b is about a / 26,000 where nothing was published to fit it to.
+`published()` returns every figure beside the value of the fit, and whether it is a target or a bound.
+
+The KV cache of Kimi K2 takes 61 layers · (512 + 64) values · 2 bytes = 70 KB per token, the same on each rank of a
+tensor-parallel group. Attention over the previous tokens takes as long as everything else at about 26,000 tokens (2.5
+MFLOP for each against 64 GFLOP per token). So b is about a / 26,000 where no published figure determines it.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ class Figure:
     published: float
     fitted: float
     is_bound: bool = False
-    """What was published is a most: a fit below it is as good."""
+    """Whether the published figure is an upper bound, so that a lower fit is as good."""
 
     @property
     def error(self) -> float:
-        """By how much the fit is off, as a part of what was published; 0 within a bound."""
+        """Return the relative error of the fit; 0 within a bound."""
         error = self.fitted / self.published - 1
         return max(0.0, error) if self.is_bound else error
 

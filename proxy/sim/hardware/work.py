@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """What one sequence holds: `named` blocks, in the order of its tokens, and others."""
+    """Blocks of one sequence: `named` blocks in the order of its tokens, and others."""
 
     named: list[Hashable] = field(default_factory=list)
     unnamed: int = 0
@@ -28,13 +28,13 @@ class Held:
 
 
 class Watcher(Protocol):
-    """Hears of what is cached, as KV events tell it."""
+    """Is notified of changes of the cache, as by KV events."""
 
     def stored(self, parent: Hashable | None, names: Sequence[Hashable]) -> None:
-        """These blocks of one sequence, behind that one, can be shared from now on."""
+        """Note that these blocks of one sequence, after that block, can be shared."""
 
     def removed(self, name: Hashable) -> None:
-        """A block had to make room."""
+        """Note that a block was evicted."""
 
     def cleared(self) -> None:
         """All that was cached is gone."""
@@ -58,12 +58,12 @@ class KvBlocks:
 
     @property
     def cached(self) -> int:
-        """Those that nobody uses and that hold something."""
+        """Return the number of unused blocks with cached content."""
         return len(self._cached)
 
     @property
     def free(self) -> int:
-        """Those that nobody uses: what is cached makes room."""
+        """Return the number of unused blocks, including cached ones, which can be evicted."""
         return self.count - self.used
 
     def hit(self, names: Sequence[Hashable]) -> int:
@@ -75,10 +75,9 @@ class KvBlocks:
         return len(names)
 
     def take(self, names: Sequence[Hashable], blocks: int) -> tuple[Held, int] | None:
-        """Blocks for one sequence, of which those with names that are there are shared; and how many these are. None
-        when there is no room.
+        """Take blocks for one sequence; return them and the number of shared ones, or None without room.
 
-        `names`: those that may be shared, from the first one on.
+        `names`: names of blocks that may be shared, from the first one on.
         """
         hits = self.hit(names[:blocks])
         revived = sum(name in self._cached for name in names[:hits])
@@ -92,7 +91,7 @@ class KvBlocks:
         return held, hits
 
     def grow(self, held: Held, blocks: int) -> None:
-        """So many more for a sequence. Raises ValueError when there is no room."""
+        """Take more blocks for a sequence. Raises ValueError without room."""
         if blocks > self.free:
             raise ValueError(f"{blocks} blocks of KV memory are wanted and {self.free} are free")
         held.unnamed += blocks
@@ -104,9 +103,10 @@ class KvBlocks:
                 self.watcher.removed(name)
 
     def name(self, held: Held, names: Sequence[Hashable]) -> None:
-        """A sequence's first blocks are computed and can be shared from now on: all of `names` that it has not named.
+        """Share the first blocks of a sequence, because they are computed.
 
-        What somebody else has named meanwhile stays a second copy without a name, and so does what comes behind it.
+        `names`: their names, of which only new ones count. A block that another sequence has named in the meantime
+        stays an unnamed copy, and so do the blocks after it.
         """
         known = len(held.named)
         for name in names[known:]:
@@ -120,7 +120,7 @@ class KvBlocks:
             self.watcher.stored(held.named[known - 1] if known else None, held.named[known:])
 
     def give_back(self, held: Held) -> None:
-        """A sequence's blocks are no longer used. May be called again."""
+        """Release the blocks of a sequence. May be called again."""
         self._unnamed -= held.unnamed
         held.unnamed = 0
         users = self._users
@@ -145,7 +145,7 @@ class Shape:
     max_num_seqs: int
     max_num_batched_tokens: int
     kv_tokens: int
-    """That fit into its KV memory, host memory included where it serves as a cache."""
+    """Number of tokens that fit into KV memory, including host memory if it serves as a cache."""
     block_tokens: int = 512
 
 
@@ -156,13 +156,13 @@ class Work:
     prompt_tokens: int
     answer_tokens: int
     names: Sequence[Hashable] = ()
-    """Of the prompt's full blocks."""
+    """Names of the prompt's full blocks."""
     keeps_kv: bool = False
     """Its blocks stay used after its end, until they are given back: a decoder will fetch them."""
     awaits_kv: bool = False
     """Nothing of its prompt is computed here: once admitted it waits for `arrive`."""
     cached_tokens: int = 0
-    """Of the prompt, found in the cache when it was first admitted."""
+    """Tokens of the prompt in the cache at the first admission."""
     computed: int = 0
     """Tokens whose KV is there."""
     generated: int = 0
@@ -171,7 +171,7 @@ class Work:
     preemptions: int = 0
     held: Held = field(default_factory=Held)
     began_behind: int = 0
-    """Of the tokens to compute, those that its first chunk stands behind."""
+    """Number of computed tokens before its first chunk in the same step."""
 
     @property
     def is_ended(self) -> bool:
@@ -179,10 +179,10 @@ class Work:
 
     @property
     def is_begun(self) -> bool:
-        """Some of what it has to compute is computed."""
+        """Return whether a part of its work is computed."""
         return self.computed > self.began_behind
 
     @property
     def tokens(self) -> int:
-        """Of the prompt and of the answer so far: the KV that the next token needs."""
+        """Return the tokens of prompt and answer so far: the KV that the next token needs."""
         return self.prompt_tokens + self.generated

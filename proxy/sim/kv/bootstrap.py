@@ -1,11 +1,11 @@
-"""SGLang's protocol: prefiller and decoder of a request meet in a room, and neither can do without the other.
+"""SGLang's protocol: prefiller and decoder of a request meet in a room, and each needs the other.
 
 Decoders ask the prefiller's bootstrap server, here a second port of the engine, for their room: `POST /_mock/room`
 stands for the whole exchange and is answered when the KV has arrived. The prefiller computes once the decoder is there,
 and answers once the decoder has the KV. A leg without its partner waits, by default 300 s
-(SGLANG_DISAGGREGATION_WAITING_TIMEOUT), and then fails with 500. Nobody tells a leg that its partner has left. A
-bootstrap server that a decoder does not know is asked every second, 15 times, before the leg fails
-(`_max_ensure_retries` in SGLang's disaggregation/decode.py).
+(SGLANG_DISAGGREGATION_WAITING_TIMEOUT), and then fails with 500. A leg does not notice that its partner has left. A
+decoder asks an unknown bootstrap server every second, 15 times, before the leg fails (`_max_ensure_retries` in SGLang's
+disaggregation/decode.py).
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _HANDSHAKE_INTERVAL_SECONDS = 1.0
 
 
 class Room:
-    """A meeting at the prefiller. More than one of a kind in it, and nobody gets anything."""
+    """A meeting at the prefiller. With two of a kind in it, all fail."""
 
     def __init__(self) -> None:
         self.prefills = 0
         self.decoders: list[asyncio.Future[int]] = []
         self.is_broken = False
-        """For good: who has met another of its kind here fails, whoever leaves."""
+        """Whether two of a kind have met here, after which the room always fails."""
 
     @property
     def is_empty(self) -> bool:
         return not self.prefills and not self.decoders
 
     def come(self) -> None:
-        """Somebody came in."""
+        """Note that a leg has entered."""
         self.is_broken = self.is_broken or self.prefills > 1 or len(self.decoders) > 1
 
 
@@ -66,7 +66,7 @@ class BootstrapProtocol(KvProtocol):
         """Bootstrap servers that this decoder knows."""
 
     def leg(self, params: Mapping[str, Any]) -> Leg:
-        """A matter of the engine's role; without one, or without a partner, there is no disaggregation."""
+        """Return the leg by the engine's role. Without a role or a partner, there is no disaggregation."""
         if not params:
             return Leg.ALONE
         return {"prefill": Leg.PREFILL, "decode": Leg.DECODE}.get(self._options.role, Leg.ALONE)
@@ -137,7 +137,7 @@ class BootstrapProtocol(KvProtocol):
         await self._peers.close()
 
     async def _admit(self, request: web.Request) -> web.Response:
-        """A decoder comes in, and stays until it has the KV or leaves."""
+        """Admit a decoder until it has the KV or leaves."""
         body = await request.json(loads=orjson.loads)
         number = body["room"]
         rank = number % self._options.dp_size if body["dp_rank"] is None else body["dp_rank"]
@@ -200,7 +200,7 @@ class BootstrapProtocol(KvProtocol):
             ) from None
 
     async def _tell(self, request: web.Request) -> web.Response:
-        """The prefiller's end: here is a bootstrap server."""
+        """Handle the prefiller's side: answer that there is a bootstrap server."""
         return web.json_response({})
 
     def _question(self, child: Child, number: int) -> dict[str, Any]:
@@ -213,7 +213,7 @@ class BootstrapProtocol(KvProtocol):
             _gave_up(number, self._options.waiting_seconds)
 
     async def _wait_in_vain(self, number: int) -> NoReturn:
-        """Samples of one prompt share its room, and none of them finds its partner."""
+        """Wait without success: samples of one prompt share its room, so none of them finds its partner."""
         with self._state.waiting_room():
             await asyncio.sleep(self._options.waiting_seconds)
         _gave_up(number, self._options.waiting_seconds)

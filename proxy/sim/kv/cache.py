@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def blocks_of(tokens: int, block_size: int) -> int:
-    """How many blocks so many tokens fill, the last one perhaps in part."""
+    """Return the number of blocks for this number of tokens; the last one may be partly filled."""
     return -(-tokens // block_size)
 
 
@@ -34,7 +34,7 @@ class Pin:
     prompt_digest: int
     expires_at: float
     announced: bool = False
-    """Whether anyone was told of it; the others can only expire."""
+    """Whether the parameters were sent to a client. Other pins can only expire."""
 
 
 @dataclass(slots=True)
@@ -62,13 +62,13 @@ class PinTable:
         return pin
 
     def pull(self, request_id: str, now: float) -> Pin | None:
-        """The decoder has the blocks; None when they are not (or no longer) here."""
+        """Hand the blocks to a decoder; returns None if they are not here."""
         pin = self._take(request_id, now)
         self.pulled += pin is not None
         return pin
 
     def release(self, request_id: str, now: float) -> Pin | None:
-        """The decoder does not want the blocks."""
+        """Release the blocks, because the decoder does not want them."""
         pin = self._take(request_id, now)
         self.released += pin is not None
         return pin
@@ -102,7 +102,7 @@ class PinTable:
 
 
 def block_names(ids: Sequence[int], block_size: int, salt: str = "") -> list[tuple[int, int]]:
-    """Of the full blocks of a prompt: which one it is, and a digest of all up to its end and of the salt."""
+    """Return the names of a prompt's full blocks: the index, and a digest of all tokens up to its end and the salt."""
     packed = memoryview(pack(ids))
     width = block_size * packed.nbytes // max(1, len(ids))
     names = []
@@ -125,8 +125,9 @@ class PrefixCache:
         self.hits = 0
 
     def add(self, ids: Sequence[int], salt: str = "") -> int:
-        """Cache a prompt; returns how many of its tokens had been cached already, never all of them. What has another
-        `salt` is another prompt.
+        """Cache a prompt; return how many of its tokens were cached, which is never all of them.
+
+        Prompts with different `salt` are different.
         """
         cached = 0
         names = block_names(ids, self._block_size, salt)

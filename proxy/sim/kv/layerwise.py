@@ -47,7 +47,7 @@ class LayerwiseProtocol(KvProtocol):
         return Leg.PREFILL if params.get("do_remote_decode") else Leg.ALONE
 
     def is_deadly(self, params: Mapping[str, Any]) -> bool:
-        """The scheduler looks this member up without asking whether it is there."""
+        """Return whether the request crashes the engine: its scheduler reads this member without a check."""
         return bool(params.get("do_remote_decode")) and "remote_cached_tokens" not in params
 
     async def keep(self, child: Child) -> dict[str, Any] | None:
@@ -76,7 +76,7 @@ class LayerwiseProtocol(KvProtocol):
         return [web.post("/_mock/done", self._take)]
 
     def describe(self) -> dict[str, Any]:
-        """`strays`: messages about requests that nobody waits for."""
+        """Return a description of the state. `strays`: messages about requests that do not wait."""
         return {"engine_id": self.engine_id, "calls_failed": self._calls_failed, "strays": self._strays}
 
     async def stop(self) -> None:
@@ -87,7 +87,7 @@ class LayerwiseProtocol(KvProtocol):
         await self._peers.close()
 
     def _call_back(self, child: Child) -> None:
-        """From a thread of its own, which outlives the request."""
+        """Call back in a thread that outlives the request."""
         call = asyncio.create_task(self._post(str(child.params.get("metaserver")), self._message(child)))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)

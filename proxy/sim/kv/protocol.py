@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
 
 class Leg(Enum):
-    """What a request is to this engine."""
+    """Kind of a request for this engine."""
 
     ALONE = auto()
     PREFILL = auto()
     """It leaves KV for a decoder."""
     DECODE = auto()
-    """Its KV comes from elsewhere."""
+    """The KV comes from another engine."""
 
 
 class Loaded(Enum):
-    """How fetching a prompt's KV from elsewhere went."""
+    """Result of fetching a prompt's KV from another engine."""
 
     YES = auto()
     FAILED = auto()
     ABSENT = auto()
-    """There is none, which is no failure: the prompt is computed here."""
+    """There is no KV, which is no failure: the prompt is computed here."""
     FOREIGN = auto()
     """KV arrived, but that of another prompt: the model will talk nonsense."""
 
@@ -53,7 +53,7 @@ class Child:
     prompt_index: int
     samples: int
     params: Mapping[str, Any]
-    """Of the whole request."""
+    """Parameters of the whole request."""
     dp_rank: int | None = None
     cache_salt: str = ""
 
@@ -67,7 +67,7 @@ class KvProtocol:
     has_bootstrap_port: ClassVar[bool] = False
     """Prefillers listen on a second port, which decoders ask where a prefiller's KV is."""
     serves_each_child: ClassVar[bool] = True
-    """Every child has KV of its own. Otherwise one set of parameters names the KV of the first."""
+    """Whether each sample has separate KV. If not, one set of parameters names the KV of the first."""
     meets: ClassVar[bool] = False
     """A prefiller waits for the decoder before it computes, and answers when the decoder has the KV."""
 
@@ -82,23 +82,24 @@ class KvProtocol:
         """Wait for the decoder, if the protocol `meets`. Raises EngineError when none comes."""
 
     async def keep(self, child: Child) -> dict[str, Any] | None:
-        """Keep or send the KV of a prefilled prompt; returns the params that let a decoder have it, if any.
-        Raises EngineError when it should have been sent and was not.
+        """Keep or send the KV of a prefilled prompt; return the parameters for a decoder, if any.
+
+        Raises EngineError if it should have been sent and was not.
         """
         raise NotImplementedError
 
     def announce(self, params: Mapping[str, Any]) -> None:
-        """The params go out in an answer."""
+        """Note that the parameters are sent in an answer."""
 
     async def load(self, child: Child) -> Loaded:
-        """Get the KV. Raises EngineError where the protocol has words of its own for a failure."""
+        """Get the KV. Raises EngineError if the protocol has its own error for a failure."""
         raise NotImplementedError
 
     def leave(self, child: Child) -> None:
-        """A request with a leg is over, however it ended."""
+        """Note the end of a request with a leg, in any way."""
 
     async def release(self, params: Mapping[str, Any]) -> None:
-        """Tell the prefiller that nobody will fetch this."""
+        """Tell the prefiller to release the KV."""
 
     def routes(self) -> list[web.RouteDef]:
         return []
@@ -119,14 +120,14 @@ class KvProtocol:
 
 
 class Peers:
-    """Connections to other engines, opened when first needed. After `close` nobody is reached any more."""
+    """Connections to other engines, opened when first needed. After `close`, all requests fail."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
 
     async def post(self, url: str, body: Any) -> Any:
-        """The answer, None if it is not a success or the engine is not reached. It may take as long as it takes."""
+        """Return the answer, or None if it has no success status or the engine is not reached. Without a time limit."""
         return await self._ask("POST", url, body)
 
     async def get(self, url: str) -> Any:
@@ -134,7 +135,7 @@ class Peers:
         return await self._ask("GET", url, None)
 
     async def delivers(self, url: str, body: Any) -> bool:
-        """Whether the other side answered at all, be it with an error."""
+        """Return whether the other engine answered at all, even with an error."""
         if self._is_closed:
             return False
         try:
@@ -166,7 +167,7 @@ class Peers:
 
 
 def address(host: object, port: object) -> str:
-    """The beginning of a URL; an IPv6 host may be given with or without brackets."""
+    """Return the beginning of a URL; an IPv6 host may have brackets."""
     name = str(host)
     return f"http://{f'[{name}]' if ':' in name and not name.startswith('[') else name}:{port}"
 

@@ -49,13 +49,18 @@ class PullProtocol(KvProtocol):
 
     @property
     def _has_roles(self) -> bool:
-        """NixlConnector takes no notice of `kv_role`. Of vllm-ascend's connectors a producer has a thread that sends KV
-        and none that receives it, a consumer the other one (`register_kv_caches` in mooncake_connector.py).
+        """Return whether `kv_role` has an effect: NixlConnector ignores it.
+
+        In vllm-ascend's connectors, a producer has only the thread that sends KV, and a consumer only the one that
+        receives it (`register_kv_caches` in mooncake_connector.py).
         """
         return self._options.connector != "nixl"
 
     def is_deadly(self, params: Mapping[str, Any]) -> bool:
-        """A worker that is to receive without the thread for it fails an assertion (`start_load_kv`)."""
+        """Return whether the request crashes the engine.
+
+        A worker without the receiving thread fails an assertion (`start_load_kv`).
+        """
         return self._has_roles and self._options.role == "prefill" and self.leg(params) is Leg.DECODE
 
     async def keep(self, child: Child) -> dict[str, Any] | None:
@@ -75,7 +80,10 @@ class PullProtocol(KvProtocol):
             pin.announced = True
 
     def _is_complete(self, params: Mapping[str, Any]) -> bool:
-        """What decoders check (vllm-ascend `mooncake_connector.py`): there are blocks, and the address is whole."""
+        """Return whether the parameters have blocks and the whole address, as decoders check them.
+
+        See vllm-ascend `mooncake_connector.py`.
+        """
         return bool(params.get("remote_block_ids")) and all(params.get(name) is not None for name in _NEEDED)
 
     async def load(self, child: Child) -> Loaded:
@@ -125,7 +133,7 @@ class PullProtocol(KvProtocol):
         await self._peers.close()
 
     async def _ask_prefiller(self, params: Mapping[str, Any], verb: str) -> Any:
-        """The prefiller's answer, None when it has no such KV or cannot be reached."""
+        """Return the prefiller's answer; None if it has no such KV or cannot be reached."""
         if params["remote_port"] in self._options.unreachable_ports:
             return None
         url = address(params["remote_host"], params["remote_port"]) + "/_mock/pull"
@@ -133,7 +141,7 @@ class PullProtocol(KvProtocol):
         return await self._peers.post(url, body)
 
     async def _give(self, request: web.Request) -> web.Response:
-        """The prefiller's end: hand over a pin, once."""
+        """Handle the prefiller's side: hand over a pin, once."""
         body = await request.json(loads=orjson.loads)
         sends = self._options.role != "decode" or not self._has_roles
         is_ours = body.get("remote_engine_id") == self.engine_id and sends
@@ -167,7 +175,10 @@ class PullProtocol(KvProtocol):
         self._changed()
 
     def _params(self, pin: Pin, prompt: Sequence[int]) -> dict[str, Any]:
-        """The shape of the connector's `request_finished` (vllm-ascend `mooncake_connector.py`, vLLM `nixl/`)."""
+        """Return parameters in the form of the connector's `request_finished`.
+
+        See vllm-ascend `mooncake_connector.py` and vLLM `nixl/`.
+        """
         host, port = self._address()
         params: dict[str, Any] = {
             "do_remote_prefill": True,

@@ -1,10 +1,9 @@
-"""The protocol of vLLM's own MooncakeConnector: both legs at once, which meet by the `transfer_id` they were given.
+"""vLLM's own MooncakeConnector: both legs at once, which meet by their `transfer_id`.
 
-A bootstrap server runs beside each prefiller, here on a second port of the engine, and tells at `/query` which engines
-there are: one for each data-parallel rank, with an id that is another after every start, and the addresses of its
-workers. The decoder asks there for an engine that it does not know yet, and then that engine for the transfer; it may
-come before the prefill is done. The prefiller's answer has nothing for the decoder. What no decoder fetches is kept as
-with the pull protocol.
+A bootstrap server runs beside each prefiller, here on a second port of the engine. Its answer at `/query` lists the
+engines, one for each data-parallel rank, with an id that changes at every start, and the addresses of its workers. The
+decoder asks there for an unknown engine, and then asks that engine for the transfer, also before the prefill is done.
+The prefiller's answer has no parameters for the decoder. KV that no decoder fetches is kept as in the pull protocol.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class TransferProtocol(PullProtocol):
         self._engines: dict[str, str] = {}
         self._unwanted: OrderedDict[str, None] = OrderedDict()
         self._workers: dict[str, str] = {}
-        """The decoder's end: where each engine is that was ever told of, by its id (vLLM's `_remote_agents`)."""
+        """The decoder's side: addresses of all engines that were ever reported, by id (vLLM's `_remote_agents`)."""
         self._served = 0
 
     def leg(self, params: Mapping[str, Any]) -> Leg:
@@ -49,7 +48,7 @@ class TransferProtocol(PullProtocol):
         return Leg.PREFILL if params.get("do_remote_decode") and params.get("transfer_id") else Leg.ALONE
 
     def is_deadly(self, params: Mapping[str, Any]) -> bool:
-        """The scheduler asserts that it has the right role (vLLM `mooncake_connector.py`)."""
+        """Return whether the request crashes the engine, whose scheduler asserts its role (`mooncake_connector.py`)."""
         wrong = {"prefill": Leg.DECODE, "decode": Leg.PREFILL}.get(self._options.role)
         return wrong is not None and self.leg(params) is wrong
 
@@ -70,7 +69,7 @@ class TransferProtocol(PullProtocol):
             return self._pulled(await self._ask_prefiller(child.params, "pull", blocks), child)
 
     async def release(self, params: Mapping[str, Any]) -> None:
-        """The transfer goes on when its request is gone, and so the prefiller gets rid of it."""
+        """Release nothing: a transfer continues after the end of its request, so the prefiller gets rid of it."""
         if self.leg(params) is Leg.DECODE and await self._ask_prefiller(params, "release") is not None:
             self._state.releases += 1
             self._state.changed()
@@ -84,7 +83,7 @@ class TransferProtocol(PullProtocol):
         return super().describe() | {"dp_ranks": ranks}
 
     def _rank(self, child: Child) -> int:
-        """As the engine chooses when it is not told: each in its turn."""
+        """Return the rank; without a request for one, ranks take turns."""
         self._served += 1
         rank = (self._served - 1) % self._options.dp_size if child.dp_rank is None else child.dp_rank
         self._ranks[rank] += 1
@@ -114,8 +113,10 @@ class TransferProtocol(PullProtocol):
         return await self._peers.post(f"{worker}/_mock/pull", body)
 
     async def _give(self, request: web.Request) -> web.Response:
-        """The prefiller's end: hand a transfer over once it is there. A decoder that wants more blocks than there are
-        gets none, and they are kept on (vLLM: "P num blocks less than D").
+        """Handle the prefiller's side: hand over a transfer when it is there.
+
+        A decoder that wants more blocks than there are gets none, and the blocks are kept (vLLM: "P num blocks less
+        than D").
         """
         body = await request.json(loads=orjson.loads)
         name, engine_id, verb = body["transfer_id"], body["engine_id"], body["verb"]

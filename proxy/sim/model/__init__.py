@@ -1,1 +1,1 @@
-"""The deterministic model: tokenizer, writer, grammar, and the engines' parser of what it writes."""
+"""The deterministic model: tokenizer, writer, grammar, and the engines' parser of its text."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Schema = Any
 """A JSON value: true and false are schemas, too."""
 
-# Below this depth, and beyond so many values, only what is required is told.
+# Below this depth, and beyond this number of values, only required members are generated.
 _SHALLOW: Final = 5
 _MANY: Final = 500
 # A schema that goes deeper all the same has no end.
@@ -66,7 +66,7 @@ class Unsupported(ValueError):
 
 
 def instance(schema: Schema, seed: int) -> Any:
-    """A value that `schema` allows. Raises Unsupported."""
+    """Return a value that `schema` allows. Raises Unsupported."""
     return _Maker(schema).make(schema, seed, 0)
 
 
@@ -168,7 +168,7 @@ class _Maker:
         return found
 
     def _merged(self, schemas: list[Schema]) -> Schema:
-        """What all of them ask for, as far as they do not speak of the same with different words."""
+        """Return a schema with the requirements of all, as far as they do not conflict."""
         merged: dict[str, Any] = {}
         for schema in schemas:
             if schema is False:
@@ -190,11 +190,11 @@ class _Maker:
             rest = {name: value for name, value in schema.items() if name != "$ref"}
             target = self._target(schema["$ref"])
             schema = {**target, **rest} if isinstance(target, dict) else target
-        raise Unsupported("a part of the schema is none")
+        raise Unsupported("a part of the schema is no schema")
 
 
 def _implied(schema: dict[str, Any]) -> str:
-    """The type of a schema that names none."""
+    """Return the type of a schema that names none."""
     if {"properties", "required", "additionalProperties"} & schema.keys():
         return "object"
     if {"items", "prefixItems", "minItems"} & schema.keys():
@@ -214,7 +214,7 @@ def _string(schema: dict[str, Any], seed: int) -> str:
 
 
 def _number(schema: dict[str, Any], seed: int, *, is_whole: bool) -> float:
-    """The bounds may be open, and be booleans as in older drafts."""
+    """Return a number within bounds, which may be open, and may be booleans as in older drafts."""
     low, high = schema.get("minimum"), schema.get("maximum")
     step = schema.get("multipleOf") or (1 if is_whole else 0.5)
     for name, sign in (("exclusiveMinimum", 1), ("exclusiveMaximum", -1)):
@@ -255,9 +255,9 @@ _OBJECT: Grammar = {"type": "object"}
 
 
 def read_grammar(body: Mapping[str, Any]) -> Grammar | None:
-    """What the answer is bound to; None: nothing, or what is not simulated, such as regular expressions.
+    """Return the grammar of the answer; None: none, or one that is not simulated, such as regular expressions.
 
-    Raises Unsupported for a grammar that cannot be kept to.
+    Raises Unsupported for a grammar that the writer cannot follow.
     """
     try:
         return _read(body)
@@ -296,7 +296,7 @@ class GrammarWriter:
             self._begin()
 
     def next(self, *, may_end: bool = True) -> int:
-        """The next token. What may not end yet goes on with blanks, which JSON allows."""
+        """Return the next token. A text that may not end yet continues with blanks, which JSON allows."""
         if self._reasoning is not None:
             token = self._reasoning.next(may_end=False)
             self._ids.append(token)

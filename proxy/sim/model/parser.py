@@ -56,7 +56,7 @@ _HEADER: Final = re.compile(r"(.+:\d+)")
 
 @dataclass(slots=True)
 class _Said:
-    """What one piece of text adds to the message."""
+    """Additions to the message by one piece of text."""
 
     content: str = ""
     reasoning: str = ""
@@ -183,7 +183,7 @@ class KimiParser:
         self._tell_arguments(said, len(self._arguments))
 
     def _finish_call(self, said: _Said) -> None:
-        """The end of the text in the middle of a call."""
+        """End the text in the middle of a call."""
         if self.phase is Phase.ARGUMENTS:
             if self._is_engine:
                 self._end_arguments(said)
@@ -195,7 +195,7 @@ class KimiParser:
         elif self.phase is Phase.NAME and self._is_engine and self._name.strip():
             self._tell_name(said, arguments="")
             if not self._is_named:
-                # Half a name is told as if it were one (vLLM `parser_engine.py`, `_handle_tool_end`).
+                # half a name is reported as a whole one (vLLM `parser_engine.py`, `_handle_tool_end`)
                 self._tell_call(said, f"functions.{self._name}:{self._begun_calls - 1}", self._name, arguments="")
 
     def _withhold_space(self, said: _Said, finished: bool) -> None:
@@ -218,9 +218,9 @@ class KimiParser:
 def parse_whole(
     text: str, *, is_thinking: bool, reads_tools: bool = True, is_engine: bool = True
 ) -> tuple[dict[str, Any], bool]:
-    """The fields of a non-streamed message, and whether it calls tools.
+    """Return the fields of a message that is not streamed, and whether it calls tools.
 
-    The prompt is not looked at: of a generation resumed after its reasoning, the content is taken for reasoning.
+    The prompt is not read, so the content of a generation that was resumed after its reasoning is taken for reasoning.
     """
     start = Phase.REASONING if is_thinking else Phase.CONTENT
     parser = KimiParser(start, reads_tools=reads_tools, is_engine=is_engine)
@@ -243,7 +243,10 @@ def parse_whole(
 
 
 def start_phase(prompt: Sequence[int]) -> Phase:
-    """Where the generation after a prompt begins: the nearest marker decides (`is_reasoning_end`)."""
+    """Return the phase in which the generation after a prompt begins.
+
+    The nearest marker decides (`is_reasoning_end`).
+    """
     for token in reversed(prompt):
         if token == THINK:
             return Phase.REASONING
@@ -253,7 +256,7 @@ def start_phase(prompt: Sequence[int]) -> Phase:
 
 
 def closing(text: str) -> str:
-    """What is missing of a JSON text that was cut off: an end of the string and brackets; of no text an object."""
+    """Return the missing end of a cut JSON text: an end of the string, and brackets; for an empty text, an object."""
     if not text.strip():
         return "{}"
     brackets: list[str] = []

@@ -43,9 +43,9 @@ class Ask:
     calls_tools: bool
     names_tool: bool
     grammar: Grammar | None
-    """What the answer is bound to; None: nothing."""
+    """Grammar of the answer; None without one."""
     one_call: bool
-    """Of several tool calls only the first is told (`parallel_tool_calls` false)."""
+    """Whether only the first of several tool calls is reported (`parallel_tool_calls` false)."""
     cache_salt: str = ""
     """Equal prompts with another one have no KV cache in common."""
     echo_only: bool = False
@@ -53,13 +53,13 @@ class Ask:
     prompt_logprobs: int | None = None
     """How many alternatives to report per token of the prompt; None reports none."""
     phase_prompt: list[int] | None = None
-    """In place of a chat's prompt for the question whether the answer begins in reasoning; None: the prompt tells."""
+    """Ids in place of a chat's prompt that decide whether the answer begins in reasoning; None: the prompt decides."""
     dp_rank: int | None = None
-    """The data-parallel rank that a vLLM engine is told to use; None lets it choose."""
+    """The requested data-parallel rank of a vLLM engine; None: the engine chooses."""
     is_batch: bool = False
-    """Of the native interface of SGLang: the answer is a list, whatever its length."""
+    """Whether the answer of SGLang's native API is a list, whatever its length."""
     prompt_logprobs_from: int = -1
-    """Likewise: the place in the prompt from which its own logprobs are told; -1 for nowhere."""
+    """The place in the prompt from which SGLang's native API reports its logprobs; -1: nowhere."""
 
     @property
     def is_parsed(self) -> bool:
@@ -68,8 +68,10 @@ class Ask:
 
 
 class EngineError(Exception):
-    """A request that the engine refuses. `late` when the handler did, not the schema: only then does an engine holding
-    `do_remote_prefill` params tell the prefiller (vLLM `_with_kv_transfer_rejection_cleanup`).
+    """A request that the engine refuses.
+
+    `late`: the handler refused it, and not the schema. Only then does an engine with `do_remote_prefill` parameters
+    notify the prefiller (vLLM `_with_kv_transfer_rejection_cleanup`).
     """
 
     def __init__(self, status: int, message: str, kind: str, param: str | None = None, *, late: bool = False) -> None:
@@ -96,7 +98,7 @@ class TokenSource(Protocol):
 
 
 class GarbageWriter:
-    """What a decoder says that loaded the KV of another prompt: recognisable, and never right."""
+    """Writer of a decoder that has loaded the KV of another prompt: its text is recognisable, and never right."""
 
     def __init__(self) -> None:
         self._at = -1
@@ -108,7 +110,10 @@ class GarbageWriter:
 
 @dataclass(slots=True)
 class Delta:
-    """What one step added to one sample. Deltas a reader is too slow for are merged, as the engine's collector does."""
+    """Additions of one step to one sample.
+
+    Deltas that a slow reader has not taken are merged, as by the engine's collector.
+    """
 
     index: int
     text: str

@@ -109,10 +109,10 @@ def decode(ids: Iterable[int], *, keep_markers: bool = False) -> str:
 
 
 def render_chat(body: dict[str, Any], *, media: bool = True) -> list[int]:
-    """The ids a chat request becomes, after Kimi K2's template.
+    """Return the ids of a chat request, after Kimi K2's template.
 
     `tools` are declared in a system turn unless `tool_choice` is "none". The generation prompt opens reasoning when
-    `chat_template_kwargs.thinking` is true and closes it at once otherwise. `media=False` drops media parts.
+    `chat_template_kwargs.thinking` is true, and otherwise closes it at once. `media=False` drops media parts.
     """
     ids: list[int] = []
     if body.get("tools") and body.get("tool_choice") != "none":

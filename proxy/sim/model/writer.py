@@ -49,7 +49,7 @@ _ID_BYTES: Final = 4
 
 
 def rest_of_turn(ids: Sequence[int]) -> list[int] | None:
-    """What the model has yet to say in its present turn, up to the end of it; None where it has no part to play."""
+    """Return the rest of the model's present turn, up to its end; None if the model has no turn."""
     if SYSTEM not in ids:
         return None
     packed = pack(ids)
@@ -92,7 +92,7 @@ def _written(turn: dict[str, Any], first_call: int, *, thinks: bool) -> list[int
 THINKING_TOKENS: Final = 40
 """Reasoning lasts at least this many tokens, to the end of the word."""
 PREAMBLE_TOKENS: Final = 16
-"""Content before a tool-call section, likewise, and then `LEAD`."""
+"""Tokens of content before a section of tool calls, and then `LEAD`."""
 LEAD: Final = b"so:"
 
 _WORDS: Final = tuple(
@@ -139,7 +139,7 @@ class Writer:
             self._finish_word(tail)
 
     def next(self, *, may_end: bool = True) -> int:
-        """The next token; the end-of-turn token only if it `may_end`."""
+        """Return the next token; the end-of-turn token only if `may_end`."""
         if not self._queue:
             self._write(self._decide(may_end))
         return self._queue.popleft()
@@ -190,7 +190,7 @@ class Writer:
         if self._eos_after is None or self._marker == THINK:
             return False
         if self._marker is None:
-            # Plain text shows no beginning to count from, so it ends by chance, on average after so many tokens.
+            # Plain text has no beginning to count from, so it ends by chance, on average after this number of tokens.
             return (self._hash >> 7) % max(1, self._eos_after // 7) == 0
         return self._since >= self._eos_after
 
@@ -232,7 +232,7 @@ def _calls_since_section(ids: Sequence[int]) -> int:
 
 
 def _declared_tools(ids: Sequence[int]) -> tuple[dict[str, Any], ...]:
-    """The functions declared in the prompt, at most two; none once a tool's result is in the conversation."""
+    """Return the functions declared in the prompt, at most two; none after a tool's result."""
     tools: tuple[dict[str, Any], ...] = ()
     begin = 0
     for _ in range(ids.count(SYSTEM)):
@@ -248,5 +248,5 @@ def _functions(declared: Iterable[int]) -> tuple[dict[str, Any], ...]:
     try:
         return tuple(tool["function"] for tool in orjson.loads(bytes(declared)) if "function" in tool)[:2]
     except (ValueError, TypeError):
-        # Somebody else's idea of a declaration.
+        # a declaration in another form
         return ()
