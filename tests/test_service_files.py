@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from proxy.process.supervisor.activation import CLIENTS
+from proxy.process.supervisor.listening import CLIENTS
 from proxy.settings import load
 
 ROOT = Path(__file__).parent.parent

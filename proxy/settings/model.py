@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from proxy.common.endpoints import Host, is_loopback
 from proxy.common.terms import counted
 from proxy.settings.connectors import CONNECTOR_TRAITS, ConnectorTraits
-from proxy.settings.discovery import Discovery
+from proxy.settings.discovery import Discovery, Kubernetes
 from proxy.settings.kinds import (
     AbsolutePath,
     Attempts,
@@ -37,7 +37,6 @@ from proxy.settings.kinds import (
     Secret,
     Workers,
 )
-from proxy.settings.kubernetes import Kubernetes
 from proxy.settings.kv_events import KvEvents
 from proxy.settings.policies import policy_names
 from proxy.settings.replicas import Replicas

@@ -12,8 +12,7 @@ import pytest
 
 from proxy.process import takeover
 from proxy.process.shared import Listeners, share
-from proxy.process.supervisor.activation import activated
-from proxy.process.supervisor.listening import create_listener, listen
+from proxy.process.supervisor.listening import activated, create_listener, listen
 from proxy.process.takeover import Predecessor, Successor
 from proxy.settings import Admin, Listen, Loaded, Settings, SettingsError
 
@@ -119,11 +118,11 @@ def _kept(text: str) -> str:
     return json.dumps({"channel": os.dup(fds["channel"]), "instances": os.dup(fds["instances"]), "sockets": sockets})
 
 
-def test_nobody_has_a_predecessor_by_himself() -> None:
+def test_a_process_without_the_variable_has_no_predecessor() -> None:
     assert Predecessor.of({}) is None
 
 
-def test_a_script_is_started_again_by_itself_as_it_names_its_interpreter(
+def test_a_script_is_restarted_directly_as_it_names_its_interpreter(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     script = tmp_path / "pdproxy"
@@ -147,7 +146,7 @@ def test_a_socket_that_is_given_is_listened_on() -> None:
             assert listeners.probes is not clients
 
 
-def test_one_that_nobody_would_accept_from_is_refused() -> None:
+def test_a_socket_that_does_not_listen_is_refused() -> None:
     refused = pytest.raises(SettingsError, match="a socket for admin, for which there is no port")
     with create_listener("127.0.0.1", 0) as unused, refused:
         listen(Settings(listen=Listen(port=0)), {"admin": unused})
@@ -181,7 +180,7 @@ def test_it_has_to_be_one_for_tcp(family: socket.AddressFamily, kind: socket.Soc
 
 
 @pytest.mark.parametrize("names", ["clients:clients", "clients:other", "clients:admin:probes", ""])
-def test_names_that_do_not_tell_what_is_what_are_refused(names: str) -> None:
+def test_ambiguous_names_of_sockets_are_refused(names: str) -> None:
     environ = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "2", "LISTEN_FDNAMES": names}
     with pytest.raises(SettingsError, match="FileDescriptorName="):
         activated(environ)

@@ -48,7 +48,7 @@ async def everywhere(program: Program, path: str, **expected: Any) -> None:
                 return
 
 
-async def test_any_worker_tells_how_all_of_them_see_an_instance(
+async def test_any_worker_reports_the_states_of_an_instance_in_all_workers(
     program: Program, decoder: SimulatedEngine, session: aiohttp.ClientSession
 ) -> None:
     async def states() -> dict[str, Any]:
@@ -66,7 +66,7 @@ async def test_any_worker_tells_how_all_of_them_see_an_instance(
 
 
 @pytest.mark.fault(60)
-async def test_any_worker_may_be_told_to_stop_waiting_for_an_instance(
+async def test_any_worker_can_stop_the_waiting_for_an_instance(
     program: Program, session: aiohttp.ClientSession
 ) -> None:
     async with SimulatedEngine(role="decode") as absent:
@@ -306,7 +306,7 @@ async def test_a_frozen_worker_is_replaced_and_its_load_forgotten(
         assert 'pdproxy_worker_replacements_total{reason="died"} 0.0' in lines
 
 
-async def test_any_worker_tells_of_the_requests_of_all(program: Program) -> None:
+async def test_any_worker_returns_the_receipts_of_all(program: Program) -> None:
     names = {f"r{number}" for number in range(12)}
 
     async def ask(name: str) -> None:

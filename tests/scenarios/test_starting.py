@@ -32,7 +32,7 @@ async def everything_it_says(program: Program) -> list[str]:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-async def test_each_instance_and_the_gateway_are_told_to_be_up_once(
+async def test_each_instance_and_the_gateway_are_logged_as_up_once(
     workers: int, prefiller: SimulatedEngine, decoder: SimulatedEngine
 ) -> None:
     engines = ("--prefill", prefiller.url, "--decode", decoder.url)
@@ -78,7 +78,7 @@ async def test_a_gateway_without_decoders_is_not_ready_until_there_is_one(
 @pytest.mark.parametrize(
     ("max_connections", "is_told"), [("", True), ("50", False), ("58", True)], ids=["default", "fewer", "more"]
 )
-async def test_a_small_limit_of_open_files_is_told_at_the_start(
+async def test_a_small_limit_of_open_files_is_logged_at_the_start(
     max_connections: str, is_told: bool, prefiller: SimulatedEngine, decoder: SimulatedEngine
 ) -> None:
     engines = ("--prefill", prefiller.url, "--decode", decoder.url, "--workers", "2")
@@ -98,7 +98,7 @@ def test_the_first_line_waits_for_no_more_than_the_settings() -> None:
     assert result.stderr == "[]\n"
 
 
-async def test_what_is_probably_not_meant_is_told_once(prefiller: SimulatedEngine, decoder: SimulatedEngine) -> None:
+async def test_a_probable_mistake_is_logged_once(prefiller: SimulatedEngine, decoder: SimulatedEngine) -> None:
     engines = ("--prefill", prefiller.url, "--decode", decoder.url)
     async with gateway(*engines, "--workers", "2", PROXY_LISTEN_PORT="8004") as program:
         program.signal(signal.SIGHUP)

@@ -131,7 +131,7 @@ async def test_nobody_notices(
     assert "ERROR" not in program.output
 
 
-async def test_a_connection_is_good_for_one_more_request_than_it_was_told(
+async def test_a_connection_serves_one_more_request_after_a_takeover(
     prefiller: SimulatedEngine, decoder: SimulatedEngine
 ) -> None:
     """Its last answer had begun before, and did not say that it would be the last."""
@@ -203,7 +203,7 @@ async def test_one_that_does_not_come_up_changes_nothing(
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-async def test_who_is_told_to_stop_does_not_leave_one_that_comes_up(
+async def test_a_stopped_process_stops_its_successor_that_is_starting(
     prefiller: SimulatedEngine, decoder: SimulatedEngine, tmp_path: Path, workers: str
 ) -> None:
     path = tmp_path / "my.yaml"

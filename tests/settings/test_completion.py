@@ -53,7 +53,7 @@ def test_bash_completes_sub_commands_flags_and_policies(complete: Callable[[str]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_sub_command_tells_what_it_takes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sub_command_completes_its_flags(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         assert main([command, "--help"]) == 0
     except SystemExit as left:
@@ -62,6 +62,6 @@ def test_a_sub_command_tells_what_it_takes(command: str, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("words", [[], ["tcsh"], ["bash", "zsh"]])
-def test_another_shell_is_refused_in_words(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_shell_is_refused_with_a_sentence(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", *words]) == 2
     assert "bash or zsh" in capsys.readouterr().err

@@ -572,7 +572,7 @@ def test_a_variable_that_is_almost_an_option_is_warned_about(name: str, meant: s
     assert loaded(**{name: " "}).warnings == ()
 
 
-def test_a_mistake_is_told_with_what_was_ignored_which_may_be_its_cause() -> None:
+def test_an_error_names_ignored_options_that_may_be_its_cause() -> None:
     assert mistake("--decode d:1 --port 1 --port 2", {"PROXY_CONECTOR": "plain"}) == (
         "no prefiller given: use --prefill, PROXY_PREFILL or a --config file;"
         " --port is given 2 times: the last value applies;"
@@ -783,7 +783,7 @@ def test_a_relative_path_in_the_environment_begins_in_the_working_directory(
     assert engine_key(settings(**environ)) == "right"
 
 
-def test_a_file_that_cannot_be_read_is_told_with_its_whole_path(
+def test_an_unreadable_file_is_reported_with_its_whole_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: Path
 ) -> None:
     monkeypatch.chdir("/")
@@ -795,7 +795,7 @@ def test_a_file_that_cannot_be_read_is_told_with_its_whole_path(
     assert mistake("--config nowhere.yaml") == "/nowhere.yaml cannot be read: no such file or directory"
 
 
-def test_a_path_that_is_empty_or_null_is_none(file: Path) -> None:
+def test_an_empty_or_null_path_means_no_file(file: Path) -> None:
     file.write_text("auth: {client_keys_file: ' ', admin_key_file: null}")
     assert settings(f"{ONE_PAIR} --config {file}").auth.client_keys_file is None
 

@@ -84,7 +84,7 @@ def test_a_character_split_over_tokens_appears_with_its_last_token() -> None:
     assert [detokenizer.feed(byte) for byte in "🙂".encode()] == ["", "", "", "🙂"]
 
 
-def test_the_answer_ends_by_itself_only_when_asked() -> None:
+def test_the_answer_ends_before_its_limit_only_if_requested() -> None:
     prompt = render_chat({"messages": [{"role": "user", "content": "hi"}]})
     assert END not in out(prompt, 500)
     ended = out(prompt, 500, eos_after=20)

@@ -102,7 +102,7 @@ async def test_a_stream_can_end_without_a_finish(client: Client, engine: Simulat
     assert [event == "[DONE]" for event in second] == [False, False, True]
 
 
-async def test_an_error_event_comes_after_so_many_tokens(client: Client, engine: SimulatedEngine) -> None:
+async def test_an_error_event_comes_after_the_given_tokens(client: Client, engine: SimulatedEngine) -> None:
     engine.faults.add("error_event", tokens=2)
     *chunks, error, done = await client.stream(engine, TEXT, ONCE)
     assert len(chunks) == 2
@@ -214,7 +214,7 @@ async def test_a_killed_engine_refuses_and_can_be_restarted(client: Client, engi
     assert status == 200
 
 
-async def test_nobody_else_gets_the_port_of_a_killed_engine() -> None:
+async def test_no_other_process_gets_the_port_of_a_killed_engine() -> None:
     async with SimulatedEngine() as engine:
         await engine.kill()
         with pytest.raises(ConnectionRefusedError):

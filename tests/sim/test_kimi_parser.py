@@ -98,7 +98,7 @@ def test_the_engine_drops_white_space_that_is_all_there_is_before_a_call() -> No
     assert said(KimiParser(Phase.CONTENT), " a")[0] == {"content": " a"}
 
 
-def test_the_brace_that_ends_arguments_waits_for_what_follows() -> None:
+def test_the_brace_that_ends_arguments_waits_for_the_next_text() -> None:
     parser = KimiParser(Phase.CONTENT)
     assert arguments([parser.feed(CALL) or {}]) == '{"a":"b"'
     assert parser.feed("", finished=True) == {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}
@@ -116,7 +116,7 @@ def test_the_engine_tells_a_name_with_the_first_of_its_arguments() -> None:
     assert older.feed(head) == {"tool_calls": [named | {"function": {"name": "find"}}]}
 
 
-def test_a_name_that_is_cut_off_is_told_as_a_call_by_the_engine() -> None:
+def test_a_cut_name_is_reported_as_a_call_by_the_engine() -> None:
     parser = KimiParser(Phase.CONTENT)
     parser.feed(CALL[: CALL.index("ind:0")])
     function = {"name": "functions.f", "arguments": ""}

@@ -38,7 +38,7 @@ async def test_what_is_not_there_is_computed(client: Client, tmp_path: Path) -> 
         assert (decoder.state.pulls, decoder.state.local_prefills) == (0, 1)
 
 
-async def test_an_answer_that_ends_by_itself_stores_nothing(client: Client, tmp_path: Path) -> None:
+async def test_an_answer_that_ends_before_its_limit_stores_nothing(client: Client, tmp_path: Path) -> None:
     options: dict[str, Any] = {"protocol": "store", "store": str(tmp_path), "first_token_eos": True}
     async with SimulatedEngine(role="prefill", **options) as prefiller:
         await client.post(prefiller, PATH, BODY | {"max_tokens": 1})

@@ -164,7 +164,7 @@ async def test_a_callback_is_tried_three_times(client: Client, cut: int, calls: 
 
 
 @pytest.mark.parametrize(("name", "changed"), [("other", {}), ("abc", {"remote_engine_id": "that of before"})])
-async def test_a_prefill_for_somebody_else_is_of_no_use(client: Client, name: str, changed: dict[str, str]) -> None:
+async def test_a_prefill_for_another_decoder_is_useless(client: Client, name: str, changed: dict[str, str]) -> None:
     async with setup() as (server, prefiller, decoder):
         decoding = asyncio.create_task(client.post(decoder, CHAT, server.ask(BODIES[CHAT]), X_Request_Id="abc"))
         message = await server.messages.get() | changed
@@ -176,7 +176,7 @@ async def test_a_prefill_for_somebody_else_is_of_no_use(client: Client, name: st
         await asyncio.gather(decoding, return_exceptions=True)
 
 
-async def test_a_decoder_that_was_left_before_it_had_room_calls_nobody(client: Client) -> None:
+async def test_a_decoder_left_before_it_had_room_does_not_call_back(client: Client) -> None:
     async with setup(metaserver_delay_seconds=3600.0) as (server, _, decoder):
         decoding = asyncio.create_task(client.post(decoder, CHAT, server.ask(BODIES[CHAT])))
         await decoder.wait_until(lambda state: state.waiting_rooms == 1)
@@ -206,7 +206,7 @@ async def test_a_prefill_that_is_left_tells_the_decoder_nothing(client: Client) 
         await asyncio.gather(leg, decoding, return_exceptions=True)
 
 
-async def test_a_virtual_prefill_waits_for_nobody(client: Client) -> None:
+async def test_a_virtual_prefill_does_not_wait(client: Client) -> None:
     async with setup() as (server, _, decoder):
         status, _ = await client.post(decoder, CHAT, server.ask(BODIES[CHAT], do_virtual=True))
         assert (status, server.calls) == (200, 0)

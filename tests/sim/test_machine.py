@@ -176,7 +176,7 @@ def test_the_cache_is_what_is_in_memory() -> None:
     assert cache.add(prompt(500)) == 0
 
 
-async def test_an_engine_tells_of_its_memory_and_its_hits() -> None:
+async def test_an_engine_reports_its_memory_and_its_hits() -> None:
     body = {"model": "sim", "prompt": "x" * 600, "max_tokens": 2}
     async with SimulatedEngine(machine="kimi-k2.5-h200", role="decode") as engine, aiohttp.ClientSession() as session:
         cached = []

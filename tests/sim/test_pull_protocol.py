@@ -290,7 +290,7 @@ async def test_nixl_takes_no_notice_of_roles(client: Client) -> None:
         assert (decoder.state.pulls, decoder.state.local_prefills, prefiller.pins) == (1, 0, {})
 
 
-async def test_a_consumer_of_vllm_ascend_keeps_kv_that_nobody_can_fetch(
+async def test_a_consumer_of_vllm_ascend_keeps_kv_that_cannot_be_fetched(
     client: Client, decoder: SimulatedEngine
 ) -> None:
     async with SimulatedEngine(role="decode") as consumer:

@@ -164,7 +164,7 @@ async def test_recomputed_within_arguments_ends_as_tool_calls(client: Client, pr
     assert ("tool_calls" in message) == (not added), "the older parsers find whole calls only"
 
 
-async def test_recomputed_at_a_brace_tells_it_with_the_finish(client: Client) -> None:
+async def test_a_recomputed_answer_at_a_brace_ends_with_the_brace(client: Client) -> None:
     expected = await whole(client)
     closed = expected.ids.index(ord("}")) + 1
     async with SimulatedEngine(**ENGINE) as engine:

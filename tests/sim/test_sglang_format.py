@@ -43,7 +43,7 @@ async def test_what_ends_a_chat_comes_behind_all_it_says(client: Client, engine:
     assert done == "[DONE]"
 
 
-async def test_reasoning_has_a_name_of_its_own(client: Client, engine: SimulatedEngine) -> None:
+async def test_reasoning_has_another_name_in_sglang(client: Client, engine: SimulatedEngine) -> None:
     body = HELLO | {"max_tokens": 60, "chat_template_kwargs": {"thinking": True}}
     message = (await client.post(engine, CHAT, body))[1]["choices"][0]["message"]
     assert message["reasoning_content"]
@@ -135,9 +135,7 @@ async def test_a_batch_is_a_list_and_its_events_have_places(client: Client, engi
     assert single["text"] == answers[0]["text"]
 
 
-async def test_logprobs_of_the_prompt_are_told_from_the_place_that_is_asked_for(
-    client: Client, engine: SimulatedEngine
-) -> None:
+async def test_logprobs_of_the_prompt_begin_at_the_requested_place(client: Client, engine: SimulatedEngine) -> None:
     body: dict[str, Any] = {"text": "Hello", "sampling_params": {"max_new_tokens": 3}, "return_logprob": True}
     for start, tokens in ((0, [*b"Hello"]), (2, [*b"llo"]), (-1, [])):
         meta = (await client.post(engine, GENERATE, body | {"logprob_start_len": start}))[1]["meta_info"]

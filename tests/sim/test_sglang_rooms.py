@@ -142,7 +142,7 @@ async def test_a_stream_has_no_status_before_its_first_token(client: Client) -> 
 
 
 @pytest.mark.parametrize("who", ["prefill", "decode"])
-async def test_nobody_tells_a_leg_that_its_partner_has_left(client: Client, who: str) -> None:
+async def test_a_leg_does_not_notice_that_its_partner_has_left(client: Client, who: str) -> None:
     async with pair() as (prefiller, decoder):
         left, stays = (prefiller, decoder) if who == "prefill" else (decoder, prefiller)
         left.faults.add("stall_after_tokens", path="/", tokens=0)
@@ -295,7 +295,7 @@ async def test_a_leg_that_is_left_may_wait_on_until_it_is_aborted(client: Client
         await prefiller.wait_until(lambda state: state.waiting_rooms == 0)
 
 
-async def test_what_nobody_waits_for_ends_with_the_engine(client: Client) -> None:
+async def test_a_room_without_partners_ends_with_the_engine(client: Client) -> None:
     async with pair() as (prefiller, _):
         prefiller.faults.add("ignore_leaving")
         waiting = asyncio.create_task(client.post(prefiller, COMPLETIONS, leg(BODIES[COMPLETIONS], prefiller)))

@@ -213,7 +213,7 @@ async def test_completions_show_markers_and_spaces_around_them_as_asked(client: 
         assert await text(skip_special_tokens=False) == f" {reasoning} </think> {content}"
 
 
-async def test_completions_stop_where_they_are_told(client: Client, engine: SimulatedEngine) -> None:
+async def test_completions_end_at_their_stop_strings(client: Client, engine: SimulatedEngine) -> None:
     _, default = await client.post(engine, TEXT, {"prompt": "once "})
     assert default["usage"]["completion_tokens"] == 16
     _, free = await client.post(engine, TEXT, {"prompt": "once ", "max_tokens": 60})

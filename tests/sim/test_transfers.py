@@ -95,7 +95,7 @@ async def test_a_transfer_is_not_found_at_another_rank(client: Client) -> None:
         assert len(prefiller.pins) == 1
 
 
-async def test_the_engine_chooses_a_rank_if_it_is_not_told(client: Client) -> None:
+async def test_the_engine_chooses_a_rank_without_a_request_for_one(client: Client) -> None:
     async with pair(dp_size=2) as (prefiller, _):
         for number in range(4):
             await client.post(prefiller, PATH, prefill(f"xfer-{number}"))
@@ -126,7 +126,7 @@ async def test_a_prefiller_that_is_gone_is_a_failure(client: Client) -> None:
         assert (await client.post(decoder, PATH, body))[0] == 500
 
 
-async def test_a_decoder_knows_an_engine_it_was_told_of_once(client: Client) -> None:
+async def test_a_decoder_remembers_an_engine_it_has_asked_for(client: Client) -> None:
     """As vLLM 0.32 does, whose bootstrap server is asked for engines that are new to the decoder."""
     async with pair() as (prefiller, decoder):
         for number, address in enumerate((None, "http://127.0.0.1:1")):
@@ -178,7 +178,7 @@ async def test_a_transfer_goes_on_though_its_request_is_left(client: Client, is_
 
 
 @pytest.mark.parametrize("missing", ["remote_engine_id", "remote_bootstrap_addr", "transfer_id"])
-async def test_without_all_it_needs_the_decoder_computes_by_itself(client: Client, missing: str) -> None:
+async def test_a_decoder_with_missing_parameters_computes_the_prompt(client: Client, missing: str) -> None:
     async with pair() as (prefiller, decoder):
         without: dict[str, Any] = {missing: None}
         body = await decode(client, prefiller, **without)

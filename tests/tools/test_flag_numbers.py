@@ -30,7 +30,9 @@ def test_what_is_a_number_is_read(kind: Callable[[str], float], text: str, value
         (positive, ["0", "-1", "nan", "inf", "1e10", "much"], "must be a number above 0 and below 1e9"),
     ],
 )
-def test_what_is_none_is_told_what_it_must_be(kind: Callable[[str], float], texts: list[str], problem: str) -> None:
+def test_an_invalid_number_is_reported_with_the_expectation(
+    kind: Callable[[str], float], texts: list[str], problem: str
+) -> None:
     for text in texts:
         with pytest.raises(ArgumentTypeError) as raised:
             kind(text)

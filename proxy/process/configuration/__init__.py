@@ -5,8 +5,7 @@ shared memory. Every worker notices within a quarter of a second and applies it.
 file of client keys is watched and reloaded when it changes.
 """
 
-from proxy.process.configuration.configuration import FIXED, Configuration
-from proxy.process.configuration.snapshot import ConfigSnapshot, secrets_of, shown, text_of
+from proxy.process.configuration.configuration import FIXED, ConfigSnapshot, Configuration, secrets_of, shown, text_of
 from proxy.process.configuration.watcher import ConfigWatcher
 from proxy.settings.change import ConfigChange
 

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from proxy.observe.metrics import Metrics
-    from proxy.process.configuration.configuration import Configuration
-    from proxy.process.configuration.snapshot import ConfigSnapshot, Stamp
+    from proxy.process.configuration.configuration import ConfigSnapshot, Configuration, Stamp
     from proxy.settings.change import ConfigChange
 
 logger = logging.getLogger("proxy.configuration.watcher")

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import socket
+import time
 from contextlib import ExitStack
+from http import HTTPStatus
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+from proxy import SERVER
+from proxy.common import blocking_http
 from proxy.process.shared import Listeners
-from proxy.settings import SettingsError
+from proxy.settings import SettingsError, reachable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, MutableMapping
 
     from proxy.settings import Settings
 
@@ -112,3 +117,90 @@ def create_listener(host: str, port: int, backlog: int = _ADMIN_BACKLOG) -> sock
         if error.errno == errno.EADDRINUSE:
             raise PortInUse(text, host, port) from error
         raise OSError(text) from error
+
+
+# Listening sockets that systemd has opened for this process (sd_listen_fds(3), systemd.socket(5)).
+
+
+_FIRST_FD: Final = 3
+CLIENTS: Final = "clients"
+NAMES: Final = (CLIENTS, "admin", "probes")
+"""Names of such sockets (FileDescriptorName=). A single socket needs no name."""
+
+
+def activated(environ: MutableMapping[str, str]) -> Mapping[str, socket.socket]:
+    """Return the sockets by name, which may be none, and remove their variables from the environment.
+
+    Raises SettingsError.
+    """
+    pid, count, called = (environ.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"))
+    if pid != str(os.getpid()) or not count.isdecimal():
+        return {}
+    names = called.split(":") if called else [""] * int(count)
+    if len(names) == 1 and names[0] not in NAMES:
+        names = [CLIENTS]
+    if len(names) != int(count) or len(set(names)) < len(names) or not set(names) <= set(NAMES):
+        raise SettingsError(
+            f"systemd passes sockets called {', '.join(map(repr, names))}: FileDescriptorName= has to be one of "
+            f"{', '.join(NAMES)}, each at most once"
+        )
+    sockets = {}
+    for fd, name in enumerate(names, _FIRST_FD):
+        os.set_inheritable(fd, False)
+        sockets[name] = socket.socket(fileno=fd)
+    return sockets
+
+
+# Listening at ports that a predecessor still has: a gateway keeps its ports while it drains.
+
+
+logger = logging.getLogger("proxy.supervisor.succession")
+
+_LOOK_AGAIN_SECONDS: Final = 0.1
+_ANSWER_SECONDS: Final = 1.0
+# Time from the end of a drain, or of a part of it, until the port is free.
+_LETTING_GO_SECONDS: Final = 3.0
+
+
+def listen_in_succession(
+    settings: Settings,
+    given: Mapping[str, socket.socket] = MappingProxyType({}),
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], object] = time.sleep,
+) -> Listeners:
+    """Listen like `listen`, but wait for ports that are in use.
+
+    The limit is the time of a drain, if a draining gateway has the ports. Another process has the time that a gateway
+    needs to free its clients' port after a signal. Raises as `listen`.
+    """
+    drain = settings.drain
+    began = clock()
+    seconds = drain.not_ready_seconds + _LETTING_GO_SECONDS
+    is_told = is_drain = False
+    while True:
+        try:
+            return listen(settings, given)
+        except PortInUse as error:
+            if not is_told:
+                is_told = True
+                told = "waiting for port %d, which is in use, for %g s, or for as long as a gateway drains there"
+                logger.info(told, error.port, seconds)
+            if clock() - began >= seconds:
+                if is_drain or not _drains(error.host, error.port):
+                    raise
+                is_drain = True
+                seconds += drain.streams_seconds
+        sleep(_LOOK_AGAIN_SECONDS)
+
+
+def _drains(host: str, port: int) -> bool:
+    """Return whether the listening process is a gateway that is not ready, as during a drain.
+
+    A port for callbacks has no such route, but answers with the gateway's name.
+    """
+    try:
+        answer = blocking_http.get(reachable(host), port, "/readyz", _ANSWER_SECONDS)
+    except blocking_http.HttpRequestError:
+        return False
+    return answer.server == SERVER and answer.status != HTTPStatus.OK

@@ -20,9 +20,7 @@ from proxy.process.worker.balancing import build_balancing
 from proxy.process.worker.basis import Basis, LiveSettings
 from proxy.process.worker.clients import build_clients
 from proxy.process.worker.engines import build_engines
-from proxy.process.worker.kv_events import build_kv_events
-from proxy.process.worker.replicas import build_replicas
-from proxy.process.worker.tracing import build_tracing
+from proxy.process.worker.optional_parts import build_kv_events, build_replicas, build_tracing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -13,9 +13,7 @@ from proxy.common import blocking_http
 from proxy.settings import SettingsError, load, reachable
 from proxy.settings.cli import Parser
 from proxy.tools.flag_numbers import positive
-from proxy.tools.top.scrape import Scrape
-from proxy.tools.top.screen import as_table, as_text
-from proxy.tools.top.view import View, view
+from proxy.tools.top.view import Scrape, View, as_table, as_text, view
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -13,7 +13,7 @@ from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Role
 from proxy.observe.metrics import Metrics
 from proxy.process.configuration import FIXED, ConfigChange, Configuration, ConfigWatcher, shown
-from proxy.process.configuration.snapshot import option_of
+from proxy.process.configuration.configuration import option_of
 from proxy.settings import OPTIONS, SettingsError, load
 from tests.asking import until
 from tests.forking import in_child
@@ -139,7 +139,7 @@ def test_more_client_keys_than_can_be_counted_are_refused(files: Files) -> None:
 # Reloading
 
 
-async def test_a_reload_tells_what_has_changed(files: Files) -> None:
+async def test_a_reload_reports_the_changes(files: Files) -> None:
     assert await files.configuration.reload() == ConfigChange()
     files.write("prefill: [p:1, p:3]\ndecode: [d:1, d:2]\ntimeouts: {idle_seconds: 7}\nauth: {admin_key: canary}")
     change = await files.configuration.reload()
@@ -149,7 +149,7 @@ async def test_a_reload_tells_what_has_changed(files: Files) -> None:
     assert files.members() == ["p:1", "p:2 draining", "p:3", "d:1", "d:2"]
 
 
-async def test_a_dry_run_tells_what_would_change(files: Files) -> None:
+async def test_a_dry_run_reports_the_changes(files: Files) -> None:
     before, roster = files.configuration.current(), files.roster.versions[0]
     files.write("prefill: [p:1, p:3]\ndecode: [d:1, d:2]\ntimeouts: {idle_seconds: 7}")
     change = await files.configuration.reload(is_dry_run=True)
@@ -227,7 +227,7 @@ def test_only_options_are_fixed() -> None:
     assert set(FIXED) <= set(OPTIONS)
 
 
-async def test_whoever_was_faster_is_read_after(files: Files) -> None:
+async def test_a_faster_reload_of_another_process_is_read(files: Files) -> None:
     """A file that was read before another worker published may be the older one."""
 
     def interfere() -> None:
@@ -321,7 +321,7 @@ async def test_keys_are_read_again_alone_and_each_keeps_its_slot(keyed: Files) -
     assert "d:1 draining" in keyed.members()
 
 
-async def test_a_mistake_in_the_keys_is_told_once_and_leaves_them(keyed: Files) -> None:
+async def test_an_error_in_the_keys_is_logged_once_and_keeps_them(keyed: Files) -> None:
     keyed.write_keys("keys: [{name: a}]")
     before = keyed.configuration.current()
 
@@ -340,7 +340,7 @@ async def test_keys_whose_file_has_gone_stay(keyed: Files) -> None:
     assert len(keyed.configuration.current().client_keys) == 2
 
 
-async def test_keys_of_another_file_are_read_once_more(keyed: Files, tmp_path: Path) -> None:
+async def test_keys_of_another_file_are_read_again(keyed: Files, tmp_path: Path) -> None:
     """It was not looked at before it was read, so it may have been written meanwhile."""
     other = tmp_path / "other.yaml"
     keyed.write_keys("keys: [{name: c, key: sk-3}]", other)

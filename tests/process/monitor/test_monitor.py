@@ -75,7 +75,7 @@ def test_without_other_limits_the_machines_memory_is_there_to_be_used(machine: M
     assert machine.share(workers=4) == 0.4
 
 
-def test_a_limited_address_space_is_compared_with_what_is_mapped(machine: Machine) -> None:
+def test_a_limited_address_space_is_compared_with_mapped_memory(machine: Machine) -> None:
     assert machine.share(address_space_bytes=250 * MIB) == 0.8
 
 
@@ -135,7 +135,7 @@ def test_control_groups_of_version_1_limit_memory_too(machine: Machine) -> None:
     assert machine.share() == 0.1
 
 
-def test_memory_of_this_process_is_told_in_bytes(machine: Machine) -> None:
+def test_memory_of_this_process_is_reported_in_bytes(machine: Machine) -> None:
     assert Memory(4, machine.root, NO_LIMIT).resident_bytes() == 100 * MIB
     (machine.root / "proc/self/statm").unlink()
     assert Memory(4, machine.root, NO_LIMIT).resident_bytes() == 0
@@ -150,7 +150,7 @@ def test_limits_are_read_again(machine: Machine) -> None:
     assert memory.share() == 0.5
 
 
-def test_where_nothing_is_told_nothing_is_used(tmp_path: Path) -> None:
+def test_unknown_memory_counts_as_unused(tmp_path: Path) -> None:
     assert Memory(1, tmp_path, NO_LIMIT).share() == 0.0
 
 
@@ -214,7 +214,7 @@ def monitor(metrics: Metrics, machine: Machine, clock: Clock, **options: object)
     return Monitor(metrics, MonitorParts(memory=memory, fds=fds, clock=clock, shrink_heap=lambda: None, **options))  # type: ignore[arg-type]
 
 
-def test_cpu_time_and_memory_of_the_process_are_told(machine: Machine, clock: Clock) -> None:
+def test_cpu_time_and_memory_of_the_process_are_metrics(machine: Machine, clock: Clock) -> None:
     metrics = Metrics()
     watching = monitor(metrics, machine, clock)
     watching.tick()
@@ -342,7 +342,7 @@ def test_readiness_is_what_it_was_at_the_last_tick(machine: Machine, clock: Cloc
     assert not watching.was_ready()
 
 
-async def test_a_running_monitor_ticks_and_calls_whoever_wants_to_be_called() -> None:
+async def test_a_running_monitor_calls_its_functions_at_each_tick() -> None:
     ticks = 0
     enough = asyncio.Event()
 
@@ -405,7 +405,7 @@ def logging_as_before() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("logging_as_before")
-def test_lost_lines_are_told_and_counted(machine: Machine, clock: Clock) -> None:
+def test_lost_lines_are_logged_and_counted(machine: Machine, clock: Clock) -> None:
     metrics = Metrics()
     with tempfile.TemporaryFile("w+") as file:
         logs.setup(Log(format="text"), file, clock=clock)

@@ -52,7 +52,7 @@ def send(address: tuple[str, int], request: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("path", ["/livez", "/readyz", "/health", "/healthz", "/ping", "/livez?verbose=1"])
-def test_when_all_is_well_every_probe_says_so(path: str) -> None:
+def test_every_probe_succeeds_at_a_healthy_gateway(path: str) -> None:
     with probes() as address:
         assert ask(address, path) == (200, b'{"status":"ok"}')
         head, _, body = send(address, f"HEAD {path} HTTP/1.1\r\n\r\n".encode()).partition(b"\r\n\r\n")
@@ -113,7 +113,7 @@ def test_a_client_that_says_nothing_is_left_after_a_second() -> None:
         assert silent.recv(1) == b""
 
 
-def test_a_client_that_leaves_disturbs_nobody() -> None:
+def test_a_client_that_leaves_does_not_disturb_others() -> None:
     with probes() as address:
         for request in (b"", b"GET /liv", b"GET /livez HTTP/1.1\r\n\r\n"):
             with socket.create_connection(address) as client:

@@ -98,7 +98,7 @@ async def test_the_engine_key_goes_along(serve: Serve) -> None:
         await find(engines[:1], engines[1:])
 
 
-async def test_an_engine_that_is_down_keeps_nobody_from_starting(
+async def test_an_engine_that_is_down_does_not_prevent_the_start(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -153,11 +153,11 @@ async def test_an_engine_that_says_nothing_of_use_is_named_with_the_reason(
     assert reason in str(raised.value)
 
 
-def test_without_prefillers_nobody_needs_to_be_asked() -> None:
+def test_without_prefillers_no_engine_is_asked() -> None:
     assert find_connector(load(["--connector", "auto", "--decode", "10.255.255.1:1"], {}).settings) == "plain"
 
 
-def test_a_connector_that_is_named_asks_nobody() -> None:
+def test_a_configured_connector_asks_no_engine() -> None:
     named = settings(["10.255.255.1:1"], ["10.255.255.2:1"]).model_copy(update={"connector": "vllm_pull"})
     assert find_connector(named) == "vllm_pull"
 

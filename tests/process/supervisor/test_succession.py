@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.process.supervisor.listening import PortInUse
-from proxy.process.supervisor.succession import listen_in_succession
+from proxy.process.supervisor.listening import PortInUse, listen_in_succession
 from proxy.settings import Admin, Listen, Settings
 from proxy.settings.model import Drain
 

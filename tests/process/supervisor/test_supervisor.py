@@ -229,7 +229,7 @@ def test_a_stop_signal_reaches_each_worker_once_and_the_exit_code_is_0(number: s
         assert gateway.wait() == 0
 
 
-def test_a_hangup_reaches_one_living_worker_and_stops_nobody() -> None:
+def test_a_hangup_reaches_one_living_worker_and_stops_none() -> None:
     with program("signal_worker", 2) as gateway:
         workers = gateway.hear_all_ready(2)
         for _ in range(2):
@@ -421,14 +421,14 @@ def test_without_one_of_the_ports_for_callbacks_it_keeps_none() -> None:
         create_listener("127.0.0.1", client_port).close()
 
 
-def test_engines_are_not_told_to_call_every_address_back() -> None:
+def test_a_callback_url_of_every_address_is_refused() -> None:
     """Also where the connector is known only when the engines have said what they are."""
     found = Settings(listen=Listen(host="0.0.0.0", port=0)).model_copy(update={"connector": "ascend_layerwise"})
     with pytest.raises(SettingsError, match=r"^layerwise\.advertised_host must"):
         listen(found)
 
 
-def test_a_name_nobody_knows_is_one_sentence() -> None:
+def test_an_unknown_host_name_is_reported_in_one_sentence() -> None:
     with pytest.raises(OSError, match=r"^cannot listen on nowhere\.invalid:1999: "):
         create_listener("nowhere.invalid", 1999)
 

@@ -94,7 +94,7 @@ def test_a_prompt_that_takes_long_is_no_stall_of_its_decoder(connector: Any, sec
     assert engines.stall_seconds(Settings(connector=connector)) == seconds
 
 
-async def test_an_unhealthy_engine_gets_no_requests_until_it_is_well(deploy: Deploy) -> None:
+async def test_an_unhealthy_engine_gets_no_requests_until_it_recovers(deploy: Deploy) -> None:
     checks = {"interval_seconds": 0.02, "changing_interval_seconds": 0.02, "fall": 2, "rise": 2}
     gateway = await deploy(2, 1, health={**checks, "slow_start_seconds": 0.0})
     sick, well = gateway.prefillers

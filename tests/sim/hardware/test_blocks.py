@@ -30,7 +30,7 @@ def test_blocks_in_use_are_shared_and_counted_once() -> None:
     assert blocks.used == 4
 
 
-def test_blocks_that_nobody_uses_stay_until_their_room_is_needed() -> None:
+def test_unused_blocks_stay_until_their_room_is_needed() -> None:
     blocks = KvBlocks(4)
     blocks.give_back(taken(blocks, "abc", 3))
     assert (blocks.free, blocks.cached, blocks.hit("abc")) == (4, 3, 3)

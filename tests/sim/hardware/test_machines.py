@@ -9,7 +9,7 @@ from proxy.sim.hardware.machines import MACHINES, Figure, published
 
 
 @pytest.mark.parametrize("figure", list(published()), ids=lambda figure: f"{figure.machine}, {figure.what}")
-def test_a_fit_is_within_seven_percent_of_what_was_published(figure: Figure) -> None:
+def test_a_fit_is_within_seven_percent_of_the_published_figure(figure: Figure) -> None:
     assert abs(figure.error) <= 0.07
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 ASKED = {"model": "sim", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 20, "stream": True}
 
 
-async def test_it_tells_what_a_running_gateways_metrics_say(
+async def test_the_report_agrees_with_a_running_gateways_metrics(
     deploy: Deploy, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):  # the address is asked directly

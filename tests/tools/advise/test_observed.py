@@ -111,6 +111,6 @@ def test_several_gateways_are_added_up() -> None:
         (("pdproxy_queued_requests many\n",), "these are no metrics: "),
     ],
 )
-def test_what_is_not_told_is_said(texts: tuple[str, ...], why: str) -> None:
+def test_a_missing_metric_is_named(texts: tuple[str, ...], why: str) -> None:
     with pytest.raises(Unknown, match=why):
         seen(*texts)

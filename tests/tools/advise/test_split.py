@@ -30,7 +30,7 @@ def test_a_sides_work_spreads_over_more_instances_and_piles_up_on_fewer() -> Non
         (Split(4, 4, 0.0, 0.0), "4P4D"),
     ],
 )
-def test_what_is_advised_carries_more_and_leaves_nobody_without_a_role(now: Split, best: str) -> None:
+def test_the_recommended_split_carries_more_and_keeps_both_roles(now: Split, best: str) -> None:
     assert advised(now).name == best
 
 

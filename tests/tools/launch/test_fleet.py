@@ -239,9 +239,7 @@ def test_keys_are_where_the_topology_is(capsys: pytest.CaptureFixture[str], tmp_
     assert "✗ decode 127.0.0.1:9  cannot connect" in capsys.readouterr().out
 
 
-def test_what_is_refused_is_told_before_what_cannot_be_rendered(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_refusals_are_reported_before_rendering_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     file.write_text(FLEET.replace("tp: 16", "tp: 17") + "gateway: {settings: {decode: ['h:1']}}\n")
     for action in ("check", "render"):

@@ -97,7 +97,7 @@ def test_a_topology_gives_the_guides_own_commands(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in GUIDES if "2p2d" in name])
-def test_the_gateway_is_told_the_engines_of_the_guides_own_proxy_line(name: str) -> None:
+def test_the_gateway_has_the_engines_of_the_guides_proxy_line(name: str) -> None:
     line = yaml.safe_load((HERE / "guides" / f"{name}.yaml").read_text())["proxy"]
     theirs, ours = load(line.split(), {}).settings, Settings.model_validate(gateway_of(files_of(name)))
     assert (ours.prefill, ours.decode, ours.listen) == (theirs.prefill, theirs.decode, theirs.listen)

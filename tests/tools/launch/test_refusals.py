@@ -201,7 +201,7 @@ WARNED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "words"), [row[1:] for row in WARNED], ids=[row[0] for row in WARNED])
-def test_what_works_badly_is_told_and_not_refused(changes: dict[str, Any], words: str) -> None:
+def test_a_topology_that_works_badly_is_a_warning(changes: dict[str, Any], words: str) -> None:
     assert [(each.severity, each.words) for each in refusals(plan_of(GUIDE, **changes))] == [(Severity.WARNING, words)]
 
 

@@ -36,7 +36,7 @@ def test_a_role_takes_a_common_option_away_with_null() -> None:
     assert [flags_on(node, GUIDE, **changes)[0].get("--seed") for node in ("p0", "d0")] == ["7", None]
 
 
-def test_a_single_rank_is_not_told_where_ranks_meet() -> None:
+def test_a_single_rank_has_no_address_for_other_ranks() -> None:
     changes: dict[str, Any] = {"launcher": "serve_ranks", "roles__prefill__dp": 1, "roles__prefill__tp": 16}
     (flags,) = flags_on("p0", GUIDE, **changes)
     assert [flag for flag in flags if "data-parallel" in flag] == []

@@ -63,7 +63,7 @@ def test_a_rank_that_ends_takes_the_others_of_its_node_with_it(shell: dict[str, 
 
 
 @pytest.mark.parametrize("launcher", ["launch_online_dp", "serve_ranks"])
-def test_ranks_are_the_same_whoever_starts_them(launcher: str) -> None:
+def test_ranks_are_the_same_for_each_launcher(launcher: str) -> None:
     found = list(engines(rendered(plan_of("kimi-k2.6-2p2d", launcher=launcher))))
     assert [(node, each.environment["ASCEND_RT_VISIBLE_DEVICES"], each.flags["--port"]) for node, each in found] == [
         (node, devices, str(7100 + number))

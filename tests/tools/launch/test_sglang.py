@@ -42,6 +42,6 @@ def test_the_ports_behind_the_meeting_place_are_taken() -> None:
     ]
 
 
-def test_a_bootstrap_server_has_a_port_of_its_own() -> None:
+def test_a_bootstrap_server_has_a_separate_port() -> None:
     (found,) = refusals(plan_of(GUIDE, roles__prefill__bootstrap_port=8000))
     assert found.words == "the API of prefill-0 (8000) would collide with bootstrap_port of prefill-0 (8000)"

@@ -63,7 +63,7 @@ async def test_a_hook_restarts_each_and_ctrl_c_ends_it_when_none_is_away(deploy:
     assert not (tmp_path / "pdproxy-roll-decode.json").exists()
 
 
-async def test_a_hook_that_fails_is_told(deploy: Deploy, tmp_path: Path) -> None:
+async def test_a_failing_hook_is_reported(deploy: Deploy, tmp_path: Path) -> None:
     gateway = await deploy(1, [slow(), slow()], health=PROBED)
     rolling = await roll(gateway, tmp_path, "--hook", "exit 3")
     said, _ = await rolling.communicate()
@@ -143,7 +143,7 @@ def test_a_mistake_in_a_flag_is_one_sentence(
     assert "s3cr3t" not in told
 
 
-def test_who_is_no_gateway_is_told_to_be_none(
+def test_a_server_that_is_no_gateway_is_reported(
     unused_tcp_port: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     class Other(BaseHTTPRequestHandler):

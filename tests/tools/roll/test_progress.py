@@ -28,7 +28,7 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"role": "decode", "done": 1, "began": "now", "current": null}'])
-def test_another_file_is_told(tmp_path: Path, text: str) -> None:
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "x").write_text(text)
     with pytest.raises(SettingsError, match="does not say how far a roll has come"):
         RollProgress.taken_up(tmp_path / "x", "decode", "now")
@@ -36,7 +36,7 @@ def test_another_file_is_told(tmp_path: Path, text: str) -> None:
         RollProgress.taken_up(tmp_path, "decode", "now")
 
 
-def test_that_of_another_role_is_told(tmp_path: Path) -> None:
+def test_progress_of_another_role_is_refused(tmp_path: Path) -> None:
     RollProgress(tmp_path / "x", "prefill", "now").taking("a:1")
     with pytest.raises(SettingsError, match="is of a roll of prefill instances"):
         RollProgress.taken_up(tmp_path / "x", "decode", "now")

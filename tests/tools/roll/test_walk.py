@@ -167,7 +167,7 @@ async def test_an_instance_whose_hook_fails_stays_away_until_it_is_taken_up(depl
     assert await memberships(gateway) == ["enabled", "enabled"]
 
 
-async def test_who_is_disabled_by_somebody_else_is_left_out(deploy: Deploy) -> None:
+async def test_an_instance_disabled_before_is_left_out(deploy: Deploy) -> None:
     gateway = await deploy(1, [slow(), slow(), slow()], health=PROBED)
     first, second, third = map(name_of, gateway.decoders)
     body = {"type": "decode", "instances": second}
@@ -195,7 +195,7 @@ async def test_enough_others_have_to_serve(deploy: Deploy) -> None:
         await Roll(gateway, min_serving=2).goes()
 
 
-def test_what_nobody_serves_while_an_instance_is_away() -> None:
+def test_models_that_only_one_instance_serves() -> None:
     def serving(*models: str) -> Instance:
         return Instance("127.0.0.1:1", is_disabled=False, serves=True, inflight=0, models=frozenset(models))
 
@@ -238,7 +238,7 @@ async def test_an_instance_that_does_not_come_back_ends_it(deploy: Deploy, tmp_p
     assert roll.restarts == [name_of(gateway.decoders[0])]
 
 
-async def test_instances_that_are_not_there_are_told(deploy: Deploy) -> None:
+async def test_unknown_instances_are_reported(deploy: Deploy) -> None:
     gateway = await deploy(1, 2)
     with pytest.raises(RollStopped, match=r"there are no such instances at all gateways: a:1, b:2"):
         await Roll(gateway).goes(("a:1", "b:2"))
@@ -253,7 +253,7 @@ async def test_a_gateway_that_is_away_for_good_is_one_sentence(deploy: Deploy, m
         await roll.goes()
 
 
-async def test_what_a_gateway_refuses_is_told_in_its_words(deploy: Deploy) -> None:
+async def test_a_refusal_of_a_gateway_is_reported_with_its_text(deploy: Deploy) -> None:
     gateway = await deploy(1, 2, auth={"admin_key": "canary"})
     with pytest.raises(GatewayTrouble, match="answers 401: this route needs the admin key"):
         await Roll(gateway).goes()

@@ -6,9 +6,7 @@ import pytest
 from rich.console import Console
 
 from proxy.tools.top.command import _look
-from proxy.tools.top.scrape import Scrape, growth, quantile, rate
-from proxy.tools.top.screen import as_table, as_text
-from proxy.tools.top.view import view
+from proxy.tools.top.view import Scrape, as_table, as_text, growth, quantile, rate, view
 
 
 def scrape(at: float, *lines: str) -> Scrape:
@@ -27,7 +25,7 @@ def test_a_rate_is_growth_by_time() -> None:
     assert rate(before, after, "pdproxy_other_total") == 0.0
 
 
-def test_a_counter_that_began_anew_has_grown_by_what_it_has() -> None:
+def test_a_counter_that_was_reset_has_grown_by_its_value() -> None:
     before, after = scrape(0.0, "pdproxy_x_total 100"), scrape(1.0, "pdproxy_x_total 7")
     assert growth(before, after, "pdproxy_x_total") == {(): 7.0}
 
@@ -41,7 +39,7 @@ def test_a_quantile_is_that_of_prometheus(share: float, seconds: float) -> None:
     assert quantile(after, after, "pdproxy_t", share) is None
 
 
-def test_an_instance_has_a_row_with_what_is_wrong_with_it() -> None:
+def test_an_instance_has_a_row_with_its_problems() -> None:
     misfit = 'pdproxy_instance_misfit{role="decode",address="10.0.0.3:7100",kind="kv_not_fetched"} 1'
     before = scrape(0.0, f"{REQUESTS % 'ok'} 10", f"{REQUESTS % 'reset'} 0")
     after = scrape(2.0, f"{STATE} 3", misfit, f"{REQUESTS % 'ok'} 14", f"{REQUESTS % 'reset'} 2")
