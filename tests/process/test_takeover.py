@@ -1,4 +1,4 @@
-"""What the old process makes of one that is to take over, and what systemd passes."""
+"""The old process's side of a takeover, and sockets that systemd passes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_all_workers_have_to_accept(monkeypatch: pytest.MonkeyPatch) -> None:
         old = Successor({"clients": listener}, [[], {"config": []}])
         new = Predecessor.of(told)
         assert new is not None
-        assert not told  # the next process is not told
+        assert not told  # the next process is not notified
         assert new.sockets["clients"].getsockname() == listener.getsockname()
         assert new.instances == [[], {"config": []}]
         assert old.look() is None
@@ -118,11 +118,11 @@ def _kept(text: str) -> str:
     return json.dumps({"channel": os.dup(fds["channel"]), "instances": os.dup(fds["instances"]), "sockets": sockets})
 
 
-def test_a_process_without_the_variable_has_no_predecessor() -> None:
+def test_process_without_takeover_variables_has_no_predecessor() -> None:
     assert Predecessor.of({}) is None
 
 
-def test_a_script_is_restarted_directly_as_it_names_its_interpreter(
+def test_script_is_restarted_by_its_path_when_it_names_its_interpreter(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     script = tmp_path / "pdproxy"
@@ -146,7 +146,7 @@ def test_a_socket_that_is_given_is_listened_on() -> None:
             assert listeners.probes is not clients
 
 
-def test_a_socket_that_does_not_listen_is_refused() -> None:
+def test_passed_socket_without_a_configured_port_is_rejected() -> None:
     refused = pytest.raises(SettingsError, match="a socket for admin, for which there is no port")
     with create_listener("127.0.0.1", 0) as unused, refused:
         listen(Settings(listen=Listen(port=0)), {"admin": unused})
@@ -180,7 +180,7 @@ def test_it_has_to_be_one_for_tcp(family: socket.AddressFamily, kind: socket.Soc
 
 
 @pytest.mark.parametrize("names", ["clients:clients", "clients:other", "clients:admin:probes", ""])
-def test_ambiguous_names_of_sockets_are_refused(names: str) -> None:
+def test_ambiguous_socket_names_are_rejected(names: str) -> None:
     environ = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "2", "LISTEN_FDNAMES": names}
     with pytest.raises(SettingsError, match="FileDescriptorName="):
         activated(environ)

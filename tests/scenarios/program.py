@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ENDS_WITHIN_SECONDS = 60.0
 SERVING = r"pdproxy \S+(?: \(compiled\))? on (\S+:\d+),"
 
-# aiohttp reads the certificates of all authorities when it is imported, twice. Nobody speaks TLS here.
+# aiohttp reads the certificates of all authorities when it is imported, twice. No scenario uses TLS.
 _NO_CERTIFICATES = {"SSL_CERT_FILE": os.devnull}
 
 
@@ -108,7 +108,7 @@ def gateway(*words: str, under: Sequence[str] = (), **environment: str) -> Abstr
 
 
 async def refused(*words: str, stop_when: asyncio.Event | None = None) -> tuple[int, str]:
-    """Run a gateway that does not come to serving, and is told to stop then, if at all; its exit code and output."""
+    """Run a gateway that never begins to serve, and return its exit code and output."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "proxy", "--port", "0", *words),
         cwd=Path(__file__).parents[2],
@@ -131,5 +131,5 @@ async def refused(*words: str, stop_when: asyncio.Event | None = None) -> tuple[
 
 
 def mock_engine(role: str, *words: str) -> AbstractAsyncContextManager[Program]:
-    """A simulated engine as a process of its own."""
+    """Run a simulated engine as a separate process."""
     return running(["mock-engine", "--role", role, *words], r"engine \(\S+\) on http://(\S+)")

@@ -1,4 +1,4 @@
-"""Decoders that call back: each worker has a port of its own for them, and keeps it."""
+"""Decoders that call back: each worker has its own callback port and keeps it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def two_workers(engines: tuple[PushPrefiller, PushDecoder], **environment: str) 
 
 
 async def ask_anyone(program: Program) -> Answer:
-    """On a connection of its own, which any worker may accept."""
+    """Ask on a new connection, which any worker may accept."""
     async with aiohttp.ClientSession() as session:
         return await ask(session, program.url, request(Api.CHAT, stream=True))
 
@@ -61,7 +61,7 @@ def told(received: Received) -> str:
 
 
 def two_free_ports() -> int:
-    """The first of two ports in a row that nobody has."""
+    """Return the first of two consecutive free ports."""
     while True:
         with socket.create_server(("127.0.0.1", 0)) as one:
             port: int = one.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Engines that die, freeze and come back, as processes of their own."""
+"""Engines in separate processes that die, freeze and return."""
 
 from __future__ import annotations
 

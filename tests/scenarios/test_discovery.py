@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 async def told(program: Program) -> dict[str, Any]:
-    """By whichever worker."""
+    """Return the instances as reported by any worker."""
     async with aiohttp.ClientSession() as session, session.get(program.url + "/instances") as response:
         told: dict[str, Any] = await response.json()
         return told
 
 
 async def everybody_has(program: Program, *engines: SimulatedEngine) -> None:
-    """Wait until these are the enabled instances for whoever is asked, and are up."""
+    """Wait until every worker reports exactly these engines as enabled and up."""
     expected = {f"127.0.0.1:{engine.port}" for engine in engines}
     async with asyncio.timeout(60):
         while True:

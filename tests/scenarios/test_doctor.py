@@ -38,7 +38,7 @@ async def test_a_decoder_that_fetches_nothing_is_found_by_the_program() -> None:
     assert f"✓ 127.0.0.1:{prefiller.port} → 127.0.0.1:{well.port}" in told
 
 
-async def test_json_output_reports_engines_that_are_away() -> None:
+async def test_doctor_reports_unreachable_engines_as_json() -> None:
     code, told, error = await doctor(
         "--json", "--canaries", "0", "--prefill", "127.0.0.3:9", "--decode", "127.0.0.1:9", "127.0.0.2:9", "--port", "0"
     )

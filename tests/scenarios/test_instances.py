@@ -80,7 +80,7 @@ async def test_instances_are_exchanged_under_load(session: aiohttp.ClientSession
 
 
 async def served_by_now(session: aiohttp.ClientSession, url: str, **expected: int) -> None:
-    """Wait until the gateway counts so many instances: removed ones leave when their requests have ended."""
+    """Wait until `/healthcheck` reports these numbers of instances; removed ones leave after their requests."""
     async with asyncio.timeout(60):
         while True:
             async with session.get(url + "/healthcheck") as response:

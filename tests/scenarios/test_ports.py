@@ -1,4 +1,4 @@
-"""Operators and probes on ports of their own: clients' ports serve no administration then."""
+"""Separate ports for administration and probes: the clients' port then serves neither."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ async def test_a_hangup_changes_instances_and_options_under_a_running_stream(
             answer = await read(response)
         assert answer.is_done
         assert (await answer_alone(BODY)).endswith(answer.text)
-        await is_ready(session, program.url)  # the new one is asked whether it is well before it gets anything
+        await is_ready(session, program.url)  # a new instance receives requests only after its first health check
         for _ in range(2):
             assert (await ask(session, program.url, request(Api.CHAT))).status == 200
         assert (len(generations(decoder)), len(generations(another))) == (1, 2)
@@ -181,7 +181,7 @@ async def test_whichever_worker_is_asked_all_change(
 
 
 async def statuses(program: Program, body: dict[str, Any]) -> int:
-    """The status of an answer on a connection of its own, which any worker may accept."""
+    """Return the status of an answer on a new connection, which any worker may accept."""
     async with aiohttp.ClientSession() as session:
         try:
             return (await ask(session, program.url, body)).status

@@ -30,7 +30,7 @@ async def program(prefiller: SimulatedEngine, decoder: SimulatedEngine) -> Async
 
 
 async def on_new_connections(program: Program, path: str, times: int = 12) -> list[Any]:
-    """The JSON answers to the same question on connections of their own, which any worker may accept."""
+    """Return the JSON answers to one request, each on a new connection that any worker may accept."""
 
     async def get() -> Any:
         async with aiohttp.ClientSession() as session, session.get(program.url + path) as response:
@@ -40,7 +40,7 @@ async def on_new_connections(program: Program, path: str, times: int = 12) -> li
 
 
 async def everywhere(program: Program, path: str, **expected: Any) -> None:
-    """Wait until whoever is asked gives this answer."""
+    """Wait until every worker gives this answer."""
     async with asyncio.timeout(60):
         while True:
             answers = await on_new_connections(program, path)
@@ -48,7 +48,7 @@ async def everywhere(program: Program, path: str, **expected: Any) -> None:
                 return
 
 
-async def test_any_worker_reports_the_states_of_an_instance_in_all_workers(
+async def test_every_worker_reports_the_state_of_an_instance_in_all_workers(
     program: Program, decoder: SimulatedEngine, session: aiohttp.ClientSession
 ) -> None:
     async def states() -> dict[str, Any]:
@@ -66,7 +66,7 @@ async def test_any_worker_reports_the_states_of_an_instance_in_all_workers(
 
 
 @pytest.mark.fault(60)
-async def test_any_worker_can_stop_the_waiting_for_an_instance(
+async def test_every_worker_can_cancel_the_wait_for_an_instance(
     program: Program, session: aiohttp.ClientSession
 ) -> None:
     async with SimulatedEngine(role="decode") as absent:
@@ -77,7 +77,7 @@ async def test_any_worker_can_stop_the_waiting_for_an_instance(
             assert (await response.json())["joining_decode_instances"] == [address]
         for told in await on_new_connections(program, "/instances"):
             assert [one["address"] for one in told["instances"] if one["membership"] == "joining"] == [address]
-        for _ in range(6):  # whoever is asked
+        for _ in range(6):  # any worker may accept the connection
             async with (
                 aiohttp.ClientSession() as one,
                 one.post(program.url + "/instances/add", json=instance) as response,
@@ -306,7 +306,7 @@ async def test_a_frozen_worker_is_replaced_and_its_load_forgotten(
         assert 'pdproxy_worker_replacements_total{reason="died"} 0.0' in lines
 
 
-async def test_any_worker_returns_the_receipts_of_all(program: Program) -> None:
+async def test_every_worker_lists_the_requests_of_all_workers(program: Program) -> None:
     names = {f"r{number}" for number in range(12)}
 
     async def ask(name: str) -> None:

@@ -1,4 +1,4 @@
-"""What the program says while it starts, and how often."""
+"""Log lines of the start, and how often they are written."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def test_a_gateway_without_decoders_is_not_ready_until_there_is_one(
 @pytest.mark.parametrize(
     ("max_connections", "is_told"), [("", True), ("50", False), ("58", True)], ids=["default", "fewer", "more"]
 )
-async def test_a_small_limit_of_open_files_is_logged_at_the_start(
+async def test_small_limit_of_open_files_is_logged_at_the_start(
     max_connections: str, is_told: bool, prefiller: SimulatedEngine, decoder: SimulatedEngine
 ) -> None:
     engines = ("--prefill", prefiller.url, "--decode", decoder.url, "--workers", "2")
@@ -98,7 +98,7 @@ def test_the_first_line_waits_for_no_more_than_the_settings() -> None:
     assert result.stderr == "[]\n"
 
 
-async def test_a_probable_mistake_is_logged_once(prefiller: SimulatedEngine, decoder: SimulatedEngine) -> None:
+async def test_suspicious_settings_are_logged_once(prefiller: SimulatedEngine, decoder: SimulatedEngine) -> None:
     engines = ("--prefill", prefiller.url, "--decode", decoder.url)
     async with gateway(*engines, "--workers", "2", PROXY_LISTEN_PORT="8004") as program:
         program.signal(signal.SIGHUP)

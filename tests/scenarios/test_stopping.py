@@ -36,7 +36,7 @@ async def is_ready(session: aiohttp.ClientSession, url: str) -> None:
 
 
 async def refuses_connections(program: Program) -> None:
-    """Wait until nobody listens."""
+    """Wait until the gateway no longer listens."""
     url = URL(program.url)
     with suppress(ConnectionError):
         while True:

@@ -1,4 +1,4 @@
-"""A running gateway is replaced by another process, and nobody notices: neither clients nor those who look at it."""
+"""Another process takes over from a running gateway, unnoticed by clients, probes and operators."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 BODY = request(Api.CHAT, stream=True, max_tokens=40)
 STARTED = r"process (\d+) is started to take over"
-# What a process does that is given its clients' socket as systemd gives it.
+# A program that receives the clients' socket in the way of systemd.
 ACTIVATED = """\
 import os, socket, sys
 listener = socket.create_server(("127.0.0.1", 0))
@@ -42,19 +42,19 @@ os.execvp(sys.argv[1], sys.argv[1:])
 
 @pytest.fixture
 async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    """With a connection for each request: gateways close idle ones at once here, unless another time is given."""
+    """A session that opens a connection per request, because gateways here close idle connections at once."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
         yield session
 
 
 def newest(program: Program) -> int:
-    """The process that serves last, the first one if nobody has taken over from it."""
+    """Return the ID of the last serving process: the first process if there was no takeover."""
     return int((re.findall(r"process (\d+) has taken over", program.output) or [program.pid])[-1])
 
 
 @asynccontextmanager
 async def replaceable(*words: str, **options: Any) -> AsyncIterator[Program]:
-    """A gateway, and whoever takes over from it, until the end of the block."""
+    """Run a gateway and the processes that take over from it until the end of the block."""
     async with gateway(*words, **options) as program:
         try:
             yield program
@@ -69,7 +69,7 @@ def is_there(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    with open(f"/proc/{pid}/stat") as file:  # one that nobody has waited for yet is no process any more
+    with open(f"/proc/{pid}/stat") as file:  # a zombie no longer counts as a process
         return file.read().rpartition(")")[2].split()[0] != "Z"
 
 
@@ -82,7 +82,7 @@ async def replace(program: Program) -> int:
 
 
 async def look(url: str, failures: list[str]) -> None:
-    """Ask it on a connection of its own."""
+    """Send the request on a new connection."""
     try:
         async with aiohttp.ClientSession() as session, session.get(url) as response:
             await response.read()
@@ -94,7 +94,7 @@ async def look(url: str, failures: list[str]) -> None:
 
 @pytest.mark.fault(95)
 @pytest.mark.parametrize("workers", ["1", "2"])
-async def test_nobody_notices(
+async def test_takeover_is_invisible_to_clients_and_operators(
     pytestconfig: pytest.Config, prefiller: SimulatedEngine, decoder: SimulatedEngine, workers: str
 ) -> None:
     ports = {"PROXY_ADMIN__PORT": "0", "PROXY_ADMIN__PROBE_PORT": "0"}
@@ -131,7 +131,7 @@ async def test_nobody_notices(
     assert "ERROR" not in program.output
 
 
-async def test_a_connection_serves_one_more_request_after_a_takeover(
+async def test_connection_serves_one_more_request_after_a_takeover(
     prefiller: SimulatedEngine, decoder: SimulatedEngine
 ) -> None:
     """Its last answer had begun before, and did not say that it would be the last."""
@@ -203,7 +203,7 @@ async def test_one_that_does_not_come_up_changes_nothing(
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-async def test_a_stopped_process_stops_its_successor_that_is_starting(
+async def test_stopping_gateway_also_stops_the_process_that_takes_over(
     prefiller: SimulatedEngine, decoder: SimulatedEngine, tmp_path: Path, workers: str
 ) -> None:
     path = tmp_path / "my.yaml"

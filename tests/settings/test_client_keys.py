@@ -131,7 +131,7 @@ def test_only_a_digest_of_a_key_is_kept_and_not_shown_either(file: Path) -> None
         ("\0", " is not valid YAML"),
     ],
 )
-def test_an_error_is_one_sentence_with_its_place(file: Path, text: str, sentence: str) -> None:
+def test_mistake_in_the_keys_file_is_one_sentence_with_its_position(file: Path, text: str, sentence: str) -> None:
     file.write_text(text)
     assert mistake(file) == sentence
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def complete(capsys: pytest.CaptureFixture[str]) -> Callable[[str], set[str]]:
-    """What is offered behind these words, of which the last one is to be completed."""
+    """Return the completions that the shell offers for these words; the last one is incomplete."""
     script = _printed(capsys)
 
     def offered(line: str) -> set[str]:
@@ -53,7 +53,7 @@ def test_bash_completes_sub_commands_flags_and_policies(complete: Callable[[str]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_sub_command_completes_its_flags(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_sub_command_lists_its_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         assert main([command, "--help"]) == 0
     except SystemExit as left:
@@ -62,6 +62,8 @@ def test_a_sub_command_completes_its_flags(command: str, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("words", [[], ["tcsh"], ["bash", "zsh"]])
-def test_an_unknown_shell_is_refused_with_a_sentence(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_rejects_an_unsupported_shell_with_a_message(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["completion", *words]) == 2
     assert "bash or zsh" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Where engines publish KV events, and what cannot be an endpoint."""
+"""Endpoints where engines publish KV events, and invalid ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ENGINES = ["--prefill", "a:7100", "--decode", "b:1"]
     ("endpoint", "port"),
     [("tcp://*:5557", 5557), ("tcp://0.0.0.0:5557", 5557), ("tcp://[::]:1", 1), ("tcp://*:+1000", 8100)],
 )
-def test_an_endpoint_has_the_form_of_engines_options(endpoint: str, port: int) -> None:
+def test_endpoint_has_the_syntax_of_the_engines(endpoint: str, port: int) -> None:
     settings = load([*_ENGINES, "--kv-events", endpoint], {}).settings.kv_events
     assert settings.endpoint == endpoint
     assert port_at(endpoint, 7100) == port

@@ -31,7 +31,7 @@ def test_the_variables_name_a_collector_unless_an_option_does(environ: dict[str,
     assert loaded(**environ).settings.tracing.endpoint == endpoint
 
 
-def test_the_origin_of_the_collector_is_shown() -> None:
+def test_origin_of_the_collector_endpoint_is_its_variable() -> None:
     assert loaded(**{BASE: "http://c:4318"}).origins["tracing.endpoint"] == BASE
 
 

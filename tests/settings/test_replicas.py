@@ -1,4 +1,4 @@
-"""Where gateways share their loads, and what cannot be one."""
+"""Addresses of the store where gateways share their loads, and invalid ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_store_is_a_url(url: str) -> None:
         ({"PASSWORD": "topsecret", "PASSWORD_FILE": "/nowhere"}, "are both given"),
     ],
 )
-def test_an_invalid_store_is_refused_without_its_password(given: dict[str, str], sentence: str) -> None:
+def test_invalid_replicas_settings_are_rejected_without_showing_passwords(given: dict[str, str], sentence: str) -> None:
     with pytest.raises(SettingsError) as refused:
         load(_ENGINES, {f"PROXY_REPLICAS__{name}": value for name, value in given.items()})
     assert sentence in str(refused.value)

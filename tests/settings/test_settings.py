@@ -572,7 +572,7 @@ def test_a_variable_that_is_almost_an_option_is_warned_about(name: str, meant: s
     assert loaded(**{name: " "}).warnings == ()
 
 
-def test_an_error_names_ignored_options_that_may_be_its_cause() -> None:
+def test_mistake_is_reported_with_ignored_options_that_may_cause_it() -> None:
     assert mistake("--decode d:1 --port 1 --port 2", {"PROXY_CONECTOR": "plain"}) == (
         "no prefiller given: use --prefill, PROXY_PREFILL or a --config file;"
         " --port is given 2 times: the last value applies;"
@@ -768,8 +768,8 @@ def test_a_relative_path_in_a_file_begins_where_that_file_is(
     assert found.settings.auth.admin_key.get_secret_value() == "right"
     assert [key.name for key in found.client_keys] == ["right"]
     text = to_yaml(found)
-    (tmp_path / "elsewhere.yaml").write_text("\n".join(line for line in text.splitlines() if "_key: '*" not in line))
-    assert settings(f"--config {tmp_path / 'elsewhere.yaml'}") == found.settings
+    (tmp_path / "other.yaml").write_text("\n".join(line for line in text.splitlines() if "_key: '*" not in line))
+    assert settings(f"--config {tmp_path / 'other.yaml'}") == found.settings
 
 
 def test_a_relative_path_in_the_environment_begins_in_the_working_directory(
@@ -778,12 +778,12 @@ def test_a_relative_path_in_the_environment_begins_in_the_working_directory(
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "key").write_text("right")
     monkeypatch.chdir(tmp_path / "here")
-    file.write_text("auth: {engine_api_key_file: elsewhere}")
+    file.write_text("auth: {engine_api_key_file: other}")
     environ = {"PROXY_CONFIG": "../gateway.yaml", "PROXY_AUTH__ENGINE_API_KEY_FILE": "key"}
     assert engine_key(settings(**environ)) == "right"
 
 
-def test_an_unreadable_file_is_reported_with_its_whole_path(
+def test_unreadable_file_is_reported_with_its_absolute_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: Path
 ) -> None:
     monkeypatch.chdir("/")
@@ -795,7 +795,7 @@ def test_an_unreadable_file_is_reported_with_its_whole_path(
     assert mistake("--config nowhere.yaml") == "/nowhere.yaml cannot be read: no such file or directory"
 
 
-def test_an_empty_or_null_path_means_no_file(file: Path) -> None:
+def test_empty_or_null_path_becomes_none(file: Path) -> None:
     file.write_text("auth: {client_keys_file: ' ', admin_key_file: null}")
     assert settings(f"{ONE_PAIR} --config {file}").auth.client_keys_file is None
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Files:
-    """What an operator edits, and a configuration that is made of it."""
+    """The files that an operator edits, and the configuration that reads them."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "my.yaml"
@@ -139,7 +139,7 @@ def test_more_client_keys_than_can_be_counted_are_refused(files: Files) -> None:
 # Reloading
 
 
-async def test_a_reload_reports_the_changes(files: Files) -> None:
+async def test_reload_returns_the_changes(files: Files) -> None:
     assert await files.configuration.reload() == ConfigChange()
     files.write("prefill: [p:1, p:3]\ndecode: [d:1, d:2]\ntimeouts: {idle_seconds: 7}\nauth: {admin_key: canary}")
     change = await files.configuration.reload()
@@ -149,7 +149,7 @@ async def test_a_reload_reports_the_changes(files: Files) -> None:
     assert files.members() == ["p:1", "p:2 draining", "p:3", "d:1", "d:2"]
 
 
-async def test_a_dry_run_reports_the_changes(files: Files) -> None:
+async def test_dry_run_returns_the_changes_and_applies_none(files: Files) -> None:
     before, roster = files.configuration.current(), files.roster.versions[0]
     files.write("prefill: [p:1, p:3]\ndecode: [d:1, d:2]\ntimeouts: {idle_seconds: 7}")
     change = await files.configuration.reload(is_dry_run=True)
@@ -227,7 +227,7 @@ def test_only_options_are_fixed() -> None:
     assert set(FIXED) <= set(OPTIONS)
 
 
-async def test_a_faster_reload_of_another_process_is_read(files: Files) -> None:
+async def test_reload_reads_its_file_again_when_another_worker_was_faster(files: Files) -> None:
     """A file that was read before another worker published may be the older one."""
 
     def interfere() -> None:
@@ -292,7 +292,7 @@ async def test_more_instances_than_there_is_room_for_change_nothing(files: Files
 
 @pytest.fixture
 async def keyed(files: Files) -> Files:
-    """With two client keys."""
+    """Files with two client keys."""
     files.write_keys("keys: [{name: a, key: sk-1}, {name: b, key: sk-2}]")
     files.write(INSTANCES + f"auth: {{client_keys_file: {files.keys_path}}}")
     await files.configuration.reload()
@@ -311,7 +311,7 @@ async def test_keys_come_with_the_settings(keyed: Files) -> None:
 
 async def test_keys_are_read_again_alone_and_each_keeps_its_slot(keyed: Files) -> None:
     keyed.write_keys("keys: [{name: b, key: sk-2}]")
-    keyed.write(INSTANCES + "timeouts: {idle_seconds: 7}")  # which nobody asked to be read
+    keyed.write(INSTANCES + "timeouts: {idle_seconds: 7}")  # a reload of keys must not apply this
     keyed.roster.remove(Role.DECODE, "d", 1)
     assert keyed.configuration.new_keys_stamp() is not None
     assert await keyed.configuration.reload_keys() == ConfigChange(("auth.client_keys_file",))
@@ -321,7 +321,7 @@ async def test_keys_are_read_again_alone_and_each_keeps_its_slot(keyed: Files) -
     assert "d:1 draining" in keyed.members()
 
 
-async def test_an_error_in_the_keys_is_logged_once_and_keeps_them(keyed: Files) -> None:
+async def test_invalid_keys_file_is_logged_once_and_keeps_the_old_keys(keyed: Files) -> None:
     keyed.write_keys("keys: [{name: a}]")
     before = keyed.configuration.current()
 
@@ -340,7 +340,7 @@ async def test_keys_whose_file_has_gone_stay(keyed: Files) -> None:
     assert len(keyed.configuration.current().client_keys) == 2
 
 
-async def test_keys_of_another_file_are_read_again(keyed: Files, tmp_path: Path) -> None:
+async def test_keys_are_read_again_when_their_file_is_another(keyed: Files, tmp_path: Path) -> None:
     """It was not looked at before it was read, so it may have been written meanwhile."""
     other = tmp_path / "other.yaml"
     keyed.write_keys("keys: [{name: c, key: sk-3}]", other)

@@ -1,4 +1,4 @@
-"""What a worker knows of itself: with files that say what a test needs, and a clock that moves when told to."""
+"""Memory, CPU time and loop lag of a worker, with fake files of the system and a clock that tests move."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_without_other_limits_the_machines_memory_is_there_to_be_used(machine: M
     assert machine.share(workers=4) == 0.4
 
 
-def test_a_limited_address_space_is_compared_with_mapped_memory(machine: Machine) -> None:
+def test_memory_share_compares_mapped_memory_with_the_address_space_limit(machine: Machine) -> None:
     assert machine.share(address_space_bytes=250 * MIB) == 0.8
 
 
@@ -135,7 +135,7 @@ def test_control_groups_of_version_1_limit_memory_too(machine: Machine) -> None:
     assert machine.share() == 0.1
 
 
-def test_memory_of_this_process_is_reported_in_bytes(machine: Machine) -> None:
+def test_resident_memory_is_in_bytes(machine: Machine) -> None:
     assert Memory(4, machine.root, NO_LIMIT).resident_bytes() == 100 * MIB
     (machine.root / "proc/self/statm").unlink()
     assert Memory(4, machine.root, NO_LIMIT).resident_bytes() == 0
@@ -150,7 +150,7 @@ def test_limits_are_read_again(machine: Machine) -> None:
     assert memory.share() == 0.5
 
 
-def test_unknown_memory_counts_as_unused(tmp_path: Path) -> None:
+def test_memory_share_is_zero_when_the_system_reports_nothing(tmp_path: Path) -> None:
     assert Memory(1, tmp_path, NO_LIMIT).share() == 0.0
 
 
@@ -214,7 +214,7 @@ def monitor(metrics: Metrics, machine: Machine, clock: Clock, **options: object)
     return Monitor(metrics, MonitorParts(memory=memory, fds=fds, clock=clock, shrink_heap=lambda: None, **options))  # type: ignore[arg-type]
 
 
-def test_cpu_time_and_memory_of_the_process_are_metrics(machine: Machine, clock: Clock) -> None:
+def test_monitor_reports_cpu_time_and_memory_of_the_process(machine: Machine, clock: Clock) -> None:
     metrics = Metrics()
     watching = monitor(metrics, machine, clock)
     watching.tick()
@@ -278,7 +278,7 @@ def test_memory_that_is_free_is_given_back_while_there_is_too_little(machine: Ma
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can")
 def test_free_memory_goes_back_to_the_system(machine: Machine, clock: Clock) -> None:
     blocks = [bytes(10_000) for _ in range(10_000)]
-    last = blocks.pop()  # what is free behind the last block goes back by itself
+    last = blocks.pop()  # the allocator returns free memory behind the last block to the system
     blocks.clear()
     before = Memory().share()
     machine.use(930)
@@ -342,7 +342,7 @@ def test_readiness_is_what_it_was_at_the_last_tick(machine: Machine, clock: Cloc
     assert not watching.was_ready()
 
 
-async def test_a_running_monitor_calls_its_functions_at_each_tick() -> None:
+async def test_running_monitor_ticks_and_calls_its_listeners() -> None:
     ticks = 0
     enough = asyncio.Event()
 
@@ -405,7 +405,7 @@ def logging_as_before() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("logging_as_before")
-def test_lost_lines_are_logged_and_counted(machine: Machine, clock: Clock) -> None:
+def test_lost_log_lines_are_logged_and_counted(machine: Machine, clock: Clock) -> None:
     metrics = Metrics()
     with tempfile.TemporaryFile("w+") as file:
         logs.setup(Log(format="text"), file, clock=clock)

@@ -52,7 +52,7 @@ def send(address: tuple[str, int], request: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("path", ["/livez", "/readyz", "/health", "/healthz", "/ping", "/livez?verbose=1"])
-def test_every_probe_succeeds_at_a_healthy_gateway(path: str) -> None:
+def test_every_probe_returns_ok_when_the_gateway_is_ready(path: str) -> None:
     with probes() as address:
         assert ask(address, path) == (200, b'{"status":"ok"}')
         head, _, body = send(address, f"HEAD {path} HTTP/1.1\r\n\r\n".encode()).partition(b"\r\n\r\n")
@@ -113,7 +113,7 @@ def test_a_client_that_says_nothing_is_left_after_a_second() -> None:
         assert silent.recv(1) == b""
 
 
-def test_a_client_that_leaves_does_not_disturb_others() -> None:
+def test_probe_client_that_disconnects_does_not_disturb_others() -> None:
     with probes() as address:
         for request in (b"", b"GET /liv", b"GET /livez HTTP/1.1\r\n\r\n"):
             with socket.create_connection(address) as client:
@@ -140,7 +140,7 @@ def test_several_servers_share_one_socket() -> None:
         ProbeServer(sock, lambda: True, lambda: True),
         ProbeServer(same, lambda: True, lambda: True),
     ):
-        assert not sock.getblocking()  # whoever is not the fastest must not wait for the next
+        assert not sock.getblocking()  # a process that loses the race for a connection must not block
         for _ in range(50):
             assert ask(sock.getsockname(), "/livez")[0] == 200
 

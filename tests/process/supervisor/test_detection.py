@@ -17,7 +17,7 @@ from proxy.settings import Loaded, Settings, SettingsError, load
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Serve = Callable[[dict[str, Any]], Awaitable[str]]
-"""Starts an engine with these answers by path, as JSON or a handler of its own; the rest is 404. Its address."""
+"""Start an engine with an answer (JSON or a handler) per path, and return its address. Other paths answer 404."""
 
 VLLM = {"/v1/models": {"data": [{"id": "m", "owned_by": "vllm"}]}}
 SGLANG = {"/v1/models": {"data": [{"id": "m", "owned_by": "sglang"}]}}
@@ -51,7 +51,7 @@ def settings(prefill: list[str], decode: list[str], **sections: Any) -> Settings
 
 
 async def find(prefill: list[str], decode: list[str], **sections: Any) -> str:
-    """In a thread: the program has no event loop yet."""
+    """Run the detection in a thread, because the program has no event loop at that time."""
     return await asyncio.to_thread(find_connector, settings(prefill, decode, **sections))
 
 
@@ -98,9 +98,7 @@ async def test_the_engine_key_goes_along(serve: Serve) -> None:
         await find(engines[:1], engines[1:])
 
 
-async def test_an_engine_that_is_down_does_not_prevent_the_start(
-    serve: Serve, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_gateway_starts_when_an_engine_is_down(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     down = f"127.0.0.1:{unused_port()}"
     assert await find([await serve(VLLM), down], [await serve(VLLM)]) == "vllm_pull"
@@ -153,11 +151,11 @@ async def test_an_engine_that_says_nothing_of_use_is_named_with_the_reason(
     assert reason in str(raised.value)
 
 
-def test_without_prefillers_no_engine_is_asked() -> None:
+def test_connector_is_plain_without_asking_engines_when_no_prefillers_exist() -> None:
     assert find_connector(load(["--connector", "auto", "--decode", "10.255.255.1:1"], {}).settings) == "plain"
 
 
-def test_a_configured_connector_asks_no_engine() -> None:
+def test_named_connector_is_used_without_asking_engines() -> None:
     named = settings(["10.255.255.1:1"], ["10.255.255.2:1"]).model_copy(update={"connector": "vllm_pull"})
     assert find_connector(named) == "vllm_pull"
 

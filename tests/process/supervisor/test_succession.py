@@ -1,4 +1,4 @@
-"""How long a gateway waits for its ports, by who has them."""
+"""How long a gateway waits for its ports, depending on the process that holds them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DRAIN = Drain(not_ready_seconds=NOT_READY, streams_seconds=STREAMS)
 
 
 class Occupant:
-    """Somebody with a port."""
+    """A process that holds a port."""
 
     def __init__(self, port: int) -> None:
         self.port = port

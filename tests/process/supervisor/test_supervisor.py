@@ -43,7 +43,7 @@ class Stop(Exception):
 
 
 def signal_worker(shared: Shared, worker: int, alive_fd: int | None) -> int:
-    """Charges one request at the start and gives it back only when it is told to stop."""
+    """Charge one request at the start, and release it only at the stop signal."""
     scoreboard = shared.scoreboard
 
     def stop(number: int, _frame: object) -> None:
@@ -180,7 +180,7 @@ def has_ipv6() -> bool:
 
 
 def requests_counted_by(program: Program, ready: Ready) -> int:
-    """On the scoreboard, and as the use of keys."""
+    """Return the worker's number of requests, which scoreboard and client keys agree on."""
     os.kill(ready.pid, signal.SIGUSR1)
     words = program.hear()
     assert words[:2] == ["requests", str(ready.worker)]
@@ -229,7 +229,7 @@ def test_a_stop_signal_reaches_each_worker_once_and_the_exit_code_is_0(number: s
         assert gateway.wait() == 0
 
 
-def test_a_hangup_reaches_one_living_worker_and_stops_none() -> None:
+def test_hangup_reaches_one_living_worker_and_stops_no_worker() -> None:
     with program("signal_worker", 2) as gateway:
         workers = gateway.hear_all_ready(2)
         for _ in range(2):
@@ -241,7 +241,7 @@ def test_a_hangup_reaches_one_living_worker_and_stops_none() -> None:
         assert gateway.hear() == ["signal", "1", "SIGHUP"]  # which has lived longer
         gateway.process.terminate()
         assert sorted(gateway.hear() for _ in range(2)) == [["signal", str(n), "SIGTERM"] for n in range(2)]
-        assert gateway.hear() == []  # nobody else had heard of it
+        assert gateway.hear() == []  # no other worker received the signal
         assert gateway.wait() == 0
 
 
@@ -421,14 +421,14 @@ def test_without_one_of_the_ports_for_callbacks_it_keeps_none() -> None:
         create_listener("127.0.0.1", client_port).close()
 
 
-def test_a_callback_url_of_every_address_is_refused() -> None:
+def test_wildcard_address_is_rejected_as_callback_host() -> None:
     """Also where the connector is known only when the engines have said what they are."""
     found = Settings(listen=Listen(host="0.0.0.0", port=0)).model_copy(update={"connector": "ascend_layerwise"})
     with pytest.raises(SettingsError, match=r"^layerwise\.advertised_host must"):
         listen(found)
 
 
-def test_an_unknown_host_name_is_reported_in_one_sentence() -> None:
+def test_unknown_host_name_is_reported_in_one_sentence() -> None:
     with pytest.raises(OSError, match=r"^cannot listen on nowhere\.invalid:1999: "):
         create_listener("nowhere.invalid", 1999)
 

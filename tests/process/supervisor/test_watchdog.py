@@ -37,7 +37,7 @@ def test_who_turns_is_not_frozen() -> None:
     assert Workers(0, 1).passes(1000, 0, 1) == []
 
 
-def test_only_a_worker_without_turns_for_too_long_is_frozen() -> None:
+def test_only_the_worker_without_progress_is_frozen() -> None:
     workers = Workers(0, 1)
     assert workers.passes(5, 0, 1) == []
     assert workers.passes(29, 0) == []
@@ -51,7 +51,7 @@ def test_a_turn_in_time_is_enough() -> None:
         assert workers.passes(1, 0) == []
 
 
-def test_a_worker_that_stays_frozen_is_reported_again() -> None:
+def test_worker_that_stays_frozen_is_reported_again_after_the_same_time() -> None:
     assert Workers(0).passes(95) == [0, 0, 0]
 
 

@@ -57,7 +57,7 @@ def test_a_name_that_begins_with_an_at_sign_is_no_file() -> None:
 @pytest.mark.parametrize(
     "environ", [{}, {"NOTIFY_SOCKET": ""}, {"NOTIFY_SOCKET": "/nowhere/at/all", "WATCHDOG_USEC": "1"}]
 )
-async def test_messages_without_a_service_manager_are_dropped(environ: dict[str, str]) -> None:
+async def test_service_manager_does_nothing_when_no_socket_listens(environ: dict[str, str]) -> None:
     manager = ServiceManager(environ)
     async with manager.told_that_it_lives():
         manager.tell(READY, "listening")

@@ -1,4 +1,4 @@
-"""What is set in a process that serves."""
+"""Settings of the interpreter and the operating system in a serving process."""
 
 from __future__ import annotations
 

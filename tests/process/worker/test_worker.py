@@ -94,13 +94,13 @@ def test_a_prompt_that_takes_long_is_no_stall_of_its_decoder(connector: Any, sec
     assert engines.stall_seconds(Settings(connector=connector)) == seconds
 
 
-async def test_an_unhealthy_engine_gets_no_requests_until_it_recovers(deploy: Deploy) -> None:
+async def test_unhealthy_engine_gets_no_requests_until_it_is_healthy(deploy: Deploy) -> None:
     checks = {"interval_seconds": 0.02, "changing_interval_seconds": 0.02, "fall": 2, "rise": 2}
     gateway = await deploy(2, 1, health={**checks, "slow_start_seconds": 0.0})
     sick, well = gateway.prefillers
     sick.faults.add("refuse_status", path="/health")
     pool = gateway.worker.pools.of(Role.PREFILL)
-    await until(lambda: len(pool.eligible()) == 1, "the sick prefiller to be noticed")
+    await until(lambda: len(pool.eligible()) == 1, "the unhealthy prefiller to be noticed")
     for _ in range(4):
         assert (await gateway.ask(request(Api.CHAT))).is_done
     assert (len(generations(sick)), len(generations(well))) == (0, 4)
@@ -139,7 +139,7 @@ async def test_a_restarted_prefiller_is_used_again(deploy: Deploy) -> None:
 
 
 def changed(gateway: Deployment, client_keys: tuple[ClientKey, ...] = (), **sections: dict[str, Any]) -> ConfigSnapshot:
-    """What is in force, with other options in some sections."""
+    """The current settings, with other options in some sections."""
     current = gateway.worker.current
     settings = current.settings.model_dump()
     for name, options in sections.items():
@@ -183,7 +183,7 @@ async def test_what_is_applied_holds_for_connections_single_hops_and_orphaned_kv
             listen={"max_connections": 1, "max_body_bytes": 20},
         )
     )
-    assert worker.upstream._timeouts.connect_seconds == 1.5  # which shows only where nobody answers at all
+    assert worker.upstream._timeouts.connect_seconds == 1.5  # visible only when a host does not answer at all
     (prefiller,) = worker.pools.prefill.backends()
     assert worker.releaser.pin_seconds(prefiller, KvTransfer.OTHER) == 7.0
     async with gateway.session.post(gateway.url + "/tokenize", json={"prompt": "a long one"}) as response:
