@@ -178,7 +178,7 @@ async def test_requests_name_ranks_of_engines_behind_one_address(start: Start) -
 # When
 
 
-async def test_both_engines_are_reserved_before_anything_is_sent_and_given_back_when_they_are_done(
+async def test_both_engines_are_reserved_before_the_first_leg_and_released_at_the_end(
     start: Start,
 ) -> None:
     pushing = await start()

@@ -48,7 +48,7 @@ def test_another_protocol_is_warned_about() -> None:
     assert loaded(OTEL_EXPORTER_OTLP_PROTOCOL="grpc").warnings == ()
 
 
-def test_an_option_without_the_extra_is_an_error_and_a_variable_for_all_programs_a_warning(
+def test_tracing_without_the_extra_is_an_error_for_options_and_a_warning_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(otel_settings, "_NEEDED", "opentelemetry.not_installed.at_all")

@@ -74,7 +74,7 @@ def test_defaults_differ_from_the_example_proxy_only_where_they_are_safer() -> N
     assert found.workers == 1
 
 
-def test_hosts_without_ports_and_ports_without_hosts_take_the_example_proxys_defaults() -> None:
+def test_missing_hosts_and_ports_have_the_example_proxys_defaults() -> None:
     found = settings("--prefiller-hosts a --decoder-ports 9000")
     assert texts(found.prefill + found.decode) == ["a:8001", "localhost:9000"]
 

@@ -21,7 +21,7 @@ def test_a_group_of_two_nodes_meets_at_the_first_and_has_its_endpoint_there() ->
     assert gateway_of(files)["decode"] == ["141.0.0.2:8001"]
 
 
-def test_devices_of_attention_in_ranks_are_those_of_tp_and_otherwise_as_many_for_each_rank() -> None:
+def test_ranks_share_the_devices_of_tp_only_with_data_parallel_attention() -> None:
     assert refusals(plan_of(GUIDE, roles__decode__dp=2)) == []
     (found,) = refusals(plan_of(GUIDE, roles__prefill__dp=2))
     assert (found.subject, found.words) == ("prefill p0", "wants devices 0-31, and the node has 16: dp 2, tp 16")
