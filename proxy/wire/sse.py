@@ -90,20 +90,22 @@ class EventSplitter:
         if has_cr:
             return self._feed_any_line_end(chunk)
         events: list[Event] = []
-        lines = chunk.split(b"\n")
-        first = 0  # first line of the incomplete event
-        for at in range(1, len(lines) - 1):
-            if lines[at] or at == first:
+        start = searched = 0
+        is_one_line = True
+        # Searches for one byte, because Python searches for two, or splits, several times as slowly in a long event.
+        while 0 <= (line_end := chunk.find(_LF, searched)) < len(chunk) - 1:
+            searched = line_end + 1
+            if chunk[searched] != _LF:
+                is_one_line = False
                 continue
-            line = lines[first]
-            if at == first + 1 and line[:6] == b"data: ":  # nearly all events
-                events.append(Event(line[6:]))
+            if is_one_line and chunk[start : start + 6] == b"data: ":  # nearly all events
+                events.append(Event(chunk[start + 6 : line_end]))
             else:
-                text = b"\n".join(lines[first:at])
-                events.append(Event(_data_of(text), text + b"\n\n"))
-            first = at + 1
-        if rest := b"\n".join(lines[first:]):
-            self._hold(rest, has_cr=False)
+                events.append(Event(_data_of(chunk[start:line_end]), chunk[start : line_end + 2]))
+            start = searched = line_end + 2
+            is_one_line = True
+        if start < len(chunk):
+            self._hold(chunk[start:], has_cr=False)
         return events
 
     def _feed_any_line_end(self, chunk: bytes) -> list[Event]:
