@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tests.scenarios.program import Program
 
 BODY = request(Api.CHAT, stream=True, max_tokens=40)
-STARTED = r"process (\d+) is started to take over"
+STARTED = r"takeover: successor is started: process (\d+)"
 # A program that receives the clients' socket in the way of systemd.
 ACTIVATED = """\
 import os, socket, sys
@@ -49,7 +49,7 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 
 def newest(program: Program) -> int:
     """Return the ID of the last serving process: the first process if there was no takeover."""
-    return int((re.findall(r"process (\d+) has taken over", program.output) or [program.pid])[-1])
+    return int((re.findall(r"takeover: complete: process (\d+)", program.output) or [program.pid])[-1])
 
 
 @asynccontextmanager
@@ -75,9 +75,9 @@ def is_there(pid: int) -> bool:
 
 async def replace(program: Program) -> int:
     """Have the newest process start one, and wait until that has taken over; the old one."""
-    old, count = newest(program), program.output.count("has taken over")
+    old, count = newest(program), program.output.count("takeover: complete")
     os.kill(old, signal.SIGUSR2)
-    await until(lambda: program.output.count("has taken over") > count, "a successor")
+    await until(lambda: program.output.count("takeover: complete") > count, "a successor")
     return old
 
 
@@ -216,7 +216,7 @@ async def test_stopping_gateway_also_stops_the_process_that_takes_over(
         program.signal(signal.SIGTERM)
         assert await program.ended() == 0
         await until(lambda: not is_there(new), "the end of the new one")
-        assert f"process {new}, which was to take over, is told to stop, too" in program.output
+        assert f"takeover: successor is stopped, too: process {new}" in program.output
 
 
 async def test_systemd_opens_the_port_and_hears_who_serves_now(
