@@ -132,7 +132,7 @@ async def test_a_gateway_that_stops_waits_for_decoders_that_have_not_called_back
         answering = asyncio.create_task(ask_anyone(program))
         await until(lambda: decoder.received, "the decode leg")
         program.signal(signal.SIGTERM)
-        await program.says("drain: begins")
+        await program.says("draining")
         room.set()
         answer = await answering
         assert (answer.is_done, answer.text) == (True, TEXT)

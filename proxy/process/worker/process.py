@@ -163,7 +163,7 @@ async def _cut_off(drain: DrainManager) -> None:
 
 
 def _tell_left(drain: DrainManager) -> None:
-    logger.info("drain: begins", extra={"fields": {"left": drain.in_flight}})
+    logger.info("draining", extra={"fields": {"left": drain.in_flight}})
 
 
 async def _first_of(*waits: Awaitable[object], seconds: float | None = None) -> None:

@@ -281,4 +281,4 @@ async def test_a_drain_tells_every_so_often_how_much_is_left(
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             asyncio.get_running_loop().remove_signal_handler(number)
     lines = [record for record in caplog.records if record.name == process.logger.name]
-    assert {(line.getMessage(), vars(line)["fields"]["left"]) for line in lines} == {("drain: begins", 1)}
+    assert {(line.getMessage(), vars(line)["fields"]["left"]) for line in lines} == {("draining", 1)}
