@@ -56,7 +56,7 @@ async def test_a_hook_restarts_each_and_ctrl_c_ends_it_when_none_is_away(deploy:
     assert await memberships(gateway) == ["enabled", "enabled"]
     rolling = await roll(gateway, tmp_path, *words)
     said, _ = await rolling.communicate()
-    assert said.decode().startswith("taking up what began at ")
+    assert said.decode().startswith("resuming the roll of ")
     assert said.decode().endswith("all 1 are restarted; clients have seen 0 requests fail meanwhile\n")
     asked = [f"decode 127.0.0.1 {engine.port} {name_of(engine)}" for engine in (first, second)]
     assert (tmp_path / "hooks").read_text().splitlines() == asked
