@@ -22,7 +22,7 @@ from proxy.observe.metrics import TERMS
 from proxy.observe.record import RequestRecord, Trace, access_line
 from proxy.settings import load
 from proxy.sim.engine.cli import parse_arguments
-from proxy.tools.advise.command import read_flags
+from proxy.tools.advise import read_flags
 from proxy.tools.launch.command import read_flags as read_launch_flags
 from proxy.tools.roll.command import read_flags as read_roll_flags
 from proxy.wire.openai import Api

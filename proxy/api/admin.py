@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from proxy.api.credentials import Administrators
     from proxy.observe.metrics import Metrics
     from proxy.observe.receipts import Receipts
-    from proxy.settings.change import ConfigChange
+    from proxy.settings.load import ConfigChange
 
     Wants = Callable[[Mapping[str, Any]], bool]
 

@@ -15,8 +15,9 @@ from proxy.common.endpoints import (
 )
 from proxy.settings.client_keys import ClientKey, load_client_keys
 from proxy.settings.connectors import CONNECTOR_TRAITS, ConnectorTraits
-from proxy.settings.discovery import DnsName, parse_dns_name
-from proxy.settings.load import Loaded, load
+from proxy.settings.fleet import DnsName, parse_dns_name
+from proxy.settings.kinds import DECODE_POLICIES, POLICIES
+from proxy.settings.load import Loaded, load, to_yaml
 from proxy.settings.mistakes import SettingsError
 from proxy.settings.model import (
     MAX_BACKENDS,
@@ -39,8 +40,6 @@ from proxy.settings.model import (
     Timeouts,
     Tracing,
 )
-from proxy.settings.policies import DECODE_POLICIES, POLICIES
-from proxy.settings.show import to_yaml
 from proxy.settings.sources import OPTIONS, SECRETS
 from proxy.settings.yaml_file import read_yaml
 

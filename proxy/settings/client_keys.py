@@ -19,9 +19,8 @@ from typing import Annotated, Final
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from proxy.settings.kinds import Positive
+from proxy.settings.kinds import Positive, Section
 from proxy.settings.mistakes import SettingsError, did_you_mean, explain
-from proxy.settings.section import Section
 from proxy.settings.yaml_file import read_yaml
 
 

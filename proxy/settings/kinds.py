@@ -1,4 +1,4 @@
-"""Types of options, such as a number of seconds, a secret, or a list of endpoints.
+"""Sections and types of options, such as a number of seconds, a secret, or a list of endpoints.
 
 The text of a ValueError that begins with "must" is an expectation, to which the option's name and value are added.
 """
@@ -9,20 +9,56 @@ import ipaddress
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 
 from proxy.common.endpoints import Endpoint, parse_endpoints
 from proxy.settings.connectors import known_connector
-from proxy.settings.policies import known_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+# Policies as text, because settings are a lower layer than the balancer and cannot import it.
+POLICIES: Final = {
+    "least_load": "proxy.balancer.policies.least_seconds:LeastSeconds",
+    "least_tokens": "proxy.balancer.policies.least_tokens:LeastTokens",
+    "round_robin": "proxy.balancer.policies.least_tokens:RoundRobin",
+    "power_of_two": "proxy.balancer.policies.least_tokens:PowerOfTwo",
+    "random": "proxy.balancer.policies.least_tokens:Random",
+    "length_groups": "proxy.balancer.policies.least_tokens:LengthGroups",
+}
+DECODE_POLICIES: Final = POLICIES | {"least_load": "proxy.balancer.policies.least_decode_seconds:LeastDecodeSeconds"}
+"""Policies for decoders, which work in another way than those for prefillers."""
+
 # As browsers write an origin (RFC 6454 6.2): without a path, not even a slash.
 _is_origin = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?").fullmatch
 _is_http_url = re.compile(r"https?://[^/?#\s]+([/?#]\S*)?").fullmatch
+
+
+class Section(BaseModel):
+    """A frozen section without unknown options, whose fields are documented."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
+        use_attribute_docstrings=True,
+    )
+
+
+def policy_names(quote: str = "") -> str:
+    """Return all names as text for users."""
+    *others, last = (f"{quote}{name}{quote}" for name in POLICIES)
+    return f"{', '.join(others)} or {last}"
+
+
+def known_policy(name: str) -> str:
+    """Return the same name. Raises ValueError for an unknown policy."""
+    if name not in POLICIES:
+        raise ValueError("must be " + policy_names(quote="'"))
+    return name
 
 
 def _not_boolean(value: object) -> object:

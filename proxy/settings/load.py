@@ -9,15 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+import yaml
 from pydantic import ValidationError
 
 from proxy.settings import cli
 from proxy.settings.client_keys import load_client_keys
 from proxy.settings.mistakes import SettingsError, explain
 from proxy.settings.model import Settings
-from proxy.settings.otel import from_otel, other_protocol, without_missing
 from proxy.settings.sources import (
     CONFIG,
     OPTIONS,
@@ -26,9 +26,12 @@ from proxy.settings.sources import (
     SECRETS,
     Sourced,
     from_environment,
+    from_otel,
     from_yaml,
     near_misses,
+    other_protocol,
     variable,
+    without_missing,
 )
 
 if TYPE_CHECKING:
@@ -50,6 +53,22 @@ class Loaded:
     client_keys: tuple[ClientKey, ...] = ()
     warnings: tuple[str, ...] = ()
     """Sentences about values that are probably mistakes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigChange:
+    """Changes by one reload of the configuration."""
+
+    options: tuple[str, ...] = ()
+    """Names of the options with new values."""
+    added: tuple[str, ...] = ()
+    """Names of the configured instances that joined."""
+    removed: tuple[str, ...] = ()
+    """Names of the configured instances that drain now."""
+
+    def __str__(self) -> str:
+        told = (("changed", self.options), ("added", self.added), ("removed", self.removed))
+        return "; ".join(f"{verb} {', '.join(names)}" for verb, names in told if names) or "nothing has changed"
 
 
 def load(
@@ -192,3 +211,30 @@ def _require_backends(settings: Settings) -> None:
         flags = " and ".join(f"--{role}" for role in missing)
         variables = " and ".join(variable(role) for role in missing)
         raise SettingsError(f"{nouns} given: use {flags}, {variables} or a --config file")
+
+
+# The current settings as YAML, each option with its origin as a comment, and with masked keys.
+
+
+def to_yaml(loaded: Loaded) -> str:
+    """Return one line per option, and one line per item of a list. Without keys, it loads as the same settings."""
+    tree: dict[str, Any] = loaded.settings.model_dump(mode="json")
+    lines: list[str] = []
+    section = ""
+    for option in OPTIONS:
+        parent, _, name = option.rpartition(".")
+        if parent != section:
+            section = parent
+            lines.append(f"{section}:")
+        value = (tree[section] if section else tree)[name]
+        indent = "  " if section else ""
+        if isinstance(value, list) and value:
+            lines.append(f"{indent}{name}:  # {loaded.origins[option]}")
+            lines += [f"{indent}  - {_scalar(item)}" for item in value]
+        else:
+            lines.append(f"{indent}{name}: {_scalar(value)}  # {loaded.origins[option]}")
+    return "\n".join(lines)
+
+
+def _scalar(value: object) -> str:
+    return yaml.safe_dump(value, width=float("inf")).removesuffix("\n").removesuffix("\n...")

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from proxy.common.endpoints import Host, is_loopback
 from proxy.common.terms import counted
 from proxy.settings.connectors import CONNECTOR_TRAITS, ConnectorTraits
-from proxy.settings.discovery import Discovery, Kubernetes
+from proxy.settings.fleet import Discovery, Kubernetes, KvEvents, Replicas
 from proxy.settings.kinds import (
     AbsolutePath,
     Attempts,
@@ -35,12 +35,10 @@ from proxy.settings.kinds import (
     Sampling,
     Seconds,
     Secret,
+    Section,
     Workers,
+    policy_names,
 )
-from proxy.settings.kv_events import KvEvents
-from proxy.settings.policies import policy_names
-from proxy.settings.replicas import Replicas
-from proxy.settings.section import Section
 
 # Each backend has a column in the scoreboard.
 MAX_BACKENDS: Final = 1024

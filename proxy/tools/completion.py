@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 from proxy.settings.cli import COMMANDS
 from proxy.settings.connectors import CONNECTOR_TRAITS
+from proxy.settings.kinds import DECODE_POLICIES, POLICIES
 from proxy.settings.mistakes import SettingsError
-from proxy.settings.policies import DECODE_POLICIES, POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -13,8 +13,8 @@ from proxy.balancer.models import ServedModels
 from proxy.balancer.roster import SourceStates
 from proxy.common.backend import Role
 from proxy.listener.drain import DrainManager
-from proxy.process.configuration import ConfigChange
 from proxy.settings import Admin, Settings
+from proxy.settings.load import ConfigChange
 from proxy.upstream.names import AddressRules, Names
 
 if TYPE_CHECKING:

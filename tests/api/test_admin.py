@@ -12,8 +12,8 @@ from prometheus_client.metrics_core import GaugeMetricFamily
 from proxy import __version__
 from proxy.balancer.pick import PickRequest
 from proxy.common.backend import Backend, Load, Role
-from proxy.process.configuration import ConfigChange
 from proxy.settings import SettingsError
+from proxy.settings.load import ConfigChange
 from tests.api.operating import client_of
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
 from proxy.common.backend import Role
-from proxy.process.configuration import ConfigChange
+from proxy.settings.load import ConfigChange
 from tests.api.operating import client_of
 from tests.asking import until
 

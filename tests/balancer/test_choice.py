@@ -9,7 +9,7 @@ import pytest
 from proxy.balancer.pick import REASONS, PickRequest, figures, reason
 from proxy.common.backend import Load, Role
 from proxy.common.errors import Failure, UpstreamError
-from proxy.settings.policies import POLICIES
+from proxy.settings.kinds import POLICIES
 from tests.balancer.policies.test_least_seconds import Prefillers, one_at_a_time, prompt
 
 if TYPE_CHECKING:

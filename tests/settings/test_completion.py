@@ -9,7 +9,7 @@ import pytest
 
 from proxy.__main__ import main
 from proxy.settings.cli import COMMANDS
-from proxy.settings.policies import DECODE_POLICIES
+from proxy.settings.kinds import DECODE_POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

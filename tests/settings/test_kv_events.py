@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from proxy.settings import SettingsError
-from proxy.settings.kv_events import ASK, KvEvents, port_at
+from proxy.settings.fleet import ASK, KvEvents, port_at
 from proxy.settings.load import load
 
 _ENGINES = ["--prefill", "a:7100", "--decode", "b:1"]

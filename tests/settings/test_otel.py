@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proxy.settings import Loaded, SettingsError, load
-from proxy.settings import otel as otel_settings
+from proxy.settings import sources as otel_settings
 
 ENGINES = ["--prefill", "p:1", "--decode", "d:1"]
 BASE, FULL = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"

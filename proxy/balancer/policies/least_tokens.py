@@ -1,7 +1,7 @@
 """Policies without predictions: least tokens, round robin, power of two, random and length groups.
 
 They know the load and the length of prompts, and remember at most their own last choice. `make_policy` creates every
-policy. Their names and descriptions are in proxy/settings/policies.py.
+policy. Their names and descriptions are in proxy/settings/kinds.py.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from proxy.common.terms import KV_EVENT_GAPS, KV_EVENTS
 from proxy.fleet.discovery.facts import SERVER_INFO_PATH, SERVER_INFO_TIMEOUT_SECONDS
 from proxy.fleet.kv_events.messages import EventSource, InstanceReport, SubscribeTo
 from proxy.observe import logs
-from proxy.settings.kv_events import ASK, port_at
+from proxy.settings.fleet import ASK, port_at
 from proxy.upstream import AddressProblem, EngineRequestError
 from proxy.wire.kv_events import configured_sources, of_ranks, parse_sources
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from proxy.balancer.shared.journal import JournalWriter
     from proxy.common.backend import Backend
     from proxy.observe.metrics import Metrics
-    from proxy.settings.kv_events import KvEvents
+    from proxy.settings.fleet import KvEvents
     from proxy.upstream import EngineClient, Names
     from proxy.wire.kv_events import EventPublisher
 

@@ -6,16 +6,19 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from proxy.api.admin import AdminApi, RequestsApi
+from proxy.api.broadcasts import BroadcastApi
+from proxy.api.instances import InstanceParts, InstancesApi
+from proxy.api.status_page import StatusPage
 from proxy.connectors.releaser import SETTLE_SECONDS
 from proxy.fleet.discovery.prober import PeerVerdicts
 from proxy.gateway.lanes import Evacuation
 from proxy.listener.drain import DrainManager
 from proxy.observe import logs
 from proxy.observe.metrics import Metrics
-from proxy.process.configuration import ConfigWatcher
+from proxy.process.configuration import ConfigWatcher, shown
 from proxy.process.monitor import Memory, Monitor, MonitorParts
-from proxy.process.worker.administration import build_administration
-from proxy.process.worker.applications import application, callback_limits, http_listener
+from proxy.process.worker.applications import administrators_of, application, callback_limits, http_listener
 from proxy.process.worker.balancing import build_balancing
 from proxy.process.worker.basis import Basis, LiveSettings
 from proxy.process.worker.clients import build_clients
@@ -24,6 +27,8 @@ from proxy.process.worker.optional_parts import build_kv_events, build_replicas,
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from aiohttp import web
 
     from proxy.balancer.health import Health
     from proxy.balancer.pool import Pools
@@ -179,3 +184,56 @@ def _callback_front(basis: Basis, engines: Engines) -> HttpListener | None:
     app = application(basis)
     app.add_routes(engines.connector.routes())
     return http_listener(basis, app, callback_limits)
+
+
+# Routes for operators: metrics, instances, reloads, and messages to all engines.
+
+
+def build_administration(
+    basis: Basis, balancing: Balancing, engines: Engines, clients: Clients, watcher: ConfigWatcher
+) -> HttpListener | None:
+    """Return the application for operators, or None if its routes belong to the application for clients."""
+    routes = _routes(basis, balancing, engines, clients, watcher)
+    if basis.settings.admin.port is None:
+        clients.app.add_routes(routes)
+        return None
+    app = application(basis)
+    app.add_routes([*StatusPage().routes(), *clients.probes.routes(), *routes])
+    return http_listener(basis, app)
+
+
+def _routes(
+    basis: Basis, balancing: Balancing, engines: Engines, clients: Clients, watcher: ConfigWatcher
+) -> list[web.RouteDef]:
+    shared, settings = basis.shared, basis.settings
+    has_own_port = settings.admin.port is not None
+    administrators = administrators_of(basis, settings.administration_host, trusts_local=has_own_port)
+    parts = InstanceParts(
+        pools=engines.pools,
+        roster=shared.roster,
+        scoreboard=shared.scoreboard,
+        health=balancing.health,
+        health_board=shared.health_board,
+        incompatibilities=shared.incompatibilities,
+        joiner=engines.joiner,
+        models=balancing.models,
+        pool_of=lambda backend: balancing.pool_of.find(backend),
+    )
+    instances = InstancesApi(
+        parts=parts,
+        sources=shared.sources,
+        drop_drained=engines.prober.drop_drained,
+        names=engines.lines.names,
+        administrators=administrators,
+        settings=lambda: basis.settings,
+    )
+    broadcasts = BroadcastApi(
+        parts=parts,
+        client=engines.lines.client,
+        keys=balancing.keys,
+        administrators=administrators,
+        cache_path=settings.connector_traits.cache_path,
+    )
+    admin = AdminApi(basis.metrics, lambda: shown(basis.live.current), watcher.reload, administrators)
+    requests = RequestsApi(shared.receipts, clients.observers.settle, administrators)
+    return [*admin.routes(), *instances.routes(), *broadcasts.routes(), *requests.routes()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from proxy.process.monitor import LoopLag
+from proxy.process.loop_lag import LoopLag
 
 if TYPE_CHECKING:
     from collections.abc import Callable

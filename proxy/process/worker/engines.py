@@ -19,8 +19,7 @@ from proxy.connectors.releaser import SETTLE_SECONDS, KvTransfer, Releaser, Rele
 from proxy.fleet.canary import CanaryWatch
 from proxy.fleet.discovery.joining import Joiner
 from proxy.fleet.discovery.prober import Prober, ProberParts
-from proxy.fleet.discovery.sources import SOURCES
-from proxy.fleet.discovery.watcher import OwnAddresses, Watcher, WatcherParts
+from proxy.fleet.discovery.watcher import SOURCES, OwnAddresses, Watcher, WatcherParts
 from proxy.fleet.inspector import Inspector, InspectorParts, makes_progress
 from proxy.process.worker.balancing import subject
 from proxy.upstream import AddressRules, EngineClient, Names, SilenceChecks, TracedUpstream, Upstream, UpstreamOptions

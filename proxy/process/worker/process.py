@@ -7,6 +7,8 @@ import logging
 import os
 import resource
 import signal
+import socket
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -17,21 +19,19 @@ from proxy.common.terms import counted
 from proxy.listener.http_listener import connections_for_fds
 from proxy.observe import logs
 from proxy.process.configuration import secrets_of
+from proxy.process.monitor import ProbeServer
 from proxy.process.shared import start_successor
 from proxy.process.worker.assembly import build
-from proxy.process.worker.listening import listening
-from proxy.process.worker.service_manager import READY, STOPPING, ServiceManager
-from proxy.process.worker.stop import Stop
 from proxy.process.worker.tuning import tune
 from proxy.settings import Endpoint, is_loopback, reachable
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 
     from proxy.listener.drain import DrainManager
     from proxy.process.shared import Listeners, Shared
+    from proxy.process.takeover import Successor
     from proxy.process.worker.assembly import Worker
-    from proxy.process.worker.listening import Doors
     from proxy.settings import Settings
 
 logger = logging.getLogger("proxy.worker.process")
@@ -210,3 +210,185 @@ def _banner(settings: Settings, listeners: Listeners) -> str:
         f"{settings.fleet}, {counted(settings.workers, 'worker')}, "
         f"administration {admin}"
     )
+
+
+# Signals that stop a worker.
+
+
+_LOOK_SECONDS: Final = 1.0
+
+
+class Stop:
+    """The request to stop.
+
+    The first signal asks the worker to drain; the second, or the end of the supervisor, to stop now. SIGUSR2 means a
+    takeover: without a supervisor, this process starts the successor and drains when that accepts; with one, the signal
+    says that the successor accepts. A request to drain before that stops the successor, too.
+    """
+
+    def __init__(self, alive_fd: int | None, start_successor: Callable[[], Successor | None]) -> None:
+        """Keep the parts. `alive_fd`: see `run`. `start_successor` returns None if there can be no successor."""
+        self.requested = asyncio.Event()
+        self.now = asyncio.Event()
+        self.exit_code = 0
+        self.has_successor = False
+        """Whether this worker drains because another process accepts on the same sockets."""
+        self.is_supervised = alive_fd is not None
+        self._start_successor = start_successor
+        self._successor: Successor | None = None
+        self._loop = loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        loop.add_signal_handler(signal.SIGUSR2, self._hand_over if self.is_supervised else self._begin_handing_over)
+        if alive_fd is not None:
+            loop.add_reader(alive_fd, self._on_supervisor_gone, alive_fd)
+
+    def _on_signal(self, number: int) -> None:
+        if self.requested.is_set():
+            self.now.set()
+            self.exit_code = 128 + number
+        self._stop_successor()
+        self.requested.set()
+
+    def _on_supervisor_gone(self, alive_fd: int) -> None:
+        self._loop.remove_reader(alive_fd)
+        self.requested.set()
+        self.now.set()
+
+    def _hand_over(self) -> None:
+        if not self.requested.is_set():
+            self.has_successor = True
+            self.requested.set()
+
+    def _begin_handing_over(self) -> None:
+        if self._successor is None and not self.requested.is_set():
+            self._successor = self._start_successor()
+            self._await_successor()
+
+    def _stop_successor(self) -> None:
+        """Stop the successor, unless it has just taken over."""
+        if self._successor is not None:
+            self._look()
+        if self._successor is not None:
+            self._timer.cancel()
+            self._loop.remove_reader(self._successor.fileno())
+            self._successor.stop()
+            self._successor = None
+
+    def _await_successor(self) -> None:
+        if self._successor is not None:
+            self._loop.add_reader(self._successor.fileno(), self._look)
+            self._timer = self._loop.call_later(_LOOK_SECONDS, self._look)
+
+    def _look(self) -> None:
+        assert self._successor is not None
+        self._timer.cancel()
+        self._loop.remove_reader(self._successor.fileno())
+        has_taken_over = self._successor.look()
+        if has_taken_over is None:
+            self._await_successor()
+            return
+        self._successor = None
+        if has_taken_over:
+            self._hand_over()
+
+
+# Listening for clients, operators, probes and engines, each at its port.
+
+
+class Doors:
+    """The listening of a worker. Leaving `listening` cuts the remaining answers."""
+
+    def __init__(self, worker: Worker, probes: ProbeServer | None) -> None:
+        self._front = worker.front
+        self._fronts = [front for front in (worker.front, worker.admin_front) if front is not None]
+        self._probes = probes
+
+    async def stop_accepting(self) -> None:
+        """Accept no more connections of clients, and serve all others. See HttpListener."""
+        await self._front.stop_accepting()
+
+    def leave(self) -> None:
+        """Accept only callbacks of engines, because another process accepts.
+
+        Open connections stay open until their next answer.
+        """
+        if self._probes is not None:
+            self._probes.leave()
+        for front in self._fronts:
+            front.leave_listening()
+
+    def end_idle(self, seconds: float) -> int:
+        """Close connections that were idle for this time, see HttpListener; return the number of those left."""
+        for front in self._fronts:
+            front.end_idle(seconds)
+        return sum(front.connections for front in self._fronts)
+
+
+@asynccontextmanager
+async def listening(worker: Worker, listeners: Listeners) -> AsyncIterator[Doors]:
+    """Serve on the listening sockets, inside `async with`."""
+    async with AsyncExitStack() as stack:
+        probes = None
+        if listeners.probes is not None:
+            monitor = worker.monitor
+            probes = stack.enter_context(ProbeServer(listeners.probes, monitor.is_alive, monitor.was_ready))
+        if listeners.admin is not None:
+            assert worker.admin_front is not None
+            await stack.enter_async_context(worker.admin_front)
+            await worker.admin_front.listen(listeners.admin)
+        if worker.callback_front is not None:
+            await stack.enter_async_context(worker.callback_front)
+            for index, listener in enumerate(listeners.callbacks):
+                if index == worker.index:
+                    await worker.callback_front.listen(listener)
+                else:
+                    listener.close()  # otherwise engines would wait for the answer of another worker that has ended
+        await stack.enter_async_context(worker.front)
+        await worker.front.listen(listeners.clients)
+        yield Doors(worker, probes)
+
+
+# Messages to systemd, if the program is a service of `Type=notify` (sd_notify(3), sd_watchdog_enabled(3)).
+#
+# Each of several workers sends them, which requires `NotifyAccess=all`. Repeated messages have no effect.
+
+
+READY: Final = "READY=1"
+STOPPING: Final = "STOPPING=1"
+_ALIVE: Final = "WATCHDOG=1"
+
+
+class ServiceManager:
+    """Sends messages to the service manager; does nothing without one."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        address = environ.get("NOTIFY_SOCKET", "")
+        self._address = f"\0{address[1:]}" if address.startswith("@") else address
+        patience = environ.get("WATCHDOG_USEC", "")
+        self._beat_seconds = int(patience) / 1e6 / 3 if self._address and patience.isdecimal() else None
+
+    def tell(self, state: str, status: str) -> None:
+        """Report an event, which may be empty, and a line for `systemctl status`."""
+        self._send(f"{state}\nSTATUS={status}".strip())
+
+    @asynccontextmanager
+    async def told_that_it_lives(self) -> AsyncIterator[None]:
+        """Report regularly that the event loop runs, as often as `WatchdogSec=` requires, inside this context."""
+        beating = asyncio.create_task(self._beat(self._beat_seconds)) if self._beat_seconds else None
+        try:
+            yield
+        finally:
+            if beating is not None:
+                beating.cancel()
+
+    async def _beat(self, seconds: float) -> None:
+        while True:
+            self._send(_ALIVE)
+            await asyncio.sleep(seconds)
+
+    def _send(self, message: str) -> None:
+        """Send without waiting, because a service manager that does not read must not delay tokens."""
+        if self._address:
+            with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender:
+                sender.sendto(message.encode(), self._address)

@@ -16,9 +16,8 @@ from proxy.observe import logs
 from proxy.settings import load, reachable
 from proxy.settings.cli import Parser
 from proxy.tools.doctor.examination import Examination, ExaminationOptions
-from proxy.tools.doctor.findings import exit_code
+from proxy.tools.doctor.findings import as_json, as_table, exit_code
 from proxy.tools.doctor.gateway import Host, check_gateway
-from proxy.tools.doctor.report import as_json, as_table
 from proxy.tools.flag_numbers import positive, whole
 
 if TYPE_CHECKING:

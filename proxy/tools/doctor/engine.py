@@ -8,13 +8,13 @@ from proxy.balancer.incompatibilities import IncompatibilityKind
 from proxy.balancer.recognition import EngineReport, unsuited
 from proxy.common.backend import Role
 from proxy.connectors.releaser import KvTransfer, pin_seconds
+from proxy.tools.doctor.examined import IDLE_SECONDS
 from proxy.tools.doctor.findings import Finding, Severity
-from proxy.tools.doctor.told import IDLE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from proxy.tools.doctor.told import Examined, Fleet
+    from proxy.tools.doctor.examined import Examined, Fleet
 
 _SKEW_SECONDS: Final = 5.0
 

@@ -12,7 +12,7 @@ from proxy.tools.doctor.findings import Finding, Severity
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from proxy.tools.doctor.told import Examined, Fleet
+    from proxy.tools.doctor.examined import Examined, Fleet
 
 
 def check_fleet(fleet: Fleet) -> list[Finding]:

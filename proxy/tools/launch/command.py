@@ -13,10 +13,11 @@ from proxy.settings import SettingsError
 from proxy.settings.cli import Parser
 from proxy.tools.doctor.command import ProgressLine, tell
 from proxy.tools.doctor.findings import Severity
+from proxy.tools.launch import sglang, vllm_ascend
 from proxy.tools.launch.fleet import compared, load_gateway
+from proxy.tools.launch.gateway import NAME, gateway_file
 from proxy.tools.launch.plan import planned
 from proxy.tools.launch.refusals import refusals
-from proxy.tools.launch.render import as_text, rendered
 from proxy.tools.launch.topology import read_topology
 
 if TYPE_CHECKING:
@@ -108,3 +109,20 @@ def _write(directory: Path, files: Mapping[str, str]) -> None:
             print(file)
     except OSError as error:
         raise SettingsError(f"{error.filename} cannot be written: {(error.strerror or str(error)).lower()}") from None
+
+
+# All files for a topology: scripts by node, and the gateway's configuration. Pure.
+
+
+def rendered(plan: Plan) -> dict[str, str]:
+    """Return texts by path: p0/prefill-0.sh, …, gateway.yaml. Raises SettingsError."""
+    engine = sglang if plan.topology.engine == "sglang" else vllm_ascend
+    found = {
+        f"{launch.node_name}/{name}": text for launch in plan.launches for name, text in engine.files(plan, launch)
+    }
+    return {**found, NAME: gateway_file(plan)}
+
+
+def as_text(files: Mapping[str, str]) -> str:
+    """Return all files as one text, each after its path, as `tail` shows several files."""
+    return "\n".join(f"==> {path} <==\n{text}" for path, text in files.items())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from proxy.common.endpoints import canonical_host, is_literal, is_loopback
 from proxy.tools.doctor.findings import Finding, Severity
-from proxy.tools.launch.ports import TRANSPORT, claims, meets
+from proxy.tools.launch.plan import TRANSPORT, claims, meets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationError, model_validator
 
 from proxy.common.endpoints import Host
-from proxy.settings.kinds import Positive
+from proxy.settings.kinds import Positive, Section
 from proxy.settings.mistakes import SettingsError, explain
-from proxy.settings.section import Section
 from proxy.settings.yaml_file import read_yaml
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Final
 
 from proxy.tools.launch import shell
-from proxy.tools.launch.ports import meets
+from proxy.tools.launch.plan import meets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -20,8 +20,7 @@ from proxy.settings.kinds import check_header_value
 from proxy.settings.load import read_key
 from proxy.tools.flag_numbers import seconds, whole
 from proxy.tools.roll.gateways import Gateways, GatewayTrouble
-from proxy.tools.roll.progress import RollProgress
-from proxy.tools.roll.walk import Limits, RollStopped, Walk
+from proxy.tools.roll.walk import Limits, RollProgress, RollStopped, Walk
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

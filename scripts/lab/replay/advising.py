@@ -12,7 +12,7 @@ from lab.replay.fleet import Fleet, Replay
 from lab.replay.policies import policies
 from lab.replay.sweep import Progress, arrivals, fleets, in_virtual_time
 from lab.replay.trace import Request
-from proxy.tools.advise.split import LEAST_GAIN, Split, verdict
+from proxy.tools.advise import LEAST_GAIN, Split, verdict
 
 
 def advice(options: argparse.Namespace, traces: dict[str, list[Request]]) -> str:

@@ -18,7 +18,7 @@ from proxy.balancer.pick import PickRequest, Policy, PolicyContext
 from proxy.common.backend import Backend, Load, Role
 from proxy.common.errors import NoBackendAvailable, Overloaded
 from proxy.dialects.call import DECODE_OVERHEAD_TOKENS, PREFILL_OVERHEAD_TOKENS
-from proxy.process.monitor import LoopLag
+from proxy.process.loop_lag import LoopLag
 from proxy.settings.model import Cost as CostSettings
 from proxy.sim.hardware.machines import Machine
 from proxy.wire.prefix import PrefixKeys

@@ -25,7 +25,7 @@ from proxy.fleet.replicas.state import LocalState, PeerRows, SharedRows
 from proxy.gateway.admission import AdmissionParts, AdmissionQueue
 from proxy.gateway.api_keys import KeyUsage
 from proxy.observe.metrics import Metrics
-from proxy.process.monitor import LoopLag
+from proxy.process.loop_lag import LoopLag
 from proxy.settings import Settings
 from proxy.settings.model import Admission as AdmissionLimits
 from proxy.wire.kv_events import AllCleared, BlocksRemoved, BlocksStored, Event

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from lab.common.processes import HOST
 from lab.test_status_page.site import DOOMED, KEY, MARKUP, Site
-from proxy.tools.top.view import Scrape, quantile, rate
+from proxy.tools.top import Scrape, quantile, rate
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -9,7 +9,7 @@ import pytest
 from proxy.common.backend import Backend, Role
 from proxy.fleet.kv_events.messages import EventSource
 from proxy.fleet.kv_events.subscriptions import address, configured_publishers, endpoints
-from proxy.settings.kv_events import KvEvents
+from proxy.settings.fleet import KvEvents
 from proxy.upstream import AddressRules
 from proxy.wire.kv_events import EventPublisher
 from tests.upstream.desk import desk

@@ -7,7 +7,7 @@ import random
 from typing import TYPE_CHECKING, Final
 
 from lab.replay import virtual_time
-from proxy.process.monitor import LoopLag
+from proxy.process.loop_lag import LoopLag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

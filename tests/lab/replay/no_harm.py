@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from proxy.balancer.pick import Policy, PolicyContext
-    from proxy.process.monitor import LoopLag
+    from proxy.process.loop_lag import LoopLag
 
 LEARNS_NOTHING: Final = "least_tokens"
 

@@ -22,7 +22,7 @@ from tests.lab.replay.ranks import RANKS, FleetOfRanks
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from proxy.process.monitor import LoopLag
+    from proxy.process.loop_lag import LoopLag
 
 _H200: Final = MACHINES["kimi-k2.5-h200"]
 _A3: Final = MACHINES["kimi-k2-thinking-a3"]

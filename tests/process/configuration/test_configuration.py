@@ -12,9 +12,9 @@ from proxy.balancer.roster import CONFIG, Roster
 from proxy.balancer.shared.scoreboard import Scoreboard
 from proxy.common.backend import Backend, Role
 from proxy.observe.metrics import Metrics
-from proxy.process.configuration import FIXED, ConfigChange, Configuration, ConfigWatcher, shown
-from proxy.process.configuration.configuration import option_of
+from proxy.process.configuration import FIXED, Configuration, ConfigWatcher, option_of, shown
 from proxy.settings import OPTIONS, SettingsError, load
+from proxy.settings.load import ConfigChange
 from tests.asking import until
 from tests.forking import in_child
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from proxy.process.monitor import LoopLag
+from proxy.process.loop_lag import LoopLag
 
 
 def test_lag_within_two_times_is_the_longest_that_was_noted_between_them() -> None:

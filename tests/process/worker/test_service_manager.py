@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.process.worker.service_manager import READY, ServiceManager
+from proxy.process.worker.process import READY, ServiceManager
 from tests.scenarios.program import gateway, mock_engine
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from proxy.balancer.policies.least_tokens import Random, RoundRobin
 from proxy.common.backend import Backend, Role
 from proxy.connectors.releaser import KvTransfer
 from proxy.process.worker import engines, process
-from proxy.process.worker.stop import Stop
+from proxy.process.worker.process import Stop
 from proxy.settings import POLICIES, ClientKey, Settings
 from proxy.wire.openai import Api
 from tests.asking import answer_alone, read, request, until

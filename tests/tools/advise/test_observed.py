@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.tools.advise.observed import Observed, Unknown, observed, read
+from proxy.tools.advise import Observed, Unknown, observed, read
 
 
 def exposition(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.tools.advise.split import Split, advised, verdict
+from proxy.tools.advise import Split, advised, verdict
 
 
 def test_a_sides_work_spreads_over_more_instances_and_piles_up_on_fewer() -> None:

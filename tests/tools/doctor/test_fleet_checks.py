@@ -7,8 +7,8 @@ import pytest
 from proxy.balancer.engines import EngineFacts, EngineKeys, Identity, parse_setup
 from proxy.common.backend import Backend, Role
 from proxy.settings import Settings
+from proxy.tools.doctor.examined import Examined, Fleet
 from proxy.tools.doctor.fleet import check_different_places
-from proxy.tools.doctor.told import Examined, Fleet
 
 
 def engine(host: str, port: int, dp_size: int) -> Examined:

@@ -11,8 +11,7 @@ import pytest
 from proxy.connectors import CONNECTORS
 from proxy.settings import Settings
 from proxy.sim.engine import SimulatedEngine
-from proxy.tools.doctor.findings import Severity, exit_code
-from proxy.tools.doctor.report import as_json, as_table
+from proxy.tools.doctor.findings import Severity, as_json, as_table, exit_code
 from tests.deployment import generations
 from tests.tools.doctor.fleets import Mistake, examine, examined
 

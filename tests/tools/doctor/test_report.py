@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import orjson
 
-from proxy.tools.doctor.findings import Finding, Severity, exit_code
-from proxy.tools.doctor.report import as_json, as_table
+from proxy.tools.doctor.findings import Finding, Severity, as_json, as_table, exit_code
 
 OK = Finding(Severity.OK, "engine", "decode 10.0.0.3:7100", "vLLM 0.30.0")
 NOTE = Finding(Severity.NOTE, "port", "gateway", "a gateway listens there")

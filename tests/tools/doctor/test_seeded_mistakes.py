@@ -15,10 +15,10 @@ from proxy.common.backend import Backend, Role
 from proxy.observe.metrics import Metrics
 from proxy.settings import Settings
 from proxy.sim.engine import SimulatedEngine
-from proxy.tools.doctor.asking import Asker
 from proxy.tools.doctor.engine import check_engines
+from proxy.tools.doctor.examination import Asker
+from proxy.tools.doctor.examined import Fleet
 from proxy.tools.doctor.findings import Severity
-from proxy.tools.doctor.told import Fleet
 from proxy.upstream import AddressRules, EngineClient, Names
 from tests.tools.doctor.fleets import Mistake, examine, examined, web_server
 

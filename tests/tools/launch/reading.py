@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from proxy.settings.yaml_file import read_yaml
+from proxy.tools.launch.command import rendered
 from proxy.tools.launch.plan import planned
-from proxy.tools.launch.render import rendered
 from proxy.tools.launch.topology import parse_topology
 
 if TYPE_CHECKING:

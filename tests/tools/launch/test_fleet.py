@@ -14,11 +14,11 @@ from proxy.__main__ import main
 from proxy.balancer.engines import EngineFacts, Identity, Setup
 from proxy.common.backend import Backend, Role
 from proxy.sim.engine import SimulatedEngine
+from proxy.tools.doctor.examined import Examined
 from proxy.tools.doctor.findings import Severity, exit_code
-from proxy.tools.doctor.told import Examined
+from proxy.tools.launch.command import rendered
 from proxy.tools.launch.fleet import check_ranks, check_version, compared, load_gateway
 from proxy.tools.launch.plan import planned
-from proxy.tools.launch.render import rendered
 from proxy.tools.launch.topology import parse_topology
 from tests.tools.doctor.fleets import examine
 from tests.tools.launch.reading import engines, plan_of, tree_of

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from proxy.settings import Settings, load
+from proxy.tools.launch.command import as_text
 from proxy.tools.launch.refusals import refusals
-from proxy.tools.launch.render import as_text
 from tests.tools.launch.reading import TOPOLOGIES, commands, engines, files_of, flags_of, gateway_of, plan_of
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from proxy.settings import Settings
+from proxy.tools.launch.command import rendered
 from proxy.tools.launch.refusals import refusals
-from proxy.tools.launch.render import rendered
 from tests.tools.launch.reading import Flags, engines, gateway_of, plan_of
 
 GUIDE = "kimi-k2.6-2p2d"

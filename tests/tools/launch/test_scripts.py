@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.tools.launch.render import rendered
+from proxy.tools.launch.command import rendered
 from tests.tools.launch.reading import engines, files_of, plan_of
 
 _TELLING = """\

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from proxy.tools.launch.command import rendered
 from proxy.tools.launch.refusals import refusals
-from proxy.tools.launch.render import rendered
 from tests.tools.launch.reading import engines, gateway_of, plan_of
 
 GUIDE = "kimi-k2.6-sglang-1p1d"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from proxy.tools.top.command import _look
-from proxy.tools.top.view import Scrape, as_table, as_text, growth, quantile, rate, view
+from proxy.tools.top import Scrape, _look, as_table, as_text, growth, quantile, rate, view
 
 
 def scrape(at: float, *lines: str) -> Scrape:

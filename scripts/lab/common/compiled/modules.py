@@ -24,7 +24,7 @@ _BY_PACKAGE: Final = {
     "listener": "header_deadlines",
     "observe": "listeners observers receipts record timeline",
     "observe/logs": "lines",
-    "process/monitor": "loop_lag",
+    "process": "loop_lag",
     "process/worker": "balancing",
     "resume": "chat_as_completion continuation cut engines overlap plan seam transcript",
     "upstream": "answer_reader connection fast_forward response silences upstream",

@@ -1,15 +1,15 @@
-"""Options of discovery: sources of instances beside the configured lists."""
+"""Options of discovery, of KV events, and of gateways that share their loads."""
 
 # No `from __future__ import annotations` here: pydantic reads the annotations at run time.
 import re
 from dataclasses import dataclass
 from typing import Annotated, Final, Self
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from proxy.common.endpoints import is_bootstrap_port, is_literal, parse_endpoints, plain_host, split_models
-from proxy.settings.kinds import FilePath, Seconds, texts
-from proxy.settings.section import Section
+from proxy.settings.kinds import FilePath, Positive, Seconds, Secret, Section, empty_is_none, texts
 
 _MOST_SOURCES: Final = 64
 _is_service = re.compile(r"_[a-z0-9-]+\._(tcp|udp)\..+", re.IGNORECASE).fullmatch  # RFC 2782
@@ -193,3 +193,126 @@ class Kubernetes(Section):
     def may_name(self, role: str) -> bool:
         """Return whether these sources may name instances of a role."""
         return role in self.selectors
+
+
+# Options of KV events, which engines publish about their prefix caches.
+
+
+ASK: Final = "auto"
+"""Value that means: ask engines for their endpoints."""
+# The form in engines' options: any address, with a port, or with a number that is added to the instance's port.
+_is_endpoint = re.compile(r"tcp://(\*|0\.0\.0\.0|\[::\]):(\+?)([0-9]{1,5})").fullmatch
+
+
+def _endpoint(text: str | None) -> str | None:
+    return text if text == ASK else _tcp(text, f", or {ASK}")
+
+
+def _tcp(text: str | None, others: str = "") -> str | None:
+    if text is not None:
+        found = _is_endpoint(text)
+        if not found or not 0 < int(found[3]) < 65536:
+            raise ValueError(f"must be like tcp://*:5557, or tcp://*:+1000 for the instance's port and 1000{others}")
+    return text
+
+
+def port_at(endpoint: str, port: int) -> int:
+    """Return the port of the first rank of an instance with this port. Raises ValueError."""
+    found = _is_endpoint(endpoint)
+    assert found
+    return int(found[3]) + (port if found[2] else 0)
+
+
+class KvEvents(Section):
+    """KV events: engines publish changes of their prefix caches, so the gateway does not have to infer them.
+
+    Requires the extra events: pip install 'pdproxy[events]'. With endpoint auto, the other options of this section are
+    ignored.
+    """
+
+    endpoint: Annotated[str | None, BeforeValidator(empty_is_none), AfterValidator(_endpoint)] = None
+    """Endpoint at which engines publish KV events, as in their --kv-events-config. tcp://*:5557: this port.
+    tcp://*:+1000: the port of the instance plus 1000, for several instances on one host. auto: pdproxy asks each engine
+    (vLLM 0.32 and later, and SGLang). null disables KV events. Requires a restart."""
+    replay_endpoint: Annotated[str | None, BeforeValidator(empty_is_none), AfterValidator(_tcp)] = None
+    """Endpoint for the replay of lost events, as replay_endpoint of the engines' --kv-events-config. null disables the
+    replay. Not needed with endpoint auto. Requires a restart."""
+    topic: str = ""
+    """Prefix of the topics that pdproxy subscribes to. If empty, it subscribes to all topics. With endpoint auto,
+    engines report it. Requires a restart."""
+    ranks: Positive = 1
+    """Number of data-parallel ranks of an instance. They publish at consecutive ports. With endpoint auto, engines
+    report them. Requires a restart."""
+
+    @property
+    def tellers(self) -> int:
+        """Return the number of journal rings that KV events need."""
+        return 0 if self.endpoint is None else 1
+
+
+# Options of gateways that share their loads.
+
+
+_is_store_url = re.compile(r"(rediss?://[^\s/?#]+(/[0-9]*)?|unix:///[^\s?#]+)").fullmatch
+_is_group = re.compile(r"[A-Za-z0-9._-]{1,64}").fullmatch
+
+
+def _store_url(url: str | None) -> str | None:
+    if url is None:
+        return None
+    try:
+        is_right, password = bool(_is_store_url(url)), urlsplit(url).password
+        urlsplit(url).port  # noqa: B018 raises
+    except ValueError:
+        is_right, password = False, None
+    if not is_right:
+        raise ValueError("must be a URL like redis://10.0.0.9:6379/0, rediss://… for TLS, or unix:///path")
+    if password is not None:
+        raise ValueError("must hold no password: that is replicas.password, or in replicas.password_file")
+    return url
+
+
+def _group(name: str) -> str:
+    if not _is_group(name):
+        raise ValueError("must be 1 to 64 letters, digits, `.`, `_` or `-`")
+    return name
+
+
+class Replicas(Section):
+    """Several gateways in front of the same engines that share their loads through Redis or Valkey.
+
+    Requires the extra redis: pip install 'pdproxy[redis]'.
+    """
+
+    url: Annotated[str | None, BeforeValidator(empty_is_none), AfterValidator(_store_url)] = None
+    """URL of the store: redis://10.0.0.9:6379/0, rediss://… for TLS, or unix:///path. A user may precede the host, as
+    in redis://user@host. null disables sharing. Requires a restart."""
+    password: Secret = None
+    """Password of the store. Requires a restart."""
+    password_file: FilePath = None
+    """Path of a file that contains the password of the store. Requires a restart."""
+    group: Annotated[str, AfterValidator(_group)] = "default"
+    """Name of the group of gateways in front of the same engines. Other gateways must use another name. Requires a
+    restart."""
+    interval_seconds: Seconds = 0.1
+    """Interval between two exchanges of the complete state, in seconds. Requires a restart."""
+    news_seconds: Seconds | None = 0.005
+    """Minimum time between two messages about changes, in seconds. null shares changes only in the exchanges of the
+    complete state. Requires a restart."""
+    ttl_seconds: Seconds = 1.0
+    """Time for which the state of another gateway is valid, in seconds. At least twice interval_seconds. Requires a
+    restart."""
+    key_limits: bool = False
+    """Whether the limits of client keys (auth.client_keys_file) apply to all gateways of the group together. With false
+    they apply to each gateway. Requires a restart."""
+
+    @model_validator(mode="after")
+    def _some_exchange_may_fail(self) -> Self:
+        if self.ttl_seconds < 2 * self.interval_seconds:
+            raise ValueError(f"ttl_seconds {self.ttl_seconds} is less than twice interval_seconds")
+        return self
+
+    @property
+    def guests(self) -> int:
+        """Return the number of guest rows in shared memory that they need."""
+        return 0 if self.url is None else 1

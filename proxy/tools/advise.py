@@ -1,0 +1,347 @@
+"""`pdproxy advise`: the bottleneck of the fleet, and the effect of moving one instance to it."""
+
+from __future__ import annotations
+
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final
+
+import orjson
+from prometheus_client.parser import text_string_to_metric_families
+
+from proxy.settings import SettingsError
+from proxy.settings.cli import Parser
+from proxy.tools.flag_numbers import positive
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterable, Sequence
+
+LEAST_GAIN: Final = 0.05
+"""Minimum gain of a move, as a share of the present load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Numbers of instances by role, and their utilisation: 1.0 is full, and more means that demand exceeds capacity."""
+
+    prefillers: int
+    decoders: int
+    prefill_busy: float
+    decode_busy: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.prefillers}P{self.decoders}D"
+
+    @property
+    def carries(self) -> float:
+        """Return the load that fills the busier side, as a multiple of the present load; infinite without load."""
+        busiest = max(self.prefill_busy, self.decode_busy)
+        return 1 / busiest if busiest else float("inf")
+
+    @property
+    def bottleneck(self) -> str:
+        """Return the busier role."""
+        return "prefill" if self.prefill_busy >= self.decode_busy else "decode"
+
+    def moved(self, prefillers: int) -> Split | None:
+        """Return the split with `count` more prefillers from the decoders, or fewer; None if a role would be empty."""
+        left = self.prefillers + prefillers, self.decoders - prefillers
+        if min(left) < 1:
+            return None
+        return Split(*left, self.prefill_busy * self.prefillers / left[0], self.decode_busy * self.decoders / left[1])
+
+    def alternatives(self) -> list[Split]:
+        """Return this split and those that differ by one instance."""
+        return [self, *(each for each in (self.moved(1), self.moved(-1)) if each is not None)]
+
+
+def advised(now: Split) -> Split:
+    """Return the recommended split, which differs only if it carries at least LEAST_GAIN more."""
+    best = max(now.alternatives(), key=lambda split: split.carries)
+    return best if best.carries >= (1 + LEAST_GAIN) * now.carries else now
+
+
+def verdict(now: Split) -> str:
+    """Return the recommendation as a sentence."""
+    roles = {"prefill": "Prefillers", "decode": "Decoders"}
+    if not max(now.prefill_busy, now.decode_busy):
+        return "Nothing was asked for, so there is nothing to advise."
+    told = f"{roles[now.bottleneck]} are the bottleneck"
+    best = advised(now)
+    if best is now:
+        return (
+            f"{told}, and moving one instance would not carry at least {LEAST_GAIN:.0%} more: leave it at {now.name}."
+        )
+    move = "a decoder to prefill" if best.prefillers > now.prefillers else "a prefiller to decode"
+    gain = best.carries / now.carries - 1
+    return f"{told}: moving {move} ({best.name}) would carry {gain:.0%} more load."
+
+
+# Utilisation of prefillers and decoders, from the gateways' `/metrics` over some time.
+
+
+# A line through fewer points, or through points that are closer together, cannot be extrapolated.
+_LEAST_POINTS: Final = 5
+_LEAST_SPREAD: Final = 1.3
+_NAMES: Final = (
+    *("pdproxy_instance_up", "pdproxy_instance_load_tokens", "pdproxy_queued_requests", "pdproxy_rejected_total"),
+    *("pdproxy_stage_duration_seconds_count", "pdproxy_stage_duration_seconds_sum", "pdproxy_tokens_total"),
+)
+_FULL_QUEUE: Final = ("queue_full", "queue_timeout", "queue_predicted")
+
+
+class Unknown(Exception):
+    """The metrics lack a needed value, which the text names."""
+
+
+@dataclass(slots=True)
+class Sample:
+    """One reading of all gateways. Counters are sums."""
+
+    at: float
+    """Time of the reading in seconds."""
+    computing: Counter[str] = field(default_factory=Counter)
+    """Tokens of running prefills, by prefiller."""
+    healthy: dict[str, set[str]] = field(default_factory=lambda: {"prefill": set(), "decode": set()})
+    """Addresses of healthy instances, by role."""
+    waiting: float = 0.0
+    refused: float = 0.0
+    """Requests that were refused because the queue was full or they waited too long."""
+    prefilled: float = 0.0
+    stream_seconds: float = 0.0
+    """Seconds of all streams together."""
+    tokens: float = 0.0
+    """Tokens of answers."""
+
+
+def read(at: float, expositions: Iterable[str]) -> Sample:
+    """Return one reading of all gateways.
+
+    Raises Unknown if one has no metrics of pdproxy.
+
+    Args:
+        at: Seconds of a monotonic clock.
+        expositions: Answers of all gateways to `GET /metrics`, in Prometheus' text format.
+    """
+    sample = Sample(at)
+    for text in expositions:
+        seen = False
+        try:
+            for family in text_string_to_metric_families(_ours(text)):
+                for each in family.samples:
+                    seen |= _take(sample, each.name, each.labels, each.value)
+        except ValueError as error:
+            raise Unknown(f"these are no metrics: {error}") from None
+        if not seen:
+            raise Unknown("these are no metrics of pdproxy's")
+    return sample
+
+
+def _ours(text: str) -> str:
+    """Return the lines with needed metrics, because parsing all lines takes much longer."""
+    return "\n".join(line for line in text.splitlines() if line.startswith(_NAMES)) + "\n"
+
+
+def _take(sample: Sample, name: str, labels: dict[str, str], value: float) -> bool:
+    match name, labels.get("role"), labels.get("stage"):
+        case "pdproxy_instance_up", "prefill" | "decode" as role, _:
+            if value:
+                sample.healthy[role].add(labels["address"])
+        case "pdproxy_instance_load_tokens", "prefill", _ if labels["kind"] == "compute":
+            sample.computing[labels["address"]] += int(value)
+        case "pdproxy_queued_requests", _, _:
+            sample.waiting += value
+        case "pdproxy_rejected_total", _, _ if labels["reason"] in _FULL_QUEUE:
+            sample.refused += value
+        case "pdproxy_stage_duration_seconds_count", _, "prefill":
+            sample.prefilled += value
+        case "pdproxy_stage_duration_seconds_sum", _, "stream":
+            sample.stream_seconds += value
+        case "pdproxy_tokens_total", _, _ if labels["kind"] == "completion":
+            sample.tokens += value
+        case _:
+            return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Conclusions from all readings."""
+
+    split: Split
+    streams: float
+    """Concurrent streams of each decoder."""
+    streams_when_full: float
+    token_seconds: float
+    """Seconds between two tokens of a stream."""
+    notes: tuple[str, ...] = ()
+
+
+def observed(samples: Sequence[Sample], token_seconds: float, streams_when_full: float | None = None) -> Observed:
+    """Return the conclusions. Raises Unknown.
+
+    Args:
+        samples: Readings in order.
+        token_seconds: A decoder is full when its tokens take this long.
+        streams_when_full: Number of streams of a full decoder; None if not known.
+    """
+    first, last = samples[0], samples[-1]
+    prefillers, decoders = (len(last.healthy[role]) for role in ("prefill", "decode"))
+    if not prefillers or not decoders:
+        raise Unknown("there are not both a healthy prefiller and a healthy decoder")
+    seconds, tokens = last.at - first.at, last.tokens - first.tokens
+    if tokens <= 0 or seconds <= 0:
+        raise Unknown("no answer ended in this time; watch for longer, while there is load")
+    notes = []
+    streams = (last.stream_seconds - first.stream_seconds) / seconds / decoders
+    pace = (last.stream_seconds - first.stream_seconds) / tokens
+    full = streams_when_full or _full(samples, decoders, token_seconds)
+    if full is None:
+        # A step with more streams takes longer, but less than in proportion, so this is an upper bound.
+        full = streams * token_seconds / pace if pace else float("inf")
+        notes.append(
+            f"how many streams a decoder can have at {1000 * token_seconds:g} ms a token is a guess on the low side,"
+            " since their number hardly changed; --decode-streams says it"
+        )
+    split = Split(prefillers, decoders, _prefill_busy(samples), streams / full if full else 0.0)
+    return Observed(split, streams, full, pace, tuple(notes))
+
+
+def _prefill_busy(samples: Sequence[Sample]) -> float:
+    """Return the share of time in which prefillers compute, plus the refused demand."""
+    shares = [
+        sum(sample.computing[address] > 0 for address in healthy) / len(healthy)
+        for sample in samples
+        if (healthy := sample.healthy["prefill"])
+    ]
+    first, last = samples[0], samples[-1]
+    unserved = max(0.0, last.waiting - first.waiting) + last.refused - first.refused
+    return sum(shares) / len(shares) * (1 + unserved / max(1.0, last.prefilled - first.prefilled))
+
+
+def _full(samples: Sequence[Sample], decoders: int, token_seconds: float) -> float | None:
+    """Return the number of streams at which the time per token reaches its bound, by a linear fit; None: not known."""
+    points = [
+        (streams / (after.at - before.at) / decoders, streams / tokens)
+        for before, after in pairwise(samples)
+        if (tokens := after.tokens - before.tokens) > 0
+        and (streams := after.stream_seconds - before.stream_seconds) > 0
+        and after.at > before.at
+    ]
+    if len(points) < _LEAST_POINTS or max(points)[0] < _LEAST_SPREAD * min(points)[0]:
+        return None
+    mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+    if slope <= 0:
+        return None
+    full = mean_x + (token_seconds - mean_y) / slope
+    return full if full > 0 else None
+
+
+# The sub-command: its flags, scrapes and report.
+
+
+_open: Final = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # without http_proxy
+_TIMEOUT_SECONDS: Final = 5.0
+_MOST_BYTES: Final = 16 * 1024 * 1024
+_FEWEST_SCRAPES: Final = 10
+_MOST_SCRAPES: Final = 60
+_DESCRIPTION: Final = """\
+Watch the metrics of running gateways for a while, and say which side of the fleet is the bottleneck, prefillers or
+decoders, and what moving one instance from one to the other would do."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the sub-command and return its exit code. Raises SettingsError."""
+    flags = read_flags(argv)
+    try:
+        samples = _samples(flags.metrics, flags.seconds)
+        found = observed(samples, flags.token_ms / 1000, flags.decode_streams)
+    except Unknown as error:
+        print(f"pdproxy advise: {error}", file=sys.stderr)
+        return 1
+    print(as_json(found).decode() if flags.json else as_table(found))
+    return 0
+
+
+def read_flags(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the flags of the sub-command. Raises SettingsError."""
+    parser = Parser(prog="pdproxy advise", description=_DESCRIPTION, allow_abbrev=False)
+    add = parser.add_argument
+    add(
+        "--metrics",
+        action="append",
+        required=True,
+        metavar="URL",
+        help="of a gateway, as http://gateway:1999/metrics; repeatable, for all that share the engines",
+    )
+    add("--seconds", type=positive, default=60.0, help="to watch, while there is load (default: 60)")
+    add("--token-ms", type=positive, default=100.0, help="a decoder is full at this time a token (default: 100)")
+    add("--decode-streams", type=positive, metavar="N", help="or with this number of streams (default: learned)")
+    add("--json", action="store_true", help="print JSON instead of a table")
+    return parser.parse_args(argv)
+
+
+def _samples(urls: Sequence[str], seconds: float) -> list[Sample]:
+    began = time.monotonic()
+    scrapes = min(_MOST_SCRAPES, max(_FEWEST_SCRAPES, round(seconds)))
+    samples = []
+    for number in range(scrapes + 1):
+        time.sleep(max(0.0, began + number * seconds / scrapes - time.monotonic()))
+        samples.append(read(time.monotonic(), [_get(url) for url in urls]))
+    return samples
+
+
+def _get(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise SettingsError(f"--metrics: {url} is no URL; say http://gateway:1999/metrics")
+    try:
+        with _open(url, timeout=_TIMEOUT_SECONDS) as answer:
+            return str(answer.read(_MOST_BYTES).decode(errors="replace"))
+    except (OSError, ValueError) as error:
+        raise Unknown(f"{url} does not answer: {getattr(error, 'reason', error)}") from None
+
+
+def as_table(found: Observed) -> str:
+    """Return the report as text."""
+    now = found.split
+    lines = [f"{'split':16}{'prefillers busy':>17}{'decoders busy':>15}{'carries':>10}"]
+    for split in now.alternatives():
+        name = f"{split.name} (now)" if split is now else split.name
+        busy = f"{split.prefill_busy:17.0%}{split.decode_busy:15.0%}"
+        lines.append(f"{name:16}{busy}{split.carries:9.2f}×")
+    pace = f"{1000 * found.token_seconds:.1f} ms a token"
+    lines += [
+        "",
+        f"{found.streams:.1f} streams at each decoder, {pace}; full with {found.streams_when_full:.1f}.",
+        *(f"Note: {note}." for note in found.notes),
+        verdict(now),
+    ]
+    return "\n".join(lines)
+
+
+def as_json(found: Observed) -> bytes:
+    """Return the report as JSON."""
+    now = found.split
+    splits = [{"split": each.name, **asdict(each), "carries": each.carries} for each in now.alternatives()]
+    return orjson.dumps(
+        {
+            "now": now.name,
+            "advised": advised(now).name,
+            "bottleneck": now.bottleneck,
+            "verdict": verdict(now),
+            "splits": splits,
+            "decode_streams": found.streams,
+            "decode_streams_when_full": found.streams_when_full,
+            "token_seconds": found.token_seconds,
+            "notes": found.notes,
+        },
+        option=orjson.OPT_INDENT_2,
+    )
