@@ -23,6 +23,7 @@ from proxy.gateway.api_keys import ANONYMOUS, credential_for_engines
 from proxy.settings import is_loopback
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from aiohttp.typedefs import Handler
@@ -44,24 +45,22 @@ _ON_BEHALF: Final = re.compile(
 class Administrators:
     """Checks the requests to the routes of administrators."""
 
-    def __init__(self, admin_key: str | None, *, listens_on: str, trusts_local: bool = False) -> None:
+    def __init__(
+        self, admin_key: Callable[[], str | None], *, listens_on: str, trusts_local: Callable[[], bool]
+    ) -> None:
         """Prepare the check.
 
         Args:
-            admin_key: The admin key. None: programs on this host are administrators if the listener allows it.
+            admin_key: Returns the admin key. None: programs on this host are administrators if the listener allows it.
             listens_on: The host of the listener. It must be a loopback address if there is no key.
-            trusts_local: Whether programs of all users of this host are administrators, not just of the gateway's.
+            trusts_local: Returns whether programs of all users of this host are administrators, not just those of the
+                gateway's user.
         """
         self._admin_key = admin_key
         self._listens_on = listens_on
         self._trusts_local = trusts_local
         self._changes = 0
         self._one_look = asyncio.Lock()
-
-    def configure(self, admin_key: str | None, *, trusts_local: bool) -> None:
-        """Change the key and the trust in local programs. See `__init__`."""
-        self._admin_key = admin_key
-        self._trusts_local = trusts_local
 
     def only(self, handler: Handler) -> Handler:
         """Return a handler that serves administrators only."""
@@ -89,10 +88,11 @@ class Administrators:
 
     async def check(self, request: web.Request) -> None:
         """Raise GatewayError unless the caller may administer."""
-        if self._admin_key is not None:
+        admin_key = self._admin_key()
+        if admin_key is not None:
             scheme, _, token = request.headers.get("Authorization", "").partition(" ")
             given = request.headers.get("X-Admin-Key") or (token if scheme.lower() == "bearer" else "")
-            if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._admin_key.encode()):
+            if not hmac.compare_digest(given.encode(errors="surrogateescape"), admin_key.encode()):
                 raise GatewayError("this route needs the admin key", code="admin_key_required", status=401)
             return
         remedy = "or configure a listener for administrators on this host (admin.port)"
@@ -117,7 +117,7 @@ class Administrators:
 
     async def _objection_to_owner(self, request: web.Request) -> str | None:
         """Return why a program of another user may have opened the connection, or None if it was this user's."""
-        if self._trusts_local:
+        if self._trusts_local():
             return None
         transport = request.transport
         assert transport is not None  # see _objection

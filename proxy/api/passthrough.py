@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from proxy.listener.drain import DrainManager
     from proxy.observe.metrics import Metrics
     from proxy.settings import Settings
+    from proxy.settings.live import LiveSettings
 
 
 class RoleQueue:
@@ -212,7 +213,9 @@ class _ClientLost(Exception):
 class PassthroughApi:
     """The routes of the configured groups. The first role of each lane answers them."""
 
-    def __init__(self, parts: QuestionParts, lanes: Lanes, drain: DrainManager, settings: Settings) -> None:
+    def __init__(self, parts: QuestionParts, lanes: Lanes, drain: DrainManager, live: LiveSettings) -> None:
+        settings = live.settings
+        self._live = live
         self._client = parts.client
         self._engine_keys = parts.engine_keys
         self._client_keys = parts.client_keys
@@ -226,11 +229,10 @@ class PassthroughApi:
         self._whole_queue = RoleQueue(lanes.whole, settings, parts.metrics)
         self._queues: dict[Lane, RoleQueue] = {}
         """The queues of lanes of single models."""
-        self.configure(settings)
+        self._names = ModelNames(settings.models.aliases)
+        live.on_change(self._on_change)
 
-    def configure(self, settings: Settings) -> None:
-        """Apply changed settings to the queues, and to requests that arrive from now on. The routes do not change."""
-        self._settings = settings
+    def _on_change(self, settings: Settings) -> None:
         self._names = ModelNames(settings.models.aliases)
         for queue in (self._whole_queue, *self._queues.values()):
             queue.admission.configure(settings.admission)
@@ -268,7 +270,7 @@ class PassthroughApi:
         key = self._client_keys.identify(request)
         record.key = key.name
         with self._client_keys.enter(key), self._bodies.hold(0) as held:
-            body = await read_body(request, self._settings.listen, held.resize)
+            body = await read_body(request, self._live.settings.listen, held.resize)
             body, model = self._for_engines(request, body, key)
             queue = await self._queue_of(model)
             with queue.lane.explaining():
@@ -286,7 +288,7 @@ class PassthroughApi:
         if queue is None:
             # Some lanes may be gone.
             self._queues = {other: queue for other, queue in self._queues.items() if other in lanes.all}
-            queue = self._queues[lane] = RoleQueue(lane, self._settings, self._metrics)
+            queue = self._queues[lane] = RoleQueue(lane, self._live.settings, self._metrics)
         return queue
 
     def _for_engines(self, request: web.Request, body: bytes, key: ApiKey) -> tuple[bytes, object]:
@@ -310,7 +312,7 @@ class PassthroughApi:
         if isinstance(name, str) and (served := self._names.served(name)) != name:
             changes["model"] = name = served
         if is_bounded and parsed.priority is not None:
-            lower_first = self._settings.connector_traits.lower_priority_first
+            lower_first = self._live.settings.connector_traits.lower_priority_first
             changes.update(priority_change(parsed.priority, key.priority, lower_first=lower_first))
         return joined(read(body).with_changes(changes)) if changes else body, name
 
@@ -322,7 +324,7 @@ class PassthroughApi:
         Try again after a restart if no engine was reached, and again if all instances have rejected the request.
         """
         loop = asyncio.get_running_loop()
-        waits_until = loop.time() + self._settings.admission.wait_seconds
+        waits_until = loop.time() + self._live.settings.admission.wait_seconds
         rejection: UpstreamError | None = None
         while True:
             try:
@@ -334,7 +336,7 @@ class PassthroughApi:
                 if loop.time() >= waits_until:
                     raise
                 if isinstance(error, UpstreamError) and error.is_refusal:
-                    if record.is_committed or self._settings.retry.max_attempts < 2 or not queue.pool.refuse_all():
+                    if record.is_committed or self._live.settings.retry.max_attempts < 2 or not queue.pool.refuse_all():
                         raise
                     rejection = error
                     continue
@@ -346,7 +348,7 @@ class PassthroughApi:
         self, queue: RoleQueue, path: str, request: web.Request, body: bytes, record: _Record
     ) -> web.StreamResponse:
         """Try one backend after the other, within the limits for retries."""
-        load = Load(compute=len(body) // self._settings.cost.bytes_per_token + 1)
+        load = Load(compute=len(body) // self._live.settings.cost.bytes_per_token + 1)
         pick_request = PickRequest.of(load, proves_generation=path in _RUN_THE_MODEL)
         failed: list[Backend] = []
         attempts = 0
@@ -362,7 +364,7 @@ class PassthroughApi:
                     record.has_reached_engines |= error.failure is not Failure.CONNECT
                     failed.append(error.backend)
                     blame.note_failure(error)
-                    if error.is_refusal and not record.is_committed and self._settings.retry.max_attempts > 1:
+                    if error.is_refusal and not record.is_committed and self._live.settings.retry.max_attempts > 1:
                         # This attempt does not count if another backend would accept the request.
                         if not queue.pool.would_accept(failed):
                             raise
@@ -375,15 +377,15 @@ class PassthroughApi:
                         # Report the error of the engine, unless the engine was not reached.
                         raise absence if error.failure is Failure.CONNECT else error from None
                     self._metrics.retries_total.labels(queue.pool.role, error.failure).inc()
-                await asyncio.sleep(backoff_seconds(self._settings.retry, max(1, attempts)))
+                await asyncio.sleep(backoff_seconds(self._live.settings.retry, max(1, attempts)))
 
     async def _await_retry(self, error: UpstreamError, attempts: int, permit: RetryPermit, record: _Record) -> None:
         """Wait for a permit to retry the request. Raises the error if it must not be retried."""
-        max_attempts = self._settings.retry.max_attempts
+        max_attempts = self._live.settings.retry.max_attempts
         if not may_retry(error, sent_to_client=record.is_committed, attempts=attempts, max_attempts=max_attempts):
             raise error
         is_free = error.failure is Failure.CONNECT
-        if not is_free and not await permit.acquire(self._settings.retry.budget_wait_seconds):
+        if not is_free and not await permit.acquire(self._live.settings.retry.budget_wait_seconds):
             self._metrics.retry_budget_exhausted_total.inc()
             raise error
 
@@ -393,10 +395,10 @@ class PassthroughApi:
         record.instance = backend.name
         passed_on = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
         key = self._engine_keys.headers(backend, self._client_keys.credential(request))
-        connect_seconds = self._settings.timeouts.connect_seconds
+        connect_seconds = self._live.settings.timeouts.connect_seconds
         exchange = self._client.stream(request.method, backend.url, path, body, {**passed_on, **key}, connect_seconds)
         try:
-            async with asyncio.timeout(self._settings.timeouts.prefill_seconds) as deadline, exchange as answer:
+            async with asyncio.timeout(self._live.settings.timeouts.prefill_seconds) as deadline, exchange as answer:
                 if not 200 <= answer.status < 300:
                     raise await _refusal(backend, answer)
                 if (answer.content_length or 0) > MAX_ANSWER_BYTES:
@@ -430,7 +432,7 @@ class PassthroughApi:
 
     async def _to_client(self, sending: Awaitable[object]) -> None:
         try:
-            async with asyncio.timeout(self._settings.listen.write_timeout_seconds):
+            async with asyncio.timeout(self._live.settings.listen.write_timeout_seconds):
                 await sending
         except TimeoutError:
             raise _ClientLost("write_timeout") from None

@@ -62,7 +62,7 @@ class AscendLayerwise(Disaggregated):
     @asynccontextmanager
     async def open_both(self, call: Call, request: PickRequest, timeline: Timeline) -> AsyncIterator[Attempt]:
         """See Disaggregated."""
-        settings = self._context.settings
+        settings = self._context.live.settings
         attempt_id = new_attempt_id()
         headers = {**call.headers, "x-request-id": attempt_id}
         with (
@@ -126,7 +126,7 @@ class AscendLayerwise(Disaggregated):
             timeline.enter(Stage.FIRST_TOKEN if call.stream else Stage.STREAM)
 
     async def _called_back(self, callback: asyncio.Future[Document], decoder: Backend) -> Document:
-        callback_seconds = self._context.settings.layerwise.callback_seconds
+        callback_seconds = self._context.live.settings.layerwise.callback_seconds
         try:
             async with asyncio.timeout(callback_seconds):
                 return await callback
@@ -137,7 +137,7 @@ class AscendLayerwise(Disaggregated):
     async def _ask_prefiller(
         self, call: Call, headers: dict[str, str], params: Document, prefiller: Backend
     ) -> Prefilled:
-        settings = self._context.settings
+        settings = self._context.live.settings
         with self._ranks.claim() as rank:
             response, body = await self._upstream.fetch(
                 prefiller,

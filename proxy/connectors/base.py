@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from proxy.dialects.call import Call
     from proxy.observe.metrics import Metrics
     from proxy.observe.timeline import Timeline
-    from proxy.settings import Settings, Timeouts
+    from proxy.settings import Timeouts
+    from proxy.settings.live import LiveSettings
     from proxy.upstream import EngineClient, Response, Upstream
     from proxy.upstream.response import EngineResponse
     from proxy.wire.openai import Api
@@ -61,8 +62,8 @@ class ConnectorContext:
     client: EngineClient
     """Client for requests to engines that are not legs of a call."""
     keys: EngineKeys
-    settings: Settings
-    """The current settings. Read them where they are used, because a reload replaces them; see Connector.configure."""
+    live: LiveSettings
+    """The current settings, which a reload replaces."""
     metrics: Metrics
     compatibility: CompatibilityMonitor
     background: Background
@@ -90,10 +91,6 @@ class Connector:
     def splits(self, call: Call) -> bool:
         """Return whether an attempt serves only one prompt and one sample, so that the gateway splits the call."""
         return True
-
-    def configure(self, settings: Settings) -> None:
-        """Use changed settings for the next attempts."""
-        self._context.settings = settings
 
     def routes(self) -> Sequence[web.RouteDef]:
         """Return the routes that engines call. They are served at the context's callback URL."""

@@ -125,7 +125,7 @@ class Encoding(Connector):
 
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(self._context.settings.fanout.concurrency, len(items))):
+                for _ in range(min(self._context.live.settings.fanout.concurrency, len(items))):
                     group.create_task(encode())
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
@@ -134,7 +134,7 @@ class Encoding(Connector):
         self, call: Call, item: Mapping[str, Any], request_id: str, avoid: Collection[Backend]
     ) -> None:
         """Encode one item. Raises NoBackendAvailable, UpstreamError."""
-        cost = self._context.settings.cost
+        cost = self._context.live.settings.cost
         tokens = cost.image_tokens if item.keys().isdisjoint(("input_audio", "audio_url")) else cost.audio_tokens
         body: dict[str, Any] = {name: call.values[name] for name in _SHARED if name in call.values}
         body |= {"messages": [{"role": "user", "content": [item]}], "max_tokens": 1, "stream": False}
@@ -145,7 +145,7 @@ class Encoding(Connector):
                 Api.CHAT.path,
                 dumps(body),
                 {**call.headers, "x-request-id": request_id},
-                answer_seconds=prefill_seconds(self._context.settings.timeouts, call),
+                answer_seconds=prefill_seconds(self._context.live.settings.timeouts, call),
                 resend_if_stale=True,
             )
             if response.status != 200:
@@ -154,7 +154,7 @@ class Encoding(Connector):
     async def _wait_for_takers(self) -> None:
         """Wait while all encoders refuse requests, for at most `admission.wait_seconds`."""
         loop = asyncio.get_running_loop()
-        waits_until = loop.time() + self._context.settings.admission.wait_seconds
+        waits_until = loop.time() + self._context.live.settings.admission.wait_seconds
         while self._encoders.refuse_all() and loop.time() < waits_until:  # noqa: ASYNC110 time alone may end it
             await asyncio.sleep(_LOOK_AGAIN_SECONDS)
 

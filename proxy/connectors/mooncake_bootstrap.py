@@ -53,7 +53,7 @@ class MooncakeBootstrap(Disaggregated):
     @asynccontextmanager
     async def open_both(self, call: Call, request: PickRequest, timeline: Timeline) -> AsyncIterator[Attempt]:
         """See Disaggregated."""
-        timeouts = self._context.settings.timeouts
+        timeouts = self._context.live.settings.timeouts
         with (
             KvHandoff(self._context, call, request, timeline) as handoff,
             self._ranks.claim() as prefill_rank,
@@ -83,7 +83,7 @@ class MooncakeBootstrap(Disaggregated):
                         )
 
     def _address(self, prefiller: Backend) -> str:
-        return bootstrap_address(prefiller, self._context.settings.mooncake.bootstrap_port)
+        return bootstrap_address(prefiller, self._context.live.settings.mooncake.bootstrap_port)
 
     async def _arrange(self, prefiller: Backend, rank: RankClaim) -> Meeting:
         """Choose the engine behind a prefiller's address. Raises UpstreamError."""
@@ -95,7 +95,7 @@ class MooncakeBootstrap(Disaggregated):
         self, call: Call, decoder: Backend, meeting: Meeting, rank: RankClaim, answer_seconds: float
     ) -> Response:
         """Open the decode leg. Raises UpstreamError."""
-        steering = rank.header(decoder, self._context.settings.balance.decode_dp_ranks)
+        steering = rank.header(decoder, self._context.live.settings.balance.decode_dp_ranks)
         return await self._upstream.open(
             decoder,
             call.api.path,
@@ -115,7 +115,7 @@ class MooncakeBootstrap(Disaggregated):
                 call.api.path,
                 prefill_body(call, self._pools.prefill, prefiller, meeting.prefill_params),
                 {**call.headers, "x-request-id": meeting.attempt_id, RANK_HEADER: str(meeting.rank)},
-                answer_seconds=prefill_seconds(self._context.settings.timeouts, call),
+                answer_seconds=prefill_seconds(self._context.live.settings.timeouts, call),
             )
             answer = parse_prefilled(response, body)
         except UpstreamError as error:

@@ -66,7 +66,7 @@ class SingleLeg:
     def legs(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
         """Return the legs of an attempt; see Connector.legs."""
         is_prefiller = self._role is Role.PREFILL
-        timeouts, balance = self._context.settings.timeouts, self._context.settings.balance
+        timeouts, balance = self._context.live.settings.timeouts, self._context.live.settings.balance
         attempt_id = new_attempt_id()
         changes: dict[str, object] = {"kv_transfer_params": dict(call.kv_params)} if call.kv_params else {}
         if self._members is not None:
@@ -138,7 +138,7 @@ class OneEngine:
             return None
         if call.is_all_prompt and not is_search(call):
             return Role.PREFILL
-        if self._context.settings.kv.on_unsupported == "local":
+        if self._context.live.settings.kv.on_unsupported == "local":
             return Role.DECODE
         raise problem
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from proxy.balancer.shared.scoreboard import Pin, PinnedKv
     from proxy.common.backend import Backend
     from proxy.observe.metrics import Metrics
-    from proxy.settings import Settings
+    from proxy.settings.live import LiveSettings
     from proxy.upstream import Upstream
 
 
@@ -158,7 +158,8 @@ class Releaser(BackgroundOwner):
     decoders may be restarting. Leaving the context gives pending releases a second to end.
     """
 
-    def __init__(self, parts: ReleaserParts, settings: Settings) -> None:
+    def __init__(self, parts: ReleaserParts, live: LiveSettings) -> None:
+        self._live = live
         self._pools = parts.pools
         self._upstream = parts.upstream
         self._pinned_kv = parts.pinned_kv
@@ -178,12 +179,6 @@ class Releaser(BackgroundOwner):
         """The change counter of the pool of prefillers when the cache was filled."""
         self._background = Background(logger, "a release of KV", grace_seconds=_CLOSING_SECONDS)
         self._room = asyncio.Semaphore(_MAX_AT_ONCE)
-        self.configure(settings)
-
-    def configure(self, settings: Settings) -> None:
-        """Use changed settings for KV that is orphaned from now on."""
-        self._settings = settings.kv
-        self._restart_seconds = settings.admission.wait_seconds
 
     @property
     def pending(self) -> int:
@@ -197,7 +192,7 @@ class Releaser(BackgroundOwner):
         """
         self._metrics.kv_orphans_total.inc()
         pin = self._pinned_kv.pin(kv.prefiller, kv.tokens, self.pin_seconds(kv.prefiller, kv.transfer))
-        if self._settings.release == "never":
+        if self._live.settings.kv.release == "never":
             return
         if not self._is_supported(kv):
             self._ended(kv, "unsupported")
@@ -244,7 +239,7 @@ class Releaser(BackgroundOwner):
 
     async def _release(self, kv: PrefilledKv, pin: Pin, failed: Collection[Backend]) -> None:
         loop = asyncio.get_running_loop()
-        until = loop.time() + min(self._restart_seconds, pin.until - pin.since)
+        until = loop.time() + min(self._live.settings.admission.wait_seconds, pin.until - pin.since)
         avoid = set(failed)
         pause_seconds = self._settle_seconds
         while True:
@@ -321,8 +316,8 @@ class Releaser(BackgroundOwner):
 
     def pin_seconds(self, prefiller: Backend, transfer: KvTransfer) -> float:
         """Return the seconds that a prefiller keeps KV that no decoder fetches."""
-        if self._settings.pin_seconds is not None:
-            return self._settings.pin_seconds
+        if self._live.settings.kv.pin_seconds is not None:
+            return self._live.settings.kv.pin_seconds
         pool = self._pools.prefill
         if pool.changes != self._pins_of:
             self._pins_of = pool.changes

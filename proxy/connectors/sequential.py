@@ -79,7 +79,7 @@ class Sequential(Disaggregated):
 
         See Disaggregated.
         """
-        kv = self._context.settings.kv
+        kv = self._context.live.settings.kv
         if call.prompt_tokens < kv.prefill_min_tokens:
             self._metrics.prefills_skipped_total.inc()
             return self._one_engine.decoder.legs(call, request, timeline)
@@ -94,7 +94,7 @@ class Sequential(Disaggregated):
             yield from self._both(call, request, timeline)
             return
         prompt = prompt_costs(request)
-        choice = local.faster_decoder(prompt, self._context.settings.kv.local_max_tokens)
+        choice = local.faster_decoder(prompt, self._context.live.settings.kv.local_max_tokens)
         if choice is None:
             yield from self._both(call, request, timeline)
             if timeline.kv != "local" and not usage.is_resumed:
@@ -110,7 +110,7 @@ class Sequential(Disaggregated):
         )
 
     def _both(self, call: Call, request: PickRequest, timeline: Timeline) -> Legs:
-        balance = self._context.settings.balance
+        balance = self._context.live.settings.balance
         with KvHandoff(self._context, call, request, timeline, self.least_tokens) as handoff:
             timeline.enter(_PREFILL)
             asks_again = True
@@ -188,9 +188,9 @@ class Sequential(Disaggregated):
         timeline.prefiller, timeline.prefill_id = prefiller.name, new_attempt_id()
         headers = {**call.headers, "x-request-id": timeline.prefill_id}
         if rank is not None:
-            headers |= rank.header(prefiller, self._context.settings.balance.prefill_dp_ranks)
+            headers |= rank.header(prefiller, self._context.live.settings.balance.prefill_dp_ranks)
         body = _ASK_FOR_KV.body(call, self._pools.prefill, prefiller)
-        seconds = prefill_seconds(self._context.settings.timeouts, call)
+        seconds = prefill_seconds(self._context.live.settings.timeouts, call)
         return Leg(
             prefiller,
             call.api.path,
@@ -209,7 +209,7 @@ class Sequential(Disaggregated):
         headers = {**call.headers, "x-request-id": timeline.prefill_id}
         if rank is not None:
             # Any rank can fetch the KV of any rank of the prefiller, which the parameters name.
-            headers |= rank.header(decoder, self._context.settings.balance.decode_dp_ranks)
+            headers |= rank.header(decoder, self._context.live.settings.balance.decode_dp_ranks)
         return Leg(decoder, call.api.path, body, headers, self._handoff_seconds(handoff.kv, call))
 
     def _move_decoder(self, handoff: KvHandoff, error: UpstreamError, timeline: Timeline) -> None:
@@ -231,7 +231,7 @@ class Sequential(Disaggregated):
         A decoder that fetched later could get blocks that the prefiller has reused. An answer that is not streamed
         begins only when it is complete.
         """
-        timeouts = self._context.settings.timeouts
+        timeouts = self._context.live.settings.timeouts
         if not call.stream:
             return first_byte_seconds(timeouts, call)
         if kv is None:
@@ -302,9 +302,9 @@ class VllmPull(Sequential):
         self._context.compatibility.note_prefill(lease.backend, has_kv)
         if has_kv:
             return True
-        asks_again = asks_again and self._context.settings.kv.on_missing == "retry_prefill"
+        asks_again = asks_again and self._context.live.settings.kv.on_missing == "retry_prefill"
         # A long prompt on a decoder stalls every stream that it serves.
-        is_short = call.prompt_tokens <= self._context.settings.kv.local_max_tokens
+        is_short = call.prompt_tokens <= self._context.live.settings.kv.local_max_tokens
         if not asks_again:
             self._let_decoder_compute(answer, is_short=is_short)
             return True
@@ -318,7 +318,7 @@ class VllmPull(Sequential):
 
     def _let_decoder_compute(self, answer: EngineAnswer, *, is_short: bool) -> None:
         """Count missing KV by the effect of `kv.on_missing`. Raises UpstreamError if the decoder may not compute it."""
-        on_missing = self._context.settings.kv.on_missing
+        on_missing = self._context.live.settings.kv.on_missing
         local = on_missing == "local" or (on_missing == "retry_prefill" and is_short)
         self._metrics.missing_kv_total.labels("local" if local else "error").inc()
         if not local:

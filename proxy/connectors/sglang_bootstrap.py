@@ -87,7 +87,7 @@ class SglangBootstrap(Connector):
             prefiller, decoder = handoff.prefiller.backend, handoff.decoder.backend
             timeline.prefiller, timeline.decoder = prefiller.name, decoder.name
             timeline.enter(Stage.PREFILL)
-            legs = _Legs(call, handoff, claim, timeline, self._context.settings.sglang.dp_size)
+            legs = _Legs(call, handoff, claim, timeline, self._context.live.settings.sglang.dp_size)
             timeline.prefill_id = timeline.decode_id = legs.id
             handoff.held()  # the engines meet at once, and either of them may report a failure
             try:
@@ -117,7 +117,7 @@ class SglangBootstrap(Connector):
                 raise
 
     def _prefill_leg(self, legs: _Legs) -> Leg:
-        call, timeouts = legs.call, self._context.settings.timeouts
+        call, timeouts = legs.call, self._context.live.settings.timeouts
         return Leg(legs.prefiller, call.api.path, legs.prefill_body, legs.headers, prefill_seconds(timeouts, call))
 
     def _decode_leg(self, legs: _Legs) -> Leg:
@@ -127,7 +127,7 @@ class SglangBootstrap(Connector):
 
     def _decode_seconds(self, call: Call) -> float:
         """Return the time limit for the beginning of a decoder's answer, in seconds, prefill included."""
-        timeouts = self._context.settings.timeouts
+        timeouts = self._context.live.settings.timeouts
         return prefill_seconds(timeouts, call) + first_byte_seconds(timeouts, call)
 
 

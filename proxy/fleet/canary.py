@@ -180,7 +180,7 @@ class Canary:
 
         Failures and timeouts of engines are returned as the result's `problem`.
         """
-        traits = self._context.settings.connector_traits
+        traits = self._context.live.settings.connector_traits
         before = await self._counters(decoder)
         call, request, timeline = self._call(prefiller, decoder)
         opening = self._connector.open(call, request, timeline)
@@ -205,7 +205,7 @@ class Canary:
 
     def _call(self, prefiller: Backend | None, decoder: Backend) -> tuple[Call, PickRequest, Timeline]:
         """Return a request that only these instances can serve."""
-        call = Completions().parse(read(orjson.dumps(self._prompt.body())), self._context.settings.cost, {})
+        call = Completions().parse(read(orjson.dumps(self._prompt.body())), self._context.live.settings.cost, {})
         pools = self._context.pools
         others = {*pools.prefill.backends(), *pools.decode.backends()}.difference({prefiller, decoder})
         return call, call.pick_request(avoid=others, prefer=prefiller), Timeline()
@@ -219,7 +219,7 @@ class Canary:
         try:
             async with asyncio.timeout(self._seconds), opening as attempt:
                 reader = _AnswerReader(attempt)
-                await reader.read(self._context.settings.timeouts)
+                await reader.read(self._context.live.settings.timeouts)
         except TimeoutError:
             blamed = result.prefiller if timeline.stage is Stage.PREFILL else result.decoder
             problem = f"did not answer within {self._seconds:g} s"
@@ -467,7 +467,7 @@ class CanaryWatch(BackgroundOwner):
         self._context = context
         self._health = health
         self._changed = asyncio.Event()
-        self._every_seconds = context.settings.doctor.every_seconds
+        self._every_seconds = context.live.settings.doctor.every_seconds
         self._reported_pairs: set[Pair] = set()
         """Pairs with a warning in the log that still holds."""
         self._background = Background(logger, "a canary")
@@ -491,7 +491,7 @@ class CanaryWatch(BackgroundOwner):
 
     def _pairs(self) -> Sequence[Pair]:
         pools = self._context.pools
-        if not self._context.settings.connector_traits.takes_prefillers:
+        if not self._context.live.settings.connector_traits.takes_prefillers:
             return ()
         return [(prefiller, decoder) for decoder in pools.decode.eligible() for prefiller in pools.prefill.eligible()]
 
@@ -518,7 +518,7 @@ class CanaryWatch(BackgroundOwner):
         common = _common_model([self._health.of(backend).facts for backend in pair])
         if common is None or not all(self._health.of(backend).is_healthy for backend in pair):
             return
-        settings = self._context.settings
+        settings = self._context.live.settings
         model, lengths = common
         tokens = max(settings.doctor.canary_tokens, settings.kv.prefill_min_tokens)
         size = prompt_bytes(tokens, settings.cost.bytes_per_token, lengths)

@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from proxy.observe.timeline import Timeline
     from proxy.resume.chat_as_completion import ChatPrompt
     from proxy.resume.engines import Engine, Watching
-    from proxy.settings import Settings
+    from proxy.settings.live import LiveSettings
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class FlowParts:
-    """The parts of one lane that make answers. Only `settings` changes: an attempt loop keeps those it began with."""
+    """The parts of one lane that make answers. An attempt loop keeps the settings with which it began."""
 
     connector: Connector
     pools: Pools
@@ -53,7 +53,7 @@ class FlowParts:
     budget: RetryBudget
     admission: AdmissionQueue
     metrics: Metrics
-    settings: Settings
+    live: LiveSettings
 
 
 class Answer(ABC):
@@ -259,7 +259,7 @@ class _Relayed(Answer):
         self.prompt = prompt
         self.writer = writer
         self._metrics = parts.metrics
-        self._timeouts = parts.settings.timeouts
+        self._timeouts = parts.live.settings.timeouts
         self._relay: Relay | None = None
         """The reader of the present attempt's stream. None between attempts."""
         self._clock: TokenClock | None = None

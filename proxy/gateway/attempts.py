@@ -67,7 +67,7 @@ class AttemptLoop:
             failed: The first attempt at a unit that was admitted already. None: no attempt was made.
         """
         self._parts = parts
-        self._settings = parts.settings
+        self._settings = parts.live.settings
         self._metrics = parts.metrics
         self._answer = answer
         self._delivery = answer.delivery

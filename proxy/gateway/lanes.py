@@ -58,7 +58,7 @@ class Lane:
         service: RequestService,
         connector: Connector,
         suspects: Suspects,
-        configure: Callable[[Settings], None] = lambda _: None,
+        on_change: Callable[[Settings], None] = lambda _: None,
     ) -> None:
         """Keep the parts.
 
@@ -67,13 +67,13 @@ class Lane:
             service: Serves the requests.
             connector: The connector of the service.
             suspects: The suspects of the service.
-            configure: Applies changed settings to these parts.
+            on_change: Applies changed settings to these parts.
         """
         self.pools = pools
         self.service = service
         self.connector = connector
         self.suspects = suspects
-        self.configure = configure
+        self.on_change = on_change
         self.names: frozenset[str] = frozenset()
         """The names of the models. Empty: all models."""
 
@@ -140,7 +140,7 @@ class Lanes:
         """Apply changed settings to all lanes except `whole`, which its owner configures."""
         self._names = ModelNames(settings.models.aliases)
         for lane in self._parts:
-            lane.configure(settings)
+            lane.on_change(settings)
 
     def of(self, name: object) -> Lane:
         """Return the lane for a model.

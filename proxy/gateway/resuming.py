@@ -41,7 +41,7 @@ class Resuming:
         self.count = 0
         """The number of resumes."""
         self._parts = parts
-        self._settings = parts.settings.resume
+        self._settings = parts.live.settings.resume
         self._metrics = parts.metrics
         self._answer = answer
         self._delivery = answer.delivery

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Self
 from proxy.common.errors import Failure
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
     from proxy.common.errors import UpstreamError
@@ -62,28 +63,23 @@ def backoff_seconds(retry: Retry, attempts: int, draw: float | None = None) -> f
 class RetryBudget:
     """Limits how many requests are retried at a time.
 
-    The limit is `share` of the requests in flight, rounded down, but at least `least`.
+    The limit is `budget_share` of the requests in flight, rounded down, but at least `budget_least`.
     """
 
-    def __init__(self, share: float = 0.2, least: int = 3) -> None:
+    def __init__(self, options: Callable[[], Retry]) -> None:
+        """`options`: returns the current options."""
         self.in_flight = 0
         """Requests in flight. `enter` adds one, and its caller subtracts it again."""
         self.repeating = 0
         """Permits that are held."""
-        self._share = share
-        self._least = least
+        self._options = options
         self._waiting: dict[RetryPermit, asyncio.Future[None]] = {}  # in the order in which they came
-
-    def configure(self, share: float, least: int) -> None:
-        """Change the limit, and grant the permits that have become free."""
-        self._share = share
-        self._least = least
-        self._grant()
 
     @property
     def capacity(self) -> int:
         """The present limit. It may fall below the number of permits that are held, which stay valid."""
-        return max(self._least, int(self._share * self.in_flight))
+        options = self._options()
+        return max(options.budget_least, int(options.budget_share * self.in_flight))
 
     @property
     def waiting(self) -> int:
@@ -94,9 +90,9 @@ class RetryBudget:
         """Count a request that is in flight."""
         self.in_flight += 1
         if self._waiting:
-            self._grant()
+            self.grant()
 
-    def _grant(self) -> None:
+    def grant(self) -> None:
         """Grant free permits in the order of the requests, before later requests can take them."""
         while self._waiting and self.repeating < self.capacity:
             permit = next(iter(self._waiting))
@@ -155,7 +151,7 @@ class RetryPermit:
         if self.is_held:
             self.is_held = False
             self._budget.repeating -= 1
-            self._budget._grant()
+            self._budget.grant()
 
     def _take(self) -> None:
         self.is_held = True

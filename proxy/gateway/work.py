@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from proxy.resume.chat_as_completion import ChatPrompt
     from proxy.resume.engines import Watching
     from proxy.settings import Settings
+    from proxy.settings.live import LiveSettings
 
 
 logger = logging.getLogger("proxy.flow.gateway")
@@ -67,10 +68,11 @@ class ServiceParts:
 class RequestService:
     """Serves the calls of all dialects through one connector."""
 
-    def __init__(self, parts: ServiceParts, settings: Settings) -> None:
+    def __init__(self, parts: ServiceParts, live: LiveSettings) -> None:
+        settings = live.settings
         connector, pools, metrics = parts.connector, parts.pools, parts.metrics
         self.metrics = metrics
-        self.budget = RetryBudget(settings.retry.budget_share, settings.retry.budget_least)
+        self.budget = RetryBudget(lambda: live.settings.retry)
         admission_parts = AdmissionParts(
             has_room=self._has_room,
             metrics=metrics,
@@ -97,17 +99,15 @@ class RequestService:
             budget=self.budget,
             admission=self.admission,
             metrics=metrics,
-            settings=settings,
+            live=live,
         )
         self._chat_prompts = ChatPrompts(self._parts.abilities, parts.detokenizer)
         self._serving = tuple(map(pools.of, connector.roles))
 
-    def configure(self, settings: Settings) -> None:
-        """Apply changed settings to requests that begin from now on, and to the queue."""
-        self._parts.settings = settings
-        self.budget.configure(settings.retry.budget_share, settings.retry.budget_least)
+    def on_change(self, settings: Settings) -> None:
+        """Apply changed settings to queued requests and retries. Later ones read them."""
+        self.budget.grant()
         self.admission.configure(settings.admission)
-        self._connector.configure(settings)
 
     def speaks(self, dialect: Dialect) -> bool:
         """Return whether the engines can serve a dialect."""
@@ -120,7 +120,7 @@ class RequestService:
 
         It matters only for SGLang with `sglang.chat_sampling`.
         """
-        return await self._chat_prompts.of(call, self._parts.settings.sglang.chat_sampling)
+        return await self._chat_prompts.of(call, self._parts.live.settings.sglang.chat_sampling)
 
     def work(
         self,
@@ -147,7 +147,7 @@ class RequestService:
         if dialect.is_single(call) or not connector.splits(call):
             units = [Unit(call, 0, True)]
         else:
-            units = dialect.split(call, parts.settings.cost, parts.settings.fanout.max_units)
+            units = dialect.split(call, parts.live.settings.cost, parts.live.settings.fanout.max_units)
         answers: list[Answer] = []
         if not call.stream:
             for unit in units:
@@ -184,7 +184,7 @@ class RequestService:
         """
         if prompt is not None:
             return prompt.engine.watching[WatchLevel.IDS]
-        resume = self._parts.settings.resume
+        resume = self._parts.live.settings.resume
         abilities = self._parts.abilities
         limit = None if call.stream else call.output_limit
         engine = abilities.engine
@@ -226,7 +226,7 @@ class RequestService:
 
     async def _make_units(self, answers: Sequence[Answer], record: RequestRecord, suspicion: Suspicion) -> None:
         """Make several answers at a time, up to `fanout.concurrency`. The first failure ends all of them."""
-        room = asyncio.Semaphore(self._parts.settings.fanout.concurrency)
+        room = asyncio.Semaphore(self._parts.live.settings.fanout.concurrency)
 
         async def make_one(answer: Answer) -> None:
             async with room:

@@ -33,6 +33,7 @@ from proxy.gateway.work import RequestService, ServiceParts
 from proxy.listener import replies
 from proxy.observe.metrics import Metrics
 from proxy.settings import ClientKey, HealthChecks, Joining, Settings
+from proxy.settings.live import LiveSettings
 from proxy.upstream import EngineClient, Upstream
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ class Gateway:
         parts = ServiceParts(
             connector=connector, pools=pools, detokenizer=detokenizer, suspects=suspects, metrics=self.metrics
         )
-        flow = RequestService(parts, settings)
+        flow = RequestService(parts, LiveSettings(settings))
         models = ServedModels(self.roster, self.health, tuple(roles))
         return Lanes(models, Lane(pools, flow, connector, suspects), make, settings, self.prober.refresh_models)
 

@@ -55,7 +55,7 @@ async def client_of(
     pools = {role: gateway.pools[role] for role in roles}
     drain = DrainManager()
     drain.is_draining = is_draining
-    administrators = Administrators(admin_key, listens_on=listens_on, trusts_local=trusts_local)
+    administrators = Administrators(lambda: admin_key, listens_on=listens_on, trusts_local=lambda: trusts_local)
     names = names or Names(RULES, (), gateway.metrics)
     parts = InstanceParts(
         pools=pools,

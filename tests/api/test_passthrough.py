@@ -21,6 +21,7 @@ from proxy.common.backend import Load, Role
 from proxy.gateway.api_keys import ApiKeys, KeyUsage
 from proxy.listener.drain import DrainManager
 from proxy.settings import Settings
+from proxy.settings.live import LiveSettings
 from tests.api.conftest import team_key
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ async def client_of(
         client_keys=KeyAuth(callers or ApiKeys(KeyUsage())),
         metrics=gateway.metrics,
     )
-    api = PassthroughApi(parts, gateway.lanes(settings, [role]), DrainManager(), settings)
+    api = PassthroughApi(parts, gateway.lanes(settings, [role]), DrainManager(), LiveSettings(settings))
     return await gateway.serve(api.routes(), client_max_size=2**30)
 
 
@@ -515,10 +516,11 @@ async def test_changed_settings_apply_to_new_requests(gateway: Gateway) -> None:
     parts = QuestionParts(
         client=gateway.engine_client, engine_keys=gateway.keys(), client_keys=keys, metrics=gateway.metrics
     )
-    api = PassthroughApi(parts, gateway.lanes(settings), DrainManager(), settings)
+    live = LiveSettings(settings)
+    api = PassthroughApi(parts, gateway.lanes(settings), DrainManager(), live)
     client = await gateway.serve(api.routes())
     for max_body_bytes, status in ((10, 413), (11, 200)):
-        api.configure(Settings.model_validate({"listen": {"max_body_bytes": max_body_bytes}}))
+        live.replace(Settings.model_validate({"listen": {"max_body_bytes": max_body_bytes}}))
         async with client.post("/tokenize", data=b"x" * 11) as answer:
             assert answer.status == status
 

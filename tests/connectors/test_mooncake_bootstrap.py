@@ -453,9 +453,7 @@ async def test_changed_settings_hold_for_the_next_attempt(deploy: Deploy, bootst
     both = await pair(deploy, bootstrap)
     async with BootstrapServer(answer=engines_told("elsewhere")) as other:
         mooncake = both.gateway.worker.settings.mooncake.model_copy(update={"bootstrap_port": other.port})
-        both.gateway.worker.service._parts.connector.configure(
-            both.gateway.worker.settings.model_copy(update={"mooncake": mooncake})
-        )
+        both.gateway.worker.live.replace(both.gateway.worker.settings.model_copy(update={"mooncake": mooncake}))
         assert (await both.gateway.ask(request(Api.CHAT))).is_done
     assert both.decoder.bodies[0]["kv_transfer_params"]["remote_engine_id"] == "elsewhere"
 

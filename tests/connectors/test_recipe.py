@@ -43,7 +43,7 @@ class Example(Connector):
     @asynccontextmanager
     async def open(self, call: Call, request: PickRequest, timeline: Timeline) -> AsyncIterator[Attempt]:
         """See Connector.open."""
-        pools, upstream, timeouts = self._context.pools, self._context.upstream, self._context.settings.timeouts
+        pools, upstream, timeouts = self._context.pools, self._context.upstream, self._context.live.settings.timeouts
         headers = {**call.headers, "x-request-id": new_attempt_id()}
         with KvHandoff(self._context, call, request, timeline) as handoff:
             prefiller, decoder = handoff.prefiller.backend, handoff.decoder.backend

@@ -11,8 +11,14 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from proxy.gateway.retry import RetryBudget, RetryPermit
+from proxy.settings import Retry
 
 LONG = 3600.0
+
+
+def budget_of(share: float = 0.2, least: int = 3) -> RetryBudget:
+    options = Retry.model_construct(budget_share=share, budget_least=least)  # unchecked: `least` may be 0
+    return RetryBudget(lambda: options)
 
 
 class Requests:
@@ -47,19 +53,19 @@ async def waiting(permit: RetryPermit, budget: RetryBudget, timeout_seconds: flo
     ("in_flight", "capacity"), [(0, 3), (1, 3), (15, 3), (19, 3), (20, 4), (24, 4), (25, 5), (1000, 200)]
 )
 def test_a_fifth_of_the_requests_and_at_least_three_may_be_retried(in_flight: int, capacity: int) -> None:
-    with Requests(RetryBudget()) as requests:
+    with Requests(budget_of()) as requests:
         permits = requests.arrive(in_flight)
         assert requests.budget.capacity == capacity
         assert sum(permit.try_acquire() for permit in permits) == min(in_flight, capacity)
 
 
 def test_nothing_is_retried_without_share_and_minimum() -> None:
-    with Requests(RetryBudget(share=0.0, least=0)) as requests:
+    with Requests(budget_of(share=0.0, least=0)) as requests:
         assert not requests.arrive(10)[0].try_acquire()
 
 
 def test_retry_needs_a_free_permit() -> None:
-    with Requests(RetryBudget(least=1)) as requests:
+    with Requests(budget_of(least=1)) as requests:
         first, second = requests.arrive(2)
         assert first.try_acquire()
         assert not second.try_acquire()
@@ -69,7 +75,7 @@ def test_retry_needs_a_free_permit() -> None:
 
 
 def test_request_has_one_permit_at_most() -> None:
-    with Requests(RetryBudget(least=2)) as requests:
+    with Requests(budget_of(least=2)) as requests:
         first, second, third = requests.arrive(3)
         assert [first.try_acquire(), first.try_acquire(), second.try_acquire()] == [True] * 3
         first.release()
@@ -79,7 +85,7 @@ def test_request_has_one_permit_at_most() -> None:
 
 
 def test_permit_is_released_after_any_end() -> None:
-    budget = RetryBudget(least=1)
+    budget = budget_of(least=1)
 
     def fail() -> None:
         with RetryPermit(budget) as permit:
@@ -92,7 +98,7 @@ def test_permit_is_released_after_any_end() -> None:
 
 
 def test_held_permits_stay_valid_when_the_budget_shrinks() -> None:
-    with Requests(RetryBudget(share=0.5, least=0)) as requests, ExitStack() as leaving:
+    with Requests(budget_of(share=0.5, least=0)) as requests, ExitStack() as leaving:
         first, second = requests.arrive(2)
         others = [leaving.enter_context(RetryPermit(requests.budget)) for _ in range(2)]
         assert first.try_acquire()
@@ -103,7 +109,7 @@ def test_held_permits_stay_valid_when_the_budget_shrinks() -> None:
 
 
 async def test_resume_does_not_wait_when_a_permit_is_free() -> None:
-    with Requests(RetryBudget()) as requests:
+    with Requests(budget_of()) as requests:
         (permit,) = requests.arrive(1)
         assert await permit.acquire(0)
         assert await permit.acquire(0)  # has its place already
@@ -111,7 +117,7 @@ async def test_resume_does_not_wait_when_a_permit_is_free() -> None:
 
 
 async def test_waiting_resumes_go_in_turn_and_before_later_retries() -> None:
-    with Requests(RetryBudget(least=1)) as requests:
+    with Requests(budget_of(least=1)) as requests:
         holder, first, second, late = requests.arrive(4)
         assert holder.try_acquire()
         tasks = [await waiting(permit, requests.budget) for permit in (first, second)]
@@ -124,7 +130,7 @@ async def test_waiting_resumes_go_in_turn_and_before_later_retries() -> None:
 
 
 async def test_further_requests_free_permits_for_waiting_resumes() -> None:
-    with Requests(RetryBudget(share=0.2, least=1)) as requests:
+    with Requests(budget_of(share=0.2, least=1)) as requests:
         holder, first = requests.arrive(2)
         assert holder.try_acquire()
         task = await waiting(first, requests.budget)
@@ -135,7 +141,7 @@ async def test_further_requests_free_permits_for_waiting_resumes() -> None:
 
 
 async def test_budget_shrinks_when_a_request_ends() -> None:
-    budget = RetryBudget(share=0.5, least=0)
+    budget = budget_of(share=0.5, least=0)
     with Requests(budget) as requests:
         second, waiter, _ = requests.arrive(3)
         with RetryPermit(budget) as first:
@@ -148,7 +154,7 @@ async def test_budget_shrinks_when_a_request_ends() -> None:
 
 
 async def test_resume_that_waited_too_long_gets_no_permit_and_blocks_none() -> None:
-    with Requests(RetryBudget(least=1)) as requests:
+    with Requests(budget_of(least=1)) as requests:
         holder, first, second = requests.arrive(3)
         assert holder.try_acquire()
         hasty = await waiting(first, requests.budget, timeout_seconds=0.001)
@@ -161,7 +167,7 @@ async def test_resume_that_waited_too_long_gets_no_permit_and_blocks_none() -> N
 
 
 async def test_cancelled_resume_does_not_block_others() -> None:
-    with Requests(RetryBudget(least=1)) as requests:
+    with Requests(budget_of(least=1)) as requests:
         holder, first, second = requests.arrive(3)
         assert holder.try_acquire()
         tasks = [await waiting(permit, requests.budget) for permit in (first, second)]
@@ -173,7 +179,7 @@ async def test_cancelled_resume_does_not_block_others() -> None:
 
 
 async def test_resume_cancelled_at_its_turn_passes_the_permit_on() -> None:
-    with Requests(RetryBudget(least=1)) as requests:
+    with Requests(budget_of(least=1)) as requests:
         holder, first, second = requests.arrive(3)
         assert holder.try_acquire()
         tasks = [await waiting(permit, requests.budget) for permit in (first, second)]
@@ -186,7 +192,7 @@ async def test_resume_cancelled_at_its_turn_passes_the_permit_on() -> None:
 
 
 async def test_permit_granted_at_the_deadline_is_taken() -> None:
-    with Requests(RetryBudget(least=1)) as requests:
+    with Requests(budget_of(least=1)) as requests:
         holder, first = requests.arrive(2)
         assert holder.try_acquire()
         task = await waiting(first, requests.budget, timeout_seconds=0)
@@ -202,7 +208,7 @@ class AnyOrder(RuleBasedStateMachine):
     def build(self, share: float, least: int) -> None:
         self.share, self.least = share, least
         self.loop = asyncio.new_event_loop()
-        self.budget = RetryBudget(share, least)
+        self.budget = budget_of(share, least)
         self.requests: list[RetryPermit] = []
         self.holders: set[RetryPermit] = set()
         self.queue: list[RetryPermit] = []

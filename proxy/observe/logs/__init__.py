@@ -38,11 +38,11 @@ __all__ = [
     "access_line",
     "access_lines",
     "call_before_lines",
-    "configure",
     "flush",
     "lost",
     "monotonic_zero",
     "request_id",
+    "set_level",
     "setup",
     "silenced",
     "timestamp",
@@ -83,10 +83,10 @@ def setup(
         formatter = TextFormatter(redaction) if is_text else JsonFormatter(redaction)
         root.addHandler(LineHandler(LineWriter(target.fileno()), formatter, Floods(clock)))
     root.setLevel(logging.WARNING)
-    configure(log.level)
+    set_level(log.level)
 
 
-def configure(level: str) -> None:
+def set_level(level: str) -> None:
     """Set the minimum level of the program's own lines."""
     logging.getLogger("proxy").setLevel(level)
 

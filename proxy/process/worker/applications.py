@@ -31,18 +31,11 @@ def administrators_of(basis: Basis, host: str, *, trusts_local: bool = False) ->
     `trusts_local`: clients do not use the listener.
     """
 
-    def configuration(settings: Settings) -> tuple[str | None, bool]:
-        return text_of(settings.auth.admin_key), trusts_local or settings.admin.trust_local
-
-    key, is_trusted = configuration(basis.settings)
-    administrators = Administrators(key, listens_on=host, trusts_local=is_trusted)
-
-    def configure(new: Settings) -> None:
-        key, is_trusted = configuration(new)
-        administrators.configure(key, trusts_local=is_trusted)
-
-    basis.live.add(configure)
-    return administrators
+    return Administrators(
+        lambda: text_of(basis.settings.auth.admin_key),
+        listens_on=host,
+        trusts_local=lambda: trusts_local or basis.settings.admin.trust_local,
+    )
 
 
 def http_listener(
@@ -53,7 +46,7 @@ def http_listener(
     `limits`: returns its limits in the settings, also after a reload.
     """
     made = HttpListener(app, limits(basis.settings), basis.metrics)
-    basis.live.add(lambda new: made.configure(limits(new)))
+    basis.live.on_change(lambda new: made.configure(limits(new)))
     return made
 
 

@@ -20,7 +20,7 @@ from proxy.process.configuration import ConfigWatcher, shown
 from proxy.process.monitor import Memory, Monitor, MonitorParts
 from proxy.process.worker.applications import administrators_of, application, callback_limits, http_listener
 from proxy.process.worker.balancing import build_balancing
-from proxy.process.worker.basis import Basis, LiveSettings
+from proxy.process.worker.basis import Basis, LiveConfiguration
 from proxy.process.worker.clients import build_clients
 from proxy.process.worker.engines import build_engines
 from proxy.process.worker.optional_parts import build_kv_events, build_replicas, build_tracing
@@ -56,7 +56,7 @@ class Worker:
 
     index: int
     """Number of the worker, from 0."""
-    live: LiveSettings
+    live: LiveConfiguration
     metrics: Metrics
     monitor: Monitor
     drain: DrainManager
@@ -89,10 +89,10 @@ class Worker:
     @property
     def settings(self) -> Settings:
         """The current settings."""
-        return self.live.current.settings
+        return self.live.settings
 
     def apply(self, current: ConfigSnapshot) -> None:
-        """Apply a configuration to every part; see `LiveSettings.apply`."""
+        """Apply a configuration to every part; see `LiveConfiguration.apply`."""
         self.live.apply(current)
 
     def look(self) -> None:
@@ -111,11 +111,11 @@ async def build(shared: Shared, index: int = 0, *, settle_seconds: float = SETTL
 
     `settle_seconds`: time before KV that no decoder fetches is released; see `connectors/releaser.py`.
     """
-    live = LiveSettings(shared.configuration.current())
-    live.add(lambda settings: logs.configure(settings.log.level))
+    live = LiveConfiguration(shared.configuration.current())
+    live.on_change(lambda settings: logs.set_level(settings.log.level))
     metrics = Metrics()
     metrics.watch_workers(shared.heartbeats.replacements)
-    traces: Traces | None = None if live.current.settings.tracing.endpoint is None else {}
+    traces: Traces | None = None if live.settings.tracing.endpoint is None else {}
     basis = Basis(shared=shared, index=index, live=live, metrics=metrics, traces=traces)
     drain = DrainManager()
     balancing = build_balancing(basis)

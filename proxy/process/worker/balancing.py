@@ -64,12 +64,12 @@ def build_balancing(basis: Basis) -> Balancing:
     """Build the deciding parts first, because nearly all other parts use them."""
     shared, live, settings = basis.shared, basis.live, basis.settings
     row = shared.scoreboard.row(basis.index)
-    health = Health(lambda: live.current.settings.health, board=shared.health_board)
+    health = Health(lambda: live.settings.health, board=shared.health_board)
     keys = EngineKeys(text_of(settings.auth.engine_api_key))
-    live.add(lambda new: keys.configure(text_of(new.auth.engine_api_key)))
+    live.on_change(lambda new: keys.configure(text_of(new.auth.engine_api_key)))
     compatibility = CompatibilityMonitor(shared.incompatibilities, row, keys, log_incompatibility)
     pinned_kv = PinnedKv(row)
-    quarantine = PairQuarantine(lambda: live.current.settings.health)
+    quarantine = PairQuarantine(lambda: live.settings.health)
     on_transition = _transitions(basis)
     ends = _InstanceRequests(basis.metrics)
     needed = (Role.PREFILL, Role.DECODE) if settings.connector_traits.takes_prefillers else (Role.DECODE,)
@@ -83,9 +83,9 @@ def build_balancing(basis: Basis) -> Balancing:
             journal=shared.journal.writer(basis.index) if shared.journal.rings > 1 else None,
             others_running=shared.scoreboard.others_running(row),
             lag_within=basis.loop_lag.within,
-            balance=lambda: live.current.settings.balance,
+            balance=lambda: live.settings.balance,
         )
-        current = live.current.settings
+        current = live.settings
         policy = make_policy(_policy_name(current, role), context)
         made = Pool(
             PoolParts(
@@ -115,16 +115,16 @@ def build_balancing(basis: Basis) -> Balancing:
             if role is not Role.ENCODE or settings.has_encoders:
                 made[role] = pool(role, None if whole is None or serving is None else (whole.of(role), serving))
 
-        def configure(new: Settings) -> None:
+        def on_change(new: Settings) -> None:
             for _, configure_one in made.values():
                 configure_one(new)
 
         by_role = {role: one for role, (one, _) in made.items()}
         prefill, decode, encode = by_role[Role.PREFILL], by_role[Role.DECODE], by_role.get(Role.ENCODE)
-        return Pools(prefill=prefill, decode=decode, quarantine=quarantine, encode=encode), configure
+        return Pools(prefill=prefill, decode=decode, quarantine=quarantine, encode=encode), on_change
 
-    everybody, configure = pools()
-    live.add(configure)
+    everybody, on_change = pools()
+    live.on_change(on_change)
     return Balancing(
         health=health,
         keys=keys,
@@ -190,14 +190,14 @@ class _InstanceRequests:
 def _configuring(pool: Pool, settings: Settings, context: PolicyContext) -> Callable[[Settings], None]:
     name = _policy_name(settings, pool.role)
 
-    def configure(new: Settings) -> None:
+    def on_change(new: Settings) -> None:
         nonlocal name
         pool.configure(_limits(new, pool.role))
         if (newest := _policy_name(new, pool.role)) != name:  # a policy that stays keeps its state
             name = newest
             pool.use(make_policy(name, context))
 
-    return configure
+    return on_change
 
 
 def _policy_name(settings: Settings, role: Role) -> str:

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from proxy.process.loop_lag import LoopLag
+from proxy.settings.live import LiveSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from proxy.observe.metrics import Metrics
     from proxy.observe.record import Traces
     from proxy.process.configuration import ConfigSnapshot
@@ -17,25 +16,17 @@ if TYPE_CHECKING:
     from proxy.settings import Settings
 
 
-class LiveSettings:
-    """The current configuration, and the parts that must act when it changes.
-
-    A part whose settings can change at run time is added where it is created, by its `configure` or by a lambda.
-    """
+class LiveConfiguration(LiveSettings):
+    """The current configuration of a worker: its settings, and the client keys."""
 
     def __init__(self, current: ConfigSnapshot) -> None:
+        super().__init__(current.settings)
         self.current = current
-        self._configure: list[Callable[[Settings], None]] = []
-
-    def add(self, configure: Callable[[Settings], None]) -> None:
-        """Call a function with each changed configuration. It must neither wait nor fail."""
-        self._configure.append(configure)
 
     def apply(self, current: ConfigSnapshot) -> None:
-        """Apply a configuration to all parts. Nothing waits in between, so no request sees a mixture."""
+        """Replace the configuration."""
         self.current = current
-        for configure in self._configure:
-            configure(current.settings)
+        self.replace(current.settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +36,7 @@ class Basis:
     shared: Shared
     index: int
     """Number of the worker, from 0."""
-    live: LiveSettings
+    live: LiveConfiguration
     metrics: Metrics
     loop_lag: LoopLag = field(default_factory=LoopLag)
     """Delays of the worker's event loop."""
@@ -55,4 +46,4 @@ class Basis:
     @property
     def settings(self) -> Settings:
         """The current settings."""
-        return self.live.current.settings
+        return self.live.settings

@@ -71,7 +71,7 @@ def build_clients(basis: Basis, balancing: Balancing, engines: Engines, drain: D
     # Lanes of single models have queues that belong to each worker.
     queue_front = basis.shared.queue_heads.of_worker(basis.index)
     service = _service(basis, engines, balancing.pools, engines.connector, suspects, queue_front)
-    basis.live.add(service.configure)
+    basis.live.on_change(service.on_change)
     lanes = _lanes(basis, balancing, engines, Lane(balancing.pools, service, engines.connector, suspects))
     dialects = [dialect for dialect in DIALECTS if service.speaks(dialect)]
     observers = _observers(basis, dialects)
@@ -159,14 +159,14 @@ def _lanes(basis: Basis, balancing: Balancing, engines: Engines, whole: Lane) ->
         made.admission.priorities = whole.service.admission.priorities
         made.admission.buffers = whole.service.admission.buffers
 
-        def configure(new: Settings) -> None:
+        def on_change(new: Settings) -> None:
             configure_pools(new)
-            made.configure(new)
+            made.on_change(new)
 
-        return Lane(pools, made, connector, suspects, configure)
+        return Lane(pools, made, connector, suspects, on_change)
 
     lanes = Lanes(balancing.models, whole, make, basis.settings, engines.prober.refresh_models)
-    basis.live.add(lanes.configure)
+    basis.live.on_change(lanes.configure)
     balancing.pool_of.find = lambda backend: lanes.of_backend(backend).pools.of(backend.role)
     keys = basis.metrics.prefix_index_keys
     basis.metrics.settle_first(
@@ -195,32 +195,32 @@ def _service(
         metrics=basis.metrics,
         front=front,
     )
-    return RequestService(parts, basis.settings)
+    return RequestService(parts, basis.live)
 
 
 def _open_fast_path(basis: Basis, intake: Intake, front: HttpListener) -> None:
     """Let the fast reader read requests first, if the settings say so."""
 
-    def configure(settings: Settings) -> None:
+    def on_change(settings: Settings) -> None:
         intake.configure(settings)
         front.first_protocol = partial(FastConnection, intake, front) if settings.listen.fast_path else None
 
-    configure(basis.settings)
-    basis.live.add(configure)
+    on_change(basis.settings)
+    basis.live.on_change(on_change)
 
 
 def _client_keys(basis: Basis, lanes: Lanes) -> ApiKeys:
     api_keys = ApiKeys(basis.shared.key_usage, basis.index)
 
-    def configure(_: Settings) -> None:  # the keys are read from their file
+    def on_change(_: Settings) -> None:  # the keys are read from their file
         current = basis.live.current
         api_keys.configure(current.client_keys, current.slots)
         priorities = {key.name: key.priority for key in current.client_keys}
         for lane in lanes.all:
             lane.service.admission.priorities = priorities
 
-    configure(basis.settings)
-    basis.live.add(configure)
+    on_change(basis.settings)
+    basis.live.on_change(on_change)
     return api_keys
 
 
@@ -234,8 +234,7 @@ def _models_routes(
 def _passthrough_routes(
     basis: Basis, lanes: Lanes, drain: DrainManager, parts: QuestionParts
 ) -> Sequence[web.RouteDef]:
-    passthrough = PassthroughApi(parts, lanes, drain, basis.settings)
-    basis.live.add(passthrough.configure)
+    passthrough = PassthroughApi(parts, lanes, drain, basis.live)
     return passthrough.routes()
 
 

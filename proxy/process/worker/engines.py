@@ -97,10 +97,10 @@ async def build_engines(basis: Basis, balancing: Balancing, settle_seconds: floa
             )
             watcher = Watcher(watcher_parts, basis.settings)
             await stack.enter_async_context(watcher)
-            basis.live.add(watcher.configure)
+            basis.live.on_change(watcher.configure)
             canaries = CanaryWatch(connector, link.context, balancing.health)
             await stack.enter_async_context(canaries)
-            basis.live.add(canaries.configure)
+            basis.live.on_change(canaries.configure)
         basis.metrics.watch_instances(
             tuple(everybody.values()),
             basis.shared.scoreboard,
@@ -146,8 +146,8 @@ async def build_lines(basis: Basis, balancing: Balancing) -> AsyncIterator[Lines
             ),
         ) as upstream,
     ):
-        live.add(lambda new: names.configure(AddressRules(new.admin.networks), _hosts(new)))
-        live.add(lambda new: upstream.configure(new.timeouts, stall_seconds(new), new.health.silence_seconds))
+        live.on_change(lambda new: names.configure(AddressRules(new.admin.networks), _hosts(new)))
+        live.on_change(lambda new: upstream.configure(new.timeouts, stall_seconds(new), new.health.silence_seconds))
         yield Lines(names=names, client=client, fresh_client=fresh_client, upstream=upstream)
 
 
@@ -177,17 +177,16 @@ async def build_link(
         settle_seconds=settle_seconds,
     )
     async with (
-        Releaser(parts, settings) as releaser,
+        Releaser(parts, basis.live) as releaser,
         Background(logging.getLogger("proxy.worker.engines"), "a message to an engine") as background,
     ):
-        basis.live.add(releaser.configure)
         context = ConnectorContext(
             pools=pools,
             upstream=lines.upstream,
             releaser=releaser,
             client=lines.client,
             keys=balancing.keys,
-            settings=settings,
+            live=basis.live,
             metrics=basis.metrics,
             compatibility=balancing.compatibility,
             background=background,
@@ -200,7 +199,7 @@ async def build_link(
 
 
 def _connector(context: ConnectorContext) -> Connector:
-    return _with_encoders(CONNECTORS[context.settings.connector](context), context)
+    return _with_encoders(CONNECTORS[context.live.settings.connector](context), context)
 
 
 def _with_encoders(connector: Connector, context: ConnectorContext) -> Connector:

@@ -30,7 +30,7 @@ from proxy.process.supervisor.detection import with_connector
 from proxy.process.supervisor.listening import PortInUse, create_listener
 from proxy.process.worker.applications import application, callback_limits, http_listener
 from proxy.process.worker.balancing import build_balancing
-from proxy.process.worker.basis import Basis, LiveSettings
+from proxy.process.worker.basis import Basis, LiveConfiguration
 from proxy.process.worker.engines import build_lines, build_link
 from proxy.settings import SettingsError
 from proxy.tools.doctor.engine import check_engines, well
@@ -105,7 +105,7 @@ class Examination:
             callbacks: list[socket.socket] = []
             listeners = stack.enter_context(Listeners(socket.socket(), callbacks=callbacks))
             shared = share(self._loaded, lambda: self._loaded, listeners)
-            live = LiveSettings(shared.configuration.current())
+            live = LiveConfiguration(shared.configuration.current())
             basis = Basis(shared=shared, index=0, live=live, metrics=Metrics())
             balancing = build_balancing(basis)
             lines = await stack.enter_async_context(build_lines(basis, balancing))
@@ -167,7 +167,7 @@ class Examination:
 
     async def _send_canaries(self, link: Link, fit: Sequence[Examined]) -> list[Finding]:
         """Send canaries. `fit`: compatible engines of one model, at least one."""
-        settings = link.context.settings
+        settings = link.context.live.settings
         takes_prefillers = settings.connector_traits.takes_prefillers
         prefillers = [engine for engine in fit if engine.backend.role is Role.PREFILL]
         decoders = [engine for engine in fit if engine.backend.role is Role.DECODE]

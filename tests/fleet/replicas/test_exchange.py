@@ -347,7 +347,7 @@ async def test_client_key_limits_are_shared_only_if_enabled(is_shared: bool, dep
         for name, limits in names.items()
     )
     live.apply(replace(live.current, client_keys=keys, slots={"limited": 0, "rated": 1, "free": 2}))
-    async with Store(live.current.settings, "another") as other:
+    async with Store(live.settings, "another") as other:
         for name in names:
             assert (await deployment.ask(request(Api.CHAT), Authorization=f"Bearer {name}")).status == 200
         shared_keys: list[dict[str, Used]] = []

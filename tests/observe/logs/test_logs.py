@@ -133,7 +133,7 @@ def test_configured_level_applies_and_libraries_only_warn() -> None:
     logger.info("unseen")
     logs.access_line({"id": "unseen"})
     assert file.text == ""
-    logs.configure("DEBUG")
+    logs.set_level("DEBUG")
     logger.debug("seen")
     library.info("unseen")
     library.warning("seen, too")

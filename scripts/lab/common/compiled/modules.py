@@ -26,6 +26,7 @@ _BY_PACKAGE: Final = {
     "observe/logs": "lines",
     "process": "loop_lag",
     "process/worker": "balancing",
+    "settings": "live",
     "resume": "chat_as_completion continuation cut engines overlap plan seam transcript",
     "upstream": "answer_reader connection fast_forward response silences upstream",
     "wire": "chat_members document ids members openai prefix python_json sglang sse weight",

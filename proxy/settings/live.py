@@ -1,0 +1,32 @@
+"""The current settings, which a reload replaces while parts use them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from proxy.settings.model import Settings
+
+
+class LiveSettings:
+    """The current settings.
+
+    Parts read `settings` when they need an option. A part that must act after a change passes a function to
+    `on_change`.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._functions: list[Callable[[Settings], None]] = []
+
+    def on_change(self, function: Callable[[Settings], None]) -> None:
+        """Call a function with the new settings after each change. It must neither wait nor fail."""
+        self._functions.append(function)
+
+    def replace(self, settings: Settings) -> None:
+        """Replace the settings. Nothing waits in between, so no request sees a mixture."""
+        self.settings = settings
+        for function in self._functions:
+            function(settings)
