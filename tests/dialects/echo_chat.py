@@ -35,7 +35,7 @@ class EchoChat(ChatCompletions):
     done_event = b""  # `bye` is the last one
 
     def parse(self, document: Document, cost: Cost, headers: Mapping[str, str]) -> Call:
-        """The chat that engines are asked for."""
+        """Return the chat that engines get."""
         if not isinstance(document.values.get("say"), str):
             raise BadRequest("say must be text", param="say")
         chat: dict[str, Any] = {
@@ -59,7 +59,7 @@ class EchoChat(ChatCompletions):
         return _Events()
 
     def error_body(self, error: GatewayError) -> bytes:
-        """An apology."""
+        """Return the body of an error."""
         return orjson.dumps(_apology(error))
 
 

@@ -32,7 +32,7 @@ _GROWS = {
 
 
 def question(text: Any = "What is it?", **fields: Any) -> dict[str, Any]:
-    """A request of 40 tokens."""
+    """Return a request of 40 tokens."""
     return {"model": "sim", "max_tokens": 40, "messages": [{"role": "user", "content": text}], **fields}
 
 
@@ -49,7 +49,7 @@ async def ask(gateway: Deployment, body: Any, method: str = "POST", path: str = 
 
 
 def message(answer: Answer) -> dict[str, Any]:
-    """The message, however it was delivered, without what is drawn by chance."""
+    """Return the message of a streamed or whole answer, without random members."""
     assert (answer.status, answer.is_whole) == (200, True), answer.body
     got = _put_together(answer) if answer.is_stream else answer.json
     assert got.pop("id").startswith("msg_")

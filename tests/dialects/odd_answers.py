@@ -39,7 +39,7 @@ def usually(*values: Any) -> st.SearchStrategy[Any]:
 
 
 def members(**strategies: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """An object without the members that are absent."""
+    """Draw an object without the members that are absent."""
     return st.fixed_dictionaries(strategies).map(
         lambda drawn: {name: value for name, value in drawn.items() if value is not ABSENT}
     )
@@ -126,7 +126,7 @@ def seldom(value: Any = None) -> st.SearchStrategy[Any]:
 
 
 def chunk(delta: st.SearchStrategy[Any], finish: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """A chunk of a chat with mostly one choice."""
+    """Draw a chunk of a chat, usually with one choice."""
     choice = members(
         index=seldom(0),
         delta=mostly(delta),
@@ -157,7 +157,7 @@ USAGES: Final = st.fixed_dictionaries({**HEAD, "choices": st.just([]), "usage": 
 
 @st.composite
 def streams(draw: st.DrawFn) -> list[bytes]:
-    """The pieces of a streamed chat, which usually ends as it should."""
+    """Draw the pieces of a streamed chat, which usually ends correctly."""
     events = [draw(chunk(members(role=usually("assistant"), content=usually("")), st.none())) for _ in range(1)]
     pieces = [event(each) for each in events][: draw(st.integers(0, 1))]
     last = chunk(mostly(st.just({}), DELTA, times=4), FINISHES).map(event)
@@ -168,7 +168,7 @@ def streams(draw: st.DrawFn) -> list[bytes]:
 def ended(
     draw: st.DrawFn, pieces: list[bytes], chunks: st.SearchStrategy[bytes], last: st.SearchStrategy[bytes]
 ) -> list[bytes]:
-    """The pieces of a stream that begins with these."""
+    """Draw the pieces of a stream that begins with `pieces`."""
     pieces = pieces + draw(st.lists(mostly(chunks, STRANGE, USAGES, times=20), max_size=8))
     if draw(OFTEN):
         pieces.append(draw(last))
@@ -197,14 +197,14 @@ PREFILL_FINISHES: Final = usually("length", "length", "length", "stop", "abort")
 
 
 def body(payload: st.SearchStrategy[Any]) -> st.SearchStrategy[list[bytes]]:
-    """A whole answer, which is mostly this."""
+    """Draw a whole answer, usually with this payload."""
     return mostly(payload).map(lambda told: [http(dumps(told))])
 
 
 def whole_chat(
     finishes: st.SearchStrategy[Any] = FINISHES, **beside: st.SearchStrategy[Any]
 ) -> st.SearchStrategy[list[bytes]]:
-    """A whole chat completion, with these members beside its choices."""
+    """Draw a whole chat completion with these members beside its choices."""
     message = members(
         role=usually("assistant"),
         content=TEXTS,
@@ -233,7 +233,7 @@ TOKEN_LOGPROBS: Final = usually(
 
 
 def completion(finish: st.SearchStrategy[Any], **beside: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """A completion, or a chunk of one, with mostly one choice."""
+    """Draw a completion, or a chunk of one, usually with one choice."""
     choice = members(
         index=seldom(0),
         text=TEXTS,
@@ -260,7 +260,7 @@ NATIVE_LOGPROBS: Final = usually(ABSENT, [[-0.5, 5, None]], [[-0.5, 5, "a"], [-0
 
 
 def meta_info(finish: st.SearchStrategy[Any], tokens: int) -> st.SearchStrategy[Any]:
-    """The usage of an answer with this number of tokens."""
+    """Draw the usage of an answer with this number of tokens."""
     return mostly(
         members(
             id=usually("r-1"),
@@ -276,14 +276,14 @@ def meta_info(finish: st.SearchStrategy[Any], tokens: int) -> st.SearchStrategy[
 
 
 def native(text: str, finish: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """An answer, or what there is of it so far, with a token for each character."""
+    """Draw an answer, whole or partial, with one token for each character."""
     ids = [5] * len(text)
     return members(text=usually(text), output_ids=usually(ids), meta_info=meta_info(finish, len(ids)))
 
 
 @st.composite
 def native_streams(draw: st.DrawFn) -> list[bytes]:
-    """The pieces of an answer whose events have all of it so far."""
+    """Draw the pieces of an answer whose events repeat all earlier text."""
     parts = draw(st.lists(st.sampled_from(["Hello", " there", "\n", "ü🙂", "", "\ud83d"]), max_size=6))
     pieces = [draw(native(text, st.none()).map(event)) for text in accumulate(parts)]
     for _ in range(draw(st.sampled_from([0] * 6 + [1]))):
@@ -321,7 +321,7 @@ def told(
     stream: st.SearchStrategy[list[bytes]],
     whole: Callable[..., st.SearchStrategy[list[bytes]]],
 ) -> st.SearchStrategy[Told]:
-    """The answers of engines; `whole` makes whole answers with a finish reason and members beside it."""
+    """Draw answers of engines. `whole`: makes whole answers with a finish reason and members beside it."""
     of_vllm = whole(PREFILL_FINISHES, kv_transfer_params=KV_PARAMS)
     return st.builds(
         Told,

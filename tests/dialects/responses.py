@@ -29,7 +29,7 @@ _STATUS = {"response.completed": "completed", "response.incomplete": "incomplete
 
 
 def question(text: Any = "What is it?", **fields: Any) -> dict[str, Any]:
-    """A request of 40 tokens."""
+    """Return a request of 40 tokens."""
     return {"model": "sim", "max_output_tokens": 40, "input": text, **fields}
 
 
@@ -46,7 +46,7 @@ async def ask(gateway: Deployment, body: Any, method: str = "POST", path: str = 
 
 
 def response(answer: Answer) -> dict[str, Any]:
-    """The response, however it was delivered, without what is drawn by chance."""
+    """Return the response of a streamed or whole answer, without random members."""
     assert (answer.status, answer.is_whole) == (200, True), answer.body
     got = _last(answer) if answer.is_stream else answer.json
     assert got.pop("id").startswith("resp_")
@@ -57,7 +57,7 @@ def response(answer: Answer) -> dict[str, Any]:
 
 
 def events(answer: Answer) -> list[dict[str, Any]]:
-    """The data of a stream, which tells the name of each event, too."""
+    """Return the data of a stream's events, each of which also has its name."""
     told = []
     for number, event in enumerate(answer.body.removesuffix(b"\n\n").split(b"\n\n")):
         name, data = event.split(b"\n")
@@ -68,7 +68,7 @@ def events(answer: Answer) -> list[dict[str, Any]]:
 
 
 def _last(answer: Answer) -> dict[str, Any]:
-    """The response of the last event, which must be what the events before it make up."""
+    """Return the response of the last event, which must agree with the earlier events."""
     created, going, *told, last = events(answer)
     assert (created["type"], going["type"]) == ("response.created", "response.in_progress")
     assert created["response"] == going["response"]
@@ -85,7 +85,7 @@ def _last(answer: Answer) -> dict[str, Any]:
 
 
 def _put_together(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The items, one after the other; every delta belongs to the item that is open, and its end repeats them."""
+    """Return the items of a stream. Each delta belongs to the open item, and the end of an item repeats them."""
     items: list[dict[str, Any]] = []
     item: dict[str, Any] = {}
     said = ""

@@ -47,8 +47,9 @@ async def differences(asking: Asking, profile: str, fault: str, places: Iterable
 
 
 async def from_another_decoder(asking: Asking, profile: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The message undisturbed, and those that were given while one of two decoders is lost before each first token.
-    One of them at least was asked of the decoder that is lost.
+    """Return an undisturbed message, and messages of requests that lost their decoder before the first token.
+
+    One of two decoders fails. At least one message was requested from it.
     """
     async with serving(profile) as gateway:
         expected = await asking(gateway)

@@ -142,14 +142,14 @@ class Bench:
         self._runner.close()
 
     def answers(self, stream: list[bytes], whole: list[bytes]) -> dict[tuple[str, bool], Answer]:
-        """The answers to clients of the chat APIs if an engine sends this, by path and whether they stream."""
+        """Return the answers to clients of the chat APIs by path and streaming, if an engine sends this."""
         told = {CHAT: Told(stream, whole, [], [])}
         return self.all_answers(told, {}, (CHAT, MESSAGES, RESPONSES))
 
     def all_answers(
         self, told: dict[str, Told], callback: dict[str, Any], names: Iterable[str] = ()
     ) -> dict[tuple[str, bool], Answer]:
-        """The answers to clients if engines send this on their routes, by the question and whether they stream."""
+        """Return the answers to clients by question and streaming, if engines send this on their routes."""
         self._told, self._callback = told, callback
         return self._runner.run(self._ask_all(names or self.questions))
 

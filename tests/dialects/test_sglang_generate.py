@@ -68,7 +68,7 @@ def start(deploy: Deploy) -> Opener:
 
 
 async def alone(body: dict[str, Any]) -> Answer:
-    """The answer of one engine that does it all."""
+    """Return the answer of one engine without disaggregation."""
     async with (
         SimulatedEngine(profile_name="sglang") as engine,
         aiohttp.ClientSession() as session,
@@ -78,7 +78,7 @@ async def alone(body: dict[str, Any]) -> Answer:
 
 
 def known(answer: Any) -> Any:
-    """The members that are equal in every answer to a request."""
+    """Return the members that are equal in every answer to a request."""
     if isinstance(answer, list):
         return [known(item) for item in answer]
     meta = {name: value for name, value in answer["meta_info"].items() if name not in ("id", "cached_tokens")}
@@ -86,7 +86,7 @@ def known(answer: Any) -> Any:
 
 
 def finals(answer: Answer) -> dict[int, Any]:
-    """The last event of every answer of a stream, by its index."""
+    """Return the last event of each answer of a stream, by its index."""
     events = answer.events
     assert events[-1] == "[DONE]"
     return {event.get("index", 0): event for event in events[:-1]}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def successor(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Successor]:
-    """A process that does what a line for the shell says."""
+    """Return a function that starts a shell command as the successor."""
 
     def start(line: str) -> Successor:
         monkeypatch.setattr(takeover, "command_line", lambda: ["sh", "-c", line])
@@ -112,7 +112,7 @@ def test_instances_that_cannot_be_read_are_missed_once(caplog: pytest.LogCapture
 
 
 def _kept(text: str) -> str:
-    """The descriptors as another process has them."""
+    """Return the descriptors as another process inherits them."""
     fds = json.loads(text)
     sockets = {name: os.dup(fd) for name, fd in fds["sockets"].items()}
     return json.dumps({"channel": os.dup(fds["channel"]), "instances": os.dup(fds["instances"]), "sockets": sockets})

@@ -41,7 +41,7 @@ class Program:
         return self.process.pid
 
     def children(self) -> list[int]:
-        """The workers, when there are several."""
+        """Return the process ids of the workers, if there are several."""
         return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
 
     def signal(self, number: signal.Signals) -> None:
@@ -102,7 +102,7 @@ async def running(
 
 
 def gateway(*words: str, under: Sequence[str] = (), **environment: str) -> AbstractAsyncContextManager[Program]:
-    """The gateway on any free port. No load balancer has to notice that it stops."""
+    """Start a gateway at a free port, without a delay for load balancers when it stops."""
     environment = {"PROXY_DRAIN__NOT_READY_SECONDS": "0", **environment}
     return running(["--port", "0", *words], SERVING, under=under, **environment)
 

@@ -50,7 +50,7 @@ async def ask_anyone(program: Program) -> Answer:
 
 
 async def urls(program: Program, times: int = 2) -> list[str]:
-    """What workers told decoders to call back, in the order of their starts."""
+    """Return the callback URLs that decoders got, in the order of the requests."""
     await until(lambda: len(re.findall(URL, program.output)) >= times, "all workers")
     return [url for url, _ in re.findall(URL, program.output)]
 

@@ -30,7 +30,7 @@ CURL_BODY = b"""{
 
 
 def on_this_host(line: list[str], prefillers: list[SimulatedEngine], decoders: list[SimulatedEngine]) -> list[str]:
-    """The guide's words with the hosts and ports of engines that are here."""
+    """Return the guide's command with hosts and ports of engines on this host."""
     line = ["127.0.0.1" if word.startswith(("141.xx.xx.", "192.0.0.")) else word for word in line]
     line[line.index("--port") + 1] = "0"
     for flag, engines in (("--prefiller-port", prefillers), ("--decoder-port", decoders)):

@@ -15,7 +15,7 @@ CONFIG = '{"publisher":"zmq","endpoint":"tcp://127.0.0.1:0"}'
 
 
 def listeners(program: Program) -> list[int]:
-    """The processes that subscribe, of all workers."""
+    """Return the process ids of the subscribers of all workers."""
     found = []
     for worker in program.children():
         for task in Path(f"/proc/{worker}/task").glob("*"):

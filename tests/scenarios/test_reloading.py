@@ -56,7 +56,7 @@ async def another() -> AsyncIterator[SimulatedEngine]:
 
 
 async def reload(session: aiohttp.ClientSession, program: Program) -> Any:
-    """The answer of the route, status first."""
+    """Return the status and the body of the route's answer."""
     async with session.post(program.url + "/admin/reload") as response:
         return response.status, await response.json()
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 async def engines() -> AsyncIterator[list[SimulatedEngine]]:
-    """A prefiller and two decoders."""
+    """Start a prefiller and two decoders."""
     async with AsyncExitStack() as stack:
         yield [
             await stack.enter_async_context(SimulatedEngine(role=role, profile_name="sglang", model="kimi"))

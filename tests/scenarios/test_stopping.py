@@ -1,6 +1,4 @@
-"""The end of the program: running answers are finished, and what takes too long, or until a second signal, gets an
-error.
-"""
+"""The end of the program: running answers are finished, or get an error after a time limit or a second signal."""
 
 from __future__ import annotations
 

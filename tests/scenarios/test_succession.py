@@ -23,7 +23,7 @@ WAITING = r"waiting for port \d+, which is in use"
 
 
 def successor(*words: str, **environment: str) -> AbstractAsyncContextManager[Program]:
-    """A gateway of which only the waiting is waited for."""
+    """Start a gateway without waiting until it listens."""
     return running(words, f"({WAITING})", **environment)
 
 

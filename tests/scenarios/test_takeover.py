@@ -42,7 +42,7 @@ os.execvp(sys.argv[1], sys.argv[1:])
 
 @pytest.fixture
 async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    """A session that opens a connection per request, because gateways here close idle connections at once."""
+    """Open a session with one connection for each request, because gateways here close idle connections at once."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
         yield session
 

@@ -30,7 +30,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def mistake(file: Path) -> str:
-    """The sentence for a mistake, without the path it begins with."""
+    """Return the sentence about a mistake, without the path at its beginning."""
     with pytest.raises(SettingsError) as error:
         load_client_keys(file)
     sentence = str(error.value)

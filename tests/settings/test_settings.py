@@ -32,7 +32,7 @@ def settings(line: str = ONE_PAIR, **environ: str) -> Settings:
 
 
 def mistake(line: str = ONE_PAIR, environ: Mapping[str, str] | None = None) -> str:
-    """The sentence for a mistake."""
+    """Return the sentence about a mistake."""
     with pytest.raises(SettingsError) as error:
         load(shlex.split(line), environ or {})
     sentence = str(error.value)

@@ -33,7 +33,7 @@ class Client:
             return orjson.loads(await response.read())
 
     async def stream(self, engine: SimulatedEngine, path: str, body: Any, **headers: str) -> list[Any]:
-        """The events of a streamed answer, parsed; `[DONE]` stays text."""
+        """Return the parsed events of a streamed answer; `[DONE]` stays text."""
         names = {name.replace("_", "-"): value for name, value in headers.items()}
         async with self.session.post(engine.url + path, json=body | {"stream": True}, headers=names) as response:
             assert response.status == 200
@@ -42,7 +42,7 @@ class Client:
         return [event if event == "[DONE]" else orjson.loads(event) for event in events]
 
     async def prefill(self, engine: SimulatedEngine, path: str, body: Any) -> Any:
-        """The prefill leg: one token, KV kept."""
+        """Send the prefill leg: one token, and the KV cache is kept."""
         leg = body | {"max_tokens": 1, "min_tokens": 1, "kv_transfer_params": PREFILL}
         status, answer = await self.post(engine, path, leg)
         assert status == 200

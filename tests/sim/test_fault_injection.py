@@ -28,7 +28,7 @@ def text(events: list[Any]) -> str:
 
 
 async def broken_stream(client: Client, engine: SimulatedEngine, body: dict[str, Any]) -> bytes:
-    """What arrived of a stream before it broke."""
+    """Return the part of a stream that arrived before it broke."""
     received = b""
     try:
         async with client.session.post(engine.url + TEXT, json=body | {"stream": True}) as response:

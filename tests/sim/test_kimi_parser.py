@@ -26,7 +26,7 @@ both_kinds = pytest.mark.parametrize("is_engine", [False, True], ids=["parsers",
 
 
 def said(parser: KimiParser, text: str) -> list[dict[str, Any]]:
-    """The deltas of a text that comes one character at a time and then ends."""
+    """Return the deltas of a text that arrives one character at a time and then ends."""
     deltas = [parser.feed(character) for character in text] + [parser.feed("", finished=True)]
     return [delta for delta in deltas if delta is not None]
 

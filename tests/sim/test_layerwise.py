@@ -67,7 +67,7 @@ async def metaserver() -> AsyncIterator[Metaserver]:
 
 @asynccontextmanager
 async def setup(**options: Any) -> AsyncIterator[tuple[Metaserver, SimulatedEngine, SimulatedEngine]]:
-    """A metaserver, a prefiller and a decoder."""
+    """Start a metaserver, a prefiller and a decoder."""
     async with (
         metaserver() as server,
         SimulatedEngine(role="prefill", protocol="layerwise", **options) as prefiller,

@@ -28,7 +28,7 @@ MISSING = "Invalid request: Disaggregated request received without bootstrap roo
 
 @asynccontextmanager
 async def pair(**options: Any) -> AsyncIterator[tuple[SimulatedEngine, SimulatedEngine]]:
-    """A prefiller and a decoder."""
+    """Start a prefiller and a decoder."""
     async with (
         SimulatedEngine(role="prefill", profile_name="sglang", **options) as prefiller,
         SimulatedEngine(role="decode", profile_name="sglang", **options) as decoder,

@@ -24,7 +24,7 @@ def tokens(prompt: list[int], count: int) -> list[int]:
 
 
 async def raw_stream(client: Client, engine: SimulatedEngine, path: str, body: dict[str, Any]) -> list[str]:
-    """The bytes of each event, with the time of creation blanked."""
+    """Return the bytes of each event, with a fixed time of creation."""
     headers = {"X-Request-Id": "R"}
     async with client.session.post(engine.url + path, json=body | {"stream": True}, headers=headers) as response:
         assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"

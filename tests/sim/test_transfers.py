@@ -23,7 +23,7 @@ BODY: dict[str, Any] = {"prompt": "Hello there", "max_tokens": 6}
 
 @asynccontextmanager
 async def pair(**options: Any) -> AsyncIterator[tuple[SimulatedEngine, SimulatedEngine]]:
-    """A prefiller and a decoder."""
+    """Start a prefiller and a decoder."""
     async with (
         SimulatedEngine(role="prefill", protocol="transfer", **options) as prefiller,
         SimulatedEngine(role="decode", protocol="transfer", **options) as decoder,

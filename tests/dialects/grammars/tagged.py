@@ -40,7 +40,7 @@ class Tagged(Grammar):
         return None if opened == closed else opened > closed
 
     def parser(self, **reading: bool) -> AnswerParser:
-        """Reads what Kimi's parser would read in other words."""
+        """Return a parser of the same answers as Kimi's, with other tags."""
         return _TaggedParser(kimi.Kimi().parser(**reading))
 
 

@@ -364,7 +364,7 @@ class Part:
         self.watcher = ConfigWatcher(configuration, configuration.current(), self.applied.append, self.metrics)
 
     def metric(self, name: str) -> dict[str, float]:
-        """The samples of a metric by their label, or "" for the only one."""
+        """Return the samples of a metric by label; "" is the label of a metric without labels."""
         return {
             next(iter(sample.labels.values()), ""): sample.value
             for family in self.metrics.collect()

@@ -52,7 +52,7 @@ class Machine:
         self.write("proc/self/statm", f"{2 * mib * MIB // page} {mib * MIB // page} 1000 1 0 2000 0\n")
 
     def group(self, path: str, limit: str | int, used: int, *, cache: int = 0, anonymous: int = 100) -> None:
-        """A control group of version 2; in MiB."""
+        """Create a control group of version 2. Sizes are in MiB."""
         tree = f"sys/fs/cgroup/{path}"
         self.write(f"{tree}/memory.max", f"{limit if isinstance(limit, str) else limit * MIB}\n")
         self.write(f"{tree}/memory.current", f"{used * MIB}\n")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def probes(
     is_alive: Callable[[], bool] = lambda: True, is_ready: Callable[[], bool] = lambda: True
 ) -> Iterator[tuple[str, int]]:
-    """The address at which probes are answered."""
+    """Serve probes, and return their address."""
     with socket.create_server(("127.0.0.1", 0)) as sock, ProbeServer(sock, is_alive, is_ready):
         yield sock.getsockname()
 

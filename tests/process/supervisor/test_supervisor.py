@@ -125,7 +125,7 @@ class Program:
         self.pids: set[int] = set()
 
     def hear(self) -> list[str]:
-        """The next line, as words; [] when all of them have ended."""
+        """Return the words of the next line; [] after all processes have ended."""
         assert self.process.stderr is not None
         return self.process.stderr.readline().split()
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def systemd(address: str) -> Iterator[Callable[[], str]]:
-    """Yields what reads the next message."""
+    """Yield a function that reads the next message."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind(address)
         receiver.settimeout(15)

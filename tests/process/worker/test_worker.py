@@ -139,7 +139,7 @@ async def test_a_restarted_prefiller_is_used_again(deploy: Deploy) -> None:
 
 
 def changed(gateway: Deployment, client_keys: tuple[ClientKey, ...] = (), **sections: dict[str, Any]) -> ConfigSnapshot:
-    """The current settings, with other options in some sections."""
+    """Return the current settings with other options in some sections."""
     current = gateway.worker.current
     settings = current.settings.model_dump()
     for name, options in sections.items():

@@ -66,7 +66,7 @@ def _value(values: list[str]) -> Any:
 
 
 def commands(script: str) -> list[Command]:
-    """The engines and launchers that a script starts."""
+    """Return the engines and launchers that a script starts."""
     environment: dict[str, str] = {}
     found = []
     for line in script.replace("\\\n", " ").splitlines():
@@ -114,12 +114,12 @@ def _with_words(template: str, words: list[str]) -> str:
 
 
 def plan_of(name: str, **changes: Any) -> Plan:
-    """The plan of a topology of configs/topologies, with members changed: `roles__decode__tp=8`."""
+    """Return the plan of a topology of configs/topologies, with changed members: `roles__decode__tp=8`."""
     return planned(parse_topology(tree_of(name, **changes), name))
 
 
 def tree_of(name: str, **changes: Any) -> dict[str, Any]:
-    """The same as the file has it."""
+    """Return the topology as the tree in its file, with changed members."""
     tree: dict[str, Any] = read_yaml(TOPOLOGIES / f"{name}.yaml", texts="environment")
     for place, value in changes.items():
         *parents, last = place.split("__")
@@ -131,12 +131,12 @@ def tree_of(name: str, **changes: Any) -> dict[str, Any]:
 
 
 def files_of(name: str) -> dict[str, str]:
-    """What is rendered for a topology of configs/topologies."""
+    """Return the rendered files of a topology of configs/topologies."""
     return rendered(plan_of(name))
 
 
 def gateway_of(files: Mapping[str, str]) -> dict[str, Any]:
-    """The rendered configuration of the gateway."""
+    """Return the rendered configuration of the gateway."""
     tree = yaml.safe_load(files["gateway.yaml"])
     assert isinstance(tree, dict)
     return tree

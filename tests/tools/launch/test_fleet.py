@@ -36,7 +36,7 @@ _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", None: "both"}
 
 
 def on_loopback(name: str, **changes: Any) -> Plan:
-    """The plan of a shipped topology, whose nodes have addresses of this process: 127.0.0.0/8 is all this host."""
+    """Return the plan of a topology whose nodes have addresses of this host, in 127.0.0.0/8."""
     tree = tree_of(name, **changes)
     pid = os.getpid()
     for number, node in enumerate(tree["nodes"].values(), start=1):
@@ -46,7 +46,7 @@ def on_loopback(name: str, **changes: Any) -> Plan:
 
 
 def options_of(command: Command) -> dict[str, Any]:
-    """A simulated engine's, by the command that starts a real one."""
+    """Return the options of a simulated engine for the command of a real one."""
     flags = command.flags
     if "sglang.launch_server" in command.words:
         return {
@@ -83,7 +83,7 @@ class Looked:
 
 @asynccontextmanager
 async def started(plan: Plan, change: Change = lambda node, options: options) -> AsyncIterator[list[SimulatedEngine]]:
-    """What the rendered commands start, with options changed; nothing where they become None."""
+    """Start the engines of the rendered commands with changed options, and none where the options become None."""
     async with AsyncExitStack() as stack:
         fleet = []
         for node, command in engines(rendered(plan)):
@@ -97,7 +97,7 @@ async def started(plan: Plan, change: Change = lambda node, options: options) ->
 
 
 async def looked_at(plan: Plan, change: Change = lambda node, options: options) -> Looked:
-    """The comparison with what is started."""
+    """Return the comparison of a plan with its started engines."""
     async with started(plan, change) as fleet:
         return Looked(fleet, await compared(plan, load_gateway(plan, {}, Path()), idle_seconds=0.05))
 
@@ -193,7 +193,7 @@ async def test_engines_that_hand_nothing_over_need_not_tell_their_role() -> None
 
 
 def examined(port: int, **told: Any) -> Examined:
-    """An engine of the K2.6 topology that has told something."""
+    """Return an engine of the K2.6 topology that has reported this."""
     facts = EngineFacts(identity=Identity(setup=told.pop("setup", None)))
     return Examined(backend=Backend(Role.DECODE, "141.0.0.3", port, slot=0), facts=facts, **told)
 

@@ -56,7 +56,7 @@ CORRECTIONS: dict[str, list[tuple[str, str, Any, Any]]] = {
 
 
 def guide_of(name: str) -> dict[str, dict[str, Any]]:
-    """What the guide says of each node, corrected."""
+    """Return the facts of the guide about each node, corrected."""
     told = yaml.safe_load((HERE / "guides" / f"{name}.yaml").read_text())
     found = {node: _facts(its) for node, its in told.items() if node != "proxy"}
     for node, place, wrong, right in CORRECTIONS.get(name, []):
@@ -77,7 +77,7 @@ def _facts(told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rendered_for(name: str) -> dict[str, dict[str, Any]]:
-    """The same facts of what is rendered."""
+    """Return the same facts about the rendered files."""
     found: dict[str, dict[str, Any]] = {}
     for path, text in files_of(name).items():
         node, _, file = path.partition("/")

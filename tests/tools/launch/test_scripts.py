@@ -19,7 +19,7 @@ printf '%s\\0' "$0" "$@" "$A" "$ASCEND_RT_VISIBLE_DEVICES" > "$TOLD/$$"
 
 @pytest.fixture
 def shell(tmp_path: Path) -> dict[str, str]:
-    """An environment for scripts, whose programs are harmless."""
+    """Return an environment for scripts with harmless programs."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "told").mkdir()
     for program in ("vllm", "python"):
@@ -29,7 +29,7 @@ def shell(tmp_path: Path) -> dict[str, str]:
 
 
 def run(script: str, environment: dict[str, str], *words: str) -> list[list[str]]:
-    """The words of each program that it starts, and behind them the variable A and the devices."""
+    """Return the words of each program that a script starts, with the variable A and the devices."""
     subprocess.run(["/bin/bash", "-c", script, "script", *words], env=environment, capture_output=True, check=False)
     told = [file.read_text().split("\0") for file in Path(environment["TOLD"]).iterdir()]
     return sorted([Path(program).name, *rest] for program, *rest, _ in told)
